@@ -1,0 +1,7 @@
+"""Proofs over tapes: the right gradient exactly once, no deadlock, one order of collectives."""
+
+from shardlab.check.channels import BACKENDS, ChannelModel
+from shardlab.check.checked import Checked, Meeting
+from shardlab.check.report import check
+
+__all__ = ["BACKENDS", "ChannelModel", "Checked", "Meeting", "check"]

@@ -1,0 +1,148 @@
+"""Deadlock under the two strict channel models, decided by one replay each.
+
+Control flow does not depend on data and no rank takes "whichever comes first", so whether a program hangs does
+not depend on timing: a single replay decides. A rendezvous is a weaker demand than a queue of rendezvous, and a
+buffered send a weaker one still, so a program that passes the queued model passes all four.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable
+
+from shardlab.check.checked import BACKENDS, ChannelModel, Meeting
+from shardlab.program import OpKind, Program
+from shardlab.program.tape import BOOKKEEPING, COMMUNICATION
+from shardlab.program.waiting import Wait, explain
+
+__all__ = ["BACKENDS", "ChannelModel", "decide_models"]
+
+
+def decide_models(
+    program: Program, meetings: list[Meeting], meeting_of: list[dict[int, int]]
+) -> dict[ChannelModel, str | None]:
+    """For each model None, or the deadlock; the program has passed the dataflow check, so it passes the lenient two."""
+    queued = Replay(program, meetings, meeting_of, queued=True).deadlock()
+    rendezvous = queued and Replay(program, meetings, meeting_of, queued=False).deadlock()
+    return {
+        ChannelModel.BUFFERED: None,
+        ChannelModel.IN_ORDER: None,
+        ChannelModel.RENDEZVOUS: rendezvous,
+        ChannelModel.QUEUED: queued,
+    }
+
+
+class Slot:
+    """Operations that stand at one place of a communicator's queue: one, or those that an exchange issues together."""
+
+    def __init__(self, batch: int, meeting: int) -> None:
+        self.batch = batch
+        self.open = {meeting}
+
+
+class Replay:
+    """Issues and waits of all ranks, with every communication a rendezvous."""
+
+    def __init__(
+        self, program: Program, meetings: list[Meeting], meeting_of: list[dict[int, int]], *, queued: bool
+    ) -> None:
+        self.program = program
+        self.meetings = meetings
+        self.meeting_of = meeting_of
+        self.queued = queued
+        self.came = [0] * len(meetings)
+        self.done = bytearray(len(meetings))
+        self.waiting: dict[int, int] = {}  # rank -> the meeting that it waits for
+        self.waiters: dict[int, list[int]] = defaultdict(list)
+        self.queues: dict[tuple[int, Hashable], deque[Slot]] = defaultdict(deque)
+        self.communicator: list[Hashable] = [
+            meeting.group or frozenset(member.rank for member in meeting.members) for meeting in meetings
+        ]
+        self.size = [len(meeting.members) for meeting in meetings]
+
+    def deadlock(self) -> str | None:
+        """Replay to the end: None, or the cycle in which the ranks wait."""
+        positions = [
+            [op for op in tape if op[0] is OpKind.WAIT or op[0] in COMMUNICATION] for tape in self.program.tapes
+        ]
+        at = [0] * len(positions)
+        runnable = deque(range(len(positions)))
+        while runnable:
+            rank = runnable.popleft()
+            ops, meeting_of = positions[rank], self.meeting_of[rank]
+            for index in range(at[rank], len(ops)):
+                op = ops[index]
+                meeting = meeting_of[op[4]]
+                if op[0] is not OpKind.WAIT:
+                    runnable.extend(self._issue(rank, meeting, op.batch))
+                elif not self.done[meeting]:
+                    at[rank] = index
+                    self.waiting[rank] = meeting
+                    self.waiters[meeting].append(rank)
+                    break
+        if not self.waiting:
+            return None
+        return explain({rank: self._wait(rank, meeting) for rank, meeting in self.waiting.items()})
+
+    def _issue(self, rank: int, meeting: int, batch: int) -> list[int]:
+        """One member has come; gives the ranks that may go on."""
+        self.came[meeting] += 1
+        if self.queued:
+            queue = self.queues[rank, self.communicator[meeting]]
+            if batch >= 0 and queue and queue[-1].batch == batch:
+                queue[-1].open.add(meeting)
+            else:
+                queue.append(Slot(batch, meeting))
+        return self._complete([meeting])
+
+    def _complete(self, candidates: list[int]) -> list[int]:
+        """Complete what can be; a completion may bring others to the head of their queues."""
+        woken: list[int] = []
+        while candidates:
+            meeting = candidates.pop()
+            if self.came[meeting] < self.size[meeting] or self.done[meeting]:
+                continue
+            if self.queued:
+                key = self.communicator[meeting]
+                queues = [self.queues[member.rank, key] for member in self.meetings[meeting].members]
+                if not all(meeting in queue[0].open for queue in queues):
+                    continue
+                for queue in queues:
+                    queue[0].open.discard(meeting)
+                    if not queue[0].open:
+                        queue.popleft()
+                        if queue:
+                            candidates.extend(queue[0].open)
+            self.done[meeting] = 1
+            for rank in self.waiters.pop(meeting, ()):
+                del self.waiting[rank]
+                woken.append(rank)
+        return woken
+
+    def _wait(self, rank: int, meeting: int) -> Wait:
+        """What a blocked rank waits for: absent members, or what stands before its operation in a queue."""
+        members = self.meetings[meeting].members
+        mine = next(member for member in members if member.rank == rank)
+        text = f"{self.program.tapes[rank][mine.op]} (its op {mine.op})"
+        if self.queued:
+            for member in members:
+                queue = self.queues.get((member.rank, self.communicator[meeting]))
+                if queue and meeting not in queue[0].open and any(meeting in slot.open for slot in queue):
+                    head = self.meetings[min(queue[0].open)].members
+                    before = next(m for m in head if m.rank == member.rank)
+                    op = self.program.tapes[member.rank][before.op]
+                    where = "it" if member.rank == rank else f"rank {member.rank}'s part"
+                    others = [m.rank for m in head if m.rank != member.rank] if member.rank == rank else [member.rank]
+                    return Wait(f"{text}; {where} is queued behind rank {member.rank}'s op {before.op}, {op}", others)
+        return Wait(text, [m.rank for m in members if m.rank != rank and not self._has_issued(m.rank, m.op)] or [
+            m.rank for m in members if m.rank != rank
+        ])
+
+    def _has_issued(self, rank: int, op: int) -> bool:
+        """Whether a blocked or ended rank has got past one of its ops."""
+        if rank not in self.waiting:
+            return True
+        waits_for = self.waiting[rank]
+        handle = next(m.handle for m in self.meetings[waits_for].members if m.rank == rank)
+        tape = self.program.tapes[rank]
+        return op < next(i for i, o in enumerate(tape) if o.kind is OpKind.WAIT and o.handle == handle)

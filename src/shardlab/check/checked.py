@@ -1,0 +1,66 @@
+"""What the check knows of a program once it has passed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from shardlab.program import Group, Program, Spec
+
+
+class ChannelModel(Enum):
+    """What a channel promises, from the most lenient to the strictest; each passes whatever the next one passes.
+
+    BUFFERED: a send never waits, and a receive takes the message that it means.
+    IN_ORDER: a send never waits, and messages between two ranks arrive in the order they were sent.
+    RENDEZVOUS: a send waits for its receive (gloo, even for 16 bytes).
+    QUEUED: each communicator runs its operations one at a time in issue order, each a rendezvous (NCCL).
+    """
+
+    BUFFERED = "buffered"
+    IN_ORDER = "in-order per pair"
+    RENDEZVOUS = "rendezvous"
+    QUEUED = "queued"
+
+
+BACKENDS = {"gloo": ChannelModel.RENDEZVOUS, "nccl": ChannelModel.QUEUED}
+"""The channel model that each torch.distributed backend keeps to."""
+
+
+class Member(NamedTuple):
+    """One rank's part in a communication: its handle, and the index of the op that issues it."""
+
+    rank: int
+    handle: int
+    op: int
+
+
+class Meeting(NamedTuple):
+    """A collective of a group (members in group order), or a message (`group` is None; sender, then receiver)."""
+
+    group: Group | None
+    members: list[Member]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A program that computes the right gradient, with what the proof derived.
+
+    Attributes:
+        program: the tapes.
+        specs: for each rank, the spec of each of its values, by number.
+        meetings: every communication.
+        meeting_of: for each rank, its handles' places in `meetings`.
+        models: for each channel model, None if the program passes it, else the deadlock that it would run into.
+    """
+
+    program: Program
+    specs: list[dict[int, Spec]]
+    meetings: list[Meeting]
+    meeting_of: list[dict[int, int]]
+    models: dict[ChannelModel, str | None]
+
+    def backends(self) -> list[str]:
+        """The torch.distributed backends on which the program runs."""
+        return [backend for backend, model in BACKENDS.items() if self.models[model] is None]

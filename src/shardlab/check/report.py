@@ -1,0 +1,33 @@
+"""The check of a whole program."""
+
+from __future__ import annotations
+
+from shardlab.check.channels import decide_models
+from shardlab.check.checked import Checked
+from shardlab.check.dataflow import Dataflow
+from shardlab.check.order import check_common_order
+from shardlab.program import Program
+from shardlab.program.world import gc_paused
+
+
+def check(program: Program) -> Checked:
+    """Prove, from the tapes alone, that a program computes the gradient of one device and cannot hang.
+
+    Every layer's gradient reaches its update from every microbatch exactly once; every slice of every weight is
+    updated exactly once, from step t to t + 1; no value is used freed, stale, partial or of the wrong layer; every
+    message reaches the receive that was meant; the members of a group issue its collectives in one order.
+
+    The result also says under which channel models the program runs; a backend whose model deadlocks is not for it.
+
+    Raises:
+        Refused: naming rank, op, layer and what is missing or doubled.
+        Deadlock: when ranks wait for one another under every channel model.
+    """
+    with gc_paused():
+        dataflow = Dataflow(program)
+        dataflow.run()
+        check_common_order(program)
+        models = decide_models(program, dataflow.meetings, dataflow.meeting_of)
+    return Checked(
+        program, [state.specs for state in dataflow.states], dataflow.meetings, dataflow.meeting_of, models
+    )

@@ -1,0 +1,35 @@
+"""What a strategy is written in: values, the mesh, the rank's verbs, and the tape that tracing makes of them."""
+
+from shardlab.program.errors import Deadlock, Refused, UserError
+from shardlab.program.handle import Handle
+from shardlab.program.mesh import AXES, Group, Mesh
+from shardlab.program.rank import Rank
+from shardlab.program.sizes import Sizes
+from shardlab.program.tape import Message, Op, OpKind, Program
+from shardlab.program.value import Store, Value
+from shardlab.program.values import Holds, Kind, Spec
+from shardlab.program.world import Strategy, World, trace
+
+__all__ = [
+    "AXES",
+    "Deadlock",
+    "Group",
+    "Handle",
+    "Holds",
+    "Kind",
+    "Mesh",
+    "Message",
+    "Op",
+    "OpKind",
+    "Program",
+    "Rank",
+    "Refused",
+    "Sizes",
+    "Spec",
+    "Store",
+    "Strategy",
+    "UserError",
+    "Value",
+    "World",
+    "trace",
+]

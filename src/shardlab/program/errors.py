@@ -1,0 +1,28 @@
+"""The two ways in which Shardlab says no: to a program that is wrong, and to a request that is wrong."""
+
+from __future__ import annotations
+
+
+class Refused(Exception):
+    """A program is wrong: it would hang, or would not compute the gradient.
+
+    The message says which rank and op, what was found, what was expected and what to do.
+    """
+
+    rank: int | None = None
+    op: int | None = None
+
+    def at(self, rank: int, op: int) -> Refused:
+        """Put the place before the sentence, once; the innermost place wins."""
+        if self.rank is None:
+            self.rank, self.op = rank, op
+            self.args = (f"rank {rank}, op {op} {self.args[0]}",)
+        return self
+
+
+class Deadlock(Refused):
+    """Ranks wait for one another for ever; the message names the whole cycle."""
+
+
+class UserError(ValueError):
+    """A request cannot be met as given; the message is one sentence that a user can act on."""

@@ -1,0 +1,53 @@
+"""A communication under way: awaiting it waits for the result."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from shardlab.program.waiting import Wait
+
+if TYPE_CHECKING:
+    from shardlab.program.recorder import Recorder
+    from shardlab.program.value import Value
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Handle(Generic[Result]):
+    """What a communication call returns at once. `await` it for the result (None for a send).
+
+    Attributes:
+        rank, number, op: the rank that issued it, its number there, and the index of its op on the tape.
+        result: what awaiting gives.
+        read: the value that the communication reads until it completes.
+        partner: another handle that is awaited with this one (an exchange's send).
+        ready: whether everybody needed has issued their part.
+        waited: whether its WAIT stands on the tape.
+    """
+
+    partner: Handle[Any] | None = None
+    ready = False
+    waited = False
+
+    def __init__(self, rank: Recorder, result: Result, read: Value | None) -> None:
+        self.rank = rank
+        self.number = rank.handles
+        self.op = len(rank.ops)
+        self.result = result
+        self.read = read
+
+    def wait(self) -> Wait:
+        """What this handle waits for, in words."""
+        raise AssertionError("every kind of handle says what it waits for")
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        if not self.ready:
+            watch = self.rank.watch
+            if watch is None:
+                yield self
+            else:
+                yield from watch.block(self.rank.index, self, self.wait).__await__()
+        if not self.waited:
+            self.rank.emit_wait(self)
+        return self.result

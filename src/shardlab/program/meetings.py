@@ -1,0 +1,145 @@
+"""Where ranks meet while they are traced: collectives by group and turn, messages by channel and order."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shardlab.program import transfer
+from shardlab.program.errors import Refused
+from shardlab.program.handle import Handle
+from shardlab.program.mesh import Group
+from shardlab.program.tape import Message, OpKind
+from shardlab.program.value import Value
+from shardlab.program.values import Kind, Spec
+from shardlab.program.waiting import Wait
+
+if TYPE_CHECKING:
+    from shardlab.program.rank import Rank
+
+Wake = Callable[[Handle[Any]], None]
+
+IN_FLIGHT = Spec(Kind.SAVED, -1, transfer.WHOLE)
+"""Stands in for the spec of a value that has not arrived."""
+
+
+class CollectiveHandle(Handle[Value]):
+    """A member's part in a collective."""
+
+    def __init__(self, rank: Rank, kind: OpKind, value: Value, group: Group, turn: int, meeting: Meeting) -> None:
+        super().__init__(rank, rank.make(IN_FLIGHT), value)
+        self.kind = kind
+        self.spec = value.spec
+        self.group = group
+        self.turn = turn
+        self.meeting = meeting
+
+    def wait(self) -> Wait:
+        missing = [rank for rank in self.group.ranks if rank not in self.meeting]
+        names = ", ".join(str(rank) for rank in missing)
+        text = f"{self.kind.value}({self.spec}) on {self.group} for rank{'s' * (len(missing) > 1)} {names}"
+        return Wait(text, missing)
+
+
+Meeting = dict[int, CollectiveHandle]
+"""The members that have come, by rank."""
+
+
+class Collectives:
+    """The k-th collective that each member of a group issues on it is one meeting."""
+
+    def __init__(self, wake: Wake) -> None:
+        self._wake = wake
+        self._turns: dict[tuple[int, Group], int] = defaultdict(int)
+        self._open: dict[tuple[Group, int], Meeting] = {}
+
+    def issue(self, rank: Rank, kind: OpKind, value: Value, group: Group) -> CollectiveHandle:
+        """This rank's part in the group's next collective that it has not joined yet."""
+        turn = self._turns[rank.index, group]
+        self._turns[rank.index, group] = turn + 1
+        meeting = self._open.setdefault((group, turn), {})
+        if meeting:
+            first = next(iter(meeting.values()))
+            if first.kind is not kind or first.spec.kind is not value.spec.kind or first.spec.layer != value.spec.layer:
+                rank.refuse(
+                    f"{kind.value}({value.spec}) on {group}: rank {first.rank.index} meets it with "
+                    f"{first.kind.value}({first.spec}) (its op {first.op}); all members of a group must issue its "
+                    "collectives in one order, of one kind and for one layer."
+                )
+        handle = CollectiveHandle(rank, kind, value, group, turn, meeting)
+        meeting[rank.index] = handle
+        return handle
+
+    def meet(self, handle: CollectiveHandle) -> None:
+        """If all members have come, give each its result."""
+        meeting, group = handle.meeting, handle.group
+        if len(meeting) < len(group.ranks):
+            return
+        del self._open[group, handle.turn]
+        members = [meeting[rank] for rank in group.ranks]
+        try:
+            results = transfer.collective(handle.kind, [member.spec for member in members], group.ranks)
+        except Refused as refusal:
+            raise refusal.at(handle.rank.index, handle.op) from None
+        for member, spec in zip(members, results, strict=True):
+            member.result.spec = spec
+            self._wake(member)
+
+
+class SendHandle(Handle[None]):
+    """A message on its way; while tracing it is buffered, so the sender never waits."""
+
+    def __init__(self, rank: Rank, value: Value) -> None:
+        super().__init__(rank, None, value)
+        self.spec = value.spec
+        self.ready = True
+
+
+class RecvHandle(Handle[Value]):
+    """A receive that waits for its message."""
+
+    def __init__(self, rank: Rank, source: int, expect: Message | None) -> None:
+        super().__init__(rank, rank.make(IN_FLIGHT), None)
+        self.source = source
+        self.expect = expect
+
+    def wait(self) -> Wait:
+        about = f" of {self.expect}" if self.expect else ""
+        return Wait(f"recv{about} from rank {self.source}", [self.source])
+
+
+class Channels:
+    """Messages from one rank to another arrive in the order in which they were sent."""
+
+    def __init__(self, wake: Wake) -> None:
+        self._wake = wake
+        self._sent: dict[tuple[int, int], deque[SendHandle]] = defaultdict(deque)
+        self._wanted: dict[tuple[int, int], deque[RecvHandle]] = defaultdict(deque)
+
+    def post_send(self, rank: Rank, value: Value, to: int) -> SendHandle:
+        handle = SendHandle(rank, value)
+        self._sent[rank.index, to].append(handle)
+        return handle
+
+    def post_recv(self, rank: Rank, source: int, expect: Message | None) -> RecvHandle:
+        handle = RecvHandle(rank, source, expect)
+        self._wanted[source, rank.index].append(handle)
+        return handle
+
+    def deliver(self, source: int, to: int) -> None:
+        """Match sends and receives of one channel as far as they go."""
+        sent, wanted = self._sent[source, to], self._wanted[source, to]
+        while sent and wanted:
+            spec, handle = sent.popleft().spec, wanted.popleft()
+            rank = handle.rank
+            message = transfer.message_of(spec)
+            if handle.expect is None:
+                rank.ops[handle.op] = rank.ops[handle.op]._replace(layer=spec.layer, expect=message)
+            elif handle.expect != message:
+                try:
+                    transfer.delivered(source, handle.expect, spec)
+                except Refused as refusal:
+                    raise refusal.at(rank.index, handle.op) from None
+            handle.result.spec = spec
+            self._wake(handle)

@@ -1,0 +1,290 @@
+"""What a strategy is written in: the verbs of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from shardlab.program import transfer
+from shardlab.program.errors import Refused, UserError
+from shardlab.program.handle import Handle
+from shardlab.program.mesh import WORLD, Group, Mesh, group_of
+from shardlab.program.recorder import Recorder
+from shardlab.program.tape import Message, Op, OpKind
+from shardlab.program.value import Store, Value
+from shardlab.program.values import Holds, Kind, Spec, mask_of
+
+if TYPE_CHECKING:
+    from shardlab.program.world import World
+
+Expected = tuple[str, int, "int | Iterable[int] | None"]
+"""(store's name, layer, microbatch or microbatches): the message that a receive means."""
+
+
+class Rank(Recorder):
+    """One rank of a strategy program.
+
+    Attributes:
+        index: this rank's number, from 0.
+        world: how many ranks there are.
+        layers: `range` of the model's layers.
+        microbatches: `range` of the step's microbatches.
+        mesh: the ranks' grid.
+        weights, opt_states, activations, grad_activations, grad_weights: the stores, the program's only memory.
+    """
+
+    def __init__(self, index: int, world: World) -> None:
+        super().__init__(index, world.sizes, world.watch)
+        self.world = world.mesh.world
+        self.layers = range(world.sizes.layers)
+        self.microbatches = range(world.microbatches)
+        self.mesh: Mesh = world.mesh
+        self.weights = Store(self, Kind.WEIGHT)
+        self.opt_states = Store(self, Kind.OPT_STATE)
+        self.activations = Store(self, Kind.ACTIVATION)
+        self.grad_activations = Store(self, Kind.GRAD_ACTIVATION)
+        self.grad_weights = Store(self, Kind.GRAD_WEIGHT)
+        self._world = world
+        self._cells = (1 << world.microbatches) - 1
+        self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
+        self._batches = 0
+
+    def coordinate(self, axis: str) -> int:
+        """Where this rank stands along a mesh axis."""
+        return self.mesh.coordinate(self.index, axis)
+
+    def group(self, axis: str | None = None) -> Group:
+        """The ranks along an axis that this rank meets; without one, all ranks."""
+        group = self._groups.get(axis)
+        if group is None:
+            assert axis is not None
+            group = self._groups[axis] = self.mesh.group(self.index, axis)
+        return group
+
+    def share(self, axis: str | None = None) -> range:
+        """This rank's microbatches when they are dealt evenly, in order, to the ranks along an axis."""
+        return self._deal(self.microbatches, "microbatches", axis)
+
+    def stage_layers(self, axis: str | None = None) -> range:
+        """This rank's layers when they are dealt evenly, in order, to the ranks along an axis: a pipeline's stage."""
+        return self._deal(self.layers, "layers", axis)
+
+    def _deal(self, numbers: range, what: str, axis: str | None) -> range:
+        ranks = self.group(axis).ranks
+        each, rest = divmod(len(numbers), len(ranks))
+        if rest:
+            raise UserError(
+                f"{len(numbers)} {what} do not divide among {len(ranks)} ranks; give a multiple of {len(ranks)} {what}"
+            )
+        place = ranks.index(self.index)
+        return numbers[place * each : (place + 1) * each]
+
+    # Compute: plain calls.
+
+    def load_weights(self, layer: int, shard: int = 0, of: int = 1) -> tuple[Value, Value]:
+        """This step's weight and optimizer state of a layer: slice `shard` of `of` equal ones."""
+        self._check_layer("load_weights", layer)
+        if not 0 <= shard < of:
+            self.refuse(f"load_weights(layer {layer}): shard {shard} of {of} does not exist; shards count from 0.")
+        holds = Holds(1 << shard, of)
+        key = (Kind.WEIGHT, layer, holds)
+        if key in self._loaded:
+            self.refuse(f"load_weights(layer {layer}): the same slice was loaded by op {self._loaded[key]} already.")
+        self._loaded[key] = self._loaded[Kind.OPT_STATE, layer, holds] = len(self.ops)
+        weight = self.make(Spec(Kind.WEIGHT, layer, holds))
+        state = self.make(Spec(Kind.OPT_STATE, layer, holds))
+        self.ops.append(Op(OpKind.LOAD_WEIGHTS, layer, (), (weight.number, state.number), holds=holds))
+        return weight, state
+
+    def load_batch(self, microbatches: Iterable[int]) -> Value:
+        """Activation 0 of some microbatches: the input rows."""
+        numbers = list(microbatches)
+        total = len(self.microbatches)
+        if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= n < total for n in numbers):
+            self.refuse(f"load_batch({numbers}): give one or more of the microbatches 0-{total - 1}, each once.")
+        holds = Holds(mask_of(numbers), total)
+        value = self.make(Spec(Kind.ACTIVATION, 0, holds))
+        self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))
+        return value
+
+    def forward(self, layer: int, activation: Value, weight: Value, *, save: bool = True) -> Value:
+        """Activation l through layer l: activation l + 1.
+
+        What autograd needs for the backward pass is kept with the input activation; with `save=False` it is not,
+        and `backward` computes it again.
+        """
+        self._check_layer("forward", layer)
+        spec = self._read(activation)
+        try:
+            made = transfer.forward(layer, spec, self._read(weight))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        number = output.number
+        if save:
+            outputs = (number, number + 1)
+            self._values.append(None)
+            activation.saved = number + 1
+        else:
+            outputs = (number,)
+        self.ops.append(Op(OpKind.FORWARD, layer, (activation.number, weight.number), outputs))
+        if not weight.keys:
+            self._used(weight)
+        if not activation.keys:
+            self._used(activation)
+        return output
+
+    def loss(self, activation: Value) -> Value:
+        """The gradient of the loss with respect to the last activation."""
+        try:
+            made = transfer.loss(len(self.layers), self._read(activation))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.LOSS, made.layer, (activation.number,), (output.number,)))
+        if not activation.keys:
+            self._used(activation)
+        return output
+
+    def backward(self, layer: int, activation: Value, gradient: Value, weight: Value) -> tuple[Value, Value]:
+        """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
+        self._check_layer("backward", layer)
+        try:
+            specs = transfer.backward(layer, self._read(activation), self._read(gradient), self._read(weight))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        saved = activation.saved
+        if saved < 0:
+            saved = len(self._values)
+            self._values.append(None)
+            self.ops.append(Op(OpKind.RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
+        activation.saved = -1
+        grad_weight, grad_activation = self.make(specs[0]), self.make(specs[1])
+        inputs = (activation.number, gradient.number, weight.number, saved)
+        self.ops.append(Op(OpKind.BACKWARD, layer, inputs, (grad_weight.number, grad_activation.number)))
+        for value in (activation, gradient, weight):
+            if not value.keys:
+                self._used(value)
+        return grad_weight, grad_activation
+
+    def add(self, a: Value, b: Value) -> Value:
+        """The sum of two weight gradients; also written `a + b`."""
+        try:
+            made = transfer.add(self._read(a), self._read(b))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.ADD, made.layer, (a.number, b.number), (output.number,)))
+        for value in (a, b):
+            if not value.keys:
+                self._used(value)
+        return output
+
+    def update(self, layer: int, gradient: Value, weight: Value, opt_state: Value) -> tuple[Value, Value]:
+        """The optimizer's step on a slice: the new (weight, optimizer state). The old ones end here, in place."""
+        self._check_layer("update", layer)
+        try:
+            specs = transfer.update(
+                layer, self._read(gradient), self._read(weight), self._read(opt_state), self._cells
+            )
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        self._end_in_place(weight)
+        self._end_in_place(opt_state)
+        new_weight, new_state = self.make(specs[0]), self.make(specs[1])
+        inputs = (gradient.number, weight.number, opt_state.number)
+        self.ops.append(Op(OpKind.UPDATE, layer, inputs, (new_weight.number, new_state.number)))
+        if not gradient.keys:
+            self._used(gradient)
+        return new_weight, new_state
+
+    # Communication: starts at once and returns a handle; await it for the result.
+
+    def all_reduce(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
+        """The sum of the members' gradients, on every member."""
+        return self._collective(OpKind.ALL_REDUCE, value, axis)
+
+    def all_gather(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
+        """The members' pieces side by side, on every member."""
+        return self._collective(OpKind.ALL_GATHER, value, axis)
+
+    def reduce_scatter(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
+        """The sum of the members' gradients, slice i of it on the group's i-th member."""
+        return self._collective(OpKind.REDUCE_SCATTER, value, axis)
+
+    def _collective(self, kind: OpKind, value: Value, axis: str | None) -> Handle[Value]:
+        spec = self._read(value)
+        group = self.group(axis)
+        handle = self._world.collectives.issue(self, kind, value, group)
+        result = handle.result
+        op = Op(kind, spec.layer, (value.number,), (result.number,), handle.number, group)
+        self._issue(op, handle, value)
+        self._world.collectives.meet(handle)
+        return handle
+
+    def send(self, value: Value, *, to: int) -> Handle[None]:
+        """Send a value to another rank; await the handle until the peer's receive has it."""
+        handle = self._send(value, to, -1)
+        self._world.channels.deliver(self.index, to)
+        return handle
+
+    def recv(self, *, source: int, expect: Expected | None = None) -> Handle[Value]:
+        """Receive the next value that `source` sends here.
+
+        Args:
+            source: the sender's number.
+            expect: the message that is meant, as (store's name, layer, microbatch or microbatches); another one is
+                refused by name.
+        """
+        handle = self._recv(source, expect, -1)
+        self._world.channels.deliver(source, self.index)
+        return handle
+
+    def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
+        """A send and a receive that cross, issued as one group so that neither must come first.
+
+        Awaiting the handle waits for both and gives the value received.
+        """
+        self._batches += 1
+        sent = self._send(value, to, self._batches - 1)
+        received = self._recv(source, expect, self._batches - 1)
+        received.partner = sent
+        self._world.channels.deliver(self.index, to)
+        self._world.channels.deliver(source, self.index)
+        return received
+
+    def _send(self, value: Value, to: int, batch: int) -> Handle[None]:
+        spec = self._read(value)
+        self._check_peer("send to", to)
+        handle = self._world.channels.post_send(self, value, to)
+        self._issue(Op(OpKind.SEND, spec.layer, (value.number,), (), handle.number, peer=to, batch=batch), handle, value)
+        return handle
+
+    def _recv(self, source: int, expect: Expected | None, batch: int) -> Handle[Value]:
+        self._check_peer("recv from", source)
+        message = None if expect is None else self._message(expect)
+        handle = self._world.channels.post_recv(self, source, message)
+        number = handle.result.number
+        layer = -1 if message is None else message.layer
+        op = Op(OpKind.RECV, layer, (), (number,), handle.number, peer=source, expect=message, batch=batch)
+        self._issue(op, handle, None)
+        return handle
+
+    def _message(self, expect: Expected) -> Message:
+        name, layer, microbatches = expect
+        try:
+            kind = Kind(name)
+        except ValueError:
+            names = ", ".join(kind.value for kind in Kind if kind is not Kind.SAVED)
+            self.refuse(f"recv: {name!r} is not a store; expect one of {names}.")
+        numbers = [microbatches] if isinstance(microbatches, int) else microbatches or []
+        return Message(kind, layer, mask_of(numbers))
+
+    def _check_layer(self, op: str, layer: int) -> None:
+        if layer not in self.layers:
+            self.refuse(f"{op}: layer {layer} does not exist; the model has layers 0-{len(self.layers) - 1}.")
+
+    def _check_peer(self, op: str, peer: int) -> None:
+        if peer == self.index or not 0 <= peer < self.world:
+            why = "that is this rank itself" if peer == self.index else f"the world has ranks 0-{self.world - 1}"
+            self.refuse(f"{op} rank {peer}: {why}.")

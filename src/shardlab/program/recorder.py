@@ -1,0 +1,134 @@
+"""The bookkeeping of one rank while its program is traced: which values live, and what stands on the tape.
+
+A value is freed when its last key goes; one never stored lives until the op that uses it ends. A value that a
+communication still reads is waited for before it is freed. The program itself need not say any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NoReturn
+
+from shardlab.program.asyncio_watch import AsyncioWatch
+from shardlab.program.errors import Refused
+from shardlab.program.handle import Handle
+from shardlab.program.sizes import Sizes
+from shardlab.program.tape import Op, OpKind
+from shardlab.program.value import Value
+from shardlab.program.values import Holds, Kind, Spec
+
+FREE, WAIT = OpKind.FREE, OpKind.WAIT
+
+
+class Recorder:
+    """Writes the tape of one rank and keeps its values' lives."""
+
+    def __init__(self, index: int, sizes: Sizes, watch: AsyncioWatch | None) -> None:
+        self.index = index
+        self.sizes = sizes
+        self.watch = watch
+        self.ops: list[Op] = []
+        self._values: list[Value | None] = []  # by number; None for what autograd saves, which no program touches
+        self._outstanding: dict[int, Handle[Any]] = {}
+        self.handles = 0
+        self._loaded: dict[tuple[Kind, int, Holds], int] = {}
+        self.ended = False
+
+    def refuse(self, text: str) -> NoReturn:
+        """Refuse what the program is doing now."""
+        raise Refused(text).at(self.index, len(self.ops))
+
+    def make(self, spec: Spec) -> Value:
+        """A new value of this rank."""
+        value = Value(self, len(self._values), spec)
+        self._values.append(value)
+        return value
+
+    def _read(self, value: Value) -> Spec:
+        """The spec of a value that may be used here and now."""
+        if value.__class__ is Value and value.alive and value.rank is self:
+            return value.spec
+        self._refuse_value(value)
+
+    def _refuse_value(self, value: object) -> NoReturn:
+        if isinstance(value, Handle):
+            self.refuse("a handle was given where a value is wanted: await the communication first.")
+        if not isinstance(value, Value):
+            self.refuse(f"{value!r} was given where a value is wanted: programs compute on values from their stores.")
+        if value.rank is not self:
+            self.refuse(f"{value.spec} belongs to rank {value.rank.index}: ranks share values only by communication.")
+        if not value.was_stored:
+            why = "it was never stored, so it lived until the op that used it ended; keep it in a store"
+        elif value.keys:
+            why = "an update replaced it in place; use the value that update returned"
+        else:
+            why = "its last key was deleted"
+        self.refuse(f"{value.spec} is used after it was freed ({why}).")
+
+    def check_storable(self, kind: Kind, key: Hashable, value: object) -> None:
+        """Refuse to store what is not a live value of this store's kind."""
+        if value.__class__ is Value:
+            assert isinstance(value, Value)
+            if value.spec.kind is kind and value.alive and value.rank is self:
+                return
+        if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
+            self.refuse(f"{kind.value}[{key!r}] was given {value.spec}; it belongs into rank.{value.spec.kind.value}.")
+        self._refuse_value(value)
+
+    def forget_key(self, value: Value) -> None:
+        """One key less names the value; free it with the last."""
+        value.keys -= 1
+        if not value.keys and value.alive:
+            self._free(value)
+
+    def _used(self, value: Value) -> None:
+        """An op has used a value that no key names."""
+        if value.alive and not value.reading:
+            self._free(value)
+
+    def _free(self, value: Value) -> None:
+        value.alive = False
+        for handle in value.reading:
+            self.emit_wait(handle)
+        self.ops.append(Op(FREE, -1, (value.number,)))
+
+    def _end_in_place(self, value: Value) -> None:
+        """An update ends the value that it replaces, once nothing reads it any more."""
+        for handle in value.reading:
+            self.emit_wait(handle)
+        value.alive = False
+
+    def _issue(self, op: Op, handle: Handle[Any], read: Value | None) -> None:
+        if self.watch is not None:
+            self.watch.enter(self.index)
+        self.ops.append(op)
+        self.handles += 1
+        self._outstanding[handle.number] = handle
+        if read is not None:
+            read.reading += (handle,)
+
+    def emit_wait(self, handle: Handle[Any]) -> None:
+        """Put the handle's WAIT on the tape; what it read may now be freed."""
+        handle.waited = True
+        del self._outstanding[handle.number]
+        if handle.partner is not None and not handle.partner.waited:
+            self.emit_wait(handle.partner)
+        self.ops.append(Op(WAIT, -1, (), (), handle.number))
+        read = handle.read
+        if read is not None:
+            read.reading = tuple(other for other in read.reading if other is not handle)
+            if not read.keys:
+                self._used(read)
+
+    def end(self) -> None:
+        """The step's end: wait for what is in flight, then free everything but the slices that were loaded."""
+        self.ended = True
+        for handle in list(self._outstanding.values()):
+            if not handle.waited:
+                self.emit_wait(handle)
+        for value in self._values:
+            if value is not None and value.alive and not (value.keys and self._stays(value.spec)):
+                self._free(value)
+
+    def _stays(self, spec: Spec) -> bool:
+        return spec.step > 0 and (spec.kind, spec.layer, spec.holds) in self._loaded

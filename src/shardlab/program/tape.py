@@ -1,0 +1,125 @@
+"""The tape: what one rank does in one optimizer step, as an ordered list of ops. Everything else reads tapes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from shardlab.program.mesh import Group, Mesh
+from shardlab.program.sizes import Sizes
+from shardlab.program.values import Holds, Kind, microbatches_text
+
+
+class OpKind(Enum):
+    """What an entry of the tape does."""
+
+    LOAD_WEIGHTS = "load_weights"
+    LOAD_BATCH = "load_batch"
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    ADD = "add"
+    UPDATE = "update"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    SEND = "send"
+    RECV = "recv"
+    WAIT = "wait"
+    FREE = "free"
+
+    __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
+
+
+COLLECTIVES = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER})
+POINT_TO_POINT = frozenset({OpKind.SEND, OpKind.RECV})
+COMMUNICATION = COLLECTIVES | POINT_TO_POINT
+BOOKKEEPING = frozenset({OpKind.WAIT, OpKind.FREE})
+
+
+class Message(NamedTuple):
+    """What a receive must deliver: the value's kind, layer and microbatches (a bit set)."""
+
+    kind: Kind
+    layer: int
+    microbatches: int
+
+    def __str__(self) -> str:
+        about = f" of {microbatches_text(self.microbatches)}" if self.microbatches else ""
+        return f"{self.kind.value}[{self.layer}]{about}"
+
+
+class Op(NamedTuple):
+    """One entry of a tape. Values and handles are numbers, counted from 0 on each rank.
+
+    Attributes:
+        kind: what is done.
+        layer: the layer computed on or communicated for (WAIT and FREE: -1).
+        inputs: numbers of the values read. FORWARD (activation, weight); BACKWARD (activation, gradient, weight,
+            saved); UPDATE (gradient, weight, optimizer state); the others as their names say.
+        outputs: numbers of the values made. FORWARD (activation[, saved]); BACKWARD (weight gradient, gradient of the
+            activation); UPDATE and LOAD_WEIGHTS (weight, optimizer state).
+        handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
+        group: the ranks that meet in a collective.
+        peer: the other rank of a SEND or RECV (-1: none).
+        holds: what LOAD_WEIGHTS and LOAD_BATCH load.
+        expect: what a RECV must deliver.
+        batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
+    """
+
+    kind: OpKind
+    layer: int
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    handle: int = -1
+    group: Group | None = None
+    peer: int = -1
+    holds: Holds | None = None
+    expect: Message | None = None
+    batch: int = -1
+
+    def __str__(self) -> str:
+        kind = self.kind
+        if kind is OpKind.WAIT:
+            return f"wait(handle {self.handle})"
+        if kind is OpKind.FREE:
+            return f"free(value {self.inputs[0]})"
+        if kind is OpKind.SEND:
+            return f"send to rank {self.peer}"
+        if kind is OpKind.RECV:
+            return f"recv from rank {self.peer}" + (f" of {self.expect}" if self.expect else "")
+        place = f" on {self.group}" if self.group else ""
+        return f"{kind.value}({'batch' if kind is OpKind.LOAD_BATCH else f'layer {self.layer}'}){place}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """The tapes of all ranks for one optimizer step, and the world that they were written for.
+
+    Attributes:
+        mesh: the ranks' grid.
+        microbatches: how many there are in the global batch.
+        sizes: elements of every value.
+        tapes: for each rank its ops, in order.
+    """
+
+    mesh: Mesh
+    microbatches: int
+    sizes: Sizes
+    tapes: list[list[Op]] = field(repr=False)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tapes)
+
+    @property
+    def layers(self) -> int:
+        return self.sizes.layers
+
+    def fingerprint(self) -> str:
+        """A hash of all tapes: processes compare it, since unequal tapes on gloo silently give wrong numbers."""
+        text = repr((self.mesh, self.microbatches, self.sizes, self.tapes))
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,254 @@
+"""The rules: what each op makes of the specs it is given, or why it is refused.
+
+Pure functions from specs to specs. Tracing calls them at the line that issues the op, and the checks call the
+same ones when they derive every spec again from the tapes alone. Every refusal begins with the op's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlab.program.errors import Refused
+from shardlab.program.tape import Message, OpKind
+from shardlab.program.values import ROW_KINDS, WHOLE, Holds, Kind, Spec, bits, common, listed, microbatches_text
+
+_ACTIVATION, _GRAD_ACTIVATION = Kind.ACTIVATION, Kind.GRAD_ACTIVATION
+_WEIGHT, _OPT_STATE, _GRAD_WEIGHT = Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT
+
+
+def _want_kind(op: str, what: str, got: Spec, kind: Kind) -> None:
+    if got.kind is not kind:
+        raise Refused(f"{op}: the {what} given is {got}; give a value of {kind.value}.")
+
+
+def _want_weight(op: str, layer: int, weight: Spec, step: int) -> None:
+    """A complete weight of this layer, from the step that the batch belongs to."""
+    _want_kind(op, "weight", weight, _WEIGHT)
+    if weight.layer != layer:
+        raise Refused(f"{op}: the weight given is {weight}; layer {layer} computes with weights[{layer}].")
+    if not weight.holds.complete:
+        missing = listed(i for i in range(weight.holds.of) if not weight.holds.mask >> i & 1)
+        raise Refused(
+            f"{op}: the weight given is partial, {weight}; slices {missing} of {weight.holds.of} are missing. "
+            "Gather the whole layer first (all_gather)."
+        )
+    if weight.step != step:
+        raise Refused(
+            f"{op}: the weight given is {weight}, of optimizer step {weight.step}, but the batch belongs to step "
+            f"{step}: it was already updated. Compute with the weight from before its update."
+        )
+
+
+def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> Spec:
+    """Activation l and the complete weight of layer l make activation l + 1."""
+    if activation.kind is not _ACTIVATION or activation.layer != layer:
+        op = f"{op}(layer {layer})"
+        _want_kind(op, "activation", activation, _ACTIVATION)
+        raise Refused(f"{op}: the activation given is {activation}; layer {layer} reads activations[{layer}].")
+    if (
+        weight.kind is not _WEIGHT
+        or weight.layer != layer
+        or weight.step != activation.step
+        or not weight.holds.complete
+    ):
+        _want_weight(f"{op}(layer {layer})", layer, weight, activation.step)
+    return Spec(_ACTIVATION, layer + 1, activation.holds, 0, activation.step)
+
+
+def saved(layer: int, activation: Spec) -> Spec:
+    """What autograd keeps between a layer's forward and backward."""
+    return Spec(Kind.SAVED, layer, activation.holds, 0, activation.step)
+
+
+def loss(layers: int, activation: Spec) -> Spec:
+    """The last activation makes its own gradient."""
+    if activation.kind is not _ACTIVATION or activation.layer != layers:
+        _want_kind("loss", "activation", activation, _ACTIVATION)
+        raise Refused(f"loss: the activation given is {activation}; the loss reads the last one, activations[{layers}].")
+    return Spec(_GRAD_ACTIVATION, layers, activation.holds, 0, activation.step)
+
+
+def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec) -> tuple[Spec, Spec]:
+    """Activation l, the gradient of activation l + 1 and the weight make the weight's gradient and activation l's."""
+    if (
+        activation.kind is not _ACTIVATION
+        or gradient.kind is not _GRAD_ACTIVATION
+        or activation.layer != layer
+        or gradient.layer != layer + 1
+        or activation.holds != gradient.holds
+        or activation.step != gradient.step
+    ):
+        _refuse_backward(layer, activation, gradient)
+    if (
+        weight.kind is not _WEIGHT
+        or weight.layer != layer
+        or weight.step != activation.step
+        or not weight.holds.complete
+    ):
+        _want_weight(f"backward(layer {layer})", layer, weight, activation.step)
+    holds, step = activation.holds, activation.step
+    return (
+        Spec(_GRAD_WEIGHT, layer, WHOLE, holds.mask, step),
+        Spec(_GRAD_ACTIVATION, layer, holds, 0, step),
+    )
+
+
+def _refuse_backward(layer: int, activation: Spec, gradient: Spec) -> None:
+    op = f"backward(layer {layer})"
+    _want_kind(op, "activation", activation, _ACTIVATION)
+    _want_kind(op, "gradient", gradient, _GRAD_ACTIVATION)
+    if activation.layer != layer:
+        raise Refused(
+            f"{op}: the activation given is {activation}; layer {layer} was fed activations[{layer}], give that."
+        )
+    if gradient.layer != layer + 1:
+        raise Refused(
+            f"{op}: the gradient given is {gradient}; layer {layer} turns grad_activations[{layer + 1}] into "
+            f"grad_activations[{layer}]."
+        )
+    raise Refused(
+        f"{op}: the activation is of {microbatches_text(activation.holds.mask)} and the gradient of "
+        f"{microbatches_text(gradient.holds.mask)}; both must be of the same microbatches and step."
+    )
+
+
+def add(a: Spec, b: Spec) -> Spec:
+    """Two weight gradients of one layer and slice, of different microbatches, make their sum."""
+    if (
+        a.kind is _GRAD_WEIGHT
+        and b.kind is _GRAD_WEIGHT
+        and a.layer == b.layer
+        and a.holds == b.holds
+        and not a.sums & b.sums
+        and a.step == b.step
+    ):
+        return Spec(_GRAD_WEIGHT, a.layer, a.holds, a.sums | b.sums, a.step)
+    return unite_sums(f"add(grad_weights[{a.layer}])", [a, b], ["the first value", "the second value"])
+
+
+def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, cells: int) -> tuple[Spec, Spec]:
+    """A gradient with every microbatch in it moves a weight slice and its optimizer state one step on.
+
+    `cells` is the bit set of all microbatches of the step.
+    """
+    if not (
+        gradient.kind is _GRAD_WEIGHT
+        and weight.kind is _WEIGHT
+        and opt_state.kind is _OPT_STATE
+        and gradient.layer == weight.layer == opt_state.layer == layer
+        and gradient.step == weight.step == opt_state.step
+        and gradient.sums == cells
+        and weight.holds == opt_state.holds
+        and (gradient.holds.complete or gradient.holds == weight.holds)
+    ):
+        _refuse_update(layer, gradient, weight, opt_state, cells)
+    step = weight.step + 1
+    return Spec(_WEIGHT, layer, weight.holds, 0, step), Spec(_OPT_STATE, layer, opt_state.holds, 0, step)
+
+
+def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, cells: int) -> None:
+    op = f"update(layer {layer})"
+    _want_kind(op, "gradient", gradient, _GRAD_WEIGHT)
+    _want_kind(op, "weight", weight, _WEIGHT)
+    _want_kind(op, "optimizer state", opt_state, _OPT_STATE)
+    for value in (gradient, weight, opt_state):
+        if value.layer != layer:
+            raise Refused(f"{op}: {value} was given; layer {layer} is updated from its own gradient, weight and state.")
+    if weight.step != opt_state.step or weight.step != gradient.step:
+        raise Refused(
+            f"{op}: the weight is of step {weight.step}, the optimizer state of step {opt_state.step} and the gradient "
+            f"of step {gradient.step}; all three must be of one step: each slice is updated exactly once a step."
+        )
+    if gradient.sums != cells:
+        missing = microbatches_text(cells & ~gradient.sums)
+        raise Refused(
+            f"{op}: {missing} is missing from {gradient}; an update wants every microbatch exactly once. "
+            "Add or reduce the missing gradients first."
+        )
+    for what, value in (("weight", weight), ("optimizer state", opt_state)):
+        if not gradient.holds.contains(value.holds):
+            raise Refused(
+                f"{op}: the gradient holds slices {gradient.holds}, but the {what} holds {value.holds}; the gradient "
+                f"must contain every slice that is updated."
+            )
+    if not weight.holds.same(opt_state.holds):
+        raise Refused(
+            f"{op}: the weight holds slices {weight.holds}, the optimizer state {opt_state.holds}; give the state of "
+            "the same slices."
+        )
+
+
+def unite_sums(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of weight gradients: their *sums* must be disjoint, their slices the same."""
+    first = specs[0]
+    total = 0
+    for spec, name in zip(specs, names, strict=True):
+        if spec.kind is not _GRAD_WEIGHT:
+            raise Refused(f"{op}: {name} gave {spec}; only weight gradients are sums of contributions.")
+        if spec.layer != first.layer or spec.step != first.step:
+            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only gradients of one layer can be summed.")
+        if not (spec.holds == first.holds or spec.holds.same(first.holds)):
+            raise Refused(
+                f"{op}: {names[0]} gave slices {first.holds} and {name} {spec.holds}; only equal slices can be summed."
+            )
+        twice = total & spec.sums
+        if twice:
+            mask = twice & -twice
+            other = next(n for s, n in zip(specs, names, strict=True) if s.sums & mask)
+            raise Refused(
+                f"{op}: {microbatches_text(twice)} would be counted twice ({other} and {name} both summed it); each "
+                "microbatch may reach a gradient once."
+            )
+        total |= spec.sums
+    return Spec(_GRAD_WEIGHT, first.layer, first.holds, total, first.step)
+
+
+def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The pieces laid side by side: their *holds* must be disjoint, all else the same."""
+    first = specs[0]
+    mask, of = 0, first.holds.of
+    for spec, name in zip(specs, names, strict=True):
+        if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
+            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only pieces of one value can be gathered.")
+        if spec.sums != first.sums:
+            raise Refused(
+                f"{op}: {names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together "
+                "they are the gradient of neither. Reduce before gathering."
+            )
+        mine, theirs = common(Holds(mask, of), spec.holds)
+        if mine.mask & theirs.mask:
+            what = "microbatch" if spec.kind in ROW_KINDS else "slice"
+            raise Refused(
+                f"{op}: {what} {listed(bits(mine.mask & theirs.mask))} of {mine.of} comes from {name} and from an earlier "
+                "rank as well; the pieces of an all_gather must not overlap."
+            )
+        mask, of = mine.mask | theirs.mask, mine.of
+    return Spec(first.kind, first.layer, Holds(mask, of), first.sums, first.step)
+
+
+def collective(kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int]) -> list[Spec]:
+    """What each member of the group receives, in group order."""
+    name = f"{kind.value}({specs[0].kind.value}[{specs[0].layer}])"
+    names = [f"rank {rank}" for rank in ranks]
+    if kind is OpKind.ALL_GATHER:
+        return [unite_holds(name, specs, names)] * len(specs)
+    total = unite_sums(name, specs, names)
+    if kind is OpKind.ALL_REDUCE:
+        return [total] * len(specs)
+    return [total._replace(holds=holds) for holds in total.holds.split(len(specs))]
+
+
+def message_of(spec: Spec) -> Message:
+    """The name by which a receive expects a value."""
+    return Message(spec.kind, spec.layer, spec.microbatches)
+
+
+def delivered(source: int, expected: Message, spec: Spec) -> None:
+    """Refuse a message that is not the one the receive meant."""
+    got = message_of(spec)
+    if expected != got:
+        raise Refused(
+            f"recv from rank {source}: expected {expected}, but the next message on this channel is {got}; messages "
+            f"between two ranks arrive in the order they were sent. Make rank {source}'s sends and this rank's receives "
+            "agree."
+        )

@@ -1,0 +1,100 @@
+"""The values that a strategy handles, and the stores that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from shardlab.program.errors import Refused
+from shardlab.program.values import Kind, Spec
+
+if TYPE_CHECKING:
+    from shardlab.program.handle import Handle
+    from shardlab.program.recorder import Recorder
+
+
+class Value:
+    """A value on one rank while the program is traced: what it is, never its data."""
+
+    keys = 0
+    """How many store keys name it."""
+    was_stored = False
+    alive = True
+    saved = -1
+    """Number of what autograd keeps from this activation's forward (-1: nothing)."""
+    reading: tuple[Handle[Any], ...] = ()
+    """Communications in flight that read it; until they complete it is read-only and stays live."""
+
+    def __init__(self, rank: Recorder, number: int, spec: Spec) -> None:
+        self.rank = rank
+        self.number = number
+        self.spec = spec
+
+    @property
+    def elements(self) -> int:
+        return self.rank.sizes.elements(self.spec)
+
+    @property
+    def bytes(self) -> int:
+        return self.rank.sizes.bytes(self.spec)
+
+    def __add__(self, other: Value) -> Value:
+        return self.rank.add(self, other)
+
+    def __repr__(self) -> str:
+        state = "" if self.alive else ", freed"
+        return f"<{self.spec} on rank {self.rank.index}, {self.elements} elements{state}>"
+
+
+class MissingKey(Refused, KeyError):
+    """A key that a store does not have."""
+
+    __str__ = Exception.__str__  # KeyError would quote the sentence
+
+
+class Store(MutableMapping[Hashable, Value]):
+    """One of a rank's five stores. Two keys may name one value; it is freed when its last key goes."""
+
+    def __init__(self, rank: Recorder, kind: Kind) -> None:
+        self._rank = rank
+        self.kind = kind
+        self._values: dict[Hashable, Value] = {}
+
+    def __getitem__(self, key: Hashable) -> Value:
+        try:
+            return self._values[key]
+        except KeyError:
+            have = ", ".join(map(repr, self._values)) or "none"
+            raise MissingKey(f"{self.kind.value}[{key!r}] does not exist; the store has the keys {have}.").at(
+                self._rank.index, len(self._rank.ops)
+            ) from None
+
+    def __setitem__(self, key: Hashable, value: Value) -> None:
+        self._rank.check_storable(self.kind, key, value)
+        value.was_stored = True
+        value.keys += 1  # before the old value goes: it may be this one
+        old = self._values.get(key)
+        if old is not None:
+            self._rank.forget_key(old)
+        self._values[key] = value
+
+    def __delitem__(self, key: Hashable) -> None:
+        value = self[key]
+        del self._values[key]
+        self._rank.forget_key(value)
+
+    def pop(self, key: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
+        """Take a value out for its last use: it lives until the op that uses it ends."""
+        value = self[key]
+        del self._values[key]
+        value.keys -= 1
+        return value
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"{self.kind.value}: {self._values!r}"

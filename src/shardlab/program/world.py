@@ -1,0 +1,144 @@
+"""The world that a strategy is traced in, and the loop that drives its ranks."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardlab.program.asyncio_watch import AsyncioWatch
+from shardlab.program.errors import Deadlock, Refused, UserError
+from shardlab.program.handle import Handle
+from shardlab.program.meetings import Channels, Collectives
+from shardlab.program.mesh import Mesh
+from shardlab.program.rank import Rank
+from shardlab.program.sizes import Sizes
+from shardlab.program.tape import Program
+from shardlab.program.waiting import Wait, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
+"""`async def strategy(rank: Rank) -> None`: what one rank does in one optimizer step."""
+
+
+class World:
+    """Ranks that run one program together while it is traced.
+
+    Args:
+        mesh: the ranks' grid, or how many ranks there are.
+        sizes: elements of every value, or the number of layers of the puzzles' model.
+        microbatches: how many the global batch is cut into.
+        driver: "shardlab" when `run` drives the ranks; "asyncio" when the caller does, with `asyncio.gather`, a
+            `TaskGroup` or a notebook's `await`, and then calls `finish`.
+
+    Raises:
+        UserError: for a count below 1.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | int,
+        sizes: Sizes | int,
+        microbatches: int,
+        driver: Literal["shardlab", "asyncio"] = "shardlab",
+    ) -> None:
+        counts = {"microbatches": microbatches}
+        counts |= {"ranks": mesh} if isinstance(mesh, int) else {}
+        counts |= {"layers": sizes if isinstance(sizes, int) else sizes.layers}
+        for name, count in counts.items():
+            if count < 1:
+                raise UserError(f"{count} {name} were asked for; give 1 or more")
+        self.mesh = Mesh(dp_shard=mesh) if isinstance(mesh, int) else mesh
+        self.sizes = Sizes.puzzle(sizes) if isinstance(sizes, int) else sizes
+        self.microbatches = microbatches
+        self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
+        self.collectives = Collectives(self._wake)
+        self.channels = Channels(self._wake)
+        self.ranks = [Rank(index, self) for index in range(self.mesh.world)]
+        self._parked: dict[int, Handle[Any]] = {}
+        self._runnable: deque[int] = deque()
+
+    def run(self, strategy: Strategy) -> Program:
+        """Drive `strategy` on every rank, in rank order, until all have ended.
+
+        Raises:
+            Refused: at the line of the program that is wrong.
+            Deadlock: when no rank can go on.
+        """
+        coroutines = self._start(strategy)
+        self._runnable.extend(range(len(coroutines)))
+        with gc_paused():
+            try:
+                while self._runnable:
+                    self._resume(self._runnable.popleft(), coroutines)
+                if self._parked:
+                    raise Deadlock(explain({rank: handle.wait() for rank, handle in self._parked.items()}))
+                return self.finish()
+            finally:
+                for coroutine in coroutines:
+                    coroutine.close()
+
+    def finish(self) -> Program:
+        """Close every rank's tape, once all have ended."""
+        for rank in self.ranks:
+            rank.end()
+        return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
+
+    def _start(self, strategy: Strategy) -> list[Coroutine[Any, Any, object]]:
+        if not inspect.iscoroutinefunction(strategy):
+            name = getattr(strategy, "__name__", repr(strategy))
+            raise UserError(f"{name} is not a strategy: write it as `async def {name}(rank): ...`")
+        return [strategy(rank) for rank in self.ranks]
+
+    def _resume(self, index: int, coroutines: list[Coroutine[Any, Any, object]]) -> None:
+        rank = self.ranks[index]
+        try:
+            handle = coroutines[index].send(None)
+        except StopIteration:
+            return
+        except (Refused, UserError):
+            raise
+        except Exception as error:
+            raise Refused(f"the program raised {type(error).__name__}: {error}").at(index, len(rank.ops)) from error
+        if not isinstance(handle, Handle):
+            rank.refuse("the program awaited something else than a communication of its own rank; await only those.")
+        self._parked[index] = handle  # it was not ready, or it would not have been yielded
+
+    def _wake(self, handle: Handle[Any]) -> None:
+        handle.ready = True
+        index = handle.rank.index
+        if self.watch is not None:
+            self.watch.wake(index, handle)
+        elif self._parked.get(index) is handle:
+            del self._parked[index]
+            self._runnable.append(index)
+
+
+def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:
+    """Run a strategy once on symbolic values: the tapes of all ranks.
+
+    >>> program = trace(fsdp, ranks=4, layers=6, microbatches=4)
+
+    Raises:
+        Refused: at the line of the program that is wrong.
+        Deadlock: when no rank can go on.
+        UserError: for a strategy that is not an async function, or a count below 1.
+    """
+    return World(ranks, layers, microbatches).run(strategy)
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Tracing only makes objects that stay; letting the collector walk them again and again would cost a third."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,131 @@
+"""The clocks: every rank has a compute stream and a communication stream.
+
+Compute goes on in tape order and stops only at a WAIT. A communication starts when its last member has issued it
+and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+from shardlab.check import Checked
+from shardlab.program import OpKind
+from shardlab.program.tape import COMMUNICATION
+from shardlab.simulate.costs import UNIT_COSTS, Costs
+from shardlab.simulate.memory import live_memory
+from shardlab.simulate.timeline import Event, Timeline, is_event
+
+
+def simulate(checked: Checked, costs: Costs = UNIT_COSTS) -> Timeline:
+    """When each op of a checked program starts and ends, and how much memory is live."""
+    return _Clocks(checked, costs).run()
+
+
+class _Clocks:
+    def __init__(self, checked: Checked, costs: Costs) -> None:
+        ranks = checked.program.ranks
+        self.checked = checked
+        self.costs = costs
+        self.clock = [0.0] * ranks
+        self.stream_free = [0.0] * ranks
+        self.at = [0] * ranks
+        self.times: list[dict[int, tuple[float, float]]] = [{} for _ in range(ranks)]  # op -> (start, end)
+        self.issued_at: dict[int, int] = {}  # meeting -> members that have come
+        self.handle_end: list[dict[int, float]] = [{} for _ in range(ranks)]
+        self.parked: dict[tuple[int, int], float] = {}
+        self._heap: list[tuple[float, int, int, int]] = []  # (time, tie, rank to go on or -1, meeting that is ready)
+        self._tie = count()
+
+    def run(self) -> Timeline:
+        for rank in range(len(self.clock)):
+            self._push(0.0, rank, -1)
+        while self._heap:
+            now, _, rank, meeting = heapq.heappop(self._heap)
+            if rank >= 0:
+                self._advance(rank, now)
+            else:
+                self._start(meeting, now)
+        assert not self.parked, "a checked program does not deadlock"
+        return self._timeline()
+
+    def _push(self, time: float, rank: int, meeting: int) -> None:
+        heapq.heappush(self._heap, (time, next(self._tie), rank, meeting))
+
+    def _advance(self, rank: int, now: float) -> None:
+        """Go on with one rank: alone while it computes, in the order of time where it issues communication."""
+        ops, specs = self.checked.program.tapes[rank], self.checked.specs[rank]
+        times, ends = self.times[rank], self.handle_end[rank]
+        clock = self.clock[rank]
+        for at in range(self.at[rank], len(ops)):
+            op = ops[at]
+            kind = op.kind
+            if kind is OpKind.WAIT:
+                if op.handle not in ends:
+                    self.parked[rank, op.handle] = clock
+                    self.at[rank], self.clock[rank] = at, clock
+                    return
+                clock = max(clock, ends[op.handle])
+            elif kind in COMMUNICATION:
+                if clock > now:
+                    self.at[rank], self.clock[rank] = at, clock
+                    self._push(clock, rank, -1)
+                    return
+                self._issue(rank, op.handle, now)
+            elif kind is not OpKind.FREE:
+                acted_on = specs[op.inputs[0]].holds.count if op.inputs else 0
+                start, clock = clock, clock + self.costs.duration(kind, acted_on)
+                times[at] = (start, clock)
+        self.at[rank], self.clock[rank] = len(ops), clock
+
+    def _issue(self, rank: int, handle: int, now: float) -> None:
+        number = self.checked.meeting_of[rank][handle]
+        meeting = self.checked.meetings[number]
+        if meeting.group is None and meeting.members[0].rank == rank:
+            self._run(number, [0], now, self.costs.send)  # a buffered send starts without its receive
+            now = self.handle_end[rank][handle]
+        came = self.issued_at[number] = self.issued_at.get(number, 0) + 1
+        if came == len(meeting.members):
+            if meeting.group is None:
+                sender = meeting.members[0]
+                now = max(now, self.handle_end[sender.rank][sender.handle])
+            self._push(now, -1, number)
+
+    def _start(self, number: int, now: float) -> None:
+        meeting = self.checked.meetings[number]
+        if meeting.group is None:
+            self._run(number, [1], now, self.costs.recv)
+        else:
+            self._run(number, range(len(meeting.members)), now, self.costs.collective)
+
+    def _run(self, number: int, places: list[int] | range, now: float, duration: float) -> None:
+        members = [self.checked.meetings[number].members[place] for place in places]
+        start = max(now, *(self.stream_free[member.rank] for member in members))
+        end = start + duration
+        for rank, handle, op in members:
+            self.stream_free[rank] = end
+            self.handle_end[rank][handle] = end
+            self.times[rank][op] = (start, end)
+            if (rank, handle) in self.parked:
+                self._push(max(self.parked.pop((rank, handle)), now), rank, -1)
+
+    def _timeline(self) -> Timeline:
+        program, events = self.checked.program, []
+        for rank, memory in enumerate(live_memory(self.checked)):
+            specs, times = self.checked.specs[rank], self.times[rank]
+            events.append(
+                [
+                    Event(
+                        rank,
+                        at,
+                        op.kind,
+                        op.layer,
+                        specs[(op.inputs or op.outputs)[0]].microbatches,
+                        *times[at],
+                        memory[at],
+                    )
+                    for at, op in enumerate(program.tapes[rank])
+                    if is_event(op.kind)
+                ]
+            )
+        return Timeline(program, events)

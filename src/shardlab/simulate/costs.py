@@ -1,0 +1,45 @@
+"""How long each op takes in the puzzles' unit costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardlab.program import OpKind
+from shardlab.program.tape import COLLECTIVES
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time units of each op; the defaults are those of the LLM Training Puzzles (Rush 2023, `Model.event`).
+
+    Attributes:
+        forward, recompute, backward: for each microbatch acted on.
+        loss, add, update: for each op.
+        collective: from the moment its last member arrives.
+        send, recv: for each message; a receive starts no earlier than its send has ended.
+    """
+
+    forward: float = 1.0
+    recompute: float = 1.0
+    backward: float = 1.0
+    loss: float = 0.0
+    add: float = 0.0
+    update: float = 0.5
+    collective: float = 0.3
+    send: float = 0.2
+    recv: float = 0.2
+
+    def duration(self, kind: OpKind, microbatches: int) -> float:
+        """Time units of an op that acts on so many microbatches."""
+        if kind in COLLECTIVES:
+            return self.collective
+        if kind in _FREE_OF_CHARGE:
+            return 0.0
+        each: float = getattr(self, kind.value)
+        return each * microbatches if kind in _PER_MICROBATCH else each
+
+
+_FREE_OF_CHARGE = frozenset({OpKind.LOAD_WEIGHTS, OpKind.LOAD_BATCH, OpKind.WAIT, OpKind.FREE})
+_PER_MICROBATCH = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD})
+
+UNIT_COSTS = Costs()

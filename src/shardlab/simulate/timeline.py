@@ -1,0 +1,76 @@
+"""What happened when, and how much memory was live: the form that both simulation and measurement produce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardlab.program import OpKind, Program
+from shardlab.program.tape import BOOKKEEPING
+
+
+class Event(NamedTuple):
+    """One op of one rank.
+
+    Attributes:
+        rank, op: where it stands on the tapes.
+        kind, layer: what was done.
+        microbatches: the microbatches acted on, as a bit set.
+        start, end: when, in the cost model's unit.
+        memory: elements live on the rank when the op starts, before its own result is stored.
+    """
+
+    rank: int
+    op: int
+    kind: OpKind
+    layer: int
+    microbatches: int
+    start: float
+    end: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All events of one step, by rank and in tape order.
+
+    Attributes:
+        program: the tapes.
+        events: for each rank its events; WAIT and FREE are not among them.
+    """
+
+    program: Program
+    events: list[list[Event]]
+
+    @property
+    def steps(self) -> float:
+        """When the last op starts: the figure that the puzzles print."""
+        return round(max((event.start for events in self.events for event in events), default=0.0), 9)
+
+    @property
+    def end(self) -> float:
+        """When the last op ends."""
+        return round(max((event.end for events in self.events for event in events), default=0.0), 9)
+
+    @property
+    def peak_memory_by_rank(self) -> list[int]:
+        """The largest number of live elements at the start of an op, for each rank.
+
+        ADD is left out: a gradient is accumulated in place by the BACKWARD before it, as autograd does.
+        """
+        return [max(e.memory for e in events if e.kind is not OpKind.ADD) for events in self.events]
+
+    @property
+    def peak_memory(self) -> int:
+        """The largest over the ranks."""
+        return max(self.peak_memory_by_rank)
+
+    def _repr_svg_(self) -> str:
+        from shardlab.draw import timeline_svg  # the drawing imports this module
+
+        return timeline_svg(self)
+
+
+def is_event(kind: OpKind) -> bool:
+    """Whether an op counts as something that happens; WAIT and FREE do not."""
+    return kind not in BOOKKEEPING

@@ -1,0 +1,29 @@
+"""Distributed data parallel: every rank holds the whole model and its share of the batch (Li et al. 2020)."""
+
+from shardlab.program import Rank
+
+
+async def ddp(rank: Rank) -> None:
+    """A layer's gradient is reduced while the backward pass works on the layer below it."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
+
+    above = None
+    for l in reversed(rank.layers):
+        grad_weight, rank.grad_activations[l] = rank.backward(
+            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
+        )
+        if above is not None:  # one reduction in flight at a time bounds the memory
+            rank.grad_weights[l + 1] = await above
+        above = rank.all_reduce(grad_weight)
+    del rank.grad_activations[0]
+
+    for l in reversed(rank.layers):
+        reduced = rank.grad_weights.pop(l) if l else await above
+        rank.weights[l], rank.opt_states[l] = rank.update(l, reduced, rank.weights[l], rank.opt_states[l])

@@ -1,0 +1,28 @@
+"""Fully sharded data parallel: every rank holds 1/world of every layer (ZeRO stage 3, Rajbhandari et al. 2020)."""
+
+from shardlab.program import Rank
+
+
+async def fsdp(rank: Rank) -> None:
+    """Gather each layer just before it is used, free it right after, and keep only one's slice of the gradient."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard=rank.index, of=rank.world)
+    rank.activations[0] = rank.load_batch(rank.share())
+
+    for l in rank.layers:
+        full = await rank.all_gather(rank.weights[l])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
+    rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
+
+    for l in reversed(rank.layers):
+        full = await rank.all_gather(rank.weights[l])
+        grad_weight, rank.grad_activations[l] = rank.backward(
+            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), full
+        )
+        rank.grad_weights[l] = await rank.reduce_scatter(grad_weight)
+
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+        )

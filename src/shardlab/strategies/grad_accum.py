@@ -1,0 +1,26 @@
+"""Gradient accumulation: one microbatch at a time, so that only one microbatch's activations are ever held."""
+
+from shardlab.program import Rank
+
+
+async def grad_accum(rank: Rank) -> None:
+    """Forward and backward per microbatch; the gradients add up, and one update ends the step."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+
+    for m in rank.microbatches:
+        rank.activations[0] = rank.load_batch([m])
+        for l in rank.layers:
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+        rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
+        for l in reversed(rank.layers):
+            grad_weight, rank.grad_activations[l] = rank.backward(
+                l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
+            )
+            rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if m else grad_weight
+
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+        )

@@ -1,0 +1,24 @@
+"""Training on one device: the whole batch through every layer, back again, then the update."""
+
+from shardlab.program import Rank
+
+
+async def single(rank: Rank) -> None:
+    """Every rank would compute the same step; run it on one."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
+
+    for l in reversed(rank.layers):
+        rank.grad_weights[l], rank.grad_activations[l] = rank.backward(
+            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
+        )
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+        )
