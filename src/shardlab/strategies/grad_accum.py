@@ -19,6 +19,7 @@ async def grad_accum(rank: Rank) -> None:
                 l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
             )
             rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if m else grad_weight
+        del rank.grad_activations[0]
 
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(

@@ -1,0 +1,51 @@
+"""GPT, with nanoGPT's architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardlab.models.model import Model
+from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
+from shardlab.program.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT(Model):
+    """A pre-norm transformer: causal attention, a GELU MLP four times as wide, learned positions (karpathy/nanoGPT).
+
+    >>> GPT(layers=12, heads=12, width=768, vocabulary=50304, block=1024).parameter_count
+    163109376
+
+    Attributes:
+        heads: attention heads, each `width / heads` features wide.
+        tied: the head uses the token embedding instead of a matrix of its own.
+    """
+
+    heads: int = 4
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least_one("heads")
+        if self.width % self.heads:
+            raise UserError(
+                f"width {self.width} does not divide by {self.heads} heads (remainder {self.width % self.heads}); "
+                "choose a width that is a multiple of the heads"
+            )
+        if self.tied and self.layers > 1:
+            raise UserError(
+                f"tied embeddings need the embedding and the head in one layer, but of {self.layers} layers the first "
+                "holds the embedding and the last the head; set layers to 1, or leave the embeddings untied"
+            )
+
+    @property
+    def embedding(self) -> Part:
+        return Embedding(*self.common, vocabulary=self.vocabulary, positions=True)
+
+    @property
+    def body(self) -> tuple[Part, ...]:
+        return Attention(*self.common, heads=self.heads), FeedForward(*self.common, hidden=4 * self.width)
+
+    @property
+    def head(self) -> Part:
+        return Head(*self.common, vocabulary=self.vocabulary, tied=self.tied)

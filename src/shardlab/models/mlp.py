@@ -1,0 +1,36 @@
+"""The smallest language model: it guesses the next token from the last one alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardlab.models.model import Model
+from shardlab.models.parts import Embedding, FeedForward, Head, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP(Model):
+    """A GPT without attention and positions: every token goes its own way through residual pre-norm GELU MLPs.
+
+    Attributes:
+        hidden: features inside each MLP (None: 4 x width).
+    """
+
+    hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden is not None:
+            self.at_least_one("hidden")
+
+    @property
+    def embedding(self) -> Part:
+        return Embedding(*self.common, vocabulary=self.vocabulary, positions=False)
+
+    @property
+    def body(self) -> tuple[Part, ...]:
+        return (FeedForward(*self.common, hidden=self.hidden or 4 * self.width),)
+
+    @property
+    def head(self) -> Part:
+        return Head(*self.common, vocabulary=self.vocabulary, tied=False)

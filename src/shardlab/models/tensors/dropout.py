@@ -1,0 +1,52 @@
+"""Dropout whose masks depend on what is dropped, not on who computes it or how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from shardlab.models.tensors.seeding import generator_of
+
+
+class Site(IntEnum):
+    """The places of a layer where elements are dropped."""
+
+    EMBEDDING = 0
+    ATTENTION = 1
+    ATTENTION_OUTPUT = 2
+    FEED_FORWARD_OUTPUT = 3
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The masks of one layer in one step. A microbatch has the same ones wherever and however often it is computed.
+
+    Attributes:
+        probability: that an element is dropped; the others are scaled by 1 / (1 - probability).
+        seed: of the run.
+        step: the optimizer step.
+        layer: the layer's number.
+        microbatches: which of them the input's rows are, in order, with equally many rows each.
+    """
+
+    probability: float
+    seed: int
+    step: int
+    layer: int
+    microbatches: tuple[int, ...]
+
+    def mask(self, site: Site, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """What to multiply with: 0 or 1 / (1 - probability), of `shape` (rows first), as `like` in dtype and device.
+
+        Each microbatch's mask is drawn whole, on the CPU, from a generator of its own.
+        """
+        rows, count = shape[0], len(self.microbatches)
+        assert rows % count == 0, f"{rows} rows do not hold {count} microbatches of equal size"
+        kept = torch.empty(shape, dtype=torch.bool)
+        for microbatch, part in zip(self.microbatches, kept.chunk(count), strict=True):
+            generator = generator_of("dropout", self.seed, self.step, self.layer, microbatch, site)
+            part.bernoulli_(1 - self.probability, generator=generator)
+        return kept.to(like.device, like.dtype).mul_(1 / (1 - self.probability))

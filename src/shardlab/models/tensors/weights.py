@@ -1,0 +1,43 @@
+"""A layer's weights in its flat buffer: the views of them, and how they begin."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardlab.models.layout import LayerLayout
+from shardlab.models.model import Model
+from shardlab.models.tensors.seeding import generator_of
+
+DEVIATION = 0.02
+"""Standard deviation of a matrix's first elements (GPT-2; nanoGPT)."""
+
+
+def views(layout: LayerLayout, flat: Tensor) -> list[Tensor]:
+    """The parameters, in the layout's order, as views of a flat buffer (numel,) or longer.
+
+    Ask for gradients of the views, not of `flat`: through `flat`, each view's gradient would be a whole buffer.
+    """
+    places = zip(layout.parameters, layout.offsets, strict=True)
+    return [flat[offset : offset + parameter.numel].view(parameter.shape) for parameter, offset in places]
+
+
+def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """The first weights of a layer (layout.numel,), a function of seed and layer; zero in the gaps.
+
+    As nanoGPT: matrices normal, those that end a residual branch smaller by sqrt(2 layers); biases 0, norms 1.
+    Drawn in float64 and rounded, so that runs in two dtypes begin alike.
+    """
+    layout = model.layout(layer)
+    generator = generator_of("weights", seed, layer)
+    flat = torch.zeros(layout.numel, dtype=dtype)
+    for parameter, view in zip(layout.parameters, views(layout, flat), strict=True):
+        if parameter.decayed:
+            scale = math.sqrt(2 * model.layers) if parameter.name.endswith("c_proj.weight") else 1
+            drawn = torch.empty(parameter.shape, dtype=torch.float64)
+            view.copy_(drawn.normal_(0, DEVIATION / scale, generator=generator))
+        elif parameter.name.endswith("weight"):
+            view.fill_(1)
+    return flat

@@ -1,0 +1,1 @@
+"""Training: the data, and what is done with it step by step."""

@@ -1,0 +1,107 @@
+"""The text that is trained on, and the microbatches cut from it."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardlab.models.tensors import generator_of
+from shardlab.program.errors import UserError
+
+DEFAULT_BYTES = 4_000_000
+"""The default text ends here at the latest: enough for minutes of training, and read at once."""
+
+
+def default_text() -> bytes:
+    """A text that every machine has: the source of Python's standard library, module after module by name."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for file in sorted(folder.glob("*.py"), key=lambda file: file.name):
+        text += file.read_bytes()
+        if len(text) >= DEFAULT_BYTES:
+            break
+    if not text:
+        raise UserError(f"the source of Python's standard library is not in {folder}; name a text of your own instead")
+    return bytes(text[:DEFAULT_BYTES])
+
+
+def read_text(path: Path) -> bytes:
+    """A user's text, as bytes."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; name a text file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; name a text file") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); name a text file that can") from error
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in two parts: one is trained on, the other only judged by. Both are uint8, (bytes,)."""
+
+    training: Tensor
+    validation: Tensor
+
+    @classmethod
+    def split(cls, text: bytes, block: int, source: str = "the text") -> Corpus:
+        """The first nine tenths for training, the rest for validation, each with a sequence of `block` tokens at least.
+
+        Args:
+            source: what an error calls the text.
+        """
+        needed = block + 1  # a sequence and the byte that comes next
+        if len(text) < 2 * needed:
+            raise UserError(
+                f"{source} has {len(text)} bytes but {2 * needed} are needed: {needed} in the training part and "
+                f"{needed} in the validation part (a sequence of {block} and the next byte); "
+                "take a longer text or a smaller block"
+            )
+        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        held_out = max(len(text) // 10, needed)
+        return cls(tokens[:-held_out], tokens[-held_out:])
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Microbatches of sequences, with the next byte of each token as its target.
+
+    Attributes:
+        block: tokens of a sequence.
+        rows: sequences of a microbatch.
+        seed: of the run.
+    """
+
+    corpus: Corpus
+    block: int
+    rows: int
+    seed: int
+
+    def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, int64 (rows, block), from random places: a function of seed, step and microbatch."""
+        generator = generator_of("batch", self.seed, step, microbatch)
+        starts = torch.randint(len(self.corpus.training) - self.block, (self.rows,), generator=generator)
+        return self._cut(self.corpus.training, starts)
+
+    @property
+    def validation_count(self) -> int:
+        """How many microbatches cover the validation part once; at least 1."""
+        return max(1, self._validation_sequences // self.rows)
+
+    def validation(self, index: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets as above, from one place after the other; at the end it begins anew."""
+        sequences = torch.arange(index * self.rows, (index + 1) * self.rows) % self._validation_sequences
+        return self._cut(self.corpus.validation, sequences * self.block)
+
+    @property
+    def _validation_sequences(self) -> int:
+        return (len(self.corpus.validation) - 1) // self.block
+
+    def _cut(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        places = starts[:, None] + torch.arange(self.block)
+        return text[places].long(), text[places + 1].long()
