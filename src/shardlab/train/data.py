@@ -88,6 +88,10 @@ class Batches:
         starts = torch.randint(len(self.corpus.training) - self.block, (self.rows,), generator=generator)
         return self._cut(self.corpus.training, starts)
 
+    def counted(self, step: int, microbatches: int) -> int:
+        """Targets that count in a step: all of them."""
+        return microbatches * self.rows * self.block
+
     @property
     def validation_count(self) -> int:
         """How many microbatches cover the validation part once; at least 1."""

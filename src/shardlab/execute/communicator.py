@@ -1,0 +1,75 @@
+"""The tape's communication on torch.distributed. Every call starts at once and gives back how to wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.program import Group, Program
+
+Wait = Callable[[], Any]
+
+# torch 2.13 renamed both and warns at the old names; older versions have only those.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Communicator:
+    """The process groups of a program, on a default process group that already exists.
+
+    Programs may use fewer ranks than there are processes; only members take part in making a group.
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        groups = {op.group for op in program.tapes[rank] if op.group is not None}
+        self._groups: dict[Group, dist.ProcessGroup] = {}
+        for group in sorted(groups, key=lambda group: (group.axis, group.ranks)):
+            made = dist.new_group(list(group.ranks), use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup), f"rank {rank} is not in {group.ranks}"
+            self._groups[group] = made
+        self._batches: dict[int, int] = {}
+        for op in program.tapes[rank]:
+            if op.batch >= 0:
+                self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
+        self._pending: dict[int, list[dist.P2POp]] = {}
+        self._issued: dict[int, list[Any]] = {}
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Wait:
+        """Sum in place."""
+        return self._wait(dist.all_reduce(tensor, group=self._groups[group], async_op=True))
+
+    def all_gather(self, output: Tensor, piece: Tensor, group: Group) -> Wait:
+        """The members' equal pieces into `output`, in group order."""
+        return self._wait(_all_gather(output, piece, group=self._groups[group], async_op=True))
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
+        """This member's piece of the sum."""
+        return self._wait(_reduce_scatter(output, whole, group=self._groups[group], async_op=True))
+
+    def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
+        """Send; the tensor must not change until the wait is over."""
+        return self._point_to_point(dist.isend, tensor, to, batch)
+
+    def recv(self, tensor: Tensor, source: int, batch: int) -> Wait:
+        """Receive into `tensor`."""
+        return self._point_to_point(dist.irecv, tensor, source, batch)
+
+    def _point_to_point(self, verb: Callable[..., Any], tensor: Tensor, peer: int, batch: int) -> Wait:
+        if batch < 0:
+            return self._wait(verb(tensor, peer))
+        operations = self._pending.setdefault(batch, [])
+        operations.append(dist.P2POp(verb, tensor, peer))
+        place = len(operations) - 1
+        if len(operations) == self._batches[batch]:
+            del self._pending[batch]
+            self._issued[batch] = dist.batch_isend_irecv(operations)
+        return lambda: self._issued[batch][min(place, len(self._issued[batch]) - 1)].wait()
+
+    @staticmethod
+    def _wait(work: Any) -> Wait:
+        assert work is not None, "an asynchronous operation gives its work"
+        return work.wait

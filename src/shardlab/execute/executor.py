@@ -1,0 +1,81 @@
+"""A rank's tape on torch.distributed: every op becomes one call, prepared once and replayed every step.
+
+There is no code for any strategy here. What was checked is what runs: communication starts in tape order and is
+waited for where the tape waits, and a value is dropped where the tape frees it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardlab.check import BACKENDS, Checked
+from shardlab.execute.communication import prepare
+from shardlab.execute.communicator import Communicator, Wait
+from shardlab.execute.compute import COMPUTE, Instruction
+from shardlab.execute.state import GradientObserver, Sampler, Settings, State
+from shardlab.models import Model
+from shardlab.program import Op, OpKind, UserError
+
+
+class Executor:
+    """Runs one rank's tape step after step, on a default process group that already exists.
+
+    Args:
+        checked: the program; its rank numbers are those of the processes.
+        rank: whose tape.
+        model, batches: what is trained on what.
+        settings: seed, dtype, device, optimizer.
+        backend: of the process group; the program must pass its channel model.
+        observer: sees every gradient before its update.
+
+    Attributes:
+        state: the rank's tensors.
+
+    Raises:
+        UserError: when the program cannot run on this backend, or communicates what has no tensor.
+    """
+
+    def __init__(
+        self,
+        checked: Checked,
+        rank: int,
+        model: Model,
+        batches: Sampler,
+        settings: Settings,
+        backend: str = "gloo",
+        observer: GradientObserver | None = None,
+    ) -> None:
+        deadlock = checked.models[BACKENDS[backend]]
+        if deadlock is not None:
+            raise UserError(f"on {backend} this program would hang: {deadlock}")
+        self.state = State(checked, rank, model, batches.rows, settings, observer)
+        self._batches = batches
+        self._microbatches = checked.program.microbatches
+        self._links = Communicator(checked.program, rank)
+        self._waits: dict[int, Wait] = {}
+        self._instructions = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
+
+    def step(self) -> Tensor:
+        """Run one optimizer step.
+
+        Returns:
+            (2,) float64: the loss summed over the tokens whose loss this rank computed, and their number.
+        """
+        state = self.state
+        state.batch = {m: self._batches.microbatch(state.step, m) for m in state.microbatches}
+        state.tokens = self._batches.counted(state.step, self._microbatches)
+        state.loss = torch.zeros(2, dtype=torch.float64)
+        for instruction in self._instructions:
+            instruction()
+        state.step += 1
+        return state.loss
+
+    def _prepare(self, at: int, op: Op) -> Instruction:
+        waits, handle = self._waits, op.handle
+        if op.kind is OpKind.WAIT:
+            return lambda: waits.pop(handle)()
+        if op.kind in COMPUTE:
+            return COMPUTE[op.kind](self.state, at, op)
+        start = prepare(self.state, self._links, at, op)
+        return lambda: waits.__setitem__(handle, start())

@@ -1,0 +1,81 @@
+"""AdamW on a slice of a layer's flat weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), with a warm-up and a cosine decay of the learning rate.
+
+    Attributes:
+        learning_rate: the largest, reached after the warm-up.
+        betas, eps: decay of the two moments, and what keeps the division finite.
+        weight_decay: on matrices only; biases and norms do not decay.
+        warmup: steps in which the learning rate rises linearly.
+        steps: of the whole run; at its end the learning rate is a tenth of the largest.
+    """
+
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup: int = 10
+    steps: int = 200
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+    def build(self, decayed: list[Tensor], others: list[Tensor]) -> torch.optim.AdamW:
+        """The optimizer of some leaf tensors."""
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.learning_rate,
+            betas=self.betas,
+            eps=self.eps,
+            fused=True,
+        )
+
+
+class Slice:
+    """A slice of a layer's flat weights with its optimizer state: what a rank keeps from step to step."""
+
+    def __init__(self, flat: Tensor, starts: list[tuple[int, int]], decayed_numel: int, config: AdamW) -> None:
+        """`flat` holds the ranges `starts` (start, stop) of the layer's buffer, of which `decayed_numel` decay."""
+        self.flat = flat
+        self._config = config
+        self._parts: list[tuple[Tensor, int, int]] = []
+        decayed: list[Tensor] = []
+        others: list[Tensor] = []
+        at = 0
+        for start, stop in starts:
+            middle = min(max(start, decayed_numel), stop)
+            for begin, end, group in ((start, middle, decayed), (middle, stop, others)):
+                if begin < end:
+                    here = at + begin - start
+                    part = flat[here : here + end - begin].detach()
+                    group.append(part)
+                    self._parts.append((part, here, here + end - begin))
+            at += stop - start
+        self.optimizer = config.build(decayed, others)
+
+    def update(self, gradient: Tensor, step: int) -> None:
+        """One step with a gradient of the same length."""
+        for part, begin, end in self._parts:
+            part.grad = gradient[begin:end]
+        rate = self._config.rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        for part, _, _ in self._parts:
+            part.grad = None

@@ -1,0 +1,47 @@
+"""The tensors behind the specs: how long a layer's flat buffer is, and what shape each value has."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from shardlab.models import Model
+from shardlab.program import Holds, Kind, OpKind, Program, Spec
+from shardlab.program.values import bits
+
+
+class Shapes:
+    """Shapes of a program's values when it trains `model` on microbatches of `rows` sequences.
+
+    Every layer's flat buffer is padded so that it splits evenly into every number of slices that any rank uses.
+    """
+
+    def __init__(self, program: Program, model: Model, rows: int) -> None:
+        cuts: dict[int, int] = defaultdict(lambda: 1)
+        for tape in program.tapes:
+            for op in tape:
+                if op.kind is OpKind.LOAD_WEIGHTS and op.holds is not None:
+                    cuts[op.layer] = math.lcm(cuts[op.layer], op.holds.of)
+                elif op.kind is OpKind.REDUCE_SCATTER and op.group is not None:
+                    cuts[op.layer] = math.lcm(cuts[op.layer], len(op.group.ranks))
+        self.model = model
+        self.rows = rows
+        self.layouts = [model.layout(layer) for layer in range(model.layers)]
+        self.flat = [layout.padded(cuts[layer]) for layer, layout in enumerate(self.layouts)]
+
+    def shape(self, spec: Spec) -> tuple[int, ...]:
+        """Shape of a value's tensor: its slices or its microbatches' rows, one after the other."""
+        if spec.kind is Kind.ACTIVATION or spec.kind is Kind.GRAD_ACTIVATION:
+            return (spec.holds.count * self.rows, *self.model.activation_shape(spec.layer))
+        return (self.flat[spec.layer] // spec.holds.of * spec.holds.count,)
+
+    def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
+        """Where a value's slices lie in the layer's flat buffer, as (start, stop), in order."""
+        size = self.flat[layer] // holds.of
+        runs: list[tuple[int, int]] = []
+        for piece in bits(holds.mask):
+            start, stop = piece * size, (piece + 1) * size
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, stop))
+        return runs

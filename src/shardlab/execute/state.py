@@ -1,0 +1,117 @@
+"""One rank's tensors while its tape runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardlab.check import Checked
+from shardlab.execute.analysis import Analysis
+from shardlab.execute.graph import FlatWeight
+from shardlab.execute.optimizer import AdamW, Slice
+from shardlab.execute.shapes import Shapes
+from shardlab.models import Model
+from shardlab.models.tensors import layers_of
+from shardlab.program import Holds, OpKind
+from shardlab.program.values import bits
+
+
+class Sampler(Protocol):
+    """Where the batches come from; every rank can ask for every microbatch."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a microbatch."""
+        ...
+
+    def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
+        """Tokens and targets (rows, block), int64; a target of -1 does not count."""
+        ...
+
+    def counted(self, step: int, microbatches: int, /) -> int:
+        """Targets that count in a step of so many microbatches: what its loss is the mean over."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a program is run.
+
+    Attributes:
+        seed: of the first weights and of dropout.
+        dtype: of weights, activations and gradients.
+        device: where they are.
+        optimizer: AdamW's settings.
+    """
+
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  # a device is immutable
+    optimizer: AdamW = AdamW()
+
+
+GradientObserver = Callable[[int, Holds, Tensor], None]
+"""Called before every update with (layer, slices held, gradient of these slices)."""
+
+
+class State:
+    """The registers: a tensor for every live value of the tape, by number, and what outlives the step.
+
+    Attributes:
+        values: by number; None where nothing lives.
+        slices: the weights and optimizer states that this rank keeps from step to step.
+        buffers: where gathered weights live, one after the other.
+        step: the optimizer step, from 0.
+        microbatches: those that this rank reads the tokens or targets of.
+        batch: this step's tokens and targets, by microbatch.
+        tokens: this step's targets that count, of all microbatches.
+        loss: (2,) float64: the loss summed over the tokens whose loss this rank computed, and their number.
+    """
+
+    def __init__(
+        self, checked: Checked, rank: int, model: Model, rows: int, settings: Settings, observer: GradientObserver | None
+    ) -> None:
+        self.checked = checked
+        self.rank = rank
+        self.model = model
+        self.settings = settings
+        self.observer = observer
+        self.tape = checked.program.tapes[rank]
+        self.specs = checked.specs[rank]
+        self.layers = layers_of(model)
+        self.shapes = Shapes(checked.program, model, rows)
+        self.analysis = Analysis(checked, rank)
+        self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
+        self.slices: dict[tuple[int, Holds], Slice] = {}
+        self.buffers = self._make_buffers()
+        self.step = 0
+        readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
+        held = [self.specs[op.outputs[0]].holds.mask for op in self.tape if op.kind in readers]
+        self.microbatches = sorted({m for mask in held for m in bits(mask)})
+        self.batch: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tokens = 0
+        self.loss = torch.zeros(2, dtype=torch.float64)
+        self._weights: dict[tuple[int, int], FlatWeight] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Room for a value."""
+        return torch.empty(shape, dtype=dtype or self.settings.dtype, device=self.settings.device)
+
+    def flat_weight(self, layer: int, number: int) -> FlatWeight:
+        """The leaves over a weight value's buffer; made once for each buffer and layer, for buffers stay."""
+        flat: Tensor = self.values[number]
+        key = (layer, flat.data_ptr())
+        if key not in self._weights:
+            self._weights[key] = FlatWeight(flat, self.shapes.layouts[layer])
+        return self._weights[key]
+
+    def _make_buffers(self) -> list[Tensor]:
+        """One buffer for each slot of arriving weights, as long as the longest that takes it."""
+        sizes = [0] * self.analysis.slots
+        for number, slot in self.analysis.slot.items():
+            sizes[slot] = max(sizes[slot], *self.shapes.shape(self.specs[number]))
+        return [self.empty((size,)) for size in sizes]

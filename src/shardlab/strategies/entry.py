@@ -1,0 +1,50 @@
+"""A row of the table of strategies, and the grids that rows use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardlab.program import Mesh, Strategy, UserError
+
+
+def data_parallel_mesh(ranks: int) -> Mesh:
+    """All ranks on the axis that shards data."""
+    return Mesh(dp_shard=ranks)
+
+
+def pipeline_mesh(ranks: int) -> Mesh:
+    """All ranks on the pipeline axis."""
+    return Mesh(pp=ranks)
+
+
+def one_device_mesh(ranks: int) -> Mesh:
+    """One rank, and no more.
+
+    Raises:
+        UserError: for any other number.
+    """
+    if ranks != 1:
+        raise UserError(f"this strategy runs on one device, but {ranks} ranks were asked for; give 1")
+    return Mesh()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy and what is known of it.
+
+    Attributes:
+        name: what the command line calls it.
+        program: the strategy.
+        splits: what is split over the ranks.
+        source: where it was described.
+        mesh: the grid that it uses for a number of ranks.
+        ranks: how many ranks it gets if nobody says.
+    """
+
+    name: str
+    program: Strategy
+    splits: str
+    source: str
+    mesh: Callable[[int], Mesh] = data_parallel_mesh
+    ranks: int = 4

@@ -1,0 +1,79 @@
+"""What is trained: a strategy, a model and the shape of a step, as data that every process turns into the same tapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardlab.check import Checked, check
+from shardlab.models import Model
+from shardlab.program import trace
+from shardlab.strategies.load import load
+
+
+@dataclass(frozen=True)
+class Job:
+    """A strategy on a model.
+
+    Attributes:
+        strategy: a built-in name or path/to/file.py:function.
+        ranks: how many processes.
+        microbatches: of the global batch.
+        model: what is trained; its layers are the program's.
+        rows: sequences of a microbatch.
+        dtype: of weights, activations and gradients.
+        seed: of weights, data and dropout.
+    """
+
+    strategy: str
+    ranks: int
+    microbatches: int
+    model: Model
+    rows: int
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def checked(self) -> Checked:
+        """The strategy traced for this job, and checked.
+
+        Raises:
+            Refused: when the program is wrong.
+            UserError: when there is no such strategy, or sizes do not fit it.
+        """
+        entry = load(self.strategy)
+        sizes = self.model.sizes(self.rows, self.dtype.itemsize)
+        return check(trace(entry.program, entry.mesh(self.ranks), sizes, self.microbatches))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.microbatches * self.rows * self.model.block
+
+
+def agree(checked: Checked, text: bytes) -> None:
+    """Make sure that all processes traced the same tapes and read the same text.
+
+    Unequal tapes would silently give wrong numbers, since gloo sums whatever it is given.
+
+    Raises:
+        RuntimeError: naming the ranks that differ from rank 0.
+    """
+    mine = (checked.program.fingerprint(), hash_of(text))
+    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for what, place in (("program", 0), ("text", 1)):
+        others = [rank for rank, theirs in enumerate(everyone) if theirs[place] != everyone[0][place]]
+        if others:
+            raise RuntimeError(
+                f"rank {', '.join(map(str, others))} has another {what} than rank 0; "
+                "run the same files, with the same Python, on every host"
+            )
+
+
+def hash_of(text: bytes) -> str:
+    """A fingerprint of the text that is trained on."""
+    import hashlib
+
+    return hashlib.sha256(text).hexdigest()

@@ -1,0 +1,179 @@
+"""Training: one rank's loop, and what rank 0 makes of the result."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.collect import collect
+from shardlab.models import Model
+from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, views
+from shardlab.train.data import Batches, Corpus, default_text, read_text
+from shardlab.train.job import Job, agree
+from shardlab.train.launch import backend_of
+from shardlab.train.output import OutputFolder
+from shardlab.train.progress import TrainingProgress
+
+VALIDATION_BATCHES = 16
+SAMPLE_BYTES = 200
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run.
+
+    Attributes:
+        job: what is trained.
+        optimizer: AdamW's settings, with the number of steps.
+        data: the text; None for the source of Python's standard library.
+        out: the output folder, not there yet.
+    """
+
+    job: Job
+    optimizer: AdamW
+    data: Path | None
+    out: Path
+
+    def text(self) -> bytes:
+        return default_text() if self.data is None else read_text(self.data)
+
+    def corpus(self) -> Corpus:
+        """The text in two parts.
+
+        Raises:
+            UserError: when it is missing or shorter than a sequence.
+        """
+        return Corpus.split(self.text(), self.job.model.block, "the default text" if self.data is None else str(self.data))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to.
+
+    Attributes:
+        steps: optimizer steps taken, fewer than asked for if the run was interrupted.
+        interrupted: whether it was.
+        validation_before, validation_after: loss on text that is not trained on, nats per token.
+        tokens_per_second, ms_per_step: medians over the steps.
+        sample: text that the trained model continues.
+        out: the output folder.
+    """
+
+    steps: int
+    interrupted: bool
+    validation_before: float
+    validation_after: float
+    tokens_per_second: float
+    ms_per_step: float
+    sample: str
+    out: str
+
+
+def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
+    """One rank's part of a run; rank 0 writes the output folder and gives the summary."""
+    job, text = run.job, run.text()
+    batches = Batches(run.corpus(), job.model.block, job.rows, job.seed)
+    checked = job.checked()
+    agree(checked, text)
+    settings = Settings(job.seed, job.dtype, device, run.optimizer)
+    executor = Executor(checked, rank, job.model, batches, settings, backend_of(device))
+    folder = progress = None
+    before = 0.0
+    if rank == 0:
+        folder = OutputFolder(run.out)
+        folder.write_strategy(checked)
+        first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
+        before = validate(job.model, batches, first)
+        progress = TrainingProgress(run.optimizer.steps)
+
+    times: list[float] = []
+    stop = StopRequest()
+    for metrics in _steps(executor, run, stop, device):
+        times.append(metrics["ms"])
+        if folder is not None and progress is not None:
+            folder.write_metrics(metrics)
+            progress.show(metrics)
+
+    flats = collect(executor.state, {key: kept.flat for key, kept in executor.state.slices.items()})
+    if folder is None or progress is None or flats is None:
+        return None
+    progress.stop()
+    after = validate(job.model, batches, flats)
+    folder.write_weights(job.model, flats)
+    folder.write_plot(before, after)
+    folder.close()
+    ms = sorted(times)[len(times) // 2]
+    prompt = torch.tensor(list(b"def "))
+    sample = bytes(generate(job.model, flats, prompt, SAMPLE_BYTES, job.seed).tolist()).decode("latin-1")
+    interrupted = len(times) < run.optimizer.steps
+    return Summary(
+        len(times), interrupted, before, after, job.tokens / ms * 1000, ms, sample, str(run.out)
+    )
+
+
+class StopRequest:
+    """Notices Ctrl-C and SIGTERM, so that the run ends after a whole step and keeps what it has."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+def _steps(executor: Executor, run: Run, stop: StopRequest, device: torch.device) -> Any:
+    """Train, giving each step's figures. Loss and the wish to stop are summed over ranks while the next step runs."""
+    summing: tuple[int, float, Tensor, Any] | None = None
+    for step in range(run.optimizer.steps):
+        start = time.perf_counter()
+        loss = executor.step()
+        ms = 1000 * (time.perf_counter() - start)
+        sums = torch.cat([loss, torch.tensor([float(stop.asked)], dtype=loss.dtype)]).to(device)
+        before, summing = summing, (step, ms, sums, dist.all_reduce(sums, async_op=True))
+        if before is not None:
+            metrics, stopping = _figures(run, *before)
+            yield metrics
+            if stopping:
+                break
+    if summing is not None:
+        yield _figures(run, *summing)[0]
+
+
+def _figures(run: Run, step: int, ms: float, sums: Tensor, work: Any) -> tuple[dict[str, Any], bool]:
+    work.wait()
+    total, tokens, stopping = sums.tolist()
+    metrics = {
+        "step": step,
+        "loss": total / tokens,
+        "ms": round(ms, 3),
+        "tokens_per_second": round(run.job.tokens / ms * 1000, 1),
+        "learning_rate": run.optimizer.rate(step),
+    }
+    return metrics, stopping > 0
+
+
+@torch.no_grad()
+def validate(model: Model, batches: Batches, flats: Sequence[Tensor]) -> float:
+    """Mean loss on the first microbatches of the validation text, in nats per token, without dropout."""
+    layers = layers_of(model)
+    parameters = [views(model.layout(layer), flat) for layer, flat in enumerate(flats)]
+    total, tokens = 0.0, 0
+    for index in range(min(VALIDATION_BATCHES, batches.validation_count)):
+        x, targets = batches.validation(index)
+        for layer, weights in zip(layers, parameters, strict=True):
+            x = layer(weights, x)
+        total += float(loss_of(x, targets))
+        tokens += targets.numel()
+    return total / tokens

@@ -1,0 +1,62 @@
+"""Whether this process already belongs to a world: torchrun's, SLURM's or mpiexec's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardlab.program import UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process in its world.
+
+    Attributes:
+        rank, world: its number among all processes, and how many there are.
+        local_rank: its number on its own host: the device that it uses.
+        address, port: where the processes meet.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    address: str
+    port: int
+
+
+_LAUNCHERS = (
+    # launcher, its variables for rank, world size, local rank
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)
+
+
+def find_place(environment: Mapping[str, str]) -> Place | None:
+    """The place that a launcher's environment variables describe; None if no launcher started this process.
+
+    All processes meet at MASTER_ADDR:MASTER_PORT. torchrun sets both; under SLURM the host that started the step is
+    taken if there is none, and a world on one host meets on 127.0.0.1.
+
+    Raises:
+        UserError: when the variables contradict each other, or hosts are several and none is named to meet on.
+    """
+    for launcher, rank_name, world_name, local_name in _LAUNCHERS:
+        if rank_name not in environment or world_name not in environment:
+            continue
+        numbers: dict[str, int] = {}
+        for name in (rank_name, world_name, local_name, "MASTER_PORT"):
+            text = environment.get(name, {"MASTER_PORT": "29500"}.get(name, environment[rank_name]))
+            if not text.isdecimal():
+                raise UserError(f"{name} is {text!r}, set by {launcher}; it must be a whole number")
+            numbers[name] = int(text)
+        rank, world = numbers[rank_name], numbers[world_name]
+        if rank >= world:
+            raise UserError(f"{rank_name} is {rank} but {world_name} is {world}; {launcher} counts ranks from 0")
+        address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+        if address is None and environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
+            raise UserError(f"{launcher} started {world} processes on several hosts; name one of them in MASTER_ADDR")
+        return Place(rank, world, numbers[local_name], address or "127.0.0.1", numbers["MASTER_PORT"])
+    return None

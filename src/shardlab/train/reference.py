@@ -1,0 +1,78 @@
+"""Training on one device, written as one would without Shardlab: what every strategy must agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardlab.execute import AdamW, Sampler
+from shardlab.models import Model
+from shardlab.models.tensors import Dropout, initial_weights, layers_of, loss_of, views
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one device computed.
+
+    Attributes:
+        losses: mean loss of each step.
+        gradients: for each step and layer the flat gradient.
+        weights: for each layer the flat weights after the last step.
+    """
+
+    losses: list[float]
+    gradients: list[list[Tensor]]
+    weights: list[Tensor]
+
+
+def train_reference(
+    model: Model, batches: Sampler, microbatches: int, steps: int, seed: int, dtype: torch.dtype, config: AdamW
+) -> Reference:
+    """Plain autograd through all layers, one AdamW over all parameters, one microbatch after the other."""
+    layouts = [model.layout(layer) for layer in range(model.layers)]
+    flats = [initial_weights(model, layer, seed, dtype) for layer in range(model.layers)]
+    parameters = [
+        [view.detach().requires_grad_() for view in views(layout, flat)]
+        for layout, flat in zip(layouts, flats, strict=True)
+    ]
+    named = [
+        (tensor, parameter.decayed)
+        for layout, tensors in zip(layouts, parameters, strict=True)
+        for parameter, tensor in zip(layout.parameters, tensors, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [t for t, decayed in named if decayed], "weight_decay": config.weight_decay},
+            {"params": [t for t, decayed in named if not decayed], "weight_decay": 0.0},
+        ],
+        betas=config.betas,
+        eps=config.eps,
+    )
+    losses: list[float] = []
+    gradients: list[list[Tensor]] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        mean = torch.zeros((), dtype=torch.float64)
+        for microbatch in range(microbatches):
+            x, targets = batches.microbatch(step, microbatch)
+            for number, (layer, weights) in enumerate(zip(layers_of(model), parameters, strict=True)):
+                x = layer(weights, x, Dropout(model.dropout, seed, step, number, (microbatch,)))
+            loss = loss_of(x, targets) / batches.counted(step, microbatches)
+            loss.backward()
+            mean += loss.detach()
+        gradients.append([_flat(layout.numel, ps, layout.offsets) for layout, ps in zip(layouts, parameters, strict=True)])
+        losses.append(float(mean))
+        for group in optimizer.param_groups:
+            group["lr"] = config.rate(step)
+        optimizer.step()
+    return Reference(losses, gradients, flats)
+
+
+def _flat(numel: int, parameters: list[Tensor], offsets: tuple[int, ...]) -> Tensor:
+    flat = torch.zeros(numel, dtype=parameters[0].dtype)
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        assert parameter.grad is not None
+        flat[offset : offset + parameter.numel()] = parameter.grad.flatten()
+    return flat
