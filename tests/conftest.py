@@ -1,0 +1,24 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Worlds of processes by size, each started at its first use and shared by all tests."""
+    worlds: dict[int, Ranks] = {}
+
+    def world(size: int) -> Ranks:
+        if size not in worlds:
+            worlds[size] = Ranks(size)
+        return worlds[size]
+
+    yield world
+    for each in worlds.values():
+        each.close()

@@ -1,0 +1,171 @@
+"""Every strategy on real processes gives one device's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.models import GPT, MLP, Model
+from shardlab.train.job import Job
+from shardlab.train.verify import TOLERANCE, Verdict, verify_rank
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+
+SIZES = [  # strategy, ranks, layers, microbatches
+    ("single", 1, 3, 1),
+    ("single", 1, 3, 4),
+    ("grad_accum", 1, 2, 3),
+    ("ddp", 2, 3, 2),
+    ("ddp", 4, 2, 8),
+    ("wsdp", 2, 2, 4),
+    ("wsdp", 3, 3, 3),
+    ("fsdp", 2, 4, 6),
+    ("fsdp", 3, 2, 6),
+    ("fsdp", 4, 3, 4),
+    ("pipeline", 2, 4, 3),
+    ("pipeline", 4, 4, 1),
+    ("gpipe", 2, 2, 5),
+    ("gpipe", 4, 8, 4),
+    ("pipeline_fsdp", 4, 4, 4),
+    ("pipeline_fsdp", 2, 2, 2),
+]
+
+
+def small_gpt(layers: int, dropout: float = 0.0) -> GPT:
+    return GPT(layers=layers, width=16, heads=2, block=8, dropout=dropout)
+
+
+def verdict_of(world: World, strategy: str, ranks: int, microbatches: int, model: Model, steps: int = 3) -> Verdict:
+    job = Job(strategy, ranks, microbatches, model, 2, torch.float64)
+    return world(ranks).call(verify_rank, CPU, job, steps)[0]
+
+
+@pytest.mark.parametrize(("strategy", "count", "layers", "microbatches"), SIZES)
+def test_strategies_give_the_numbers_of_one_device(
+    ranks: World, strategy: str, count: int, layers: int, microbatches: int
+) -> None:
+    verdict = verdict_of(ranks, strategy, count, microbatches, small_gpt(layers))
+    assert verdict.ok, verdict
+    assert verdict.weight_error <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "gpipe", "pipeline_fsdp"])
+def test_dropout_draws_the_same_masks_under_every_strategy(ranks: World, strategy: str) -> None:
+    assert verdict_of(ranks, strategy, 4, 4, small_gpt(4, dropout=0.2)).ok
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "gpipe"])
+def test_the_mlp_trains_under_the_same_strategies(ranks: World, strategy: str) -> None:
+    assert verdict_of(ranks, strategy, 2, 4, MLP(layers=4, width=16, block=8)).ok
+
+
+OVERLAPPED = '''
+async def prefetched(rank):
+    """FSDP that gathers the next layer while it computes on this one, and recomputes in the backward pass."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard=rank.world - 1 - rank.index, of=rank.world)
+    rank.activations[0] = rank.load_batch(rank.share())
+    coming = rank.all_gather(rank.weights[0])
+    for l in rank.layers:
+        full = await coming
+        if l + 1 < last:
+            coming = rank.all_gather(rank.weights[l + 1])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], full, save=False)
+    gradient = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        full = await rank.all_gather(rank.weights[l])
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, full)
+        rank.grad_weights[l] = await rank.all_reduce(grad_weight)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+
+
+async def crossing(rank):
+    """Two ranks that swap halves of the batch by crossing messages before they train data parallel."""
+    other = 1 - rank.index
+    last = len(rank.layers)
+    mine, theirs = ([0, 1], [2, 3]) if rank.index == 0 else ([2, 3], [0, 1])
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations["mine"] = rank.load_batch(mine)
+    rank.activations["here", 0] = await rank.exchange(
+        rank.activations.pop("mine"), to=other, source=other, expect=("activations", 0, theirs)
+    )
+    for l in rank.layers:
+        rank.activations["here", l + 1] = rank.forward(l, rank.activations["here", l], rank.weights[l])
+    rank.activations["there"] = await rank.exchange(
+        rank.activations["here", 1], to=other, source=other, expect=("activations", 1, mine)
+    )
+    gradient = rank.loss(rank.activations.pop(("here", last)))
+    for l in reversed(rank.layers):
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(("here", l)), gradient, rank.weights[l])
+        rank.grad_weights[l] = await rank.all_reduce(grad_weight)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+
+
+async def gathered_gradients(rank):
+    """Reduce-scatter then all-gather in place of an all-reduce, and batches gathered from single microbatches."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = await rank.all_gather(rank.load_batch([len(rank.microbatches) - 1 - rank.index]))
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    gradient = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        rank.grad_weights[l], gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+
+
+async def sent_weights(rank):
+    """Rank 0 owns the weights and sends them to rank 1 each step; gradients come back and are added."""
+    last = len(rank.layers)
+    if rank.index == 0:
+        for l in rank.layers:
+            rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+            await rank.send(rank.weights[l], to=1)
+    else:
+        for l in rank.layers:
+            rank.weights[l] = await rank.recv(source=0)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    gradient = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        rank.grad_weights[l], gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+    for l in rank.layers:
+        if rank.index == 1:
+            await rank.send(rank.grad_weights.pop(l), to=0)
+        else:
+            rank.grad_weights[l] = rank.grad_weights[l] + await rank.recv(source=1)
+            rank.weights[l], rank.opt_states[l] = rank.update(
+                l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+            )
+'''
+
+
+@pytest.mark.parametrize(
+    ("function", "count", "microbatches"),
+    [("prefetched", 2, 4), ("prefetched", 4, 4), ("crossing", 2, 4), ("gathered_gradients", 4, 4), ("sent_weights", 2, 4)],
+)
+def test_what_a_user_writes_gives_the_numbers_of_one_device(
+    ranks: World, tmp_path: Path, function: str, count: int, microbatches: int
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OVERLAPPED)
+    verdict = verdict_of(ranks, f"{file}:{function}", count, microbatches, small_gpt(3, dropout=0.1))
+    assert verdict.ok, verdict
+
+
+def test_a_wrong_number_is_not_ok() -> None:
+    assert not Verdict(0.0, 2e-12, 0, 0.0, 0).ok
+    assert not Verdict(0.0, float("inf"), 0, 0.0, 0).ok
