@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardlab.program import UserError
+from shardlab.train.interrupt import leave_if_asked
 from shardlab.train.place import Place, find_place
 
 Result = TypeVar("Result")
@@ -99,7 +100,9 @@ def _elastic() -> bool:
 
 
 def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it repeats every traceback
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they repeat every traceback
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])  # torch is imported once, not by every rank
     with tempfile.TemporaryDirectory(prefix="shardlab-") as folder:
@@ -127,12 +130,14 @@ def _work(folder: str, function: Callable[..., Result], *arguments: Any) -> Resu
     place = find_place(os.environ)
     assert place is not None
     try:
-        return _join(place, function, *arguments)
+        result = _join(place, function, *arguments)
     except Exception as error:
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
         note = {"rank": place.rank, "time": time.time_ns(), "lost": lost, "traceback": traceback.format_exc()}
         Path(folder, f"{place.rank}.json").write_text(json.dumps(note))
         raise
+    leave_if_asked()
+    return result
 
 
 def _first_failure(folder: Path, failure: ChildFailedError, ranks: int) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from shardlab.execute.collect import collect
 from shardlab.models import Model
 from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, views
 from shardlab.train.data import Batches, Corpus, default_text, read_text
+from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job, agree
 from shardlab.train.launch import backend_of
 from shardlab.train.output import OutputFolder
@@ -94,6 +94,11 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
         folder.write_strategy(checked)
         first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
         before = validate(job.model, batches, first)
+        print(
+            f"{job.strategy} on {job.ranks} ranks: {sum(map(len, checked.program.tapes))} ops checked, "
+            f"drawn in {run.out}/strategy.svg",
+            file=sys.stderr,
+        )
         progress = TrainingProgress(run.optimizer.steps)
 
     times: list[float] = []
@@ -114,23 +119,11 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     folder.close()
     ms = sorted(times)[len(times) // 2]
     prompt = torch.tensor(list(b"def "))
-    sample = bytes(generate(job.model, flats, prompt, SAMPLE_BYTES, job.seed).tolist()).decode("latin-1")
+    sample = bytes(generate(job.model, flats, prompt, SAMPLE_BYTES, job.seed).tolist()).decode(errors="replace")
     interrupted = len(times) < run.optimizer.steps
     return Summary(
         len(times), interrupted, before, after, job.tokens / ms * 1000, ms, sample, str(run.out)
     )
-
-
-class StopRequest:
-    """Notices Ctrl-C and SIGTERM, so that the run ends after a whole step and keeps what it has."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
 
 
 def _steps(executor: Executor, run: Run, stop: StopRequest, device: torch.device) -> Any:

@@ -1,0 +1,30 @@
+"""What the command line makes of processes that fail or are interrupted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from shardlab.train.launch import RankFailed
+
+
+@contextmanager
+def failures_as_exit(out: Path | None = None) -> Iterator[None]:
+    """A rank's failure prints its traceback, last, and exits with 1; Ctrl-C or SIGTERM exits with 130.
+
+    Args:
+        out: the folder in which an interrupted run has left what it had.
+    """
+    try:
+        yield
+    except RankFailed as failure:
+        print(f"shardlab: {failure}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except (KeyboardInterrupt, SignalException):
+        kept = f"; what it had trained is in {out}" if out is not None and out.exists() else ""
+        print(f"shardlab: interrupted{kept}", file=sys.stderr)
+        raise SystemExit(130) from None

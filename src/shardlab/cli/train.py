@@ -1,0 +1,150 @@
+"""`shardlab train`: train a small language model under a strategy, on processes of this machine or of a launcher."""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardlab.cli.options import Count, Flag, Ranks
+from shardlab.cli.strategy import checked, choose
+from shardlab.program import UserError
+
+if TYPE_CHECKING:
+    from shardlab.models import Model
+    from shardlab.train.loop import Summary
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a language model of bytes under a strategy, and keep its weights, metrics and drawings.
+
+    Ranks are processes of this machine; under torchrun, srun or mpiexec the command joins their world instead.
+    """
+
+    strategy: Annotated[str, tyro.conf.arg(metavar="STRATEGY")] = "fsdp"
+    """A built-in name, or path/to/file.py:function."""
+
+    ranks: Ranks = None
+    """How many ranks."""
+
+    steps: Count = 200
+    """How many optimizer steps."""
+
+    model: Literal["gpt", "mlp"] = "gpt"
+    """A GPT, or an MLP that sees one byte at a time."""
+
+    layers: Count = 4
+    """Layers of the model; the embedding is part of the first, the head of the last."""
+
+    width: Count = 64
+    """Features of a token."""
+
+    heads: Count = 4
+    """Attention heads."""
+
+    block: Count = 64
+    """Bytes of a sequence."""
+
+    microbatches: Count = 4
+    """How many microbatches the global batch is cut into."""
+
+    rows: Count = 4
+    """Sequences of a microbatch."""
+
+    dropout: float = 0.0
+    """Dropout's probability."""
+
+    bias: bool = True
+    """Biases in linear maps and norms."""
+
+    tied: Flag = False
+    """The head uses the token embedding (for a model of one layer)."""
+
+    learning_rate: float = 3e-3
+    """AdamW's largest learning rate, after a warm-up of a twentieth of the steps."""
+
+    weight_decay: float = 0.1
+    """AdamW's weight decay, on matrices."""
+
+    seed: int = 0
+    """Of weights, batches, dropout and the sample."""
+
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A text to train on; without one, the source of Python's standard library."""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A new folder for the results; without one, runs/NAME-1, -2, ..."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    def run(self) -> int:
+        from shardlab.cli.ranks import failures_as_exit
+        from shardlab.execute import AdamW
+        from shardlab.train.job import Job
+        from shardlab.train.launch import run_ranks
+        from shardlab.train.loop import Run, train_rank
+        from shardlab.train.output import free_folder
+
+        chosen = choose(self.strategy)
+        ranks = self.ranks or chosen.ranks
+        out = self.out or free_folder(Path("runs"), self.strategy.rpartition(":")[2])
+        if out.exists():
+            raise UserError(f"--out {out} exists; name a new folder, so that nothing is overwritten")
+        job = Job(self.strategy, ranks, self.microbatches, self.make_model(), self.rows, seed=self.seed)
+        optimizer = AdamW(
+            self.learning_rate, weight_decay=self.weight_decay, warmup=-(-self.steps // 20), steps=self.steps
+        )
+        plan = Run(job, optimizer, self.data, out)
+        plan.corpus()
+        checked(chosen, ranks, job.model.sizes(job.rows, job.dtype.itemsize), self.microbatches)
+        with failures_as_exit(out):
+            summary = run_ranks(ranks, train_rank, plan)
+        if summary is not None:
+            self._print(summary, job.model)
+        return 0
+
+    def make_model(self) -> Model:
+        """The model that the options describe.
+
+        Raises:
+            UserError: when they contradict each other.
+        """
+        from shardlab.models import GPT, MLP
+
+        if self.model == "mlp":
+            return MLP(layers=self.layers, width=self.width, block=self.block, bias=self.bias, dropout=self.dropout)
+        return GPT(
+            layers=self.layers,
+            heads=self.heads,
+            width=self.width,
+            block=self.block,
+            bias=self.bias,
+            dropout=self.dropout,
+            tied=self.tied,
+        )
+
+    def _print(self, summary: Summary, model: Model) -> None:
+        if self.json:
+            print(json_format.dumps({**asdict(summary), "parameters": model.parameter_count}, indent=2))
+            return
+        console = Console(highlight=False)
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(style="dim")
+        table.add_row("model", f"{model.parameter_count:,} parameters in {model.layers} layers")
+        table.add_row("steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
+        table.add_row(
+            "validation loss", f"{summary.validation_before:.3f} before, [bold]{summary.validation_after:.3f}[/] after"
+        )
+        table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s, {summary.ms_per_step:.0f} ms/step (median)")
+        table.add_row("results", f"{summary.out}/: metrics.jsonl, loss.svg, strategy.svg, weights.safetensors")
+        console.print(table)
+        console.print("\n[dim]The model goes on from 'def ':[/]")
+        console.print(Text(summary.sample))

@@ -1,0 +1,79 @@
+"""`shardlab verify STRATEGY`: a strategy on real processes against plain training on one device."""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from shardlab.cli.options import Count, Flag, Ranks, StrategyName
+from shardlab.cli.strategy import checked, choose
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Train a few steps under a strategy and on one device, in float64, and compare loss, gradients and weights.
+
+    An error is max|a - b| / max|b| over all parameters of a layer; the worst layer counts. Up to 1e-12 is ok.
+    """
+
+    strategy: StrategyName
+    """A built-in name, or path/to/file.py:function."""
+
+    ranks: Ranks = None
+    """How many ranks."""
+
+    layers: Count = 4
+    """How many layers the model has."""
+
+    microbatches: Count = 4
+    """How many microbatches the global batch has."""
+
+    steps: Count = 3
+    """How many optimizer steps are compared."""
+
+    dropout: float = 0.0
+    """Dropout's probability in the model."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    def run(self) -> int:
+        import torch
+
+        from shardlab.cli.ranks import failures_as_exit
+        from shardlab.models import GPT
+        from shardlab.train.job import Job
+        from shardlab.train.verify import TOLERANCE, verify
+
+        chosen = choose(self.strategy)
+        ranks = self.ranks or chosen.ranks
+        model = GPT(layers=self.layers, width=32, heads=4, block=16, dropout=self.dropout)
+        job = Job(self.strategy, ranks, self.microbatches, model, 2, torch.float64)
+        checked(chosen, ranks, model.sizes(job.rows, job.dtype.itemsize), self.microbatches)
+        with failures_as_exit():
+            verdict = verify(job, self.steps)
+        if verdict is None:  # a rank of an existing world, but not the one that reports
+            return 0
+        if self.json:
+            facts = {
+                "strategy": self.strategy,
+                "ranks": ranks,
+                "layers": self.layers,
+                "microbatches": self.microbatches,
+            }
+            print(json_format.dumps({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}, indent=2))
+        else:
+            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+            table.add_row("loss_error", f"{verdict.loss_error:.2e}")
+            table.add_row("gradient_error", f"{verdict.gradient_error:.2e}", f"worst in layer {verdict.gradient_layer}")
+            table.add_row("weight_error", f"{verdict.weight_error:.2e}", f"worst in layer {verdict.weight_layer}")
+            table.add_row("ok", "[green]yes[/]" if verdict.ok else f"[red]no[/], more than {TOLERANCE:.0e}")
+            console = Console(highlight=False)
+            console.print(
+                f"[bold cyan]{self.strategy}[/] on {ranks} ranks against one device, float64, {self.steps} steps"
+            )
+            console.print(table)
+        return 0 if verdict.ok else 1
