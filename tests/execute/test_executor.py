@@ -1,0 +1,155 @@
+"""The executor does what the tape says: no more buffers, no copies where none are needed, nothing left alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shardlab.check import ChannelModel, check
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.analysis import Analysis
+from shardlab.models import GPT
+from shardlab.program import OpKind, Rank, UserError, trace
+from shardlab.strategies import STRATEGIES
+from shardlab.train.data import Batches, Corpus
+from tests.support.ranks import Ranks
+
+World = Callable[[int], Ranks]
+MODEL = GPT(layers=3, width=16, heads=2, block=8)
+
+
+def analysis(name: str, ranks: int, layers: int, microbatches: int) -> Analysis:
+    entry = STRATEGIES[name]
+    return Analysis(check(trace(entry.program, entry.mesh(ranks), layers, microbatches)), 0)
+
+
+def test_fsdp_lives_in_one_gather_buffer() -> None:
+    found = analysis("fsdp", 4, 6, 4)
+    assert found.slots == 1
+    assert len(found.regathered) == 6
+
+
+def test_strategies_with_whole_weights_need_no_gather_buffer() -> None:
+    found = analysis("ddp", 4, 3, 4)
+    assert found.slots == 0
+    assert not found.regathered
+
+
+def test_gradients_accumulate_in_the_backward_that_makes_them() -> None:
+    found = analysis("grad_accum", 1, 2, 4)
+    adds = [at for at, op in enumerate(found.tape) if op.kind is OpKind.ADD]
+    assert len(adds) == 2 * 3
+    assert found.accumulated == set(adds)
+
+
+def test_all_reduce_works_in_place_when_nobody_reads_its_input_again() -> None:
+    found = analysis("ddp", 4, 3, 4)
+    assert {at for at, op in enumerate(found.tape) if op.kind is OpKind.ALL_REDUCE} <= found.in_place
+
+
+async def reads_the_sum_and_the_part(rank: Rank) -> None:
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.share())
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+    gradient = rank.loss(rank.activations.pop(1))
+    rank.grad_weights["mine"], _ = rank.backward(0, rank.activations[0], gradient, rank.weights[0])
+    rank.grad_weights["ours"] = await rank.all_reduce(rank.grad_weights["mine"])
+    rank.grad_weights["again"] = await rank.all_reduce(rank.grad_weights["mine"])
+    rank.weights[0], rank.opt_states[0] = rank.update(
+        0, rank.grad_weights["ours"], rank.weights[0], rank.opt_states[0]
+    )
+
+
+def test_all_reduce_copies_what_is_read_again() -> None:
+    found = Analysis(check(trace(reads_the_sum_and_the_part, 2, 1, 2)), 0)
+    reduces = [at for at, op in enumerate(found.tape) if op.kind is OpKind.ALL_REDUCE]
+    assert [at in found.in_place for at in reduces] == [False, True]
+
+
+def live_tensors_after_a_step(rank: int, name: str, ranks: int) -> list[str]:
+    """Kinds of the values that still have a tensor once a step has ended."""
+    entry = STRATEGIES[name]
+    checked = check(trace(entry.program, entry.mesh(ranks), MODEL.sizes(2, 4), 4))
+    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
+    executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.block, 2, 0), Settings(optimizer=AdamW(steps=2)))
+    executor.step()
+    specs = checked.specs[rank]
+    values: list[Any] = executor.state.values
+    return sorted({specs[number].kind.value for number, value in enumerate(values) if value is not None})
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "wsdp"])
+def test_a_step_leaves_weights_and_optimizer_states_alone(ranks: World, name: str) -> None:
+    for kinds in ranks(2).call(live_tensors_after_a_step, name, 2):
+        assert kinds == ["opt_states", "weights"]
+
+
+async def one_f_one_b_with_blocking_receives(rank: Rank) -> None:
+    """The textbook's 1F1B of two stages: un-awaited sends cross with the receives."""
+    stage, last = rank.index, rank.index == 1
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(stage)
+
+    async def forward(m: int) -> None:
+        given = await rank.recv(source=0, expect=("activations", 1, m)) if last else rank.load_batch([m])
+        rank.activations["in", m] = given
+        rank.activations["out", m] = rank.forward(stage, rank.activations["in", m], rank.weights[0])
+        if not last:
+            rank.send(rank.activations.pop(("out", m)), to=1)
+
+    async def backward(m: int) -> None:
+        gradient = (
+            rank.loss(rank.activations.pop(("out", m)))
+            if last
+            else await rank.recv(source=1, expect=("grad_activations", 1, m))
+        )
+        grad_weight, back = rank.backward(stage, rank.activations.pop(("in", m)), gradient, rank.weights[0])
+        rank.grad_weights[0] = rank.grad_weights[0] + grad_weight if m else grad_weight
+        if last:
+            rank.send(back, to=0)
+
+    if not last:
+        await forward(0)
+    for m in range(len(rank.microbatches) - (not last)):
+        await forward(m + (not last))
+        await backward(m)
+    if not last:
+        await backward(len(rank.microbatches) - 1)
+    rank.weights[0], rank.opt_states[0] = rank.update(
+        stage, rank.grad_weights.pop(0), rank.weights[0], rank.opt_states[0]
+    )
+
+
+def test_a_backend_that_would_hang_is_refused_before_anything_is_started() -> None:
+    checked = check(trace(one_f_one_b_with_blocking_receives, 2, 2, 4))
+    assert checked.models[ChannelModel.RENDEZVOUS] is None
+    assert checked.backends() == ["gloo"]
+    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
+    with pytest.raises(UserError, match=r"on nccl this program would hang: deadlock: rank \d waits"):
+        Executor(checked, 0, MODEL, Batches(corpus, 8, 2, 0), Settings(), backend="nccl")
+
+
+async def sends_an_optimizer_state(rank: Rank) -> None:
+    await reads_the_sum_and_the_part(rank)
+    if rank.index == 0:
+        await rank.send(rank.opt_states[0], to=1)
+    else:
+        rank.opt_states["theirs"] = await rank.recv(source=0)
+
+
+def state_of(rank: int) -> str:
+    checked = check(trace(sends_an_optimizer_state, 2, GPT(layers=1, width=16, heads=2, block=8).sizes(2, 4), 2))
+    corpus = Corpus.split(bytes(range(256)) * 8, 8)
+    try:
+        Executor(checked, rank, GPT(layers=1, width=16, heads=2, block=8), Batches(corpus, 8, 2, 0), Settings())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.xdist_group("ranks")
+def test_what_has_no_tensor_is_not_communicated(ranks: World) -> None:
+    assert all("optimizer state" in said for said in ranks(2).call(state_of))

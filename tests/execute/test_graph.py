@@ -1,0 +1,57 @@
+"""A layer's graph outlives the weights that it was made with."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+
+from shardlab.execute.graph import FlatWeight, Graph
+from shardlab.models import GPT
+from shardlab.models.tensors import initial_weights, layers_of, views
+
+MODEL = GPT(layers=2, width=16, heads=2, block=8)
+LAYER, LAYOUT = layers_of(MODEL)[1], MODEL.layout(1)
+FLAT = initial_weights(MODEL, 1, 0, torch.float64)
+
+
+def run(regathered: bool, move: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of weight and input; if `move`, the weight's buffer is overwritten and its copy lies elsewhere."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, 16, dtype=torch.float64)
+    flat = FLAT.clone()
+    graph = Graph(LAYER, x, FlatWeight(flat, LAYOUT), None, regathered)
+    output = graph.take_output()
+    if move:
+        elsewhere = flat.clone()
+        flat.fill_(float("nan"))
+        flat = elsewhere
+    into = torch.zeros_like(FLAT)
+    x_gradient = graph.backward(torch.ones_like(output), flat, views(LAYOUT, into))
+    assert x_gradient is not None
+    return into, x_gradient
+
+
+def test_backward_reads_the_weight_from_where_it_was_gathered_again() -> None:
+    expected, moved = run(regathered=False, move=False), run(regathered=True, move=True)
+    for a, b in zip(expected, moved, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_backward_adds_to_what_the_gradient_holds_already() -> None:
+    x = torch.randn(1, 8, 16, dtype=torch.float64)
+    into = torch.ones_like(FLAT)
+    fresh = torch.zeros_like(FLAT)
+    for target in (into, fresh):
+        graph = Graph(LAYER, x, FlatWeight(FLAT.clone(), LAYOUT), None, regathered=False)
+        graph.backward(torch.ones_like(graph.take_output()), FLAT, views(LAYOUT, target))
+    assert torch.allclose(into - 1, fresh, atol=1e-12)
+
+
+def test_the_graph_keeps_neither_its_output_nor_a_regathered_weight_alive() -> None:
+    flat = FLAT.clone()
+    graph = Graph(LAYER, torch.randn(3, 8, 16, dtype=torch.float64), FlatWeight(flat, LAYOUT), None, regathered=True)
+    output = weakref.ref(graph.take_output())
+    gc.collect()
+    assert output() is None

@@ -1,0 +1,135 @@
+"""Ranks are started by torch elastic, or join the world of a launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from shardlab.program import UserError
+from shardlab.train import launch
+from shardlab.train.launch import RankFailed, run_ranks
+from tests.train import jobs
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("SLURM_", "PMI_", "OMPI_", "MASTER_")):
+            monkeypatch.delenv(name)
+
+
+def test_ranks_started_here_meet_and_rank_0_answers() -> None:
+    assert run_ranks(3, jobs.sum_of_ranks, 10) == 0 + 1 + 2 + 10
+
+
+def test_the_first_failing_rank_ends_the_run_with_its_own_traceback_last() -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(3, jobs.raise_on, 1)
+    text = str(failure.value)
+    assert text.startswith("rank 1 failed")
+    assert "raise_on" in text
+    assert text.rstrip().endswith("ValueError: the batch is a fish")
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"\b1\b.*(killed|SIGKILL)"):
+        run_ranks(2, jobs.die_on, 1)
+
+
+def world_of_subprocesses(environments: list[dict[str, str]], code: str) -> list[str]:
+    """Run the code in one process for each environment; gives what each printed."""
+    base = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env={**base, **more}, stdout=subprocess.PIPE, text=True)
+        for more in environments
+    ]
+    return [process.communicate(timeout=120)[0].strip() for process in processes]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+JOIN = "from tests.train import jobs; from shardlab.train.launch import run_ranks; print(run_ranks(2, jobs.sum_of_ranks, 5))"
+
+Environment = Callable[[int, str], dict[str, str]]
+LAUNCHERS: dict[str, Environment] = {
+    "torchrun's variables": lambda rank, port: {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    },
+    "srun": lambda rank, port: {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": str(rank),
+        "MASTER_PORT": port,
+    },
+    "Open MPI": lambda rank, port: {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "MASTER_PORT": port,
+    },
+    "MPICH": lambda rank, port: {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": port},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_under_a_launcher_the_process_joins_its_world(launcher: str) -> None:
+    port = str(free_port())
+    printed = world_of_subprocesses([LAUNCHERS[launcher](rank, port) for rank in range(2)], JOIN)
+    assert printed == ["6.0", "6.0"]
+
+
+def test_torchrun_itself_can_start_the_training_command(tmp_path: os.PathLike[str]) -> None:
+    out = os.path.join(tmp_path, "run")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
+    command += ["train", "--strategy", "ddp", "--ranks", "2", "--steps", "2", "--width", "16", "--json", "--out", out]
+    env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('"validation_after"') == 1
+    assert os.path.exists(os.path.join(out, "weights.safetensors"))
+
+
+def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"2 ranks were asked for.*3 processes.*--ranks 3"):
+        run_ranks(2, jobs.sum_of_ranks, 5)
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code = (
+            "from tests.train import jobs; from shardlab.train.launch import run_ranks; from shardlab.program import UserError\n"
+            "try: run_ranks(1, jobs.sum_of_ranks, 5)\n"
+            "except UserError as error: print(error)"
+        )
+        environment = {**LAUNCHERS["torchrun's variables"](0, port), "WORLD_SIZE": "1"}
+        (printed,) = world_of_subprocesses([environment], code)
+    assert f"127.0.0.1:{port}" in printed
+    assert "MASTER_PORT" in printed
+    assert "\n" not in printed
+
+
+def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
+    assert launch.pick_device(1) == launch.torch.device("cuda", 1)
+    assert launch.backend_of(launch.pick_device(1)) == "nccl"
+    assert launch.backend_of(launch.pick_device(2)) == "gloo"

@@ -1,0 +1,112 @@
+"""A training run: the same numbers under every strategy, and a folder with everything in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardlab.execute import AdamW
+from shardlab.models import GPT
+from shardlab.program import UserError
+from shardlab.train.data import default_text
+from shardlab.train.job import Job, agree
+from shardlab.train.loop import Run, Summary, train_rank
+from shardlab.train.output import OutputFolder, free_folder
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+MODEL = GPT(layers=4, width=16, heads=2, block=16)
+
+
+def run(world: World, strategy: str, ranks: int, out: Path, steps: int = 12) -> Summary:
+    job = Job(strategy, ranks, 4, MODEL, 2)
+    plan = Run(job, AdamW(learning_rate=1e-2, steps=steps, warmup=2), None, out)
+    summary = world(ranks).call(train_rank_quietly, plan)[0]
+    assert isinstance(summary, Summary)
+    return summary
+
+
+def train_rank_quietly(rank: int, plan: Run) -> Summary | None:
+    return train_rank(rank, torch.device("cpu"), plan)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: World, tmp_path: Path) -> None:
+    summary = run(ranks, "fsdp", 2, tmp_path / "run")
+    assert summary.validation_after < summary.validation_before - 0.3
+    assert (summary.steps, summary.interrupted) == (12, False)
+    assert summary.sample.startswith("def ")
+    files = {file.name for file in (tmp_path / "run").iterdir()}
+    assert files == {"metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors", "model.json"}
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"step", "loss", "ms", "tokens_per_second", "learning_rate"} <= set(first)
+    weights = load_file(tmp_path / "run" / "weights.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) == MODEL.parameter_count
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_every_rank_count_sees_the_same_batches_in_the_same_steps(ranks: World, tmp_path: Path) -> None:
+    run(ranks, "single", 1, tmp_path / "one", steps=4)
+    run(ranks, "ddp", 2, tmp_path / "two", steps=4)
+    run(ranks, "pipeline_fsdp", 4, tmp_path / "four", steps=4)
+    one = losses(tmp_path / "one")
+    assert losses(tmp_path / "two") == pytest.approx(one, rel=1e-5)
+    assert losses(tmp_path / "four") == pytest.approx(one, rel=1e-5)
+
+
+def text_that_differs(rank: int) -> str:
+    checked = Job("ddp", 2, 4, MODEL, 2).checked()
+    try:
+        agree(checked, default_text() if rank == 0 else b"something else")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def program_that_differs(rank: int) -> str:
+    try:
+        agree(Job("ddp" if rank == 0 else "fsdp", 2, 4, MODEL, 2).checked(), b"")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_that_would_run_other_tapes_or_texts_stop_before_the_first_step(ranks: World) -> None:
+    assert all("rank 1 has another text" in said for said in ranks(2).call(text_that_differs))
+    assert all("rank 1 has another program" in said for said in ranks(2).call(program_that_differs))
+
+
+def test_an_output_folder_that_exists_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "keep").write_text("me")
+    with pytest.raises(UserError, match="exists"):
+        OutputFolder(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["keep"]
+
+
+def test_unnamed_runs_are_numbered(tmp_path: Path) -> None:
+    assert free_folder(tmp_path, "fsdp") == tmp_path / "fsdp-1"
+    (tmp_path / "fsdp-1").mkdir()
+    assert free_folder(tmp_path, "fsdp") == tmp_path / "fsdp-2"
+
+
+def test_metrics_are_on_disk_as_soon_as_a_step_has_ended(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "run")
+    folder.write_metrics({"step": 0, "loss": 1.0})
+    assert losses(tmp_path / "run") == [1.0]
+    folder.close()
+
+
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
+    config = AdamW(learning_rate=1.0, warmup=4, steps=104)
+    assert [config.rate(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert config.rate(54) == pytest.approx(0.55)
+    assert config.rate(104) == pytest.approx(0.1)

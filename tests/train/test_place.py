@@ -1,0 +1,38 @@
+"""Which world a process belongs to is read from its launcher's variables, and from nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.program import UserError
+from shardlab.train.place import Place, find_place
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
+
+
+def test_without_a_launcher_there_is_no_place() -> None:
+    assert find_place({"HOME": "/root", "RANK": "1"}) is None
+
+
+def test_torchrun_says_all() -> None:
+    assert find_place(TORCHRUN) == Place(3, 4, 1, "node7", 1234)
+
+
+def test_slurm_on_one_host_meets_on_this_one() -> None:
+    environment = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
+    assert find_place(environment) == Place(1, 2, 1, "127.0.0.1", 29500)
+
+
+def test_slurm_on_several_hosts_meets_where_the_step_was_started() -> None:
+    environment = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_NUM_NODES": "2"}
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        find_place(environment)
+    assert find_place({**environment, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}) == Place(9, 16, 1, "10.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"), [({"RANK": "4"}, "RANK is 4"), ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four'")]
+)
+def test_contradicting_variables_are_refused_by_name(change: dict[str, str], names: str) -> None:
+    with pytest.raises(UserError, match=names):
+        find_place({**TORCHRUN, **change})
