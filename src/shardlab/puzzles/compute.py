@@ -1,0 +1,136 @@
+"""What one rank computes: plain calls that cost time and are judged before they are logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from shardlab.program import Holds, Spec, UserError, transfer
+from shardlab.program.values import ROW_KINDS, common
+from shardlab.puzzles import rules
+from shardlab.puzzles.dist import Dist
+from shardlab.puzzles.refusal import judged, stand
+from shardlab.puzzles.stores import Storage, Stores
+from shardlab.puzzles.values import Activation, ActivationGrad, OptState, Value, Weight, WeightGrad
+
+
+class Compute(Stores):
+    """A rank that computes; `Model` adds communication.
+
+    Attributes:
+        LAYERS, BATCHES, RANKS: how many layers, microbatches and ranks there are.
+        dist: the ranks.
+    """
+
+    def __init__(self, rank: int = 1, dist: Dist | None = None, layers: int = 2, batches: int = 1) -> None:
+        for what, count in (("layers", layers), ("batches", batches)):
+            if count < 1:
+                raise UserError(f"{count} {what} were asked for; give 1 or more")
+        super().__init__(rank)
+        self.dist = Dist(1) if dist is None else dist
+        self.RANKS = self.dist.ranks
+        self.LAYERS = layers
+        self.BATCHES = batches
+        self._run = self.dist.join(rank)
+        self._updated: dict[int, Holds] = {}
+
+    def storage(self) -> Storage:
+        """The five stores: weights, opt_states, activations, grad_activations, grad_weights."""
+        self.begin()
+        return self.stores()
+
+    def load_weights(self, layer: int, shard: int = 0, total: int = 1) -> tuple[Weight, OptState]:
+        """The layer's weight and optimizer state before the step, or shard `shard` of `total` of both."""
+        self.begin()
+        weight = Weight(layer, self.LAYERS, 0, frozenset({shard}), total)
+        if layer in self._updated:
+            self._updated[layer] = rules.without(self._updated[layer], weight.holds)
+        return weight, OptState(layer, self.LAYERS, 0, frozenset({shard}), total)
+
+    def get_activation(self, batches: Iterable[int]) -> Activation:
+        """Activation 0 of some microbatches: the input."""
+        self.begin()
+        return Activation(0, self.LAYERS, frozenset(batches), self.BATCHES)
+
+    def fake_grad(self, layer: int, batches: Iterable[int] = ()) -> WeightGrad:
+        """A gradient that nobody has computed; of no microbatches it is zero."""
+        self.begin()
+        gradient = WeightGrad(layer, self.LAYERS, frozenset(batches), self.BATCHES)
+        if gradient.batches:
+            self.fakes.append(f"rank {self.rank}, op {len(self.log)} fake_grad(layer {layer}): {gradient.spec}")
+        return gradient
+
+    def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
+        """Activation l and the complete weight of layer l: activation l + 1."""
+        op = self.begin(f"forward(layer {layer})", inp, weight)
+        with judged(self):
+            transfer.forward(layer, self._spec(op, "activation", inp), self._weight(op, weight))
+        self.note("forward", layer, inp.batches)
+        return Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES)
+
+    def loss(self, inp: Activation) -> ActivationGrad:
+        """The last activation's gradient."""
+        op = self.begin("loss", inp)
+        with judged(self):
+            transfer.loss(self.LAYERS, self._spec(op, "activation", inp))
+        self.note("loss", self.LAYERS)
+        return ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES)
+
+    def backward(
+        self, layer: int, inp: Activation, grad: ActivationGrad, weight: Weight
+    ) -> tuple[WeightGrad, ActivationGrad]:
+        """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
+        op = self.begin(f"backward(layer {layer})", inp, grad, weight)
+        with judged(self):
+            specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
+            transfer.backward(layer, *specs, self._weight(op, weight))
+        self.note("backward", layer, inp.batches)
+        return (
+            WeightGrad(layer, self.LAYERS, inp.batches, self.BATCHES),
+            ActivationGrad(layer - 1, self.LAYERS, inp.batches, self.BATCHES),
+        )
+
+    def update(
+        self, layer: int, weight_grad: WeightGrad, weight: Weight, opt_state: OptState, shard: int = 0
+    ) -> tuple[Weight, OptState]:
+        """The optimizer's step, from the gradient of the whole batch: the new (weight, optimizer state).
+
+        A complete gradient may update a shard. `shard` is not used.
+        """
+        del shard
+        op = self.begin(f"update(layer {layer})", weight_grad, weight, opt_state)
+        with judged(self):
+            grad = self._spec(op, "gradient", weight_grad)
+            state = self._spec(op, "optimizer state", opt_state)
+            rules.update(layer, grad, self._weight(op, weight), state, self.BATCHES)
+        done, mine = common(self._updated.get(layer, Holds(0, 1)), weight.holds)
+        self._updated[layer] = Holds(done.mask | mine.mask, mine.of)
+        self.note("update")
+        return (
+            Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total),
+            OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total),
+        )
+
+    def set_final_weight(self, layer: int, weight: Weight) -> None:
+        """Hand in this rank's part of a layer's new weight."""
+        self.begin(f"set_final_weight(layer {layer})", weight)
+        self.final_weights[layer] = weight
+
+    def begin(self, op: str = "", *values: Any) -> str:
+        """Note who runs where, and the values that are in no store."""
+        stand(self)
+        if self.RANKS > 1:
+            self._run.watch.enter(self.rank)
+        if values:
+            self.used(op, *values)
+        return op
+
+    def _spec(self, op: str, what: str, value: Value) -> Spec:
+        """A value's spec; microbatches are compared as numbers, whatever total they were made with."""
+        spec = rules.spec_of(op, what, value)
+        return spec._replace(holds=spec.holds._replace(of=self.BATCHES)) if spec.kind in ROW_KINDS else spec
+
+    def _weight(self, op: str, weight: Weight) -> Spec:
+        spec = rules.spec_of(op, "weight", weight)
+        rules.fresh(op, spec, self._updated)
+        return spec

@@ -1,0 +1,39 @@
+"""The ranks that work together."""
+
+from __future__ import annotations
+
+from shardlab.program import UserError
+from shardlab.puzzles.meetings import Meetings
+from shardlab.puzzles.messages import Mail
+from shardlab.puzzles.watch import Watch
+
+
+class Run:
+    """One run of a solution on all ranks: its collectives and its mail."""
+
+    def __init__(self, ranks: int) -> None:
+        self.watch = Watch(ranks, lambda: self.meetings.advance() or self.mail.advance())
+        self.mail = Mail(ranks, self.watch)
+        self.meetings = Meetings(ranks, self.watch)
+        self.members: set[int] = set()
+
+
+class Dist:
+    """`Dist(4)`: four ranks. It may be used again: the second `Model` made for a rank starts a new run.
+
+    Attributes:
+        ranks: how many there are.
+    """
+
+    def __init__(self, total: int) -> None:
+        if total < 1:
+            raise UserError(f"{total} ranks were asked for; give 1 or more")
+        self.ranks = total
+        self._run = Run(total)
+
+    def join(self, rank: int) -> Run:
+        """The run that a new model of this rank belongs to."""
+        if rank in self._run.members:
+            self._run = Run(self.ranks)
+        self._run.members.add(rank)
+        return self._run

@@ -1,0 +1,67 @@
+"""What a rank has done, as the puzzles write it down, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from shardlab.program import OpKind
+from shardlab.simulate.costs import UNIT_COSTS
+
+KINDS = {
+    "forward": OpKind.FORWARD,
+    "backward": OpKind.BACKWARD,
+    "loss": OpKind.LOSS,
+    "update": OpKind.UPDATE,
+    "allreduce": OpKind.ALL_REDUCE,
+    "allgather": OpKind.ALL_GATHER,
+    "scatterreduce": OpKind.REDUCE_SCATTER,
+}
+"""The kind of op that each type of event is; a "pass" is a send or a receive."""
+
+
+@dataclass
+class Event:
+    """One thing that a rank did.
+
+    Attributes:
+        typ: forward, backward, loss, update, allreduce, allgather, scatterreduce or pass.
+        layer: the layer worked on; None for update and pass, the number of layers for loss.
+        rank: who did it.
+        time, length: when it started and how long it took, in forward passes of one microbatch through one layer.
+        memory: elements in the rank's stores when it started.
+        batches: the microbatches of a forward or backward.
+        to, source: the other rank of a pass.
+    """
+
+    typ: str
+    layer: int | None
+    rank: int
+    time: float
+    length: float
+    memory: float
+    batches: Set[int] = frozenset()
+    to: int | None = None
+    source: int | None = None
+
+    @property
+    def kind(self) -> OpKind:
+        """What the event is in the vocabulary of `shardlab.program`."""
+        if self.typ == "pass":
+            return OpKind.RECV if self.to is None else OpKind.SEND
+        return KINDS[self.typ]
+
+    @property
+    def end(self) -> float:
+        return later(self.time, self.length)
+
+
+def length(kind: OpKind, batches: Set[int]) -> float:
+    """What an op costs: forward and backward by the microbatch, the others a constant. Whole numbers stay `int`."""
+    duration = UNIT_COSTS.duration(kind, len(batches))
+    return int(duration) if duration.is_integer() else duration
+
+
+def later(time: float, duration: float) -> float:
+    """The sum as the decimals that both are: 19.9, not 19.900000000000002."""
+    return round(time + duration, 6)

@@ -1,0 +1,86 @@
+"""Where the face is laxer than `shardlab.program.transfer`, so that what is published keeps running."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlab.program import Holds, Kind, Refused, Spec, transfer
+from shardlab.program.values import bits, common, listed, microbatches_text
+
+
+def name(spec: Spec) -> str:
+    """The store and layer of a value: `weights[3]`."""
+    return f"{spec.kind.value}[{spec.layer}]"
+
+
+def spec_of(op: str, what: str, value: Any) -> Spec:
+    """The spec of a value that was given; anything else is refused."""
+    spec = getattr(value, "spec", None)
+    if not isinstance(spec, Spec):
+        raise Refused(f"{op}: the {what} given is {value!r}; give a value of the puzzles.")
+    return spec
+
+
+def lowest_terms(holds: Holds) -> Holds:
+    """The same slices counted in as few pieces as can be."""
+    for of in range(1, holds.of):
+        if holds.of % of == 0:
+            times = holds.of // of
+            coarse = Holds(sum(1 << i for i in range(of) if holds.mask >> i * times & 1), of)
+            if coarse.refined(holds.of) == holds:
+                return coarse
+    return holds
+
+
+def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """Pieces of one value, put together. Replicas are accepted, and pieces need not adjoin."""
+    first = specs[0]
+    holds = first.holds
+    for spec, who in zip(specs, names, strict=True):
+        if spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION):
+            raise Refused(f"{op}: {who} gave {spec}; activations are not cut into shards.")
+        if spec._replace(holds=first.holds) != first:
+            why = "of one value" if spec.sums == first.sums else "that sum the same microbatches"
+            raise Refused(f"{op}: {names[0]} gave {first} and {who} {spec}; only pieces {why} can be put together.")
+        mine, theirs = common(holds, spec.holds)
+        holds = Holds(mine.mask | theirs.mask, mine.of)
+    return first._replace(holds=holds)
+
+
+def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of weight gradients of one layer and slice; each microbatch may come once."""
+    return transfer.unite_sums(op, specs, names)
+
+
+def update(layer: int, gradient: Spec, weight: Spec, state: Spec, microbatches: int) -> None:
+    """Refuse an update that is not of the whole batch; the optimizer state may hold more than the weight."""
+    cells = (1 << microbatches) - 1
+    surplus = gradient.sums & ~cells
+    if surplus and gradient.layer == layer:
+        raise Refused(
+            f"update(layer {layer}): {gradient} has {microbatches_text(surplus)} in it, but the step's microbatches "
+            f"are 0-{microbatches - 1}."
+        )
+    given = state
+    if state.holds.contains(weight.holds) and gradient.holds.contains(state.holds):
+        given = state._replace(holds=weight.holds)
+    transfer.update(layer, gradient, weight, given, cells)
+
+
+def fresh(op: str, weight: Spec, updated: Mapping[int, Holds]) -> None:
+    """Refuse a weight from before an update that this rank has made of the same slices."""
+    if weight.kind is Kind.WEIGHT and weight.step == 0 and weight.layer in updated:
+        done, mine = common(updated[weight.layer], weight.holds)
+        stale = done.mask & mine.mask
+        if stale:
+            raise Refused(
+                f"{op}: the weight given is {weight}, a stale copy: slice {listed(bits(stale))} of {done.of} was "
+                "already updated on this rank. Finish every use of a weight before its update."
+            )
+
+
+def without(holds: Holds, gone: Holds) -> Holds:
+    """The slices of one that are not in the other."""
+    mine, theirs = common(holds, gone)
+    return Holds(mine.mask & ~theirs.mask, mine.of)

@@ -1,0 +1,304 @@
+"""What is wrong is refused, in a sentence that names rank, op, layer and the elements."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardlab.program import UserError
+from shardlab.puzzles import Activation, Dist, Model, OptState, PuzzleRefused, Weight, WeightGrad
+from tests.puzzles.drive import results, run
+
+
+def forward_and_loss(model: Model) -> None:
+    model.weights[0], model.opt_states[0] = model.load_weights(0)
+    model.activations[0] = model.get_activation(range(model.BATCHES))
+    model.activations[1] = model.forward(0, model.activations[0], model.weights[0])
+    model.grad_activations[1] = model.loss(model.activations[1])
+
+
+def backward(model: Model) -> None:
+    model.grad_weights[0], model.grad_activations[0] = model.backward(
+        0, model.activations[0], model.grad_activations[1], model.weights[0]
+    )
+
+
+def update(model: Model) -> None:
+    model.weights[0], model.opt_states[0] = model.update(
+        0, model.grad_weights[0], model.weights[0], model.opt_states[0]
+    )
+
+
+def whole_step() -> Model:
+    model = Model(rank=0, layers=1)
+    forward_and_loss(model)
+    backward(model)
+    update(model)
+    return model
+
+
+# What the published library lets through.
+
+
+def test_a_gradient_reduced_twice_is_refused() -> None:
+    async def solution(model: Model) -> None:
+        model.grad_weights[0] = WeightGrad(0, 1, {model.rank}, 2)
+        model.grad_weights[0] = await model.allreduce(model.grad_weights[0], 0)
+        model.grad_weights[0] = await model.allreduce(model.grad_weights[0], 0)
+
+    with pytest.raises(
+        AssertionError, match=r"^rank 0, op 1 allreduce\(grad_weights\[0\]\): microbatches 0-1 would be"
+    ):
+        run(solution, 2, layers=1, batches=2)
+
+
+def test_a_microbatch_that_two_ranks_ran_is_refused() -> None:
+    async def solution(model: Model) -> None:
+        model.grad_weights[2] = WeightGrad(2, 3, {model.rank // 2}, 2)
+        model.grad_weights[2] = await model.scatterreduce(model.grad_weights[2], 2)
+
+    with pytest.raises(
+        PuzzleRefused,
+        match=r"op 0 scatterreduce\(grad_weights\[2\]\): microbatch 0 would be counted twice \(rank 0 and rank 1",
+    ):
+        run(solution, 4, layers=3, batches=2)
+
+
+def test_a_microbatch_added_twice_is_refused() -> None:
+    model = Model(rank=0, layers=1)
+    forward_and_loss(model)
+    backward(model)
+    with pytest.raises(
+        PuzzleRefused, match=r"rank 0, op 3 add\(grad_weights\[0\]\): microbatch 0 would be counted twice"
+    ):
+        model.grad_weights[0] + model.grad_weights[0]
+
+
+def test_a_backward_pass_through_an_updated_weight_is_refused() -> None:
+    model = whole_step()
+    with pytest.raises(PuzzleRefused, match=r"rank 0, op 4 backward\(layer 0\): .*step 1.* was already updated"):
+        backward(model)
+
+
+def test_a_backward_pass_through_a_stale_copy_is_refused() -> None:
+    model = Model(rank=0, layers=1)
+    forward_and_loss(model)
+    backward(model)
+    model.weights["copy"] = model.weights[0]
+    update(model)
+    with pytest.raises(PuzzleRefused, match=r"rank 0, op 4 backward\(layer 0\): .* stale copy: slice 0 of 1"):
+        model.backward(0, model.activations[0], model.grad_activations[1], model.weights["copy"])
+
+
+def test_a_gathered_copy_of_what_was_updated_is_stale() -> None:
+    async def solution(model: Model) -> None:
+        model.weights[0], model.opt_states[0] = model.load_weights(0, model.rank, 2)
+        model.weights["whole"] = await model.allgather(model.weights[0], 0)
+        model.grad_weights[0] = model.fake_grad(0, [0])
+        update(model)
+        model.forward(0, model.get_activation([0]), model.weights["whole"])
+
+    with pytest.raises(PuzzleRefused, match=r"forward\(layer 0\): .* stale copy: slice 0 of 2"):
+        run(solution, 2, layers=1)
+
+
+def test_a_stale_shard_is_not_gathered() -> None:
+    async def solution(model: Model) -> None:
+        model.weights[0], model.opt_states[0] = model.load_weights(0, model.rank, 2)
+        model.weights["old"] = model.weights[0]
+        model.grad_weights[0] = model.fake_grad(0, [0])
+        update(model)
+        await model.allgather(model.weights["old"], 0)
+
+    with pytest.raises(PuzzleRefused, match=r"allgather\(layer 0\): .* stale copy"):
+        run(solution, 2, layers=1)
+
+
+def test_a_weight_loaded_anew_is_fresh() -> None:
+    model = whole_step()
+    model.weights[0], model.opt_states[0] = model.load_weights(0)
+    backward(model)
+
+
+def test_updating_twice_is_refused() -> None:
+    with pytest.raises(PuzzleRefused, match=r"rank 0, op 4 update\(layer 0\): .* updated exactly once"):
+        update(whole_step())
+
+
+def test_old_and_new_shards_are_not_gathered_together() -> None:
+    async def solution(model: Model) -> None:
+        model.weights[0] = Weight(0, 1, model.rank, {model.rank}, 2)
+        await model.allgather(model.weights[0], 0)
+
+    with pytest.raises(PuzzleRefused, match=r"allgather\(weights\[0\]\): rank 0 gave .* and rank 1 .*step 1"):
+        run(solution, 2, layers=1)
+
+
+# What it refuses too.
+
+
+def arguments(model: Model) -> dict[str, Any]:
+    return {"inp": model.activations[0], "grad": model.grad_activations[1], "weight": model.weights[0]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"weight": Weight(1, 2, 0)}, r"layer 0 computes with weights\[0\]"),
+        ({"weight": Weight(0, 2, 0, {1, 2}, 4)}, r"slices 0, 3 of 4 are missing"),
+        ({"weight": None}, r"the weight given is None"),
+        ({"weight": OptState(0, 2, 0)}, r"give a value of weights"),
+        ({"inp": Activation(1, 2, {0}, 2)}, r"layer 0 was fed activations\[0\]"),
+        ({"inp": Activation(0, 2, {0}, 2)}, r"of microbatch 0 and the gradient of microbatches 0-1"),
+        ({"grad": Activation(1, 2, {0, 1}, 2)}, r"give a value of grad_activations"),
+        ({"grad": "pizza"}, r"the gradient given is 'pizza'"),
+    ],
+)
+def test_a_backward_pass_with_a_wrong_argument_is_refused(wrong: dict[str, Any], sentence: str) -> None:
+    model = Model(rank=0, layers=1, batches=2)
+    forward_and_loss(model)
+    with pytest.raises(PuzzleRefused, match=rf"^rank 0, op 2 backward\(layer 0\): .*{sentence}"):
+        model.backward(0, **arguments(model) | wrong)
+    assert len(model.log) == 2, "what is refused is not logged"
+    assert model.time == 2, "and takes no time"
+
+
+def test_a_forward_pass_wants_its_own_input_and_a_complete_weight() -> None:
+    model = Model(rank=0, layers=2)
+    weight, _ = model.load_weights(0, 0, 2)
+    with pytest.raises(PuzzleRefused, match=r"^rank 0, op 0 forward\(layer 0\): .* slices 1 of 2 are missing"):
+        model.forward(0, model.get_activation([0]), weight)
+    with pytest.raises(PuzzleRefused, match=r"forward\(layer 1\): the activation given is activations\[0\]"):
+        model.forward(1, model.get_activation([0]), model.load_weights(1)[0])
+
+
+def test_the_loss_reads_the_last_activation() -> None:
+    model = Model(rank=0, layers=2)
+    with pytest.raises(PuzzleRefused, match=r"rank 0, op 0 loss: .* the loss reads the last one, activations\[2\]"):
+        model.loss(model.get_activation([0]))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "sentence"),
+    [
+        (WeightGrad(0, 1, {2, 3}, 4), "microbatches 0-1 .* missing"),
+        (WeightGrad(0, 1, range(5), 5), "microbatch 4 in it, but the step's microbatches are 0-3"),
+        (WeightGrad(1, 2, range(4), 4), "layer 0 is updated from its own gradient"),
+        (WeightGrad(0, 1, range(4), 4, {0}, 4), "must contain every slice that is updated"),
+        (None, "the gradient given is None"),
+    ],
+)
+def test_an_update_wants_the_gradient_of_the_whole_batch(gradient: WeightGrad, sentence: str) -> None:
+    model = Model(rank=0, layers=1, batches=4)
+    with pytest.raises(PuzzleRefused, match=rf"^rank 0, op 0 update\(layer 0\): .*{sentence}"):
+        model.update(0, gradient, *model.load_weights(0, 1, 4))
+
+
+def test_a_whole_weight_is_not_updated_with_a_shard_of_the_optimizer_state() -> None:
+    model = Model(rank=0, layers=1)
+    with pytest.raises(PuzzleRefused, match="give the state of the same slices"):
+        model.update(0, model.fake_grad(0, [0]), model.load_weights(0)[0], model.load_weights(0, 0, 2)[1])
+
+
+def test_the_tutorials_error_is_an_assertion_error() -> None:
+    model = Model(layers=2, batches=4)
+    with pytest.raises(AssertionError, match="microbatches 0-1"):
+        model.update(0, model.fake_grad(0, [2, 3]), *model.load_weights(0))
+
+
+@pytest.mark.parametrize("name", ["allreduce", "scatterreduce"])
+def test_only_gradients_of_one_layer_are_reduced(name: str) -> None:
+    def solution(model: Model) -> Any:
+        return getattr(model, name)(WeightGrad(model.rank, 2, {model.rank}, 2), 0)
+
+    with pytest.raises(
+        PuzzleRefused, match=rf"{name}\(grad_weights\[0\]\): rank 0 gave .* and rank 1 grad_weights\[1\]"
+    ):
+        results(solution, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("allreduce", Weight(0, 1, 0), "only weight gradients are sums"),
+        ("allgather", Activation(0, 1, {0}, 1), "activations are not cut into shards"),
+        ("scatterreduce", WeightGrad(0, 1, (), 1, {0}, 2), "only whole gradients"),
+    ],
+)
+def test_a_collective_of_the_wrong_thing_is_refused(name: str, value: object, sentence: str) -> None:
+    with pytest.raises(PuzzleRefused, match=rf"op 0 {name}\(\w+\[0\]\): .*{sentence}"):
+        results(lambda model: getattr(model, name)(value, 0), 2)
+
+
+def test_a_value_meets_no_other_object() -> None:
+    with pytest.raises(PuzzleRefused, match=r"allreduce\(layer 0\): the value of rank 1 given is 1"):
+        results(lambda model: model.allreduce(model.rank or model.fake_grad(0, []), 0), 2)
+
+
+def test_different_collectives_do_not_meet() -> None:
+    def solution(model: Model) -> Any:
+        gradient = WeightGrad(0, 1, {model.rank}, 2)
+        return model.allreduce(gradient, 0) if model.rank else model.scatterreduce(gradient, 0)
+
+    with pytest.raises(
+        PuzzleRefused, match=r"rank 0 meets with scatterreduce\(grad_weights\[0\] .* rank 1 with allreduce"
+    ):
+        results(solution, 2)
+
+
+@pytest.mark.parametrize("to", [-1, 2])
+def test_a_message_to_a_rank_that_does_not_exist_is_refused(to: int) -> None:
+    with pytest.raises(PuzzleRefused, match=rf"op 0 pass_to\(rank {to}\): rank {to} does not exist; the Dist has 2"):
+        results(lambda model: model.pass_to(to, "x"), 2)
+
+
+def test_a_store_keeps_values_only() -> None:
+    model = Model(rank=0)
+    model.activations[0] = "pizza"
+    with pytest.raises(PuzzleRefused, match="'pizza' under 0"):
+        model.memory()
+
+
+# The check.
+
+
+def finals(*weights: Weight | None) -> list[Model]:
+    models = [Model(rank=rank, dist=Dist(4), layers=1) for rank in range(len(weights))]
+    for model, weight in zip(models, weights, strict=True):
+        if weight is not None:
+            model.set_final_weight(0, weight)
+    return models
+
+
+@pytest.mark.parametrize(
+    ("models", "sentence"),
+    [
+        (lambda: [], "no models were given"),
+        (lambda: finals(None, None), "no rank has set the final weight of layer 0"),
+        (lambda: finals(Weight(0, 1, 0)), "rank 0's final weight of layer 0 is .* of optimizer step 0"),
+        (lambda: finals(None, Weight(0, 1, 2)), "rank 1's final weight of layer 0 is .* of optimizer step 2"),
+        (lambda: finals(Weight(1, 2, 1)), r"must be weights\[0\]"),
+        (lambda: finals(Weight(0, 1, 1, {0}, 4), Weight(0, 1, 1, {2}, 4)), r"ranks 0-1 .* slice 1, 3 of 4 is missing"),
+        (lambda: finals("pizza"), "rank 0: the final weight of layer 0 given is 'pizza'"),
+    ],
+)
+def test_the_check_refuses_what_is_not_updated_once(models: Callable[[], list[Model]], sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        Model.check(models())
+
+
+@pytest.mark.parametrize("make", [lambda: Dist(0), lambda: Model(layers=0), lambda: Model(batches=-1)])
+def test_counts_below_one_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(UserError, match="give 1 or more"):
+        make()
+
+
+def test_a_refusal_under_asyncio_names_the_rank_that_is_wrong() -> None:
+    async def solution(model: Model) -> None:
+        model.storage()
+        await model.pass_to((model.rank + 1) % 3, model.rank)
+        if await model.receive() == 1:
+            model.loss(model.get_activation([0]))
+
+    with pytest.raises(PuzzleRefused, match=r"^rank 2, op 2 loss"):
+        run(solution, 3)
