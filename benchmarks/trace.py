@@ -95,7 +95,12 @@ def main(options: Options) -> None:
         return
     table = Table("strategy", "ranks", "layers", "microbatches", "entries", "trace s", "check s", "entries/s")
     for row in rows:
-        table.add_row(*(f"{v:,.2f}" if isinstance(v, float) and v < 1000 else f"{v:,.0f}" if isinstance(v, float) else str(v) for v in row.values()))
+        table.add_row(
+            *(
+                f"{v:,.2f}" if isinstance(v, float) and v < 1000 else f"{v:,.0f}" if isinstance(v, float) else str(v)
+                for v in row.values()
+            )
+        )
     console = Console()
     console.print(table)
     console.print(f"a deadlock of 64 ranks and 256 microbatches was reported in {report['deadlock_s']:.2f} s")

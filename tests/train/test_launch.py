@@ -59,7 +59,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-JOIN = "from tests.train import jobs; from shardlab.train.launch import run_ranks; print(run_ranks(2, jobs.sum_of_ranks, 5))"
+IMPORTS = """
+from shardlab.program import UserError
+from shardlab.train.launch import run_ranks
+from tests.train import jobs
+"""
+JOIN = f"{IMPORTS}print(run_ranks(2, jobs.sum_of_ranks, 5))"
 
 Environment = Callable[[int, str], dict[str, str]]
 LAUNCHERS: dict[str, Environment] = {
@@ -96,7 +101,7 @@ def test_under_a_launcher_the_process_joins_its_world(launcher: str) -> None:
 def test_torchrun_itself_can_start_the_training_command(tmp_path: os.PathLike[str]) -> None:
     out = os.path.join(tmp_path, "run")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
-    command += ["train", "--strategy", "ddp", "--ranks", "2", "--steps", "2", "--width", "16", "--json", "--out", out]
+    command += ["train", "--strategy", "ddp", "--steps", "2", "--width", "16", "--json", "--out", out]
     env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -111,16 +116,19 @@ def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         run_ranks(2, jobs.sum_of_ranks, 5)
 
 
+def test_an_interactive_shell_under_srun_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.ranks_here(otherwise=4) == 4
+    assert run_ranks(2, jobs.sum_of_ranks, 5) == 6
+
+
 def test_a_port_in_use_is_one_sentence() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        code = (
-            "from tests.train import jobs; from shardlab.train.launch import run_ranks; from shardlab.program import UserError\n"
-            "try: run_ranks(1, jobs.sum_of_ranks, 5)\n"
-            "except UserError as error: print(error)"
-        )
+        code = f"{IMPORTS}try: run_ranks(1, jobs.sum_of_ranks, 5)\nexcept UserError as error: print(error)"
         environment = {**LAUNCHERS["torchrun's variables"](0, port), "WORLD_SIZE": "1"}
         (printed,) = world_of_subprocesses([environment], code)
     assert f"127.0.0.1:{port}" in printed

@@ -84,7 +84,8 @@ async def prefetched(rank):
         grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, full)
         rank.grad_weights[l] = await rank.all_reduce(grad_weight)
     for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        gradient = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
 
 
 async def crossing(rank):
@@ -108,7 +109,8 @@ async def crossing(rank):
         grad_weight, gradient = rank.backward(l, rank.activations.pop(("here", l)), gradient, rank.weights[l])
         rank.grad_weights[l] = await rank.all_reduce(grad_weight)
     for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        gradient = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
 
 
 async def gathered_gradients(rank):
@@ -123,7 +125,8 @@ async def gathered_gradients(rank):
     for l in reversed(rank.layers):
         rank.grad_weights[l], gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
     for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        gradient = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
 
 
 async def sent_weights(rank):
@@ -155,7 +158,13 @@ async def sent_weights(rank):
 
 @pytest.mark.parametrize(
     ("function", "count", "microbatches"),
-    [("prefetched", 2, 4), ("prefetched", 4, 4), ("crossing", 2, 4), ("gathered_gradients", 4, 4), ("sent_weights", 2, 4)],
+    [
+        ("prefetched", 2, 4),
+        ("prefetched", 4, 4),
+        ("crossing", 2, 4),
+        ("gathered_gradients", 4, 4),
+        ("sent_weights", 2, 4),
+    ],
 )
 def test_what_a_user_writes_gives_the_numbers_of_one_device(
     ranks: World, tmp_path: Path, function: str, count: int, microbatches: int

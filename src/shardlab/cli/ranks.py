@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from shardlab.train.launch import RankFailed
 
 
 @contextmanager
-def failures_as_exit(out: Path | None = None) -> Iterator[None]:
+def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
     """A rank's failure prints its traceback, last, and exits with 1; Ctrl-C or SIGTERM exits with 130.
 
     Args:

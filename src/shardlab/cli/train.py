@@ -89,12 +89,12 @@ class Train:
         from shardlab.cli.ranks import failures_as_exit
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
-        from shardlab.train.launch import run_ranks
+        from shardlab.train.launch import ranks_here, run_ranks
         from shardlab.train.loop import Run, train_rank
         from shardlab.train.output import free_folder
 
         chosen = choose(self.strategy)
-        ranks = self.ranks or chosen.ranks
+        ranks = self.ranks or ranks_here(chosen.ranks)
         out = self.out or free_folder(Path("runs"), self.strategy.rpartition(":")[2])
         if out.exists():
             raise UserError(f"--out {out} exists; name a new folder, so that nothing is overwritten")

@@ -46,10 +46,11 @@ class Verify:
         from shardlab.cli.ranks import failures_as_exit
         from shardlab.models import GPT
         from shardlab.train.job import Job
+        from shardlab.train.launch import ranks_here
         from shardlab.train.verify import TOLERANCE, verify
 
         chosen = choose(self.strategy)
-        ranks = self.ranks or chosen.ranks
+        ranks = self.ranks or ranks_here(chosen.ranks)
         model = GPT(layers=self.layers, width=32, heads=4, block=16, dropout=self.dropout)
         job = Job(self.strategy, ranks, self.microbatches, model, 2, torch.float64)
         checked(chosen, ranks, model.sizes(job.rows, job.dtype.itemsize), self.microbatches)

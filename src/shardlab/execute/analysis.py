@@ -77,7 +77,9 @@ class Analysis:
         handle = self.tape[at].handle
         if handle < 0:
             return at
-        return next(i for i in range(at, len(self.tape)) if self.tape[i][0] is OpKind.WAIT and self.tape[i][4] == handle)
+        return next(
+            i for i in range(at, len(self.tape)) if self.tape[i][0] is OpKind.WAIT and self.tape[i][4] == handle
+        )
 
     def _regathered(self) -> set[int]:
         given = {op.inputs[3]: op.inputs[2] for op in self.tape if op.kind is OpKind.BACKWARD}

@@ -32,7 +32,7 @@ def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor]) -> list[Te
                 if given is None:
                     given = state.empty((sum(stop - start for start, stop in ranges),))
                     dist.recv(given, source)
-                parts = given.cpu().split([stop - start for start, stop in ranges])
+                parts = torch.split(given.cpu(), [stop - start for start, stop in ranges])
                 for (start, stop), part in zip(ranges, parts, strict=True):
                     flat[start:stop] = part
         if flat is not None:

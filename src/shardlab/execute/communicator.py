@@ -1,10 +1,12 @@
 """The tape's communication on torch.distributed. Every call starts at once and gives back how to wait for it."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,9 +15,14 @@ from shardlab.program import Group, Program
 
 Wait = Callable[[], Any]
 
-# torch 2.13 renamed both and warns at the old names; older versions have only those.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+def _newest(*names: str) -> Callable[..., Any]:
+    """The first of these functions that this torch has: 2.13 renamed some and warns at the old names."""
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
+
+_all_gather = _newest("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class Communicator:

@@ -108,9 +108,7 @@ def backward(state: State, at: int, op: Op) -> Instruction:
     def run() -> None:
         graph: Graph = values[saved]
         values[saved] = None
-        into = (
-            torch.zeros(length, dtype=settings.dtype, device=settings.device) if total is None else values[total]
-        )
+        into = torch.zeros(length, dtype=settings.dtype, device=settings.device) if total is None else values[total]
         values[grad_x] = graph.backward(values[gradient], values[weight], views(layout, into))
         values[grad_weight] = into
 

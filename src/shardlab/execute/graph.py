@@ -33,7 +33,7 @@ class _Place:
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class Graph:

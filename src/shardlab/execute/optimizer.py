@@ -1,5 +1,8 @@
 """AdamW on a slice of a layer's flat weights."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import math

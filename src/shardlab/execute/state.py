@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -50,8 +50,8 @@ class Settings:
 
     seed: int = 0
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  # a device is immutable
-    optimizer: AdamW = AdamW()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    optimizer: AdamW = field(default_factory=AdamW)
 
 
 GradientObserver = Callable[[int, Holds, Tensor], None]
@@ -73,7 +73,13 @@ class State:
     """
 
     def __init__(
-        self, checked: Checked, rank: int, model: Model, rows: int, settings: Settings, observer: GradientObserver | None
+        self,
+        checked: Checked,
+        rank: int,
+        model: Model,
+        rows: int,
+        settings: Settings,
+        observer: GradientObserver | None,
     ) -> None:
         self.checked = checked
         self.rank = rank

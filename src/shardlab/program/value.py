@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from shardlab.program.errors import Refused
+from shardlab.program.picture import picture
 from shardlab.program.values import Kind, Spec
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class Value:
     def __repr__(self) -> str:
         state = "" if self.alive else ", freed"
         return f"<{self.spec} on rank {self.rank.index}, {self.elements} elements{state}>"
+
+    def _repr_svg_(self) -> str | None:
+        return picture(self)
 
 
 class MissingKey(Refused, KeyError):
@@ -98,3 +102,6 @@ class Store(MutableMapping[Hashable, Value]):
 
     def __repr__(self) -> str:
         return f"{self.kind.value}: {self._values!r}"
+
+    def _repr_svg_(self) -> str | None:
+        return picture(self)

@@ -110,7 +110,8 @@ class _Clocks:
                 self._push(max(self.parked.pop((rank, handle)), now), rank, -1)
 
     def _timeline(self) -> Timeline:
-        program, events = self.checked.program, []
+        program = self.checked.program
+        events: list[list[Event]] = []
         for rank, memory in enumerate(live_memory(self.checked)):
             specs, times = self.checked.specs[rank], self.times[rank]
             events.append(

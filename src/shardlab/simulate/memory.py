@@ -27,9 +27,10 @@ def _of_rank(checked: Checked, rank: int) -> list[int]:
         gone: list[int] = []
         if kind is OpKind.FREE:
             gone = [op.inputs[0], saved_of.pop(op.inputs[0], -1)]
-        elif kind is OpKind.FORWARD and len(op.outputs) > 1 or kind is OpKind.RECOMPUTE:
-            gone = [saved_of.get(op.inputs[0], -1)]
-            saved_of[op.inputs[0]] = op.outputs[-1]
+        elif kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
+            for kept in op.outputs[1:] if kind is OpKind.FORWARD else op.outputs:
+                gone = [saved_of.get(op.inputs[0], -1)]
+                saved_of[op.inputs[0]] = kept
         elif kind is OpKind.BACKWARD:
             gone = [saved_of.pop(op.inputs[0])]
         elif kind is OpKind.UPDATE:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardlab.program import OpKind, Program
+from shardlab.program.picture import picture
 from shardlab.program.tape import BOOKKEEPING
 
 
@@ -58,17 +59,15 @@ class Timeline:
 
         ADD is left out: a gradient is accumulated in place by the BACKWARD before it, as autograd does.
         """
-        return [max(e.memory for e in events if e.kind is not OpKind.ADD) for events in self.events]
+        return [max((e.memory for e in events if e.kind is not OpKind.ADD), default=0) for events in self.events]
 
     @property
     def peak_memory(self) -> int:
         """The largest over the ranks."""
         return max(self.peak_memory_by_rank)
 
-    def _repr_svg_(self) -> str:
-        from shardlab.draw import timeline_svg  # the drawing imports this module
-
-        return timeline_svg(self)
+    def _repr_svg_(self) -> str | None:
+        return picture(self)
 
 
 def is_event(kind: OpKind) -> bool:

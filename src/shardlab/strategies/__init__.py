@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+
+from shardlab.program import UserError
 from shardlab.strategies.ddp import ddp
-from shardlab.strategies.entry import Entry, one_device_mesh, pipeline_mesh
+from shardlab.strategies.entry import Entry, data_parallel_mesh, one_device_mesh, pipeline_mesh
 from shardlab.strategies.fsdp import fsdp
 from shardlab.strategies.gpipe import gpipe
 from shardlab.strategies.grad_accum import grad_accum
@@ -27,13 +30,30 @@ STRATEGIES = {
 }
 """Every built-in strategy by name."""
 
+
+def find(name: str) -> Entry:
+    """The built-in strategy of this name.
+
+    Raises:
+        UserError: if there is none; the nearest name is suggested.
+    """
+    if name not in STRATEGIES:
+        near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else "give a built-in name or path/to/file.py:function."
+        raise UserError(f"there is no strategy {name!r}; {hint} Built in: {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]
+
+
 __all__ = [
     "STRATEGIES",
     "Entry",
+    "data_parallel_mesh",
     "ddp",
+    "find",
     "fsdp",
     "gpipe",
     "grad_accum",
+    "one_device_mesh",
     "pipeline",
     "pipeline_fsdp",
     "single",

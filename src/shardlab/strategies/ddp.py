@@ -1,6 +1,6 @@
 """Distributed data parallel: every rank holds the whole model and its share of the batch (Li et al. 2020)."""
 
-from shardlab.program import Rank
+from shardlab.program import Handle, Rank, Value
 
 
 async def ddp(rank: Rank) -> None:
@@ -14,16 +14,16 @@ async def ddp(rank: Rank) -> None:
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
-    above = None
+    reductions: dict[int, Handle[Value]] = {}
     for l in reversed(rank.layers):
         grad_weight, rank.grad_activations[l] = rank.backward(
             l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
         )
-        if above is not None:  # one reduction in flight at a time bounds the memory
-            rank.grad_weights[l + 1] = await above
-        above = rank.all_reduce(grad_weight)
+        if l + 1 in reductions:  # one reduction in flight at a time bounds the memory
+            rank.grad_weights[l + 1] = await reductions.pop(l + 1)
+        reductions[l] = rank.all_reduce(grad_weight)
     del rank.grad_activations[0]
 
     for l in reversed(rank.layers):
-        reduced = rank.grad_weights.pop(l) if l else await above
+        reduced = await reductions[l] if l in reductions else rank.grad_weights.pop(l)
         rank.weights[l], rank.opt_states[l] = rank.update(l, reduced, rank.weights[l], rank.opt_states[l])

@@ -25,9 +25,7 @@ async def gpipe(rank: Rank) -> None:
         if is_last:
             rank.grad_activations[after] = rank.loss(rank.activations.pop((after, m)))
         else:
-            rank.grad_activations[after] = await rank.recv(
-                source=rank.index + 1, expect=("grad_activations", after, m)
-            )
+            rank.grad_activations[after] = await rank.recv(source=rank.index + 1, expect=("grad_activations", after, m))
         for l in reversed(stage):
             grad_weight, rank.grad_activations[l] = rank.backward(
                 l, rank.activations.pop((l, m)), rank.grad_activations.pop(l + 1), rank.weights[l]

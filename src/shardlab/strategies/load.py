@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -11,48 +10,60 @@ from pathlib import Path
 from types import ModuleType
 
 from shardlab.program import UserError
-from shardlab.strategies import STRATEGIES
-from shardlab.strategies.entry import Entry
+from shardlab.strategies import find
+from shardlab.strategies.entry import Entry, data_parallel_mesh
 
 
 def load(name: str) -> Entry:
     """The strategy called `name`: a built-in name or `path/to/file.py:function`.
 
+    A file whose strategy needs another grid than one axis of data-parallel ranks says so with a second function,
+    `<strategy>_mesh(ranks) -> Mesh`.
+
     Raises:
         UserError: when there is no such name, file or function, the file cannot be run, or the function is not async.
     """
+    path, function = file_and_function(name)
+    if path is not None:
+        return _from_file(name, path, function)
+    return find(name)
+
+
+def file_and_function(name: str) -> tuple[Path | None, str]:
+    """What `path/to/file.py:function` is made of; no file for a built-in name."""
     path, colon, function = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        return _from_file(name, Path(path), function)
-    if name in STRATEGIES:
-        return STRATEGIES[name]
-    near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else "give a built-in name or path/to/file.py:function."
-    raise UserError(f"there is no strategy {name!r}; {hint} Built in: {', '.join(STRATEGIES)}")
+    if colon:
+        return Path(path), function
+    return (Path(name), "") if name.endswith(".py") else (None, name)
 
 
 def _from_file(name: str, path: Path, function: str) -> Entry:
     module = _module(path)
-    program = getattr(module, function, None)
+    program = getattr(module, function, None) if function else None
     if program is None:
-        asynchronous = [key for key, value in vars(module).items() if inspect.iscoroutinefunction(value)]
-        have = ", ".join(asynchronous) or "none"
-        raise UserError(f"{path} has no function {function!r}; its async functions are: {have}")
+        have = [key for key, value in vars(module).items() if inspect.iscoroutinefunction(value)]
+        near = difflib.get_close_matches(function, have, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"its async functions are: {', '.join(have) or 'none'}"
+        what = f"{path} has no function {function!r}" if function else f"say which function of {path}: {path}:NAME"
+        raise UserError(f"{what}; {hint}")
     if not inspect.iscoroutinefunction(program):
         raise UserError(f"{function} in {path} is not a strategy; write it as `async def {function}(rank): ...`")
-    return Entry(name, program, "as its program says", str(path))
+    mesh = getattr(module, f"{function}_mesh", data_parallel_mesh)
+    return Entry(name, program, "as its program says", str(path), mesh)
 
 
 def _module(path: Path) -> ModuleType:
+    """Run a file as a module; nothing is written beside it, and places in it are named as the user named it."""
     if not path.is_file():
         raise UserError(f"{path} is not a file; give path/to/file.py:function")
-    spec = importlib.util.spec_from_file_location(f"shardlab_user_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    module = ModuleType(f"shardlab_user_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look it up
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # the file may import its neighbours
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)

@@ -23,9 +23,7 @@ async def pipeline(rank: Rank) -> None:
         rank.grad_activations[after] = rank.loss(rank.activations.pop(after))
     else:
         await rank.send(rank.activations.pop(after), to=rank.index + 1)
-        rank.grad_activations[after] = await rank.recv(
-            source=rank.index + 1, expect=("grad_activations", after, batch)
-        )
+        rank.grad_activations[after] = await rank.recv(source=rank.index + 1, expect=("grad_activations", after, batch))
     for l in reversed(stage):
         rank.grad_weights[l], rank.grad_activations[l] = rank.backward(
             l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]

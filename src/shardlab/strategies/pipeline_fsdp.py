@@ -1,11 +1,13 @@
 """GPipe over one mesh axis and fully sharded data parallel over the other, on a grid of pp x dp_shard ranks."""
 
+import math
+
 from shardlab.program import Mesh, Rank
 
 
 def pipeline_fsdp_mesh(ranks: int) -> Mesh:
     """The grid nearest to a square: as many pipeline stages as the largest divisor not above the root of the ranks."""
-    stages = next(n for n in range(int(ranks**0.5), 0, -1) if ranks % n == 0)
+    stages = max(n for n in range(1, math.isqrt(max(ranks, 1)) + 1) if ranks % n == 0)
     return Mesh(pp=stages, dp_shard=ranks // stages)
 
 

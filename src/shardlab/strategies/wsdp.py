@@ -1,4 +1,4 @@
-"""Weight-sharded data parallel: weights and optimizer state are sharded, gradients stay whole until they are reduced."""
+"""Weight-sharded data parallel: weights and optimizer state are sharded, gradients stay whole until reduced."""
 
 from shardlab.program import Rank
 

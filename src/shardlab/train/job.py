@@ -1,7 +1,11 @@
-"""What is trained: a strategy, a model and the shape of a step, as data that every process turns into the same tapes."""
+"""What is trained: a strategy, a model and the shape of a step; every process turns it into the same tapes."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +78,4 @@ def agree(checked: Checked, text: bytes) -> None:
 
 def hash_of(text: bytes) -> str:
     """A fingerprint of the text that is trained on."""
-    import hashlib
-
     return hashlib.sha256(text).hexdigest()

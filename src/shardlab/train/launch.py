@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -47,6 +48,12 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def ranks_here(otherwise: int) -> int:
+    """How many processes a launcher started; `otherwise` if none did."""
+    place = find_place(os.environ)
+    return otherwise if place is None or place.world == 1 else place.world
+
+
 def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
     """Call `function(rank, device, *arguments)` on every rank of a process group.
 
@@ -64,11 +71,12 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
         UserError: when the world that exists has another size, or its port is taken.
     """
     place = find_place(os.environ)
-    if place is None:
+    if place is None or (place.world == 1 and ranks > 1):  # an interactive shell under srun is a world of one
         return _start_local(ranks, function, *arguments)
     if place.world != ranks:
         raise UserError(
-            f"{ranks} ranks were asked for, but the launcher started {place.world} processes; give --ranks {place.world}"
+            f"{ranks} ranks were asked for, but the launcher started {place.world} processes; "
+            f"give --ranks {place.world}"
         )
     return _join(place, function, *arguments)
 
@@ -116,6 +124,7 @@ def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -
             max_restarts=0,
             monitor_interval=0.1,
             start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),  # or it leaves a folder behind
         )
         try:
             return elastic_launch(config, _work)(folder, function, *arguments)[0]
@@ -134,7 +143,7 @@ def _work(folder: str, function: Callable[..., Result], *arguments: Any) -> Resu
     except Exception as error:
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
         note = {"rank": place.rank, "time": time.time_ns(), "lost": lost, "traceback": traceback.format_exc()}
-        Path(folder, f"{place.rank}.json").write_text(json.dumps(note))
+        Path(folder, f"rank-{place.rank}.json").write_text(json.dumps(note))
         raise
     leave_if_asked()
     return result
@@ -142,7 +151,7 @@ def _work(folder: str, function: Callable[..., Result], *arguments: Any) -> Resu
 
 def _first_failure(folder: Path, failure: ChildFailedError, ranks: int) -> str:
     """The first rank that failed for a reason of its own: the others only lose their connection to it."""
-    notes = sorted((json.loads(file.read_text()) for file in folder.glob("*.json")), key=lambda note: note["time"])
+    notes = sorted((json.loads(file.read_text()) for file in folder.glob("rank-*.json")), key=lambda note: note["time"])
     own = next((note for note in notes if not note["lost"]), None)
     if own is not None:
         return f"rank {own['rank']} failed, and the run ended with it.\n\n{own['traceback']}"

@@ -1,5 +1,8 @@
 """Training: one rank's loop, and what rank 0 makes of the result."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import sys
@@ -7,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +56,9 @@ class Run:
         Raises:
             UserError: when it is missing or shorter than a sequence.
         """
-        return Corpus.split(self.text(), self.job.model.block, "the default text" if self.data is None else str(self.data))
+        return Corpus.split(
+            self.text(), self.job.model.block, "the default text" if self.data is None else str(self.data)
+        )
 
 
 @dataclass(frozen=True)
@@ -119,22 +124,27 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     folder.close()
     ms = sorted(times)[len(times) // 2]
     prompt = torch.tensor(list(b"def "))
-    sample = bytes(generate(job.model, flats, prompt, SAMPLE_BYTES, job.seed).tolist()).decode(errors="replace")
-    interrupted = len(times) < run.optimizer.steps
-    return Summary(
-        len(times), interrupted, before, after, job.tokens / ms * 1000, ms, sample, str(run.out)
+    sample = (
+        generate(job.model, flats, prompt, SAMPLE_BYTES, job.seed)
+        .to(torch.uint8)
+        .numpy()
+        .tobytes()
+        .decode(errors="replace")
     )
+    interrupted = len(times) < run.optimizer.steps
+    return Summary(len(times), interrupted, before, after, job.tokens / ms * 1000, ms, sample, str(run.out))
 
 
 def _steps(executor: Executor, run: Run, stop: StopRequest, device: torch.device) -> Any:
     """Train, giving each step's figures. Loss and the wish to stop are summed over ranks while the next step runs."""
-    summing: tuple[int, float, Tensor, Any] | None = None
+    summing: tuple[int, float, Tensor, dist.Work] | None = None
     for step in range(run.optimizer.steps):
         start = time.perf_counter()
         loss = executor.step()
         ms = 1000 * (time.perf_counter() - start)
         sums = torch.cat([loss, torch.tensor([float(stop.asked)], dtype=loss.dtype)]).to(device)
-        before, summing = summing, (step, ms, sums, dist.all_reduce(sums, async_op=True))
+        work = cast(dist.Work, dist.all_reduce(sums, async_op=True))
+        before, summing = summing, (step, ms, sums, work)
         if before is not None:
             metrics, stopping = _figures(run, *before)
             yield metrics
@@ -144,9 +154,9 @@ def _steps(executor: Executor, run: Run, stop: StopRequest, device: torch.device
         yield _figures(run, *summing)[0]
 
 
-def _figures(run: Run, step: int, ms: float, sums: Tensor, work: Any) -> tuple[dict[str, Any], bool]:
+def _figures(run: Run, step: int, ms: float, sums: Tensor, work: dist.Work) -> tuple[dict[str, Any], bool]:
     work.wait()
-    total, tokens, stopping = sums.tolist()
+    total, tokens, stopping = (float(figure) for figure in sums)
     metrics = {
         "step": step,
         "loss": total / tokens,

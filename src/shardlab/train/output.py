@@ -1,5 +1,8 @@
 """The folder that a training run leaves behind."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# matplotlib and safetensors leave some of their annotations out.
+
 from __future__ import annotations
 
 import json

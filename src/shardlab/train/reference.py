@@ -1,5 +1,8 @@
 """Training on one device, written as one would without Shardlab: what every strategy must agree with."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlab.execute import AdamW, Sampler
-from shardlab.models import Model
+from shardlab.models import LayerLayout, Model
 from shardlab.models.tensors import Dropout, initial_weights, layers_of, loss_of, views
 
 
@@ -62,7 +65,7 @@ def train_reference(
             loss = loss_of(x, targets) / batches.counted(step, microbatches)
             loss.backward()
             mean += loss.detach()
-        gradients.append([_flat(layout.numel, ps, layout.offsets) for layout, ps in zip(layouts, parameters, strict=True)])
+        gradients.append([_flat_gradient(layout, ps) for layout, ps in zip(layouts, parameters, strict=True)])
         losses.append(float(mean))
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step)
@@ -70,9 +73,9 @@ def train_reference(
     return Reference(losses, gradients, flats)
 
 
-def _flat(numel: int, parameters: list[Tensor], offsets: tuple[int, ...]) -> Tensor:
-    flat = torch.zeros(numel, dtype=parameters[0].dtype)
-    for parameter, offset in zip(parameters, offsets, strict=True):
+def _flat_gradient(layout: LayerLayout, parameters: list[Tensor]) -> Tensor:
+    flat = torch.zeros(layout.numel, dtype=parameters[0].dtype)
+    for view, parameter in zip(views(layout, flat), parameters, strict=True):
         assert parameter.grad is not None
-        flat[offset : offset + parameter.numel()] = parameter.grad.flatten()
+        view.copy_(parameter.grad)
     return flat

@@ -1,5 +1,8 @@
 """The proof on real numbers: a strategy on many ranks against plain training on one device, in float64."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -81,9 +84,7 @@ def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdic
     weights = collect(executor.state, kept)
     if weights is None:
         return None
-    reference = train_reference(
-        job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer
-    )
+    reference = train_reference(job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer)
     by_step = [_worst(ours or [], theirs) for ours, theirs in zip(gradients, reference.gradients, strict=True)]
     loss_errors = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, reference.losses, strict=True)]
     return Verdict(max(loss_errors), *max(by_step), *_worst(weights, reference.weights))
@@ -94,7 +95,7 @@ def _random_corpus(job: Job) -> Corpus:
     generator = torch.Generator().manual_seed(job.seed)
     length = max(4096, 8 * (job.model.block + 1))
     text = torch.randint(min(256, job.model.vocabulary), (length,), generator=generator, dtype=torch.uint8)
-    return Corpus.split(bytes(text.tolist()), job.model.block)
+    return Corpus.split(text.numpy().tobytes(), job.model.block)
 
 
 def _worst(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, int]:

@@ -1,0 +1,36 @@
+# `make train` trains a small GPT on four processes; `make test` checks everything. Both first make .venv.
+
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
+
+.PHONY: help train test clean
+
+help:
+	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
+	@echo "make test    lint, types and all tests"
+	@echo "make clean   remove .venv and caches"
+
+train: .venv/installed
+	$(BIN)/shardlab train --strategy fsdp --ranks 4 --steps 200
+
+test: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/pytest
+
+# Made once, and again when the dependencies change. torch comes first, so that nothing else chooses its version.
+.venv/installed: pyproject.toml constraints.txt
+	@for python in python3.11 python3.12 python3.13 python3.14 python3 none; do \
+	    "$$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && break; \
+	done; \
+	if [ "$$python" = none ]; then echo "Shardlab needs Python 3.11 or later, with its venv module." >&2; exit 1; fi; \
+	echo "Installing into .venv with $$("$$python" --version)"; \
+	rm -rf .venv && "$$python" -m venv .venv
+	$(PIP) torch
+	$(PIP) -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf .venv build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

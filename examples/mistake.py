@@ -1,0 +1,15 @@
+"""The strategy of my_strategy.py without its all-reduce: every rank would update its weights with its own gradient."""
+
+from shardlab.program import Rank
+
+
+async def my_ddp(rank: Rank) -> None:
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        rank.weights[l], rank.opt_states[l] = rank.update(l, grad_weight, rank.weights[l], rank.opt_states[l])

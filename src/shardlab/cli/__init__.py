@@ -1,0 +1,59 @@
+"""The `shardlab` command: a frozen dataclass for each subcommand, its fields the options, its `run` the work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import tyro
+
+from shardlab.cli.simulate import Simulate
+from shardlab.cli.strategies import Strategies
+from shardlab.cli.train import Train
+from shardlab.cli.verify import Verify
+from shardlab.program import Refused, UserError
+
+
+class Command(Protocol):
+    """What a subcommand is."""
+
+    def run(self) -> int:
+        """Do it; the exit status.
+
+        Raises:
+            UserError: for a request that cannot be met, which exits with 2.
+            Refused: for a program that is wrong, which exits with 1.
+        """
+        ...
+
+
+COMMANDS: dict[str, type[Command]] = {
+    "strategies": Strategies,
+    "simulate": Simulate,
+    "train": Train,
+    "verify": Verify,
+}
+"""A module that torch is imported for imports it inside `run`, so that the other commands need no torch."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; without `argv`, the process's own."""
+    try:
+        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="shardlab", description=DESCRIPTION, args=argv)
+    except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
+        return end.code if isinstance(end.code, int) else 0
+    try:
+        status = command.run()
+        sys.stdout.flush()
+        return status
+    except (UserError, Refused) as error:
+        print(f"shardlab: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+DESCRIPTION = "Write a parallel-training strategy once: it is checked, drawn, timed, and trains a real transformer."

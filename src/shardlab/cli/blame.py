@@ -1,0 +1,134 @@
+"""Which line of a user's file is at fault when its program is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import types
+from collections import defaultdict
+from collections.abc import Coroutine, Generator
+from types import FrameType, TracebackType
+from typing import Any
+
+from shardlab.check import Checked, check
+from shardlab.program import Deadlock, Mesh, Op, Rank, Refused, Sizes, Strategy, World, trace
+from shardlab.program.values import listed
+
+
+class Blame:
+    """Traces and checks a user's program, and puts the line at fault before whatever is refused.
+
+    Args:
+        program: the strategy.
+        file: where it stands, as the user wrote it.
+    """
+
+    def __init__(self, program: Strategy, file: str) -> None:
+        self.program = program
+        self.file = file
+
+    def checked(self, mesh: Mesh, layers: int | Sizes, microbatches: int) -> Checked:
+        """What `check` gives.
+
+        Raises:
+            Refused: with `file:line` before the sentence.
+        """
+        try:
+            return check(trace(self.program, mesh, layers, microbatches))
+        except Refused as refusal:
+            again = Retrace(self.program, self.file, World(mesh, layers, microbatches))
+            if isinstance(refusal, Deadlock):
+                raise Deadlock(f"{refusal}{again.waiting()}") from None
+            line = again.line(refusal.rank, refusal.op)
+            raise Refused(f"{self.file}:{line}: {refusal}") from refusal.__cause__
+
+
+class Retrace:
+    """A program is a pure function of its rank, so running it again shows where it goes wrong: only then is it slow."""
+
+    def __init__(self, program: Strategy, file: str, world: World) -> None:
+        self.program = program
+        self.file = file
+        self.stopped: dict[int, int] = {}  # rank -> the line on which its program was left before its end
+        self.written = [Written(file) for _ in world.ranks]
+        for rank, ops in zip(world.ranks, self.written, strict=True):
+            rank.ops = ops
+        with contextlib.suppress(Refused), contextlib.redirect_stdout(io.StringIO()):
+            world.run(self._noting)
+
+    async def _noting(self, rank: Rank) -> None:
+        await self._drive(rank.index, self.program(rank))
+
+    @types.coroutine
+    def _drive(self, rank: int, program: Coroutine[Any, Any, object]) -> Generator[Any, None, None]:
+        """Go on with a program by hand, and note where it stands whenever it waits."""
+        try:
+            while True:
+                waits_for = program.send(None)
+                self.stopped[rank] = waiting_line(program, self.file)
+                yield waits_for
+        except StopIteration:
+            self.stopped.pop(rank, None)
+        except Exception as error:
+            self.stopped[rank] = line_of(error.__traceback__, self.file)
+            raise
+        finally:
+            program.close()
+
+    def line(self, rank: int | None, op: int | None) -> int:
+        """The line that wrote an op, or would have; the function's own if no op is to blame."""
+        if rank is not None and op is not None:
+            lines = self.written[rank].lines
+            line = lines[op] if op < len(lines) else self.stopped.get(rank, 0)
+            if line:
+                return line
+        return inspect.unwrap(self.program).__code__.co_firstlineno
+
+    def waiting(self) -> str:
+        """Where the ranks of a deadlock wait, a row for each line of the file."""
+        ranks_at: dict[int, list[int]] = defaultdict(list)
+        for rank, line in sorted(self.stopped.items()):
+            ranks_at[line].append(rank)
+        rows = [
+            f"\n  rank{'s' * (len(ranks) > 1)} {listed(ranks)} wait{'s' * (len(ranks) == 1)} at {self.file}:{line}"
+            for line, ranks in sorted(ranks_at.items())
+        ]
+        return "".join(rows)
+
+
+class Written(list[Op]):
+    """A tape that remembers which line of a file wrote each op (0: none did)."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+        self.lines: list[int] = []
+
+    def append(self, op: Op, /) -> None:
+        super().append(op)
+        frame: FrameType | None = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        self.lines.append(frame.f_lineno if frame else 0)
+
+
+def waiting_line(coroutine: object, file: str) -> int:
+    """The innermost line of a file in a coroutine that waits (0: none)."""
+    line = 0
+    while isinstance(coroutine, types.CoroutineType):
+        frame: FrameType | None = coroutine.cr_frame
+        if frame is not None and frame.f_code.co_filename == file:
+            line = frame.f_lineno
+        coroutine = coroutine.cr_await
+    return line
+
+
+def line_of(traceback: TracebackType | None, file: str) -> int:
+    """The innermost line of a file in a traceback (0: none)."""
+    line = 0
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == file:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line

@@ -1,0 +1,47 @@
+"""The kinds of option that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+
+def _count(words: list[str]) -> int:
+    try:
+        count = int(words[0])
+    except ValueError:
+        raise ValueError(f"{words[0]!r} is not a whole number; give 1 or more.") from None
+    if count < 1:
+        raise ValueError(f"{count} is too few; give 1 or more.")
+    return count
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or isinstance(value, int)
+
+
+def _shown(value: int | None) -> list[str]:
+    return [str(value)]
+
+
+_COUNT = PrimitiveConstructorSpec(
+    nargs=1, metavar="N", instance_from_str=_count, is_instance=_is_count, str_from_instance=_shown
+)
+
+Count = Annotated[int, _COUNT]
+"""1 or more."""
+
+Ranks = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or 1 on one device)")]
+"""1 or more; without it 4, or 1 for a strategy of one device."""
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""`--flag`, without a `--no-flag`."""
+
+NewFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+"""A file to be written."""
+
+StrategyName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STRATEGY")]
+"""A built-in name or `path/to/file.py:function`."""

@@ -1,0 +1,91 @@
+"""What `shardlab simulate` says to a reader: the figures, what the channel models say, and the ranks' timelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from shardlab.check import ChannelModel, Checked
+from shardlab.cli.timeline_text import legend, rank_row
+from shardlab.program.tape import COMMUNICATION
+from shardlab.program.values import listed
+from shardlab.simulate import Timeline
+
+SHOWN_RANKS = 16
+"""Of more ranks than this, evenly spaced ones are shown."""
+
+WIDEST = 120
+"""Characters of a timeline; a wider terminal is left empty on the right."""
+
+INDENT = 16
+
+
+def print_report(
+    name: str, checked: Checked, timeline: Timeline, picture: Path | None = None, console: Console | None = None
+) -> None:
+    """Print all of it."""
+    console = console or Console(highlight=False)
+    console.print(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), soft_wrap=True)
+    console.print()
+    _print_figures(console, checked, timeline)
+    console.print()
+    _print_ranks(console, timeline)
+    if picture is not None:
+        console.print()
+        console.print(_row("drawn in", str(picture), "bold"), soft_wrap=True)
+
+
+def sizes_text(checked: Checked) -> str:
+    """`16 ranks (pp 4 x dp_shard 4), 4 layers, 4 microbatches`."""
+    program = checked.program
+    axes = [f"{axis} {size}" for axis, size in program.mesh.sizes().items() if size > 1]
+    grid = f" ({' x '.join(axes)})" if len(axes) > 1 else ""
+    return (
+        f"{program.ranks} rank{'s' * (program.ranks > 1)}{grid}, {program.layers} layer{'s' * (program.layers > 1)}, "
+        f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
+    )
+
+
+def _print_figures(console: Console, checked: Checked, timeline: Timeline) -> None:
+    peak = [rank for rank, live in enumerate(timeline.peak_memory_by_rank) if live == timeline.peak_memory]
+    figures = [
+        ("steps", f"{timeline.steps:,.9g}", "when the last op starts"),
+        ("end", f"{timeline.end:,.9g}", "when the last op ends"),
+        ("peak memory", f"{timeline.peak_memory:,}", f"elements, on rank{'s' * (len(peak) > 1)} {listed(peak)}"),
+        ("ops", f"{sum(map(len, checked.program.tapes)):,}", "on the tapes of all ranks"),
+    ]
+    width = max(len(figure) for _, figure, _ in figures)
+    for label, figure, what in figures:
+        console.print(_row(label, figure.rjust(width), "bold").append(f"  {what}", "dim"))
+    passed = [model.value for model in ChannelModel if checked.models[model] is None]
+    console.print(_row("channel models", ", ".join(passed) + ": passed", "green"))
+    for model, why in checked.models.items():
+        if why is not None:
+            console.print(_row("", f"{model.value}: refused", "red"))
+            console.print(Padding(Text(why), (0, 0, 0, INDENT)))
+    console.print(_row("runs on", ", ".join(checked.backends()) or "no backend", "bold"))
+
+
+def _row(label: str, text: str, style: str) -> Text:
+    return Text.assemble((label.ljust(INDENT), "dim"), (text, style))
+
+
+def _print_ranks(console: Console, timeline: Timeline) -> None:
+    """A row of signs for each rank, with the share of the time that it computes and its peak memory."""
+    every = -(-timeline.program.ranks // SHOWN_RANKS)
+    ranks = range(0, timeline.program.ranks, every)
+    width = min(WIDEST, max(20, console.width - 31))
+    rows = [rank_row(timeline.events[rank], timeline.end, width) for rank in ranks]
+    end = f"{timeline.end:g}"
+    console.print(Text("rank  0" + end.rjust(width - 1) + "  computes  peak memory", "dim"), no_wrap=True)
+    for rank, row in zip(ranks, rows, strict=True):
+        busy = sum(event.end - event.start for event in timeline.events[rank] if event.kind not in COMMUNICATION)
+        share = f"{busy / timeline.end:.0%}" if timeline.end else "0%"
+        memory = f"{timeline.peak_memory_by_rank[rank]:,}"
+        console.print(Text(f"{rank:>4}  ") + row + Text(f"  {share:>8}  {memory:>11}"), no_wrap=True)
+    console.print(legend(rows))
+    if every > 1:
+        console.print(f"Of {timeline.program.ranks} ranks, one in {every} is shown.", style="dim")

@@ -1,0 +1,37 @@
+"""STRATEGY on the command line: finding it, and checking it so that a refusal names the user's own line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from shardlab.check import Checked, check
+from shardlab.cli.blame import Blame
+from shardlab.program import Sizes, trace
+from shardlab.strategies.entry import Entry
+from shardlab.strategies.load import file_and_function, load
+
+
+def choose(name: str) -> Entry:
+    """The strategy that STRATEGY names; whatever its file prints goes to stderr, for stdout is the command's own.
+
+    Raises:
+        UserError: when there is none.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        return load(name)
+
+
+def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) -> Checked:
+    """Trace a strategy and check it.
+
+    Raises:
+        Refused: if the program is wrong; for a user's file the line at fault stands before the sentence.
+        UserError: if the sizes do not fit.
+    """
+    path, _ = file_and_function(entry.name)
+    mesh = entry.mesh(ranks)
+    with contextlib.redirect_stdout(sys.stderr):
+        if path is None:
+            return check(trace(entry.program, mesh, layers, microbatches))
+        return Blame(entry.program, str(path)).checked(mesh, layers, microbatches)

@@ -1,0 +1,12 @@
+"""How a thing shows itself in a notebook. Nothing is drawn here: whoever can draw registers how."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+
+@singledispatch
+def picture(thing: object) -> str | None:
+    """An SVG of a thing, or None if nobody has registered how its type is drawn."""
+    del thing
+    return None

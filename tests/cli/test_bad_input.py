@@ -1,0 +1,232 @@
+"""Whatever is wrong with a request: a sentence on stderr, nothing on stdout, nothing written, and the right status."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+
+Captured = pytest.CaptureFixture[str]
+
+USER = """
+async def right(rank):
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        total = await rank.all_reduce(grad_weight)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
+def plain(rank):
+    pass
+
+
+async def two(rank, more):
+    pass
+
+
+def divide():
+    return 1 / 0  # divides
+
+
+async def raises(rank):
+    rank.load_batch([0])
+    if rank.index == 2:
+        divide()
+
+
+async def forgets_the_update(rank):
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)  # loads
+
+
+async def waits_in_a_circle(rank):
+    await rank.recv(source=(rank.index + 1) % rank.world)  # receives
+
+
+async def reduces_twice(rank):
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        total = await rank.all_reduce(grad_weight)
+        total = await rank.all_reduce(total)  # again
+
+
+async def sends_too_much(rank):
+    await right(rank)
+    if rank.index == 0:
+        rank.send(rank.load_batch([0]), to=1)  # surplus
+
+
+async def swaps_two_sends(rank):
+    if rank.index == 0:
+        for m in (1, 0):
+            rank.send(rank.load_batch([m]), to=1)
+    if rank.index == 1:
+        for m in (0, 1):
+            await rank.recv(source=0, expect=("activations", 0, m))  # swapped
+
+
+async def does_nothing(rank):  # empty
+    pass
+
+
+async def sleeps(rank):
+    import asyncio
+
+    await asyncio.sleep(1)  # asleep
+"""
+
+
+def line_of(mark: str) -> int:
+    """The line of the user's file that carries a comment."""
+    return next(number for number, line in enumerate(USER.splitlines(), 1) if line.endswith(f"# {mark}"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a user's file in it, as the current one."""
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "folder.py").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
+    """The status and what stands on stderr; stdout stays empty."""
+    status = main(list(arguments))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert captured.err.endswith("\n")
+    return status, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("simulate fdsp", "there is no strategy 'fdsp'; did you mean fsdp?"),
+        ("simulate qqq", "Built in: single, grad_accum, ddp, wsdp, fsdp, pipeline, gpipe, pipeline_fsdp"),
+        ("simulate none.py:right", "none.py is not a file"),
+        ("simulate folder.py:right", "folder.py is not a file"),
+        ("simulate user.py:rigth", "user.py has no function 'rigth'; did you mean right?"),
+        ("simulate user.py", "say which function of user.py: user.py:NAME"),
+        ("simulate user.py:", "say which function of user.py: user.py:NAME"),
+        ("simulate user.py:plain", "plain in user.py is not a strategy; write it as `async def plain(rank): ...`"),
+        ("simulate user.py:two", "two cannot be called with the rank alone"),
+        ("simulate fsdp --ranks 3", "4 microbatches do not divide among 3 ranks; give a multiple of 3 microbatches"),
+        ("simulate gpipe --layers 6", "6 layers do not divide among 4 ranks; give a multiple of 4 layers"),
+        ("simulate user.py:right --microbatches 6", "6 microbatches do not divide among 4 ranks"),
+        ("simulate single --ranks 2", "one device, but 2 ranks were asked for; give 1"),
+        ("simulate fsdp --svg missing/fsdp.svg", "--svg missing/fsdp.svg: the folder missing does not exist"),
+        ("simulate fsdp --svg folder.py", "--svg folder.py: this is a folder"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_one_sentence_and_exits_with_2(
+    arguments: str, sentence: str, folder: Path, capsys: Captured
+) -> None:
+    status, err = refused(capsys, *arguments.split())
+    assert status == 2
+    assert err.startswith("shardlab: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["folder.py", "user.py"]
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--layers", "--microbatches"])
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("0", "0 is too few; give 1 or more"),
+        ("-4", "-4 is too few; give 1 or more"),
+        ("four", "'four' is not a whole number; give 1 or more"),
+        ("1.5", "'1.5' is not a whole number; give 1 or more"),
+    ],
+)
+def test_counts_are_whole_and_at_least_one(option: str, value: str, sentence: str, capsys: Captured) -> None:
+    status, err = refused(capsys, "simulate", "pipeline_fsdp", option, value)
+    assert status == 2
+    assert f"Error parsing {option}: {sentence}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("simulate fsdp --rankz 4", "Unrecognized options: --rankz"),
+        ("simulate fsdp ddp", "Unrecognized options: ddp"),
+        ("simulate", "STRATEGY"),
+        ("simulat fsdp", "simulate"),
+        ("strategies --svg x", "--svg"),
+        ("simulate fsdp --svg", "--svg"),
+    ],
+)
+def test_a_wrong_option_exits_with_2(arguments: str, words: str, capsys: Captured) -> None:
+    status, err = refused(capsys, *arguments.split())
+    assert status == 2
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("raises", "user.py:<divides>: rank 2, op 1 the program raised ZeroDivisionError: division by zero"),
+        ("forgets_the_update", "user.py:<loads>: rank 0, op 0 load_weights(layer 0): the step ends without weights[0]"),
+        ("reduces_twice", "user.py:<again>: rank "),
+        ("reduces_twice", "microbatches 0-3 would be counted twice"),
+        ("sends_too_much", "user.py:<surplus>: rank 0, op "),
+        ("sends_too_much", "no receive on rank 1 takes this message"),
+        (
+            "swaps_two_sends",
+            "user.py:<swapped>: rank 1, op 0 recv from rank 0: expected activations[0] of microbatch 0",
+        ),
+        ("does_nothing", "user.py:<empty>: weights[0]: no rank loads slice 0"),
+        ("sleeps", "user.py:<asleep>: rank 0, op 0 the program awaited something else"),
+    ],
+)
+def test_a_refused_program_names_the_line_at_fault_and_exits_with_1(
+    function: str, sentence: str, folder: Path, capsys: Captured
+) -> None:
+    status, err = refused(capsys, "simulate", f"user.py:{function}", "--json")
+    assert status == 1
+    assert re.sub("<(.*?)>", lambda mark: str(line_of(mark[1])), sentence) in err
+    assert err.count("\n") == 1
+
+
+def test_a_deadlock_names_the_whole_cycle_and_the_lines_where_ranks_wait(folder: Path, capsys: Captured) -> None:
+    status, err = refused(capsys, "simulate", "user.py:waits_in_a_circle", "--ranks", "3")
+    assert status == 1
+    for rank in range(3):
+        assert f"rank {rank} waits in recv from rank {(rank + 1) % 3}" in err
+    assert f"\n  ranks 0-2 wait at user.py:{line_of('receives')}\n" in err
+
+
+def test_a_refused_program_draws_nothing(folder: Path, capsys: Captured) -> None:
+    assert refused(capsys, "simulate", "user.py:reduces_twice", "--svg", "picture.svg")[0] == 1
+    assert not (folder / "picture.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = 1\n1 / 0\n", "bad.py:2 cannot be run: ZeroDivisionError: division by zero"),
+        ("async def right(rank)\n", "bad.py:1 cannot be run: SyntaxError"),
+        ("import no_such_module_anywhere\n", "bad.py:1 cannot be run: ModuleNotFoundError"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_refused(text: str, sentence: str, folder: Path, capsys: Captured) -> None:
+    Path("bad.py").write_text(text)
+    status, err = refused(capsys, "simulate", "bad.py:right")
+    assert status == 2
+    assert sentence in err

@@ -1,0 +1,171 @@
+"""`shardlab simulate`: what it prints, and the JSON that other programs read."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardlab.check import check
+from shardlab.cli import main
+from shardlab.cli.report import print_report
+from shardlab.program import OpKind, trace
+from shardlab.simulate import simulate
+from shardlab.strategies import STRATEGIES
+from tests.simulate.programs import prefetching
+from tests.simulate.runs import run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"
+
+Captured = pytest.CaptureFixture[str]
+
+
+def json_of(capsys: Captured, *arguments: str) -> dict[str, object]:
+    assert main(["simulate", *arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def test_json_has_the_figures_of_the_simulation(capsys: Captured) -> None:
+    facts = json_of(capsys, "fsdp", "--ranks", "4", "--layers", "6", "--microbatches", "8")
+    checked = check(trace(STRATEGIES["fsdp"].program, 4, 6, 8))
+    timeline = simulate(checked)
+    assert facts["strategy"] == "fsdp"
+    assert (facts["ranks"], facts["layers"], facts["microbatches"]) == (4, 6, 8)
+    assert (facts["steps"], facts["end"]) == (timeline.steps, timeline.end)
+    assert facts["peak_memory"] == timeline.peak_memory
+    assert facts["peak_memory_by_rank"] == timeline.peak_memory_by_rank
+    assert facts["ops"] == sum(map(len, checked.program.tapes))
+    assert facts["backends"] == ["gloo", "nccl"]
+    assert facts["channel_models"] == dict.fromkeys(["buffered", "in-order per pair", "rendezvous", "queued"], True)
+
+
+def test_ops_counts_every_entry_of_the_tapes(capsys: Captured) -> None:
+    tapes = trace(STRATEGIES["ddp"].program, 4, 4, 4).tapes
+    assert any(op.kind is OpKind.WAIT for op in tapes[0])
+    assert any(op.kind is OpKind.FREE for op in tapes[0])
+    assert json_of(capsys, "ddp")["ops"] == sum(map(len, tapes))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_simulates_without_options(name: str, capsys: Captured) -> None:
+    facts = json_of(capsys, name)
+    assert facts["ranks"] == (1 if name in ("single", "grad_accum") else 4)
+    assert (facts["layers"], facts["microbatches"]) == (4, 4)
+
+
+def test_a_users_file_is_simulated(capsys: Captured) -> None:
+    facts = json_of(capsys, f"{EXAMPLE}:my_ddp")
+    assert facts["strategy"] == f"{EXAMPLE}:my_ddp"
+    assert facts["end"] == 11.2
+
+
+def test_options_may_stand_before_the_strategy(capsys: Captured) -> None:
+    assert main(["simulate", "--json", "--ranks", "2", "ddp"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+
+
+def test_what_a_users_file_prints_does_not_mix_with_the_json(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "chatty.py"
+    path.write_text(EXAMPLE.read_text().replace("None:\n", 'None:\n    print("hello")\n') + '\nprint("loaded")\n')
+    assert main(["simulate", f"{path}:my_ddp", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["ranks"] == 4
+    assert captured.err.split() == ["loaded"] + ["hello"] * 4
+
+
+def test_a_program_that_only_some_backends_run_says_which(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "crossing.py"
+    path.write_text(EXAMPLE.read_text().replace("    for l in rank.layers:\n", CROSSING, 1))
+    assert main(["simulate", f"{path}:my_ddp", "--ranks", "2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["channel_models"]["buffered"] is True
+    assert facts["channel_models"]["queued"] is False
+    assert facts["backends"] == []
+    assert "deadlock" in facts["deadlocks"]["queued"]
+    assert main(["simulate", f"{path}:my_ddp", "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "buffered, in-order per pair: passed" in out
+    assert "queued: refused" in out
+    assert "no backend" in out
+
+
+CROSSING = """    batch = rank.load_batch([rank.index])
+    sent = rank.send(batch, to=1 - rank.index)
+    await sent
+    await rank.recv(source=1 - rank.index, expect=("activations", 0, [1 - rank.index]))
+    for l in rank.layers:
+"""
+
+
+def test_svg_draws_the_timeline_into_a_file(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "fsdp.svg"
+    assert main(["simulate", "fsdp", "--svg", str(path)]) == 0
+    assert path.read_text().startswith("<?xml")
+    assert f"drawn in        {path}" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["fsdp.svg"]
+
+
+def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:
+    """The lines that a terminal of some width shows."""
+    entry = STRATEGIES[name]
+    program = trace(entry.program, entry.mesh(ranks), 16 if ranks > 4 else 4, 64 if ranks > 4 else 4)
+    checked = check(program)
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    print_report(name, checked, simulate(checked), None, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return text.splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 4), ("pipeline_fsdp", 64), ("gpipe", 4)])
+def test_the_report_fits_the_terminal(width: int, name: str, ranks: int) -> None:
+    lines = report(width, name, ranks)
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= 32
+    rows = [line for line in lines if line.lstrip()[:1].isdigit()]
+    assert len({len(row) for row in rows}) == 1
+    assert len(rows) == min(ranks, 16)
+
+
+def test_the_report_is_plain_ascii() -> None:
+    assert all(line.isascii() for line in report(80))
+
+
+def test_the_timeline_shows_what_each_rank_does() -> None:
+    (row,) = [line.split()[1] for line in report(80, "fsdp") if line.lstrip().startswith("0 ")]
+    assert row.startswith("+F")
+    assert row.endswith("U")
+    assert row.count("B") > row.count("U")
+
+
+def test_small_letters_are_compute_that_hides_communication() -> None:
+    from shardlab.cli.timeline_text import rank_row
+
+    timeline = run(prefetching, 2, 3, 2)
+    row = rank_row(timeline.events[0], timeline.end, 120).plain
+    assert "f" in row
+    assert "F" in row
+    assert "+" in row
+
+
+def test_a_pipe_gets_no_colours() -> None:
+    environment = {**os.environ, "COLUMNS": "100"}
+    command = [sys.executable, "-m", "shardlab", "simulate", "ddp"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert "\x1b" not in done.stdout
+    assert "peak memory" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_a_reader_that_stops_early_sees_no_traceback(option: str) -> None:
+    command = f"{sys.executable} -m shardlab simulate gpipe --ranks 16 --layers 16 {option} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -1,0 +1,264 @@
+"""The picture of a timeline: what is in it, that it is the same every time, and that it stays small."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+from shardlab.draw import save_timeline, timeline_svg
+from shardlab.draw.canvas import Page, style
+from shardlab.draw.lanes import messages
+from shardlab.draw.memory import curve, short
+from shardlab.draw.palette import COMMUNICATION_LOOKS, ink_on, layer_color, pale
+from shardlab.program import OpKind
+from shardlab.program.tape import COLLECTIVES, COMMUNICATION
+from shardlab.simulate import Timeline
+from shardlab.strategies import STRATEGIES
+from tests.simulate.programs import prefetching, recomputing
+from tests.simulate.runs import SQUARE, run
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline_of(name: str, ranks: int, layers: int = 4, microbatches: int = 4) -> Timeline:
+    entry = STRATEGIES[name]
+    return run(entry.program, entry.mesh(ranks), layers, microbatches)
+
+
+def texts(svg: str) -> list[str]:
+    return ["".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def fills(svg: str) -> set[str]:
+    return set(re.findall(r"fill: (#[0-9a-f]{6})", svg))
+
+
+def boxes(svg: str, color: str) -> int:
+    """How many boxes of a colour are drawn."""
+    paths = re.findall(rf'<path d="([^"]*)"[^>]*style="fill: {color}', svg)
+    return sum(path.count("z") for path in paths)
+
+
+def test_the_picture_is_a_document_with_a_title_and_its_figures() -> None:
+    words = texts(timeline_svg(timeline_of("fsdp", 4), "fully sharded"))
+    assert "fully sharded" in words
+    assert "4 ranks  ·  4 layers  ·  4 microbatches  ·  ends at 13.6  ·  peak 1.44 M elements on ranks 0-3" in words
+
+
+def test_every_rank_has_a_row() -> None:
+    words = texts(timeline_svg(timeline_of("ddp", 8, microbatches=8)))
+    assert [word for word in words if re.fullmatch(r"rank \d+", word)] == [f"rank {rank}" for rank in range(8)]
+
+
+def test_on_a_grid_a_row_names_its_coordinates() -> None:
+    assert "rank 5 (pp 1, dp_shard 1)" in texts(timeline_svg(timeline_of("pipeline_fsdp", 16)))
+
+
+def test_forwards_are_shaded_by_layer_and_backwards_paler() -> None:
+    svg = timeline_svg(timeline_of("single", 1, layers=3))
+    for layer in range(3):
+        color = layer_color(layer, 3)
+        assert color in fills(svg)
+        assert pale(color) in fills(svg)
+        assert color != pale(color)
+
+
+def test_boxes_carry_their_microbatches() -> None:
+    words = texts(timeline_svg(timeline_of("single", 1, layers=2)))
+    assert words.count("0-3") == 2 + 2 + 1  # forwards, backwards, legend
+    words = texts(timeline_svg(timeline_of("ddp", 4, layers=2)))
+    for rank in range(4):
+        assert words.count(str(rank)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("ddp", {OpKind.ALL_REDUCE}),
+        ("fsdp", {OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER}),
+        ("gpipe", {OpKind.SEND, OpKind.RECV}),
+    ],
+)
+def test_each_kind_of_communication_has_its_own_colour_and_a_word_in_the_legend(name: str, kinds: set[OpKind]) -> None:
+    svg = timeline_svg(timeline_of(name, 4))
+    drawn = {kind for kind in COMMUNICATION_LOOKS if COMMUNICATION_LOOKS[kind].word in texts(svg)}
+    assert drawn == kinds
+    assert all(boxes(svg, COMMUNICATION_LOOKS[kind].color) >= 4 for kind in kinds)
+
+
+def test_every_kind_of_communication_can_be_drawn() -> None:
+    assert set(COMMUNICATION_LOOKS) == COMMUNICATION
+    assert len({look.color for look in COMMUNICATION_LOOKS.values()}) == len(COMMUNICATION)
+    assert len({COMMUNICATION_LOOKS[kind].letters for kind in COLLECTIVES}) == len(COLLECTIVES)
+
+
+def test_every_op_that_takes_time_is_drawn() -> None:
+    timeline = timeline_of("gpipe", 4, layers=8)
+    svg = timeline_svg(timeline)
+    sends = sum(event.kind is OpKind.SEND for events in timeline.events for event in events)
+    assert boxes(svg, COMMUNICATION_LOOKS[OpKind.SEND].color) == sends + 1  # and the legend's
+
+
+def test_recomputation_is_drawn_and_named() -> None:
+    svg = timeline_svg(run(recomputing, 1, 2, 4))
+    assert "recompute" in texts(svg)
+    assert "recompute" not in texts(timeline_svg(timeline_of("single", 1)))
+
+
+def test_the_peak_is_marked_with_its_value_and_ranks() -> None:
+    timeline = timeline_of("gpipe", 4, layers=8)
+    assert timeline.peak_memory == 2883584
+    assert "peak 2.88 M elements (2,883,584) on rank 3" in texts(timeline_svg(timeline))
+
+
+def test_memory_is_drawn_at_every_step_and_its_highest_point_is_the_peak() -> None:
+    for name in STRATEGIES:
+        timeline = timeline_of(name, STRATEGIES[name].ranks)
+        for rank, peak in enumerate(timeline.peak_memory_by_rank):
+            steps = curve(timeline, rank)
+            assert max(live for _, live in steps) == peak
+            assert [time for time, _ in steps] == sorted(time for time, _ in steps)
+
+
+def test_memory_counts_a_communication_from_its_issue() -> None:
+    timeline = run(prefetching, 4, 3, 4)
+    first = timeline.events[0][0]
+    forward = next(event for event in timeline.events[0] if event.kind is OpKind.FORWARD)
+    assert forward.start > 0
+    at_start = [live for time, live in curve(timeline, 0) if time == 0]
+    assert at_start[-1] > first.memory + 2 * SQUARE  # two gathers of three have been issued before the last one
+
+
+def test_ranks_with_the_same_memory_share_a_curve() -> None:
+    assert "ranks 0-3: 3.41 M" in texts(timeline_svg(timeline_of("ddp", 4)))
+    words = texts(timeline_svg(timeline_of("gpipe", 4, layers=8)))
+    assert {"rank 0: 2.62 M", "rank 1: 2.49 M", "rank 2: 2.49 M", "rank 3: 2.88 M"} <= set(words)
+
+
+def test_axes_have_units() -> None:
+    words = texts(timeline_svg(timeline_of("ddp", 4)))
+    assert "time (1 = forward of one microbatch through one layer)" in words
+    assert "live elements" in words
+    assert "seconds" in texts(timeline_svg(timeline_of("ddp", 4), time_unit="seconds"))
+
+
+def test_every_send_is_joined_to_its_receive() -> None:
+    timeline = timeline_of("gpipe", 4, layers=8)
+    pairs = list(messages(timeline))
+    assert len(pairs) == 2 * 3 * 4
+    assert all(abs(sent.rank - received.rank) == 1 and sent.end <= received.start for sent, received in pairs)
+    assert all(sent.microbatches == received.microbatches for sent, received in pairs)
+
+
+def test_a_rank_alone_or_without_events_is_still_a_picture() -> None:
+    timeline = timeline_of("gpipe", 4, layers=8)
+    alone = replace(timeline, events=[timeline.events[0], [], [], []])
+    assert len(list(messages(alone))) == 0
+    assert alone.peak_memory_by_rank[1:] == [0, 0, 0]
+    assert "ranks 1-3: 0" in texts(timeline_svg(alone))
+
+
+def test_the_same_timeline_gives_the_same_bytes() -> None:
+    assert timeline_svg(timeline_of("fsdp", 4)) == timeline_svg(timeline_of("fsdp", 4))
+
+
+def test_a_picture_holds_no_date() -> None:
+    svg = timeline_svg(timeline_of("fsdp", 4))
+    assert "dc:date" not in svg
+    assert not re.search(r"20\d\d-\d\d-\d\d", svg)
+
+
+def test_a_users_own_matplotlib_settings_are_left_alone_and_change_nothing() -> None:
+    plain = timeline_svg(timeline_of("ddp", 4))
+    with mpl.rc_context({"font.size": 30, "axes.facecolor": "red"}):
+        assert timeline_svg(timeline_of("ddp", 4)) == plain
+        assert mpl.rcParams["font.size"] == 30
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("gpipe", 64), ("fsdp", 64), ("pipeline_fsdp", 64)])
+def test_64_ranks_and_64_microbatches_stay_a_few_megabytes(name: str, ranks: int) -> None:
+    timeline = timeline_of(name, ranks, layers=64, microbatches=64)
+    svg = timeline_svg(timeline)
+    assert len(svg) < 8e6
+    width, height = (float(size) for size in re.findall(r'(?:width|height)="([\d.]+)pt"', svg)[:2])
+    assert width < 20 * 72
+    assert height < 20 * 72
+
+
+def test_overlapping_communication_lies_below_the_compute_that_hides_it() -> None:
+    timeline = run(prefetching, 2, 3, 2)
+    gathers = [event for event in timeline.events[0] if event.kind is OpKind.ALL_GATHER]
+    forward = next(event for event in timeline.events[0] if event.kind is OpKind.FORWARD)
+    assert any(gather.start < forward.end and gather.end > forward.start for gather in gathers[1:])
+    svg = timeline_svg(timeline)
+    looks = COMMUNICATION_LOOKS[OpKind.ALL_GATHER]
+    (path,) = [
+        path
+        for path in re.findall(rf'<path d="([^"]*)"[^>]*style="fill: {looks.color}', svg)
+        if path.count("z") == len(gathers) * 2
+    ]
+    tops = {y for _, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)}
+    compute = re.findall(rf'<path d="([^"]*)"[^>]*style="fill: {layer_color(0, 3)}', svg)
+    bottoms = {y for box in compute for _, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", box)}
+    assert tops & bottoms  # the lanes touch
+    assert tops - bottoms  # and are not the same
+
+
+def test_a_step_without_anything_is_still_a_picture() -> None:
+    timeline = timeline_of("single", 1, layers=1, microbatches=1)
+    still = [[event._replace(start=0.0, end=0.0) for event in events] for events in timeline.events]
+    ElementTree.fromstring(timeline_svg(replace(timeline, events=still)))
+
+
+def test_a_timeline_shows_itself_in_a_notebook() -> None:
+    timeline = timeline_of("ddp", 2, microbatches=2)
+    assert timeline._repr_svg_() == timeline_svg(timeline)
+
+
+def test_saving_writes_the_picture_and_nothing_else(tmp_path: Path) -> None:
+    timeline = timeline_of("ddp", 2, microbatches=2)
+    save_timeline(timeline, tmp_path / "ddp.svg", "ddp")
+    assert [path.name for path in tmp_path.iterdir()] == ["ddp.svg"]
+    assert (tmp_path / "ddp.svg").read_text(encoding="utf-8") == timeline_svg(timeline, "ddp")
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing_half_written(tmp_path: Path) -> None:
+    timeline = timeline_of("ddp", 2, microbatches=2)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError):
+        save_timeline(timeline, tmp_path / "taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize(("elements", "text"), [(0, "0"), (512, "512"), (131072, "131 k"), (2621440, "2.62 M")])
+def test_elements_are_written_for_people(elements: int, text: str) -> None:
+    assert short(elements) == text
+
+
+def test_labels_can_be_read_on_every_layers_colour() -> None:
+    for layer in range(16):
+        color = layer_color(layer, 16)
+        assert contrast(color, ink_on(color)) >= 4.0
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours (WCAG 2): 21 for black on white."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_page_is_measured_in_inches() -> None:
+    with style():
+        svg = Page(3, 2).svg()
+    assert 'width="216pt" height="144pt"' in svg

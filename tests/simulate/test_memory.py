@@ -1,0 +1,106 @@
+"""What is live when an op starts: before its own result is stored, and with what is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardlab.program import OpKind, Rank, Sizes
+from shardlab.strategies import STRATEGIES
+from tests.simulate.programs import prefetching, recomputing, reductions_at_once
+from tests.simulate.runs import ROWS, SQUARE, event, events, run
+
+
+def test_an_ops_memory_is_before_its_own_result_is_stored() -> None:
+    timeline = run(STRATEGIES["single"].program, 1, 2, 4)
+    first, second = events(timeline, OpKind.FORWARD)
+    assert first.memory == 4 * SQUARE + 4 * ROWS
+    assert second.memory == first.memory + 4 * ROWS
+
+
+def test_results_of_communication_count_from_issue() -> None:
+    timeline = run(prefetching, 4, 3, 4)
+    held = 3 * 2 * SQUARE // 4 + ROWS
+    assert [e.memory for e in events(timeline, OpKind.ALL_GATHER)] == [held, held + SQUARE, held + 2 * SQUARE]
+    assert event(timeline, OpKind.FORWARD, 0).memory == held + 3 * SQUARE
+
+
+def test_a_value_read_by_a_communication_stays_until_it_is_awaited() -> None:
+    timeline = run(reductions_at_once, 2, 2, 2)
+    before = event(timeline, OpKind.ALL_REDUCE, 0).memory
+    assert event(timeline, OpKind.ALL_REDUCE, 1).memory == before + SQUARE
+    # layer 0 has been awaited: its own gradient is gone, the sum and both of layer 1's are live
+    assert event(timeline, OpKind.UPDATE, 0).memory == before + 2 * SQUARE - SQUARE
+
+
+def test_a_value_never_stored_lives_until_its_op_ends() -> None:
+    timeline = run(STRATEGIES["fsdp"].program, 4, 2, 4)
+    gather = next(e for e in events(timeline, OpKind.ALL_GATHER) if e.layer == 0)
+    forward = event(timeline, OpKind.FORWARD, 0)
+    assert forward.memory == gather.memory + SQUARE
+    next_gather = next(e for e in events(timeline, OpKind.ALL_GATHER) if e.layer == 1)
+    assert next_gather.memory == gather.memory + ROWS
+
+
+def test_an_update_works_in_place() -> None:
+    timeline = run(STRATEGIES["single"].program, 1, 2, 4)
+    first, second = events(timeline, OpKind.UPDATE)
+    assert second.memory == first.memory - SQUARE  # the first gradient is gone, nothing else has changed
+
+
+def test_a_sharded_value_takes_its_share() -> None:
+    timeline = run(STRATEGIES["fsdp"].program, 4, 1, 4)
+    assert events(timeline, OpKind.ALL_GATHER)[0].memory == 2 * SQUARE // 4 + ROWS
+
+
+SAVED = replace(Sizes.puzzle(2), saved=(1000, 7))
+"""Elements that autograd keeps for one microbatch of each layer."""
+
+
+def test_what_autograd_saves_counts_between_forward_and_backward() -> None:
+    plain, saving = (run(STRATEGIES["single"].program, 1, sizes, 4) for sizes in (2, SAVED))
+    extra = {(e.kind, e.layer): e.memory - p.memory for e, p in zip(saving.events[0], plain.events[0], strict=True)}
+    assert extra[OpKind.FORWARD, 0] == 0
+    assert extra[OpKind.FORWARD, 1] == 4 * 1000
+    assert extra[OpKind.BACKWARD, 1] == 4 * 1007
+    assert extra[OpKind.BACKWARD, 0] == 4 * 1000
+    assert extra[OpKind.UPDATE, 0] == 0
+
+
+def test_recomputation_saves_what_autograd_would_keep() -> None:
+    plain, saving = (run(recomputing, 1, sizes, 4) for sizes in (2, SAVED))
+    extra = {(e.kind, e.layer): e.memory - p.memory for e, p in zip(saving.events[0], plain.events[0], strict=True)}
+    assert extra[OpKind.BACKWARD, 1] == 4 * 7
+    assert extra[OpKind.RECOMPUTE, 0] == 0
+    assert extra[OpKind.BACKWARD, 0] == 4 * 1000
+
+
+def test_what_autograd_saves_goes_with_its_activation() -> None:
+    async def looks_first(rank: Rank) -> None:
+        """A forward whose result is thrown away before the step proper."""
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+        rank.activations["look"] = rank.load_batch(rank.microbatches)
+        rank.activations["seen"] = rank.forward(0, rank.activations["look"], rank.weights[0])
+        del rank.activations["look"], rank.activations["seen"]
+        rank.activations[0] = rank.load_batch(rank.microbatches)
+        grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+        grad_weight, _ = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])
+        rank.weights[0], rank.opt_states[0] = rank.update(0, grad_weight, rank.weights[0], rank.opt_states[0])
+
+    timeline = run(looks_first, 1, replace(Sizes.puzzle(1), saved=(1000,)), 2)
+    first, second = events(timeline, OpKind.FORWARD)
+    assert first.memory == second.memory == 2 * SQUARE + 2 * ROWS
+
+
+def test_adding_a_gradient_in_place_makes_no_peak() -> None:
+    timeline = run(STRATEGIES["grad_accum"].program, 1, 2, 4)
+    adds = events(timeline, OpKind.ADD)
+    assert adds
+    assert max(e.memory for e in adds) > timeline.peak_memory
+
+
+def test_one_value_under_two_keys_counts_once() -> None:
+    async def twice_named(rank: Rank) -> None:
+        await STRATEGIES["single"].program(rank)
+        rank.weights["again"] = rank.weights[0]
+
+    assert run(twice_named, 1, 2, 4).peak_memory == run(STRATEGIES["single"].program, 1, 2, 4).peak_memory

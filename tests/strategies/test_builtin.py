@@ -1,0 +1,158 @@
+"""Every built-in strategy: right for all sizes that fit, refused in a sentence for others, and as its paper says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab.check import check
+from shardlab.program import Kind, OpKind, Program, UserError, trace
+from shardlab.simulate import simulate
+from shardlab.strategies import STRATEGIES, find
+
+LAYERS_DIVIDED = {"pipeline", "gpipe", "pipeline_fsdp"}
+BATCH_DIVIDED = {"ddp", "wsdp", "fsdp", "pipeline_fsdp"}
+
+
+def traced(name: str, ranks: int, layers: int, microbatches: int) -> Program:
+    entry = STRATEGIES[name]
+    return trace(entry.program, entry.mesh(ranks), layers, microbatches)
+
+
+def count(program: Program, kind: OpKind) -> int:
+    return sum(op.kind is kind for tape in program.tapes for op in tape)
+
+
+@st.composite
+def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
+    """A strategy with ranks, layers and microbatches that fit it."""
+    name = draw(st.sampled_from(list(STRATEGIES)))
+    entry = STRATEGIES[name]
+    ranks = 1 if entry.ranks == 1 else draw(st.integers(1, 9))
+    sizes = entry.mesh(ranks).sizes()
+    layers = draw(st.integers(1, 4)) * (sizes["pp"] if name in LAYERS_DIVIDED else 1)
+    microbatches = draw(st.integers(1, 4)) * (sizes["dp_shard"] if name in BATCH_DIVIDED else 1)
+    return name, ranks, layers, microbatches
+
+
+@settings(deadline=None, max_examples=150)
+@given(fitting())
+def test_every_strategy_passes_all_four_channel_models(case: tuple[str, int, int, int]) -> None:
+    name, ranks, layers, microbatches = case
+    checked = check(traced(name, ranks, layers, microbatches))
+    assert set(checked.models.values()) == {None}
+    assert checked.backends() == ["gloo", "nccl"]
+    assert simulate(checked).end > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layers", "microbatches", "divides"),
+    [
+        ("ddp", 4, 4, 6, "6 microbatches do not divide among 4 ranks"),
+        ("wsdp", 4, 4, 2, "2 microbatches do not divide among 4 ranks"),
+        ("fsdp", 3, 4, 4, "4 microbatches do not divide among 3 ranks"),
+        ("pipeline", 4, 6, 4, "6 layers do not divide among 4 ranks"),
+        ("gpipe", 4, 3, 4, "3 layers do not divide among 4 ranks"),
+        ("pipeline_fsdp", 16, 6, 4, "6 layers do not divide among 4 ranks"),
+        ("pipeline_fsdp", 16, 4, 6, "6 microbatches do not divide among 4 ranks"),
+        ("single", 2, 4, 4, "2 ranks were asked for; give 1"),
+        ("grad_accum", 4, 4, 4, "4 ranks were asked for; give 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(name: str, ranks: int, layers: int, microbatches: int, divides: str) -> None:
+    with pytest.raises(UserError, match=divides):
+        traced(name, ranks, layers, microbatches)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_no_strategy_runs_on_less_than_one_rank(name: str, ranks: int) -> None:
+    with pytest.raises(UserError):
+        traced(name, ranks, 4, 4)
+
+
+def test_fsdp_gathers_each_layer_twice() -> None:
+    program = traced("fsdp", 4, 6, 4)
+    gathered = Counter(op.layer for op in program.tapes[0] if op.kind is OpKind.ALL_GATHER)
+    assert gathered == dict.fromkeys(range(6), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layers", "microbatches", "expected"),
+    [
+        ("single", 1, 5, 4, {}),
+        ("grad_accum", 1, 5, 4, {}),
+        ("ddp", 4, 5, 8, {OpKind.ALL_REDUCE: 4 * 5}),
+        ("wsdp", 4, 5, 8, {OpKind.ALL_GATHER: 4 * 5 * 2, OpKind.ALL_REDUCE: 4 * 5}),
+        ("fsdp", 4, 5, 8, {OpKind.ALL_GATHER: 4 * 5 * 2, OpKind.REDUCE_SCATTER: 4 * 5}),
+        ("pipeline", 4, 8, 3, {OpKind.SEND: 3 * 2, OpKind.RECV: 3 * 2}),
+        ("gpipe", 4, 8, 3, {OpKind.SEND: 3 * 2 * 3, OpKind.RECV: 3 * 2 * 3}),
+        # 2 x 2 ranks, 2 layers a stage, 3 microbatches a column
+        (
+            "pipeline_fsdp",
+            4,
+            4,
+            6,
+            {
+                OpKind.ALL_GATHER: 4 * 2 * 3 * 2,
+                OpKind.REDUCE_SCATTER: 4 * 2 * 3,
+                OpKind.SEND: 2 * 3 * 2,
+                OpKind.RECV: 2 * 3 * 2,
+            },
+        ),
+    ],
+)
+def test_each_strategy_communicates_as_often_as_it_should(
+    name: str, ranks: int, layers: int, microbatches: int, expected: dict[OpKind, int]
+) -> None:
+    program = traced(name, ranks, layers, microbatches)
+    kinds = (OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.SEND, OpKind.RECV)
+    assert {kind: count(program, kind) for kind in kinds if count(program, kind)} == expected
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str) -> None:
+    program = traced(name, STRATEGIES[name].ranks, 4, 4)
+    checked = check(program)
+    for kind in (OpKind.FORWARD, OpKind.BACKWARD):
+        done: Counter[tuple[int, int]] = Counter()
+        for tape, specs in zip(program.tapes, checked.specs, strict=True):
+            for op in tape:
+                if op.kind is kind:
+                    mask = specs[op.inputs[0]].microbatches
+                    done.update((op.layer, m) for m in range(4) if mask >> m & 1)
+        assert done == {(layer, m): 1 for layer in range(4) for m in range(4)}
+
+
+def test_a_ddp_rank_holds_every_weight_whole_and_an_fsdp_rank_its_slice() -> None:
+    for name, share in (("ddp", 1), ("fsdp", 4)):
+        program = traced(name, 4, 2, 4)
+        loads = [op for op in program.tapes[1] if op.kind is OpKind.LOAD_WEIGHTS]
+        assert [op.holds.of for op in loads if op.holds] == [share, share]
+
+
+def test_pipelines_send_activations_up_and_gradients_down() -> None:
+    program = traced("gpipe", 3, 3, 2)
+    expected = [op.expect for op in program.tapes[1] if op.kind is OpKind.RECV]
+    kinds = [message.kind for message in expected if message]
+    assert kinds == [Kind.ACTIVATION, Kind.ACTIVATION, Kind.GRAD_ACTIVATION, Kind.GRAD_ACTIVATION]
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("fdsp", "fsdp"), ("gpip", "gpipe"), ("pipelin", "pipeline")])
+def test_an_unknown_name_suggests_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(UserError, match=f"no strategy '{typed}'; did you mean {meant}"):
+        find(typed)
+
+
+def test_a_name_like_no_other_lists_all() -> None:
+    with pytest.raises(UserError, match="Built in: single, grad_accum, ddp"):
+        find("zzz")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_is_traced_to_the_same_tapes_every_time(name: str) -> None:
+    ranks = STRATEGIES[name].ranks
+    assert traced(name, ranks, 4, 4).fingerprint() == traced(name, ranks, 4, 4).fingerprint()

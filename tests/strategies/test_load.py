@@ -1,0 +1,96 @@
+"""Strategies in a user's own file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardlab.program import Mesh, UserError
+from shardlab.strategies.load import load
+
+FILE = """
+from dataclasses import dataclass
+from neighbour import NUMBER
+
+@dataclass
+class Something:
+    number: int = NUMBER
+
+async def mine(rank):
+    pass
+
+async def on_a_grid(rank):
+    pass
+
+def on_a_grid_mesh(ranks):
+    from shardlab.program import Mesh
+    return Mesh(pp=ranks // 2, dp_shard=2)
+
+def plain(rank):
+    pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour.py").write_text("NUMBER = 3\n")
+    path = tmp_path / "user.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_function_of_a_file_is_a_strategy(file: Path) -> None:
+    entry = load(f"{file}:mine")
+    assert entry.name == f"{file}:mine"
+    assert entry.program.__name__ == "mine"
+    assert entry.mesh(4) == Mesh(dp_shard=4)
+
+
+def test_a_file_may_say_which_grid_its_strategy_needs(file: Path) -> None:
+    assert load(f"{file}:on_a_grid").mesh(4) == Mesh(pp=2, dp_shard=2)
+
+
+def test_nothing_is_written_beside_the_file(file: Path) -> None:
+    load(f"{file}:mine")
+    assert not list(file.parent.glob("**/user*.pyc"))
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("min", "has no function 'min'; did you mean mine"),
+        ("zzz", "its async functions are: mine, on_a_grid"),
+        ("plain", "is not a strategy; write it as `async def plain"),
+        ("", "say which function of"),
+    ],
+)
+def test_what_is_not_a_strategy_is_refused(file: Path, function: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load(f"{file}:{function}")
+
+
+def test_a_file_without_a_function_is_refused(file: Path) -> None:
+    with pytest.raises(UserError, match=r"user\.py:NAME; its async functions are"):
+        load(str(file))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.py is not a file"):
+        load(f"{tmp_path}/none.py:mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = 1\n1 / 0\n", r"bad\.py:2 cannot be run: ZeroDivisionError: division by zero"),
+        ("x = 1\ny = = 2\n", r"bad\.py:2 cannot be run: SyntaxError"),
+        ("import no_such_module_anywhere\n", r"bad\.py:1 cannot be run: ModuleNotFoundError"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_refused_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        load(f"{tmp_path}/bad.py:mine")
