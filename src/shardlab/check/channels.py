@@ -12,7 +12,7 @@ from collections.abc import Hashable
 
 from shardlab.check.checked import BACKENDS, ChannelModel, Meeting
 from shardlab.program import OpKind, Program
-from shardlab.program.tape import BOOKKEEPING, COMMUNICATION
+from shardlab.program.tape import COMMUNICATION
 from shardlab.program.waiting import Wait, explain
 
 __all__ = ["BACKENDS", "ChannelModel", "decide_models"]
@@ -120,23 +120,28 @@ class Replay:
         return woken
 
     def _wait(self, rank: int, meeting: int) -> Wait:
-        """What a blocked rank waits for: absent members, or what stands before its operation in a queue."""
-        members = self.meetings[meeting].members
-        mine = next(member for member in members if member.rank == rank)
-        text = f"{self.program.tapes[rank][mine.op]} (its op {mine.op})"
-        if self.queued:
-            for member in members:
-                queue = self.queues.get((member.rank, self.communicator[meeting]))
-                if queue and meeting not in queue[0].open and any(meeting in slot.open for slot in queue):
-                    head = self.meetings[min(queue[0].open)].members
-                    before = next(m for m in head if m.rank == member.rank)
-                    op = self.program.tapes[member.rank][before.op]
-                    where = "it" if member.rank == rank else f"rank {member.rank}'s part"
-                    others = [m.rank for m in head if m.rank != member.rank] if member.rank == rank else [member.rank]
-                    return Wait(f"{text}; {where} is queued behind rank {member.rank}'s op {before.op}, {op}", others)
-        return Wait(text, [m.rank for m in members if m.rank != rank and not self._has_issued(m.rank, m.op)] or [
-            m.rank for m in members if m.rank != rank
-        ])
+        """What a blocked rank waits for: absent members, or in the end of the operations queued before its own."""
+        text = self._op(rank, meeting)
+        behind = [meeting]
+        while True:
+            members = self.meetings[behind[-1]].members
+            absent = [m.rank for m in members if not self._has_issued(m.rank, m.op)]
+            if absent:
+                return Wait(text, absent)
+            key = self.communicator[behind[-1]]
+            queued, before = next(
+                (m.rank, min(queue[0].open))
+                for m in members
+                if behind[-1] not in (queue := self.queues[m.rank, key])[0].open
+            )
+            text += f", which is queued behind rank {queued}'s {self._op(queued, before)}"
+            if before in behind:
+                return Wait(text, [m.rank for m in members if m.rank != rank])
+            behind.append(before)
+
+    def _op(self, rank: int, meeting: int) -> str:
+        at = next(member.op for member in self.meetings[meeting].members if member.rank == rank)
+        return f"{self.program.tapes[rank][at]} (its op {at})"
 
     def _has_issued(self, rank: int, op: int) -> bool:
         """Whether a blocked or ended rank has got past one of its ops."""

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from shardlab.check.checked import Meeting, Member
 from shardlab.program import Deadlock, Group, Holds, Kind, Op, OpKind, Program, Refused, Spec, transfer
+from shardlab.program.mesh import group_of
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.values import bits, common, listed
 from shardlab.program.waiting import Wait, explain
@@ -26,16 +27,41 @@ class RankState:
         self.ops = ops
         self.at = 0
         self.specs: dict[int, Spec] = {}
-        self.live: dict[int, Spec] = {}
-        self.saved_of: dict[int, int] = {}
+        self.live = Live(self)
+        self.saved_of: dict[int, int] = {}  # live activation -> what autograd saved from its forward
         self.reading: dict[int, int] = defaultdict(int)
         self.flying: dict[int, int] = {}  # handle -> index of the op that issued it
         self.arrived: dict[int, Spec | None] = {}  # handle -> what it delivers (None: nothing)
         self.loaded: dict[tuple[int, Holds], int] = {}
+        self.groups: dict[Group, int] = {}  # group -> how many of its collectives this rank has issued
+        self.batches: dict[int, int] = {}  # batch -> its latest op
         self.waits_for = -1
 
     def refuse(self, text: str, op: int | None = None) -> NoReturn:
         raise Refused(text).at(self.index, self.at if op is None else op)
+
+    def refuse_input(self, number: int) -> NoReturn:
+        """Say why an op may not use a value."""
+        op = self.ops[self.at]
+        flying = next((handle for handle, at in self.flying.items() if number in self.ops[at].outputs), None)
+        if flying is not None:
+            self.refuse(f"{op}: value {number} is still in flight; wait for handle {flying} first.")
+        if number not in self.specs:
+            self.refuse(f"{op}: value {number} has not been made yet.")
+        if self.specs[number].kind is Kind.SAVED:
+            self.refuse(f"{op}: value {number} is what autograd saved; only the backward of its activation reads it.")
+        self.refuse(f"{op}: value {number}, {self.specs[number]}, was freed or replaced before this op.")
+
+
+class Live(dict[int, Spec]):
+    """The specs of the values that a rank's ops may use now, by number; asking for any other is refused."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__()
+        self.state = state
+
+    def __missing__(self, number: int) -> NoReturn:
+        self.state.refuse_input(number)
 
 
 class Dataflow:
@@ -47,7 +73,6 @@ class Dataflow:
         self.states = [RankState(index, ops) for index, ops in enumerate(program.tapes)]
         self.meetings: list[Meeting] = []
         self.meeting_of: list[dict[int, int]] = [{} for _ in program.tapes]
-        self._turns: dict[tuple[int, Group], int] = defaultdict(int)
         self._open: dict[tuple[Group, int], dict[int, tuple[Member, Spec]]] = {}
         self._sent: dict[tuple[int, int], deque[tuple[Member, Spec]]] = defaultdict(deque)
         self._wanted: dict[tuple[int, int], deque[Member]] = defaultdict(deque)
@@ -74,12 +99,18 @@ class Dataflow:
             Deadlock: when no rank can go on although sends are buffered.
             Refused: at the first op that breaks a rule, or for what is missing at the end.
         """
+        ranks = self.program.mesh.world
+        if ranks != len(self.states):
+            raise Refused(f"the mesh has {ranks} ranks, but there are {len(self.states)} tapes; give one for each rank.")
         while self._runnable:
             state = self._runnable.popleft()
             try:
                 self._replay(state)
             except Refused as refusal:
                 raise refusal.at(state.index, state.at) from None
+            except ValueError as error:  # unpacking its inputs and outputs failed
+                op = state.ops[state.at]
+                state.refuse(f"{op}: has {len(op.inputs)} inputs and {len(op.outputs)} outputs: {error}.")
         blocked = {state.index: self._wait(state) for state in self.states if state.waits_for >= 0}
         if blocked:
             raise Deadlock(explain(blocked))
@@ -104,115 +135,123 @@ class Dataflow:
 
     # One rule an op. Inputs must be live here and now; outputs must be new.
 
-    def _input(self, state: RankState, op: Op, place: int) -> Spec:
-        number = op[2][place]
-        spec = state.live.get(number)
-        if spec is None:
-            self._refuse_input(state, op, number)
-        return spec
-
-    def _refuse_input(self, state: RankState, op: Op, number: int) -> NoReturn:
-        flying = next((h for h, at in state.flying.items() if number in state.ops[at].outputs), None)
-        if flying is not None:
-            state.refuse(f"{op}: value {number} is still in flight; wait for handle {flying} first.")
-        if number in state.specs:
-            state.refuse(f"{op}: value {number}, {state.specs[number]}, was freed or replaced before this op.")
-        state.refuse(f"{op}: value {number} has not been made yet.")
-
-    def _output(self, state: RankState, op: Op, place: int, spec: Spec) -> None:
-        number = op[3][place]
-        if number in state.specs:
-            state.refuse(f"{op}: makes value {number} a second time.")
+    def _output(self, state: RankState, number: int, spec: Spec) -> None:
+        if number in state.specs or number < 0:
+            state.refuse(f"{state.ops[state.at]}: makes value {number}, which must be a new one, counted from 0.")
         state.specs[number] = state.live[number] = spec
 
+    def _keep_saved(self, state: RankState, number: int, activation: int, spec: Spec) -> None:
+        """Autograd's part: owned by the activation, it goes with that, with its backward, or for a newer one."""
+        if number in state.specs or number < 0:
+            state.refuse(f"{state.ops[state.at]}: makes value {number}, which must be a new one, counted from 0.")
+        state.specs[number] = spec
+        state.saved_of[activation] = number
+
+    def _want_layer(self, state: RankState, op: Op, layer: int) -> None:
+        if op[1] != layer:
+            state.refuse(f"{op}: the op says layer {op[1]}, but it acts on layer {layer}.")
+
     def _free(self, state: RankState, op: Op) -> None:
-        number = op[2][0]
-        spec = self._input(state, op, 0)
-        if state.reading and state.reading.get(number):
+        (number,) = op[2]
+        spec = state.live[number]
+        if state.reading.get(number):
             state.refuse(f"free: {spec} is still read by a communication in flight; wait for it first.")
         del state.live[number]
-        saved = state.saved_of.pop(number, None)
-        if saved is not None:
-            del state.live[saved]
-
-    def _keep_saved(self, state: RankState, op: Op, place: int) -> None:
-        activation = op[2][0]
-        old = state.saved_of.pop(activation, None)
-        if old is not None:
-            del state.live[old]
-        self._output(state, op, place, transfer.saved(op[1], state.live[activation]))
-        state.saved_of[activation] = op[3][place]
+        if spec[0] is Kind.ACTIVATION:
+            state.saved_of.pop(number, None)
 
     def _forward(self, state: RankState, op: Op) -> None:
-        self._output(state, op, 0, transfer.forward(op[1], self._input(state, op, 0), self._input(state, op, 1)))
-        if len(op[3]) > 1:
-            self._keep_saved(state, op, 1)
+        activation, weight = op[2]
+        spec = state.live[activation]
+        made = transfer.forward(op[1], spec, state.live[weight])
+        if len(op[3]) == 1:
+            self._output(state, op[3][0], made)
+        else:
+            output, saved = op[3]
+            self._output(state, output, made)
+            self._keep_saved(state, saved, activation, transfer.saved(op[1], spec))
 
     def _recompute(self, state: RankState, op: Op) -> None:
-        transfer.forward(op[1], self._input(state, op, 0), self._input(state, op, 1), "recompute")
-        self._keep_saved(state, op, 0)
+        (activation, weight), (saved,) = op[2], op[3]
+        spec = state.live[activation]
+        transfer.forward(op[1], spec, state.live[weight], "recompute")
+        self._keep_saved(state, saved, activation, transfer.saved(op[1], spec))
 
     def _loss(self, state: RankState, op: Op) -> None:
-        self._output(state, op, 0, transfer.loss(self.program.layers, self._input(state, op, 0)))
+        (activation,), (gradient,) = op[2], op[3]
+        self._want_layer(state, op, self.program.layers)
+        self._output(state, gradient, transfer.loss(self.program.layers, state.live[activation]))
 
     def _backward(self, state: RankState, op: Op) -> None:
-        get = self._input
-        activation, saved = op[2][0], op[2][3]
-        made = transfer.backward(op[1], get(state, op, 0), get(state, op, 1), get(state, op, 2))
-        if state.saved_of.get(activation) != saved:
+        activation, gradient, weight, saved = op[2]
+        grad_weight, grad_activation = op[3]
+        live = state.live
+        made = transfer.backward(op[1], live[activation], live[gradient], live[weight])
+        if state.saved_of.pop(activation, None) != saved:
             state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
-        del state.live[state.saved_of.pop(activation)]
-        self._output(state, op, 0, made[0])
-        self._output(state, op, 1, made[1])
+        self._output(state, grad_weight, made[0])
+        self._output(state, grad_activation, made[1])
 
     def _add(self, state: RankState, op: Op) -> None:
-        self._output(state, op, 0, transfer.add(self._input(state, op, 0), self._input(state, op, 1)))
+        (a, b), (total,) = op[2], op[3]
+        made = transfer.add(state.live[a], state.live[b])
+        self._want_layer(state, op, made.layer)
+        self._output(state, total, made)
 
     def _update(self, state: RankState, op: Op) -> None:
-        get = self._input
-        made = transfer.update(op[1], get(state, op, 0), get(state, op, 1), get(state, op, 2), self.cells)
-        for number in op[2][1:]:
+        gradient, weight, opt_state = op[2]
+        new_weight, new_state = op[3]
+        live = state.live
+        made = transfer.update(op[1], live[gradient], live[weight], live[opt_state], self.cells)
+        for number in (weight, opt_state):
             if state.reading.get(number):
-                state.refuse(f"{op}: {state.live[number]} is still read by a communication in flight; wait for it.")
-            del state.live[number]
-        self._output(state, op, 0, made[0])
-        self._output(state, op, 1, made[1])
+                state.refuse(f"{op}: {live[number]} is still read by a communication in flight; wait for it.")
+            del live[number]
+        self._output(state, new_weight, made[0])
+        self._output(state, new_state, made[1])
 
     def _load_batch(self, state: RankState, op: Op) -> None:
-        holds = op.holds
+        holds, (activation,) = op.holds, op[3]
         if holds is None or holds.of != self.program.microbatches or not 0 < holds.mask <= self.cells:
             state.refuse(f"{op}: {holds} is not a set of the step's {self.program.microbatches} microbatches.")
-        self._output(state, op, 0, Spec(Kind.ACTIVATION, 0, holds))
+        self._want_layer(state, op, 0)
+        self._output(state, activation, Spec(Kind.ACTIVATION, 0, holds))
 
     def _load_weights(self, state: RankState, op: Op) -> None:
-        holds, layer = op.holds, op[1]
-        if holds is None or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < self.program.layers:
+        holds, layer, (weight, opt_state) = op.holds, op[1], op[3]
+        if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < self.program.layers:
             state.refuse(f"{op}: there is no slice {holds} of layer {layer}.")
         if (layer, holds) in state.loaded:
             state.refuse(f"{op}: the same slice was loaded by op {state.loaded[layer, holds]} already.")
         state.loaded[layer, holds] = state.at
-        self._output(state, op, 0, Spec(Kind.WEIGHT, layer, holds))
-        self._output(state, op, 1, Spec(Kind.OPT_STATE, layer, holds))
+        self._output(state, weight, Spec(Kind.WEIGHT, layer, holds))
+        self._output(state, opt_state, Spec(Kind.OPT_STATE, layer, holds))
 
     # Communication.
 
     def _issue(self, state: RankState, op: Op) -> Member:
         handle = op[4]
-        if handle in state.flying or handle in self.meeting_of[state.index]:
-            state.refuse(f"{op}: issues handle {handle} a second time.")
+        if handle in state.flying or handle in state.arrived or handle < 0:
+            state.refuse(f"{op}: issues handle {handle}, which must be a new one, counted from 0.")
+        if op.batch >= 0:
+            if state.batches.get(op.batch, state.at - 1) != state.at - 1:
+                state.refuse(f"{op}: is of batch {op.batch}, but other ops stand between it and the rest of its batch.")
+            state.batches[op.batch] = state.at
         state.flying[handle] = state.at
         if op[2]:
             state.reading[op[2][0]] += 1
         return Member(state.index, handle, state.at)
 
     def _collective(self, state: RankState, op: Op) -> None:
-        group = op.group
-        if group is None or state.index not in group.ranks:
-            state.refuse(f"{op}: this rank is not a member of the group.")
-        spec = self._input(state, op, 0)
+        group, (value,), (_,) = op.group, op[2], op[3]
+        spec = state.live[value]
+        if op[1] != spec.layer:
+            self._want_layer(state, op, spec.layer)
+        if group is None or group not in state.groups:
+            group = self._join(state, op)
         member = self._issue(state, op)
-        turn = self._turns[state.index, group]
-        self._turns[state.index, group] = turn + 1
+        turn = state.groups[group]
+        state.groups[group] = turn + 1
         meeting = self._open.setdefault((group, turn), {})
         if meeting:
             first, first_spec = next(iter(meeting.values()))
@@ -230,19 +269,50 @@ class Dataflow:
             specs = transfer.collective(op[0], [given for _, given in members], group.ranks)
             self._meet(Meeting(group, [m for m, _ in members]), specs)
 
+    def _join(self, state: RankState, op: Op) -> Group:
+        """This rank's first collective on a group; equal groups are one object, so that members find one another."""
+        group = op.group
+        if group is None:
+            state.refuse(f"{op}: no group is given for this collective.")
+        if (
+            state.index not in group.ranks
+            or len(set(group.ranks)) < len(group.ranks)
+            or not all(0 <= rank < self.program.ranks for rank in group.ranks)
+        ):
+            state.refuse(
+                f"{op}: the group has the ranks {group.ranks}; a group has rank {state.index} itself and others of "
+                f"0-{self.program.ranks - 1}, each once."
+            )
+        if group is not group_of(group.axis, group.ranks):
+            state.refuse(f"{op}: the group {group} was not made by group_of, so its members would not find each other.")
+        state.groups[group] = 0
+        return group
+
     def _send(self, state: RankState, op: Op) -> None:
-        spec = self._input(state, op, 0)
+        (value,), peer = op[2], op.peer
+        if op[3]:
+            state.refuse(f"{op}: a send makes no value.")
+        spec = state.live[value]
+        if op[1] != spec.layer:
+            self._want_layer(state, op, spec.layer)
         member = self._issue(state, op)
         state.arrived[op[4]] = None  # buffered: the sender never waits
         self._check_peer(state, op)
-        self._sent[state.index, op.peer].append((member, spec))
-        self._deliver(state.index, op.peer)
+        self._sent[state.index, peer].append((member, spec))
+        self._deliver(state.index, peer)
 
     def _recv(self, state: RankState, op: Op) -> None:
+        (_,), peer = op[3], op.peer
+        if op[2]:
+            state.refuse(f"{op}: a recv reads no value.")
+        if op.expect is None:
+            state.refuse(f"{op}: the tape does not say which message is meant.")
+        if op[1] != op.expect.layer:
+            self._want_layer(state, op, op.expect.layer)
         member = self._issue(state, op)
         self._check_peer(state, op)
-        self._wanted[op.peer, state.index].append(member)
-        self._deliver(op.peer, state.index)
+        self._wanted[peer, state.index].append(member)
+        self._deliver(peer, state.index)
 
     def _check_peer(self, state: RankState, op: Op) -> None:
         if op.peer == state.index or not 0 <= op.peer < self.program.ranks:
@@ -254,8 +324,7 @@ class Dataflow:
             (sender, spec), receiver = sent.popleft(), wanted.popleft()
             state = self.states[to]
             expect = state.ops[receiver.op].expect
-            if expect is None:
-                state.refuse("recv: the tape does not say which message is meant.", receiver.op)
+            assert expect is not None, "a recv is looked at when it is issued"
             if expect != transfer.message_of(spec):
                 try:
                     transfer.delivered(source, expect, spec)
@@ -284,7 +353,7 @@ class Dataflow:
             state.reading[source[2][0]] -= 1
         spec = state.arrived[op[4]]
         if spec is not None:
-            self._output(state, source, 0, spec)
+            self._output(state, source[3][0], spec)
 
     # The end of the step.
 
@@ -316,17 +385,16 @@ class Dataflow:
             for issued in state.flying.values():
                 state.refuse(f"{state.ops[issued]}: is still in flight when the step ends; wait for it.", issued)
             self._finish_rank(state)
-        for layer in range(self.program.layers):
-            held = Holds(0, 1)
-            for state in self.states:
-                for loaded, holds in state.loaded:
-                    if loaded == layer:
-                        mine, theirs = common(held, holds)
-                        held = Holds(mine.mask | theirs.mask, mine.of)
-            if not held.complete:
-                missing = listed(bits(~held.mask & ((1 << held.of) - 1)))
+        held = [Holds(0, 1)] * self.program.layers
+        for state in self.states:
+            for layer, holds in state.loaded:
+                mine, theirs = common(held[layer], holds)
+                held[layer] = Holds(mine.mask | theirs.mask, mine.of)
+        for layer, (mask, of) in enumerate(held):
+            if not held[layer].complete:
+                missing = listed(bits(~mask & ((1 << of) - 1)))
                 raise Refused(
-                    f"weights[{layer}]: no rank loads slice {missing} of {held.of}, so it is never updated; every slice "
+                    f"weights[{layer}]: no rank loads slice {missing} of {of}, so it is never updated; every slice "
                     "of every layer must be loaded and updated by at least one rank."
                 )
 
@@ -347,3 +415,9 @@ class Dataflow:
                     f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded.",
                     len(state.ops),
                 )
+            if spec not in left:
+                state.refuse(
+                    f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once.",
+                    len(state.ops),
+                )
+            left.remove(spec)

@@ -277,8 +277,14 @@ class Rank(Recorder):
         except ValueError:
             names = ", ".join(kind.value for kind in Kind if kind is not Kind.SAVED)
             self.refuse(f"recv: {name!r} is not a store; expect one of {names}.")
-        numbers = [microbatches] if isinstance(microbatches, int) else microbatches or []
-        return Message(kind, layer, mask_of(numbers))
+        numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
+        try:
+            mask = mask_of(numbers)
+        except ValueError:  # a negative number
+            mask = -1
+        if not 0 <= mask <= self._cells:
+            self.refuse(f"recv: microbatches {numbers} were expected; the step has 0-{len(self.microbatches) - 1}.")
+        return Message(kind, layer, mask)
 
     def _check_layer(self, op: str, layer: int) -> None:
         if layer not in self.layers:

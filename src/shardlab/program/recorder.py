@@ -94,9 +94,9 @@ class Recorder:
 
     def _end_in_place(self, value: Value) -> None:
         """An update ends the value that it replaces, once nothing reads it any more."""
+        value.alive = False  # first, or the last wait would free it
         for handle in value.reading:
             self.emit_wait(handle)
-        value.alive = False
 
     def _issue(self, op: Op, handle: Handle[Any], read: Value | None) -> None:
         if self.watch is not None:
@@ -121,14 +121,16 @@ class Recorder:
                 self._used(read)
 
     def end(self) -> None:
-        """The step's end: wait for what is in flight, then free everything but the slices that were loaded."""
+        """The step's end: wait for what is in flight, then free everything but one of each slice that was loaded."""
         self.ended = True
         for handle in list(self._outstanding.values()):
             if not handle.waited:
                 self.emit_wait(handle)
+        kept: set[Spec] = set()
         for value in self._values:
-            if value is not None and value.alive and not (value.keys and self._stays(value.spec)):
-                self._free(value)
-
-    def _stays(self, spec: Spec) -> bool:
-        return spec.step > 0 and (spec.kind, spec.layer, spec.holds) in self._loaded
+            if value is not None and value.alive:
+                spec = value.spec
+                if value.keys and spec.step and (spec.kind, spec.layer, spec.holds) in self._loaded and spec not in kept:
+                    kept.add(spec)
+                else:
+                    self._free(value)

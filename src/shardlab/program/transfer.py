@@ -160,9 +160,10 @@ def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, ce
             f"of step {gradient.step}; all three must be of one step: each slice is updated exactly once a step."
         )
     if gradient.sums != cells:
-        missing = microbatches_text(cells & ~gradient.sums)
+        missing = cells & ~gradient.sums
+        verb = "are" if missing.bit_count() > 1 else "is"
         raise Refused(
-            f"{op}: {missing} is missing from {gradient}; an update wants every microbatch exactly once. "
+            f"{op}: {microbatches_text(missing)} {verb} missing from {gradient}; an update wants every microbatch exactly once. "
             "Add or reduce the missing gradients first."
         )
     for what, value in (("weight", weight), ("optimizer state", opt_state)):

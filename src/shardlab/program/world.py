@@ -17,13 +17,15 @@ from shardlab.program.mesh import Mesh
 from shardlab.program.rank import Rank
 from shardlab.program.sizes import Sizes
 from shardlab.program.tape import Program
-from shardlab.program.waiting import Wait, explain
+from shardlab.program.waiting import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
 """`async def strategy(rank: Rank) -> None`: what one rank does in one optimizer step."""
+
+AWAITED_SOMETHING_ELSE = "the program awaited something else than a communication of its own rank; await only those."
 
 
 class World:
@@ -90,9 +92,13 @@ class World:
         return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
 
     def _start(self, strategy: Strategy) -> list[Coroutine[Any, Any, object]]:
+        name = getattr(strategy, "__name__", repr(strategy))
         if not inspect.iscoroutinefunction(strategy):
-            name = getattr(strategy, "__name__", repr(strategy))
             raise UserError(f"{name} is not a strategy: write it as `async def {name}(rank): ...`")
+        try:
+            inspect.signature(strategy).bind(self.ranks[0])
+        except TypeError as error:
+            raise UserError(f"{name} cannot be called with the rank alone: {error}") from None
         return [strategy(rank) for rank in self.ranks]
 
     def _resume(self, index: int, coroutines: list[Coroutine[Any, Any, object]]) -> None:
@@ -104,9 +110,11 @@ class World:
         except (Refused, UserError):
             raise
         except Exception as error:
+            if isinstance(error, RuntimeError) and "no running event loop" in str(error):  # asyncio.sleep and the like
+                rank.refuse(AWAITED_SOMETHING_ELSE)
             raise Refused(f"the program raised {type(error).__name__}: {error}").at(index, len(rank.ops)) from error
-        if not isinstance(handle, Handle):
-            rank.refuse("the program awaited something else than a communication of its own rank; await only those.")
+        if not isinstance(handle, Handle) or handle.rank is not rank:
+            rank.refuse(AWAITED_SOMETHING_ELSE)
         self._parked[index] = handle  # it was not ready, or it would not have been yielded
 
     def _wake(self, handle: Handle[Any]) -> None:
