@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from shardlab.check import ChannelModel, check
 from shardlab.execute import AdamW, Executor, Settings
@@ -58,9 +57,7 @@ async def reads_the_sum_and_the_part(rank: Rank) -> None:
     rank.grad_weights["mine"], _ = rank.backward(0, rank.activations[0], gradient, rank.weights[0])
     rank.grad_weights["ours"] = await rank.all_reduce(rank.grad_weights["mine"])
     rank.grad_weights["again"] = await rank.all_reduce(rank.grad_weights["mine"])
-    rank.weights[0], rank.opt_states[0] = rank.update(
-        0, rank.grad_weights["ours"], rank.weights[0], rank.opt_states[0]
-    )
+    rank.weights[0], rank.opt_states[0] = rank.update(0, rank.grad_weights["ours"], rank.weights[0], rank.opt_states[0])
 
 
 def test_all_reduce_copies_what_is_read_again() -> None:

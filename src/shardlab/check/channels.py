@@ -128,12 +128,8 @@ class Replay:
             absent = [m.rank for m in members if not self._has_issued(m.rank, m.op)]
             if absent:
                 return Wait(text, absent)
-            key = self.communicator[behind[-1]]
-            queued, before = next(
-                (m.rank, min(queue[0].open))
-                for m in members
-                if behind[-1] not in (queue := self.queues[m.rank, key])[0].open
-            )
+            heads = [(m.rank, self.queues[m.rank, self.communicator[behind[-1]]][0].open) for m in members]
+            queued, before = next((at, min(head)) for at, head in heads if behind[-1] not in head)
             text += f", which is queued behind rank {queued}'s {self._op(queued, before)}"
             if before in behind:
                 return Wait(text, [m.rank for m in members if m.rank != rank])

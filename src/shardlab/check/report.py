@@ -27,7 +27,6 @@ def check(program: Program) -> Checked:
         dataflow = Dataflow(program)
         dataflow.run()
         check_common_order(program)
-        models = decide_models(program, dataflow.meetings, dataflow.meeting_of)
-    return Checked(
-        program, [state.specs for state in dataflow.states], dataflow.meetings, dataflow.meeting_of, models
-    )
+        meetings, meeting_of = dataflow.communication.meetings, dataflow.communication.meeting_of
+        models = decide_models(program, meetings, meeting_of)
+    return Checked(program, [state.specs for state in dataflow.states], meetings, meeting_of, models)

@@ -32,8 +32,8 @@ class Shapes:
     def shape(self, spec: Spec) -> tuple[int, ...]:
         """Shape of a value's tensor: its slices or its microbatches' rows, one after the other."""
         if spec.kind is Kind.ACTIVATION or spec.kind is Kind.GRAD_ACTIVATION:
-            return (spec.holds.count * self.rows, *self.model.activation_shape(spec.layer))
-        return (self.flat[spec.layer] // spec.holds.of * spec.holds.count,)
+            return (spec.holds.pieces * self.rows, *self.model.activation_shape(spec.layer))
+        return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
 
     def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
         """Where a value's slices lie in the layer's flat buffer, as (start, stop), in order."""

@@ -184,9 +184,7 @@ class Rank(Recorder):
         """The optimizer's step on a slice: the new (weight, optimizer state). The old ones end here, in place."""
         self._check_layer("update", layer)
         try:
-            specs = transfer.update(
-                layer, self._read(gradient), self._read(weight), self._read(opt_state), self._cells
-            )
+            specs = transfer.update(layer, self._read(gradient), self._read(weight), self._read(opt_state), self._cells)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         self._end_in_place(weight)
@@ -257,7 +255,8 @@ class Rank(Recorder):
         spec = self._read(value)
         self._check_peer("send to", to)
         handle = self._world.channels.post_send(self, value, to)
-        self._issue(Op(OpKind.SEND, spec.layer, (value.number,), (), handle.number, peer=to, batch=batch), handle, value)
+        op = Op(OpKind.SEND, spec.layer, (value.number,), (), handle.number, peer=to, batch=batch)
+        self._issue(op, handle, value)
         return handle
 
     def _recv(self, source: int, expect: Expected | None, batch: int) -> Handle[Value]:

@@ -7,7 +7,7 @@ communication still reads is waited for before it is freed. The program itself n
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from shardlab.program.asyncio_watch import AsyncioWatch
 from shardlab.program.errors import Refused
@@ -16,6 +16,9 @@ from shardlab.program.sizes import Sizes
 from shardlab.program.tape import Op, OpKind
 from shardlab.program.value import Value
 from shardlab.program.values import Holds, Kind, Spec
+
+if TYPE_CHECKING:
+    from shardlab.program.rank import Rank
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
@@ -40,15 +43,15 @@ class Recorder:
 
     def make(self, spec: Spec) -> Value:
         """A new value of this rank."""
-        value = Value(self, len(self._values), spec)
+        value = Value(cast("Rank", self), len(self._values), spec)
         self._values.append(value)
         return value
 
     def _read(self, value: Value) -> Spec:
         """The spec of a value that may be used here and now."""
-        if value.__class__ is Value and value.alive and value.rank is self:
-            return value.spec
-        self._refuse_value(value)
+        if value.__class__ is not Value or not value.alive or value.rank is not self:
+            self._refuse_value(value)
+        return value.spec
 
     def _refuse_value(self, value: object) -> NoReturn:
         if isinstance(value, Handle):
@@ -130,7 +133,8 @@ class Recorder:
         for value in self._values:
             if value is not None and value.alive:
                 spec = value.spec
-                if value.keys and spec.step and (spec.kind, spec.layer, spec.holds) in self._loaded and spec not in kept:
+                loaded = (spec.kind, spec.layer, spec.holds) in self._loaded
+                if value.keys and spec.step and loaded and spec not in kept:
                     kept.add(spec)
                 else:
                     self._free(value)

@@ -64,7 +64,9 @@ def loss(layers: int, activation: Spec) -> Spec:
     """The last activation makes its own gradient."""
     if activation.kind is not _ACTIVATION or activation.layer != layers:
         _want_kind("loss", "activation", activation, _ACTIVATION)
-        raise Refused(f"loss: the activation given is {activation}; the loss reads the last one, activations[{layers}].")
+        raise Refused(
+            f"loss: the activation given is {activation}; the loss reads the last one, activations[{layers}]."
+        )
     return Spec(_GRAD_ACTIVATION, layers, activation.holds, 0, activation.step)
 
 
@@ -163,8 +165,8 @@ def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, ce
         missing = cells & ~gradient.sums
         verb = "are" if missing.bit_count() > 1 else "is"
         raise Refused(
-            f"{op}: {microbatches_text(missing)} {verb} missing from {gradient}; an update wants every microbatch exactly once. "
-            "Add or reduce the missing gradients first."
+            f"{op}: {microbatches_text(missing)} {verb} missing from {gradient}; an update wants every microbatch "
+            "exactly once. Add or reduce the missing gradients first."
         )
     for what, value in (("weight", weight), ("optimizer state", opt_state)):
         if not gradient.holds.contains(value.holds):
@@ -187,7 +189,7 @@ def unite_sums(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if spec.kind is not _GRAD_WEIGHT:
             raise Refused(f"{op}: {name} gave {spec}; only weight gradients are sums of contributions.")
         if spec.layer != first.layer or spec.step != first.step:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only gradients of one layer can be summed.")
+            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only gradients of one layer are summed.")
         if not (spec.holds == first.holds or spec.holds.same(first.holds)):
             raise Refused(
                 f"{op}: {names[0]} gave slices {first.holds} and {name} {spec.holds}; only equal slices can be summed."
@@ -220,8 +222,8 @@ def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if mine.mask & theirs.mask:
             what = "microbatch" if spec.kind in ROW_KINDS else "slice"
             raise Refused(
-                f"{op}: {what} {listed(bits(mine.mask & theirs.mask))} of {mine.of} comes from {name} and from an earlier "
-                "rank as well; the pieces of an all_gather must not overlap."
+                f"{op}: {what} {listed(bits(mine.mask & theirs.mask))} of {mine.of} comes from {name} and from an "
+                "earlier rank as well; the pieces of an all_gather must not overlap."
             )
         mask, of = mine.mask | theirs.mask, mine.of
     return Spec(first.kind, first.layer, Holds(mask, of), first.sums, first.step)
@@ -250,6 +252,6 @@ def delivered(source: int, expected: Message, spec: Spec) -> None:
     if expected != got:
         raise Refused(
             f"recv from rank {source}: expected {expected}, but the next message on this channel is {got}; messages "
-            f"between two ranks arrive in the order they were sent. Make rank {source}'s sends and this rank's receives "
-            "agree."
+            f"between two ranks arrive in the order they were sent. Make rank {source}'s sends and this rank's "
+            "receives agree."
         )

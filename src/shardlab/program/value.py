@@ -11,6 +11,7 @@ from shardlab.program.values import Kind, Spec
 
 if TYPE_CHECKING:
     from shardlab.program.handle import Handle
+    from shardlab.program.rank import Rank
     from shardlab.program.recorder import Recorder
 
 
@@ -26,7 +27,7 @@ class Value:
     reading: tuple[Handle[Any], ...] = ()
     """Communications in flight that read it; until they complete it is read-only and stays live."""
 
-    def __init__(self, rank: Recorder, number: int, spec: Spec) -> None:
+    def __init__(self, rank: Rank, number: int, spec: Spec) -> None:
         self.rank = rank
         self.number = number
         self.spec = spec

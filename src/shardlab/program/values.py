@@ -45,7 +45,7 @@ class Holds(NamedTuple):
         return self.mask == (1 << self.of) - 1
 
     @property
-    def count(self) -> int:
+    def pieces(self) -> int:
         """How many pieces are held."""
         return self.mask.bit_count()
 
@@ -67,7 +67,7 @@ class Holds(NamedTuple):
 
     def split(self, parts: int) -> list[Holds]:
         """Cut what is held into `parts` equal slices, in order."""
-        fine = self.refined(self.of * parts // math.gcd(self.count, parts))
+        fine = self.refined(self.of * parts // math.gcd(self.pieces, parts))
         places = list(bits(fine.mask))
         size = len(places) // parts
         return [Holds(mask_of(places[i * size : (i + 1) * size]), fine.of) for i in range(parts)]

@@ -20,7 +20,7 @@ from shardlab.program.tape import Program
 from shardlab.program.waiting import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
 """`async def strategy(rank: Rank) -> None`: what one rank does in one optimizer step."""
@@ -141,7 +141,7 @@ def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatch
 
 
 @contextmanager
-def gc_paused() -> Iterator[None]:
+def gc_paused() -> Generator[None, None, None]:
     """Tracing only makes objects that stay; letting the collector walk them again and again would cost a third."""
     enabled = gc.isenabled()
     gc.disable()

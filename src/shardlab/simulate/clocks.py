@@ -73,7 +73,7 @@ class _Clocks:
                     return
                 self._issue(rank, op.handle, now)
             elif kind is not OpKind.FREE:
-                acted_on = specs[op.inputs[0]].holds.count if op.inputs else 0
+                acted_on = specs[op.inputs[0]].holds.pieces if op.inputs else 0
                 start, clock = clock, clock + self.costs.duration(kind, acted_on)
                 times[at] = (start, clock)
         self.at[rank], self.clock[rank] = len(ops), clock

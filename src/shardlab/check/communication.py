@@ -1,0 +1,196 @@
+"""The rules of communication on tapes: who meets whom, and what each receives.
+
+Sends are buffered here, and messages between two ranks arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+from shardlab.check.checked import Meeting, Member
+from shardlab.check.rank_state import RankState
+from shardlab.program import Group, Op, OpKind, Refused, Spec, transfer
+from shardlab.program.mesh import group_of
+from shardlab.program.tape import COLLECTIVES
+from shardlab.program.waiting import Wait
+
+
+class Communication:
+    """All meetings of a replay.
+
+    Args:
+        states: the ranks.
+        wake: called with a rank whose awaited communication has got all its members.
+
+    Attributes:
+        meetings: every communication that has come about.
+        meeting_of: for each rank, its handles' places in `meetings`.
+        rules: one an op.
+    """
+
+    def __init__(self, states: Sequence[RankState], wake: Callable[[RankState], None]) -> None:
+        self.states = states
+        self.meetings: list[Meeting] = []
+        self.meeting_of: list[dict[int, int]] = [{} for _ in states]
+        self.rules = {
+            OpKind.SEND: self._send,
+            OpKind.RECV: self._recv,
+            **dict.fromkeys(COLLECTIVES, self._collective),
+        }
+        self._wake = wake
+        self._open: dict[tuple[Group, int], dict[int, tuple[Member, Spec]]] = {}
+        self._sent: dict[tuple[int, int], deque[tuple[Member, Spec]]] = defaultdict(deque)
+        self._wanted: dict[tuple[int, int], deque[Member]] = defaultdict(deque)
+
+    def arrive(self, state: RankState, op: Op) -> None:
+        """WAIT for a communication that has come about: its result may be used, what it read may be freed."""
+        issued = state.flying.pop(op[4], None)
+        if issued is None:
+            state.refuse(f"wait: handle {op[4]} is not in flight; each communication is waited for once.")
+        source = state.ops[issued]
+        if source[2]:
+            state.reading[source[2][0]] -= 1
+        spec = state.arrived[op[4]]
+        if spec is not None:
+            state.make(source[3][0], spec)
+
+    def waiting(self, state: RankState) -> Wait:
+        """What a blocked rank waits for."""
+        op = state.ops[state.flying[state.waits_for]]
+        if op[0] is OpKind.RECV:
+            return Wait(str(op), [op.peer])
+        assert op.group is not None
+        came = next(
+            meeting
+            for (group, _), meeting in self._open.items()
+            if group is op.group and state.index in meeting and meeting[state.index][0].handle == state.waits_for
+        )
+        missing = [rank for rank in op.group.ranks if rank not in came]
+        names = ", ".join(map(str, missing))
+        spec = came[state.index][1]
+        return Wait(f"{op[0].value}({spec}) on {op.group} for rank{'s' * (len(missing) > 1)} {names}", missing)
+
+    def finish(self) -> None:
+        """Every message has been received.
+
+        Raises:
+            Refused: naming the first that was not.
+        """
+        for (source, to), messages in self._sent.items():
+            for member, spec in messages:
+                text = f"send({spec}) to rank {to}: no receive on rank {to} takes this message."
+                self.states[source].refuse(text, member.op)
+
+    def _issue(self, state: RankState, op: Op) -> Member:
+        handle = op[4]
+        if handle in state.flying or handle in state.arrived or handle < 0:
+            state.refuse(f"{op}: issues handle {handle}, which must be a new one, counted from 0.")
+        if op.batch >= 0:
+            if state.batches.get(op.batch, state.at - 1) != state.at - 1:
+                state.refuse(f"{op}: is of batch {op.batch}, but other ops stand between it and the rest of its batch.")
+            state.batches[op.batch] = state.at
+        state.flying[handle] = state.at
+        if op[2]:
+            state.reading[op[2][0]] += 1
+        return Member(state.index, handle, state.at)
+
+    def _collective(self, state: RankState, op: Op) -> None:
+        group, (value,), (_,) = op.group, op[2], op[3]
+        spec = state.live[value]
+        state.want_layer(op, spec.layer)
+        if group is None or group not in state.groups:
+            group = _join(state, op)
+        member = self._issue(state, op)
+        turn = state.groups[group]
+        state.groups[group] = turn + 1
+        meeting = self._open.setdefault((group, turn), {})
+        if meeting:
+            first, first_spec = next(iter(meeting.values()))
+            there = self.states[first.rank].ops[first.op]
+            if there[0] is not op[0] or first_spec.kind is not spec.kind or first_spec.layer != spec.layer:
+                state.refuse(
+                    f"{op[0].value}({spec}) on {group}: rank {first.rank} meets it with {there[0].value}({first_spec}) "
+                    f"(its op {first.op}); all members of a group must issue its collectives in one order, of one kind "
+                    "and for one layer."
+                )
+        meeting[state.index] = (member, spec)
+        if len(meeting) == len(group.ranks):
+            del self._open[group, turn]
+            members = [meeting[rank] for rank in group.ranks]
+            specs = transfer.collective(op[0], [given for _, given in members], group.ranks)
+            self._meet(Meeting(group, [m for m, _ in members]), specs)
+
+    def _send(self, state: RankState, op: Op) -> None:
+        (value,), peer = op[2], op.peer
+        if op[3]:
+            state.refuse(f"{op}: a send makes no value.")
+        spec = state.live[value]
+        state.want_layer(op, spec.layer)
+        member = self._issue(state, op)
+        state.arrived[op[4]] = None  # buffered: the sender never waits
+        _check_peer(state, op)
+        self._sent[state.index, peer].append((member, spec))
+        self._deliver(state.index, peer)
+
+    def _recv(self, state: RankState, op: Op) -> None:
+        (_,), peer = op[3], op.peer
+        if op[2]:
+            state.refuse(f"{op}: a recv reads no value.")
+        if op.expect is None:
+            state.refuse(f"{op}: the tape does not say which message is meant.")
+        state.want_layer(op, op.expect.layer)
+        member = self._issue(state, op)
+        _check_peer(state, op)
+        self._wanted[peer, state.index].append(member)
+        self._deliver(peer, state.index)
+
+    def _deliver(self, source: int, to: int) -> None:
+        sent, wanted = self._sent[source, to], self._wanted[source, to]
+        while sent and wanted:
+            (sender, spec), receiver = sent.popleft(), wanted.popleft()
+            expect = self.states[to].ops[receiver.op].expect
+            assert expect is not None, "a recv is looked at when it is issued"
+            if expect != transfer.message_of(spec):
+                try:
+                    transfer.delivered(source, expect, spec)
+                except Refused as refusal:
+                    raise refusal.at(to, receiver.op) from None
+            self._meet(Meeting(None, [sender, receiver]), [None, spec])
+
+    def _meet(self, meeting: Meeting, delivers: Sequence[Spec | None]) -> None:
+        """A communication has all its members: note what each receives, and let those go on that wait for it."""
+        number = len(self.meetings)
+        self.meetings.append(meeting)
+        for member, spec in zip(meeting.members, delivers, strict=True):
+            self.meeting_of[member.rank][member.handle] = number
+            state = self.states[member.rank]
+            state.arrived[member.handle] = spec
+            if state.waits_for == member.handle:
+                state.waits_for = -1
+                self._wake(state)
+
+
+def _join(state: RankState, op: Op) -> Group:
+    """This rank's first collective on a group; equal groups are one object, so that members find one another."""
+    group, ranks = op.group, state.program.ranks
+    if group is None:
+        state.refuse(f"{op}: no group is given for this collective.")
+    if (
+        state.index not in group.ranks
+        or len(set(group.ranks)) < len(group.ranks)
+        or not all(0 <= rank < ranks for rank in group.ranks)
+    ):
+        state.refuse(
+            f"{op}: the group has the ranks {group.ranks}; a group has rank {state.index} itself and others of "
+            f"0-{ranks - 1}, each once."
+        )
+    if group is not group_of(group.axis, group.ranks):
+        state.refuse(f"{op}: the group {group} was not made by group_of, so its members would not find each other.")
+    state.groups[group] = 0
+    return group
+
+
+def _check_peer(state: RankState, op: Op) -> None:
+    if op.peer == state.index or not 0 <= op.peer < state.program.ranks:
+        state.refuse(f"{op}: the world has ranks 0-{state.program.ranks - 1}, and a rank does not message itself.")

@@ -1,0 +1,114 @@
+"""The rules of compute on a tape, one function an op: inputs must be live here and now, outputs must be new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardlab.check.rank_state import RankState
+from shardlab.program import Kind, Op, OpKind, Spec, transfer
+
+Rule = Callable[[RankState, Op], None]
+
+
+def free(state: RankState, op: Op) -> None:
+    (number,) = op[2]
+    spec = state.live[number]
+    if state.reading.get(number):
+        state.refuse(f"free: {spec} is still read by a communication in flight; wait for it first.")
+    del state.live[number]
+    if spec[0] is Kind.ACTIVATION:
+        state.saved_of.pop(number, None)
+
+
+def forward(state: RankState, op: Op) -> None:
+    activation, weight = op[2]
+    spec = state.live[activation]
+    made = transfer.forward(op[1], spec, state.live[weight])
+    if len(op[3]) == 1:
+        state.make(op[3][0], made)
+    else:
+        output, saved = op[3]
+        state.make(output, made)
+        _save(state, saved, activation, transfer.saved(op[1], spec))
+
+
+def recompute(state: RankState, op: Op) -> None:
+    (activation, weight), (saved,) = op[2], op[3]
+    spec = state.live[activation]
+    transfer.forward(op[1], spec, state.live[weight], "recompute")
+    _save(state, saved, activation, transfer.saved(op[1], spec))
+
+
+def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
+    """Autograd's part: owned by the activation, it goes with that, with its backward, or for a newer one."""
+    state.note(number, spec)
+    state.saved_of[activation] = number
+
+
+def loss(state: RankState, op: Op) -> None:
+    (activation,), (gradient,) = op[2], op[3]
+    state.want_layer(op, state.program.layers)
+    state.make(gradient, transfer.loss(state.program.layers, state.live[activation]))
+
+
+def backward(state: RankState, op: Op) -> None:
+    activation, gradient, weight, saved = op[2]
+    grad_weight, grad_activation = op[3]
+    live = state.live
+    made = transfer.backward(op[1], live[activation], live[gradient], live[weight])
+    if state.saved_of.pop(activation, None) != saved:
+        state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
+    state.make(grad_weight, made[0])
+    state.make(grad_activation, made[1])
+
+
+def add(state: RankState, op: Op) -> None:
+    (a, b), (total,) = op[2], op[3]
+    made = transfer.add(state.live[a], state.live[b])
+    state.want_layer(op, made.layer)
+    state.make(total, made)
+
+
+def update(state: RankState, op: Op) -> None:
+    gradient, weight, opt_state = op[2]
+    new_weight, new_state = op[3]
+    live = state.live
+    made = transfer.update(op[1], live[gradient], live[weight], live[opt_state], state.cells)
+    for number in (weight, opt_state):
+        if state.reading.get(number):
+            state.refuse(f"{op}: {live[number]} is still read by a communication in flight; wait for it.")
+        del live[number]
+    state.make(new_weight, made[0])
+    state.make(new_state, made[1])
+
+
+def load_batch(state: RankState, op: Op) -> None:
+    holds, (activation,) = op.holds, op[3]
+    if holds is None or holds.of != state.program.microbatches or not 0 < holds.mask <= state.cells:
+        state.refuse(f"{op}: {holds} is not a set of the step's {state.program.microbatches} microbatches.")
+    state.want_layer(op, 0)
+    state.make(activation, Spec(Kind.ACTIVATION, 0, holds))
+
+
+def load_weights(state: RankState, op: Op) -> None:
+    holds, layer, (weight, opt_state) = op.holds, op[1], op[3]
+    if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
+        state.refuse(f"{op}: there is no slice {holds} of layer {layer}.")
+    if (layer, holds) in state.loaded:
+        state.refuse(f"{op}: the same slice was loaded by op {state.loaded[layer, holds]} already.")
+    state.loaded[layer, holds] = state.at
+    state.make(weight, Spec(Kind.WEIGHT, layer, holds))
+    state.make(opt_state, Spec(Kind.OPT_STATE, layer, holds))
+
+
+COMPUTE_RULES: dict[OpKind, Rule] = {
+    OpKind.FREE: free,
+    OpKind.FORWARD: forward,
+    OpKind.BACKWARD: backward,
+    OpKind.RECOMPUTE: recompute,
+    OpKind.ADD: add,
+    OpKind.UPDATE: update,
+    OpKind.LOSS: loss,
+    OpKind.LOAD_BATCH: load_batch,
+    OpKind.LOAD_WEIGHTS: load_weights,
+}

@@ -1,0 +1,60 @@
+"""What must be true when a step ends: every slice loaded anywhere is one step on, and nothing else is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlab.check.rank_state import RankState
+from shardlab.program import Holds, Kind, Refused, Spec
+from shardlab.program.values import bits, common, listed
+
+
+def check_rank_ending(state: RankState) -> None:
+    """Nothing is in flight, and live are exactly the slices that the rank loaded, updated once.
+
+    Raises:
+        Refused: naming what is missing or left over.
+    """
+    for issued in state.flying.values():
+        state.refuse(f"{state.ops[issued]}: is still in flight when the step ends; wait for it.", issued)
+    left = set(state.live.values())
+    for (layer, holds), loaded in state.loaded.items():
+        for kind in (Kind.WEIGHT, Kind.OPT_STATE):
+            final = Spec(kind, layer, holds, 0, 1)
+            if final not in left:
+                state.refuse(
+                    f"load_weights(layer {layer}): the step ends without {final}; every slice that is loaded must "
+                    "be updated once, and its result kept in a store.",
+                    loaded,
+                )
+    end = len(state.ops)
+    for number, spec in state.live.items():
+        if spec.step != 1 or (spec.layer, spec.holds) not in state.loaded:
+            state.refuse(
+                f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded.", end
+            )
+        if spec not in left:
+            state.refuse(
+                f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once.", end
+            )
+        left.remove(spec)
+
+
+def check_coverage(states: Sequence[RankState], layers: int) -> None:
+    """Together the ranks load every slice of every layer.
+
+    Raises:
+        Refused: naming the first slice that nobody loads.
+    """
+    held = [Holds(0, 1)] * layers
+    for state in states:
+        for layer, holds in state.loaded:
+            mine, theirs = common(held[layer], holds)
+            held[layer] = Holds(mine.mask | theirs.mask, mine.of)
+    for layer, (mask, of) in enumerate(held):
+        if not held[layer].complete:
+            missing = listed(bits(~mask & ((1 << of) - 1)))
+            raise Refused(
+                f"weights[{layer}]: no rank loads slice {missing} of {of}, so it is never updated; every slice "
+                "of every layer must be loaded and updated by at least one rank."
+            )

@@ -1,0 +1,86 @@
+"""One rank while its tape is replayed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NoReturn
+
+from shardlab.program import Group, Holds, Kind, Op, Program, Refused, Spec
+
+
+class RankState:
+    """What is live, in flight and loaded on a rank, up to the op at hand.
+
+    Attributes:
+        at: index of the op at hand.
+        specs: the spec of every value made so far, by number.
+        live: those that ops may use now.
+        saved_of: live activation to what autograd saved from its forward.
+        reading: value to how many communications in flight read it.
+        flying: handle to the index of the op that issued it.
+        arrived: handle to what it delivers (None: nothing).
+        loaded: (layer, slices) to the index of the op that loaded them.
+        groups: group to how many of its collectives this rank has issued.
+        batches: batch to the index of its latest op.
+        waits_for: the handle that the rank waits for (-1: it does not).
+    """
+
+    def __init__(self, index: int, program: Program) -> None:
+        self.index = index
+        self.program = program
+        self.ops = program.tapes[index]
+        self.cells = (1 << program.microbatches) - 1
+        self.at = 0
+        self.specs: dict[int, Spec] = {}
+        self.live = Live(self)
+        self.saved_of: dict[int, int] = {}
+        self.reading: dict[int, int] = defaultdict(int)
+        self.flying: dict[int, int] = {}
+        self.arrived: dict[int, Spec | None] = {}
+        self.loaded: dict[tuple[int, Holds], int] = {}
+        self.groups: dict[Group, int] = {}
+        self.batches: dict[int, int] = {}
+        self.waits_for = -1
+
+    def make(self, number: int, spec: Spec) -> None:
+        """A value comes to life; its number must be new."""
+        self.note(number, spec)
+        self.live[number] = spec
+
+    def note(self, number: int, spec: Spec) -> None:
+        """A value exists, whether or not ops may use it."""
+        if number in self.specs or number < 0:
+            self.refuse(f"{self.ops[self.at]}: makes value {number}, which must be a new one, counted from 0.")
+        self.specs[number] = spec
+
+    def want_layer(self, op: Op, layer: int) -> None:
+        """The layer that an op names must be the one that it acts on."""
+        if op[1] != layer:
+            self.refuse(f"{op}: the op says layer {op[1]}, but it acts on layer {layer}.")
+
+    def refuse(self, text: str, op: int | None = None) -> NoReturn:
+        """Refuse the op at hand, or another."""
+        raise Refused(text).at(self.index, self.at if op is None else op)
+
+    def refuse_input(self, number: int) -> NoReturn:
+        """Say why an op may not use a value."""
+        op = self.ops[self.at]
+        flying = next((handle for handle, at in self.flying.items() if number in self.ops[at].outputs), None)
+        if flying is not None:
+            self.refuse(f"{op}: value {number} is still in flight; wait for handle {flying} first.")
+        if number not in self.specs:
+            self.refuse(f"{op}: value {number} has not been made yet.")
+        if self.specs[number].kind is Kind.SAVED:
+            self.refuse(f"{op}: value {number} is what autograd saved; only the backward of its activation reads it.")
+        self.refuse(f"{op}: value {number}, {self.specs[number]}, was freed or replaced before this op.")
+
+
+class Live(dict[int, Spec]):
+    """The specs of the values that a rank's ops may use now, by number; asking for any other is refused."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__()
+        self.state = state
+
+    def __missing__(self, number: int) -> NoReturn:
+        self.state.refuse_input(number)
