@@ -82,6 +82,21 @@ def test_a_command_prints_what_the_readme_shows(command: Command, elsewhere: Pat
         assert printed == command.output
 
 
+def test_the_main_job_prints_what_the_readme_shows(elsewhere: Path) -> None:
+    """`make train` in a folder of its own, shortened to 20 steps."""
+    (shown,) = [command for command in commands() if command.line == "make train"]
+    recipe = re.search(r"^train:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert recipe
+    assert shown.output.startswith(f".venv/bin/{recipe[1]}\n")
+    environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    words = [sys.executable, "-m", *recipe[1].replace("--steps 200", "--steps 20").split()]
+    done = subprocess.run(words, cwd=elsewhere, env=environment, capture_output=True, text=True, check=True)
+    printed = squeezed(done.stderr + done.stdout).splitlines()
+    for line in shown.output.splitlines()[1:]:
+        if line != "...":
+            assert squeezed(line).strip() in map(str.strip, printed)
+
+
 def test_other_commands_are_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for command in commands():

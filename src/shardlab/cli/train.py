@@ -67,7 +67,7 @@ class Train:
     tied: Flag = False
     """The head uses the token embedding (for a model of one layer)."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """AdamW's largest learning rate, after a warm-up of a twentieth of the steps."""
 
     weight_decay: float = 0.1
