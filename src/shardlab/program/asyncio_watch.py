@@ -67,7 +67,9 @@ class AsyncioWatch:
             Deadlock: when no rank can go on.
             Refused: when another rank raised.
         """
-        self.enter(rank)
+        known = self._tasks.get(rank)
+        if known is None or known.done() or known.get_loop() is not asyncio.get_running_loop():
+            self.enter(rank)  # else a helper task waits here (`gather` in a program): the rank's own has issued already
         if self._failure is not None:
             raise Refused(self._failure)
         future = asyncio.get_running_loop().create_future()

@@ -17,6 +17,9 @@ from shardlab.program.values import Holds, Kind, Spec, mask_of
 if TYPE_CHECKING:
     from shardlab.program.world import World
 
+STORES = {kind.value: kind for kind in Kind if kind is not Kind.SAVED}
+"""The kinds of value that a program can hold, by the name of the store."""
+
 Expected = tuple[str, int, "int | Iterable[int] | None"]
 """(store's name, layer, microbatch or microbatches): the message that a receive means."""
 
@@ -271,11 +274,9 @@ class Rank(Recorder):
 
     def _message(self, expect: Expected) -> Message:
         name, layer, microbatches = expect
-        try:
-            kind = Kind(name)
-        except ValueError:
-            names = ", ".join(kind.value for kind in Kind if kind is not Kind.SAVED)
-            self.refuse(f"recv: {name!r} is not a store; expect one of {names}.")
+        kind = STORES.get(name)
+        if kind is None:
+            self.refuse(f"recv: {name!r} is not a store; expect one of {', '.join(STORES)}.")
         numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
         try:
             mask = mask_of(numbers)

@@ -60,10 +60,10 @@ class Recorder:
             self.refuse(f"{value!r} was given where a value is wanted: programs compute on values from their stores.")
         if value.rank is not self:
             self.refuse(f"{value.spec} belongs to rank {value.rank.index}: ranks share values only by communication.")
-        if not value.was_stored:
-            why = "it was never stored, so it lived until the op that used it ended; keep it in a store"
-        elif value.keys:
+        if value.replaced:
             why = "an update replaced it in place; use the value that update returned"
+        elif not value.was_stored:
+            why = "it was never stored, so it lived until the op that used it ended; keep it in a store"
         else:
             why = "its last key was deleted"
         self.refuse(f"{value.spec} is used after it was freed ({why}).")
@@ -98,6 +98,7 @@ class Recorder:
     def _end_in_place(self, value: Value) -> None:
         """An update ends the value that it replaces, once nothing reads it any more."""
         value.alive = False  # first, or the last wait would free it
+        value.replaced = True
         for handle in value.reading:
             self.emit_wait(handle)
 

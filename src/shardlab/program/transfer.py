@@ -231,14 +231,35 @@ def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 def collective(kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int]) -> list[Spec]:
     """What each member of the group receives, in group order."""
-    name = f"{kind.value}({specs[0].kind.value}[{specs[0].layer}])"
-    names = [f"rank {rank}" for rank in ranks]
-    if kind is OpKind.ALL_GATHER:
-        return [unite_holds(name, specs, names)] * len(specs)
-    total = unite_sums(name, specs, names)
-    if kind is OpKind.ALL_REDUCE:
-        return [total] * len(specs)
-    return [total._replace(holds=holds) for holds in total.holds.split(len(specs))]
+    united = _united(kind, specs)
+    if united is None:  # something overlaps or does not belong together: the slow rules say what
+        name = f"{kind.value}({specs[0].kind.value}[{specs[0].layer}])"
+        unite = unite_holds if kind is OpKind.ALL_GATHER else unite_sums
+        united = unite(name, specs, [f"rank {rank}" for rank in ranks])
+    if kind is not OpKind.REDUCE_SCATTER:
+        return [united] * len(specs)
+    return [united._replace(holds=holds) for holds in united.holds.split(len(specs))]
+
+
+def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:
+    """What `unite_holds` or `unite_sums` makes of pieces that are alike but for the set that is united, else None."""
+    what, layer, (mask, of), sums, step = specs[0]
+    gathers = kind is OpKind.ALL_GATHER
+    if not gathers and what is not _GRAD_WEIGHT:
+        return None
+    for spec in specs[1:]:
+        other, other_layer, (other_mask, other_of), other_sums, other_step = spec
+        if other is not what or other_layer != layer or other_of != of or other_step != step:
+            return None
+        if gathers:
+            if other_mask & mask or other_sums != sums:
+                return None
+            mask |= other_mask
+        else:
+            if other_sums & sums or other_mask != mask:
+                return None
+            sums |= other_sums
+    return Spec(what, layer, Holds(mask, of), sums, step)
 
 
 def message_of(spec: Spec) -> Message:

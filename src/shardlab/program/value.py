@@ -22,6 +22,8 @@ class Value:
     """How many store keys name it."""
     was_stored = False
     alive = True
+    replaced = False
+    """Whether an update ended it."""
     saved = -1
     """Number of what autograd keeps from this activation's forward (-1: nothing)."""
     reading: tuple[Handle[Any], ...] = ()

@@ -6,7 +6,7 @@ import gc
 import inspect
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardlab.program.asyncio_watch import AsyncioWatch
@@ -26,6 +26,9 @@ Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
 """`async def strategy(rank: Rank) -> None`: what one rank does in one optimizer step."""
 
 AWAITED_SOMETHING_ELSE = "the program awaited something else than a communication of its own rank; await only those."
+
+CLOSING_TRIES = 100
+"""How many awaits in `finally` clauses are closed one after the other before a program is left as it is."""
 
 
 class World:
@@ -71,7 +74,10 @@ class World:
         Raises:
             Refused: at the line of the program that is wrong.
             Deadlock: when no rank can go on.
+            UserError: in a world that asyncio drives.
         """
+        if self.watch is not None:
+            raise UserError('run() drives the ranks itself; leave out driver="asyncio", or drive them with asyncio')
         coroutines = self._start(strategy)
         self._runnable.extend(range(len(coroutines)))
         with gc_paused():
@@ -83,7 +89,7 @@ class World:
                 return self.finish()
             finally:
                 for coroutine in coroutines:
-                    coroutine.close()
+                    _close(coroutine)
 
     def finish(self) -> Program:
         """Close every rank's tape, once all have ended."""
@@ -125,6 +131,14 @@ class World:
         elif self._parked.get(index) is handle:
             del self._parked[index]
             self._runnable.append(index)
+
+
+def _close(coroutine: Coroutine[Any, Any, object]) -> None:
+    """End a program whatever its `finally` clauses do: the error to report is the one that ended the trace."""
+    for _ in range(CLOSING_TRIES):
+        with suppress(Exception):  # also "coroutine ignored GeneratorExit": it awaits again, close it there
+            coroutine.close()
+            return
 
 
 def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:

@@ -1,0 +1,284 @@
+"""The verbs: what each puts on the tape, and what each refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shardlab.program import Holds, Kind, Mesh, Message, OpKind, Rank, UserError, World, trace
+from tests.program.tapes import alone, refusal, refused, says, sentence, together
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 7])
+@pytest.mark.parametrize("verb", ["load_weights", "forward", "backward", "update"])
+def test_a_layer_that_does_not_exist_is_refused(verb: str, layer: int) -> None:
+    def lines(rank: Rank) -> None:
+        weight, state = rank.load_weights(0)
+        arguments = {"load_weights": (), "forward": (weight, weight), "backward": (weight,) * 3, "update": (state,) * 3}
+        getattr(rank, verb)(layer, *arguments[verb])
+
+    assert sentence(refused(lines, f"{verb}: layer {layer} does not exist", "the model has layers 0-1"))
+
+
+@pytest.mark.parametrize(("shard", "of"), [(-1, 2), (2, 2), (0, 0), (5, 4)])
+def test_a_shard_that_does_not_exist_is_refused(shard: int, of: int) -> None:
+    refused(
+        lambda rank: rank.load_weights(1, shard=shard, of=of),
+        f"load_weights(layer 1): shard {shard} of {of} does not exist",
+        "count from 0",
+    )
+
+
+def test_loading_a_slice_twice_is_refused_with_the_op_that_had_it() -> None:
+    def lines(rank: Rank) -> None:
+        rank.load_batch([0])
+        rank.load_weights(1, shard=1, of=2)
+        rank.load_weights(1, shard=0, of=2)
+        rank.load_weights(0, shard=1, of=2)
+        rank.load_weights(1, shard=1, of=2)
+
+    refused(lines, "rank 0, op 4 load_weights(layer 1)", "the same slice was loaded by op 1 already")
+
+
+@pytest.mark.parametrize("numbers", [[], [2], [-1], [0, 0], [0, 1, 2]])
+def test_a_batch_is_some_of_the_steps_microbatches_each_once(numbers: list[int]) -> None:
+    refused(lambda rank: rank.load_batch(numbers), f"load_batch({numbers})", "the microbatches 0-1, each once")
+
+
+def test_loads_say_on_the_tape_what_they_load() -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.load_weights(1, shard=1, of=4)
+        rank.load_batch(iter([2, 0]))
+
+    weights, batch, *_ = trace(strategy, 1, 2, 3).tapes[0]
+    assert (weights.kind, weights.layer, weights.holds) == (OpKind.LOAD_WEIGHTS, 1, Holds(0b0010, 4))
+    assert (batch.kind, batch.layer, batch.holds) == (OpKind.LOAD_BATCH, 0, Holds(0b101, 3))
+
+
+@pytest.mark.parametrize("peer", [-1, 2, 9])
+def test_a_peer_outside_the_world_is_refused(peer: int) -> None:
+    async def sends(rank: Rank) -> None:
+        rank.send(rank.load_batch([0]), to=peer)
+
+    async def receives(rank: Rank) -> None:
+        rank.recv(source=peer)
+
+    async def exchanges(rank: Rank) -> None:
+        rank.exchange(rank.load_batch([0]), to=1 - rank.index, source=peer)
+
+    says(refusal(sends), f"send to rank {peer}: the world has ranks 0-1")
+    says(refusal(receives), f"recv from rank {peer}: the world has ranks 0-1")
+    says(refusal(exchanges), f"recv from rank {peer}: the world has ranks 0-1")
+
+
+def test_a_rank_is_not_its_own_peer() -> None:
+    async def sends(rank: Rank) -> None:
+        rank.send(rank.load_batch([0]), to=rank.index)
+
+    async def receives(rank: Rank) -> None:
+        rank.recv(source=rank.index)
+
+    says(refusal(sends), "rank 0, op 1 send to rank 0: that is this rank itself")
+    says(refusal(receives), "rank 0, op 0 recv from rank 0: that is this rank itself")
+
+
+@pytest.mark.parametrize(
+    ("expect", "said"),
+    [
+        (("weight", 0, 0), "'weight' is not a store"),
+        (("saved", 0, 0), "'saved' is not a store"),
+        (("activations", 0, 2), "microbatches [2] were expected; the step has 0-1"),
+        (("activations", 0, [0, -1]), "microbatches [0, -1] were expected; the step has 0-1"),
+    ],
+)
+def test_a_receive_cannot_expect_what_does_not_exist(expect: tuple[str, int, int], said: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.recv(source=1 - rank.index, expect=expect)
+
+    says(refusal(strategy), "recv: ", said)
+
+
+@pytest.mark.parametrize(
+    ("expect", "message"),
+    [
+        (None, Message(Kind.ACTIVATION, 0, 0b10)),
+        (("activations", 0, 1), Message(Kind.ACTIVATION, 0, 0b10)),
+        (("activations", 0, [1]), Message(Kind.ACTIVATION, 0, 0b10)),
+    ],
+)
+def test_a_receive_says_on_the_tape_what_it_gets(expect: tuple[str, int, int] | None, message: Message) -> None:
+    async def strategy(rank: Rank) -> None:
+        if rank.index == 0:
+            await rank.send(rank.load_batch([1]), to=1)
+        else:
+            value = await rank.recv(source=0, expect=expect)
+            assert value.spec.microbatches == 0b10
+
+    receive = trace(strategy, 2, 1, 2).tapes[1][0]
+    assert (receive.kind, receive.layer, receive.peer, receive.expect) == (OpKind.RECV, 0, 0, message)
+
+
+@pytest.mark.parametrize("expect", [("activations", 0, 0), ("activations", 1, 1), ("grad_activations", 0, 1)])
+def test_another_message_than_the_one_meant_is_refused_by_name(expect: tuple[str, int, int]) -> None:
+    async def strategy(rank: Rank) -> None:
+        if rank.index == 0:
+            await rank.send(rank.load_batch([1]), to=1)
+        else:
+            await rank.recv(source=0, expect=expect)
+
+    error = refusal(strategy)
+    says(error, f"expected {expect[0]}[{expect[1]}] of microbatch {expect[2]}", "is activations[0] of microbatch 1")
+    assert (error.rank, error.op) == (1, 0)
+
+
+def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent() -> None:
+    async def strategy(rank: Rank) -> None:
+        if rank.index == 0:
+            for m in rank.microbatches:
+                await rank.send(rank.load_batch([m]), to=1)
+        else:
+            handles = [rank.recv(source=0) for _ in rank.microbatches]
+            values = [await handle for handle in reversed(handles)]
+            assert [value.spec.microbatches for value in values] == [0b100, 0b10, 0b1]
+
+    trace(strategy, 2, 1, 3)
+
+
+def test_shares_and_stages_are_dealt_evenly_in_order() -> None:
+    world = World(Mesh(pp=2, dp_shard=3), 4, 6)
+    assert [list(rank.share("dp_shard")) for rank in world.ranks[:3]] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(rank.share()) for rank in world.ranks] == [[m] for m in range(6)]
+    assert [list(rank.stage_layers("pp")) for rank in world.ranks] == [[0, 1]] * 3 + [[2, 3]] * 3
+    assert [rank.coordinate("dp_shard") for rank in world.ranks] == [0, 1, 2] * 2
+    assert world.ranks[4].group("dp_shard").ranks == (3, 4, 5)
+    assert world.ranks[4].group().ranks == tuple(range(6))
+
+
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (lambda rank: rank.share(), "5 microbatches do not divide among 2 ranks; give a multiple of 2 microbatches"),
+        (lambda rank: rank.stage_layers(), "3 layers do not divide among 2 ranks; give a multiple of 2 layers"),
+        (lambda rank: rank.group("rows"), "axis 'rows' is not an axis of a mesh"),
+        (lambda rank: rank.coordinate("rows"), "axis 'rows' is not an axis of a mesh"),
+    ],
+)
+def test_what_does_not_divide_or_exist_is_one_sentence(ask: Callable[[Rank], object], sentence: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        ask(rank)
+
+    with pytest.raises(UserError, match=sentence):
+        trace(strategy, 2, 3, 5)
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_without_a_saved_graph_backward_recomputes(save: bool) -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        rank.activations[0] = rank.load_batch([0])
+        output = rank.forward(0, rank.activations[0], rank.weights[0], save=save)
+        rank.backward(0, rank.activations[0], rank.loss(output), rank.weights[0])
+
+    passes = [word for word in alone(lines, layers=1) if word.split()[0] in {"forward", "recompute", "backward"}]
+    assert passes == (
+        ["forward 2 0 -> 3 4", "backward 2 5 0 4 -> 6 7"]
+        if save
+        else ["forward 2 0 -> 3", "recompute 2 0 -> 5", "backward 2 4 0 5 -> 6 7"]
+    )
+
+
+def test_a_second_backward_recomputes_what_the_first_one_used_up() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        rank.activations[0] = rank.load_batch([0])
+        rank.grad_activations[1] = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+        for _ in range(2):
+            rank.backward(0, rank.activations[0], rank.grad_activations[1], rank.weights[0])
+
+    assert [word.split()[0] for word in alone(lines, layers=1)].count("recompute") == 1
+
+
+def test_an_exchange_puts_its_send_and_receive_into_one_batch() -> None:
+    async def strategy(rank: Rank) -> None:
+        other = 1 - rank.index
+        for m in rank.microbatches:
+            await rank.exchange(rank.load_batch([m]), to=other, source=other, expect=("activations", 0, m))
+        if rank.index:
+            await rank.recv(source=0)
+        else:
+            await rank.send(rank.load_batch([0]), to=1)
+
+    for tape in trace(strategy, 2, 1, 2).tapes:
+        messages = [op for op in tape if op.kind in {OpKind.SEND, OpKind.RECV}]
+        assert [(op.kind.value, op.batch) for op in messages[:4]] == [
+            ("send", 0),
+            ("recv", 0),
+            ("send", 1),
+            ("recv", 1),
+        ]
+        assert messages[4].batch == -1
+
+
+@pytest.mark.parametrize(
+    ("verb", "pieces"), [("all_reduce", [3, 3]), ("reduce_scatter", [0b01, 0b10]), ("all_gather", [3, 3])]
+)
+def test_a_collective_gives_every_member_its_result(verb: str, pieces: list[int]) -> None:
+    results: list[int] = []
+
+    async def strategy(rank: Rank) -> None:
+        shard = rank.load_weights(0, shard=rank.index, of=2)[0]
+        full = rank.weights[0] = await rank.all_gather(shard)
+        batch = rank.activations[0] = rank.load_batch([rank.index])
+        gradient, _ = rank.backward(0, batch, rank.loss(rank.forward(0, batch, full)), full)
+        value = gradient if verb != "all_gather" else (await rank.reduce_scatter(gradient))
+        result = await getattr(rank, verb)(value, axis="dp_shard")
+        assert result.spec.sums == 0b11
+        results.append(result.spec.holds.refined(2).mask)
+
+    program = trace(strategy, 2, 1, 2)
+    assert sorted(results) == pieces
+    for tape in program.tapes:
+        op = next(op for op in reversed(tape) if op.kind.value == verb)
+        assert str(op.group) == "dp_shard"
+        assert op.layer == 0
+
+
+def test_members_that_issue_other_collectives_are_refused_with_both() -> None:
+    async def kinds(rank: Rank) -> None:
+        value = rank.load_weights(0, shard=rank.index, of=2)[0]
+        await (rank.all_gather(value) if rank.index else rank.all_reduce(value))
+
+    async def layers(rank: Rank) -> None:
+        await rank.all_gather(rank.load_weights(rank.index)[0])
+
+    error = refusal(kinds)
+    says(
+        error,
+        "rank 1, op 1 all_gather(weights[0]",
+        "rank 0 meets it with all_reduce(weights[0]",
+        "its op 1",
+        "one order",
+    )
+    says(refusal(layers), "all_gather(weights[1]) on world", "rank 0 meets it with all_gather(weights[0])")
+
+
+def test_collectives_of_one_group_meet_in_the_order_of_issue() -> None:
+    async def strategy(rank: Rank) -> None:
+        handles = [rank.all_gather(rank.load_weights(l, shard=rank.index, of=2)[0]) for l in rank.layers]
+        for l in reversed(rank.layers):
+            assert (await handles[l]).spec.layer == l
+
+    for tape in together(strategy, layers=3):
+        assert [word for word in tape if word.startswith("wait")] == ["wait h2", "wait h1", "wait h0"]
+
+
+def test_a_refusal_of_the_rules_carries_rank_and_op() -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0, shard=rank.index, of=2)[0]
+        if rank.index == 1:
+            rank.forward(0, rank.load_batch([0]), rank.weights[0])
+
+    error = refusal(strategy)
+    assert (error.rank, error.op) == (1, 2)
+    says(error, "rank 1, op 2 forward(layer 0): the weight given is partial", "slices 0 of 2 are missing")

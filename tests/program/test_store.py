@@ -1,0 +1,336 @@
+"""How long values live, as the program's keys say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.program import Rank, Value, World, trace
+from tests.program.tapes import alone, live_at_end, refusal, refused, says
+
+LOAD = "load_batch -> 0"
+
+
+def test_a_value_dies_with_its_key() -> None:
+    def lines(rank: Rank) -> None:
+        rank.activations[0] = rank.load_batch([0])
+        del rank.activations[0]
+        rank.load_weights(0)
+
+    assert alone(lines) == [LOAD, "free 0", "load_weights -> 1 2", "free 1", "free 2"]
+
+
+def test_two_keys_name_one_value_and_it_dies_with_the_last() -> None:
+    def lines(rank: Rank) -> None:
+        rank.activations["a"] = rank.activations["b"] = rank.load_batch([0])
+        del rank.activations["a"]
+        assert rank.activations["b"].alive
+        rank.load_batch([1])
+        del rank.activations["b"]
+        rank.load_weights(0)
+
+    assert alone(lines) == [LOAD, "load_batch -> 1", "free 0", "load_weights -> 2 3", "free 1", "free 2", "free 3"]
+
+
+def test_overwriting_a_key_frees_what_it_named() -> None:
+    def lines(rank: Rank) -> None:
+        rank.activations[0] = rank.load_batch([0])
+        rank.activations[0] = rank.load_batch([1])
+
+    assert alone(lines) == [LOAD, "load_batch -> 1", "free 0", "free 1"]
+
+
+def test_storing_a_value_again_under_its_own_key_changes_nothing() -> None:
+    def lines(rank: Rank) -> None:
+        rank.activations[0] = rank.load_batch([0])
+        rank.activations[0] = rank.activations[0]
+        assert rank.activations[0].alive
+        del rank.activations[0]
+        assert not len(rank.activations)
+
+    assert alone(lines) == [LOAD, "free 0"]
+
+
+def test_an_overwritten_value_lives_on_under_its_other_key() -> None:
+    def lines(rank: Rank) -> None:
+        rank.activations["a"] = rank.activations["b"] = rank.load_batch([0])
+        rank.activations["a"] = rank.load_batch([1])
+        assert rank.activations["b"].alive
+
+    assert alone(lines) == [LOAD, "load_batch -> 1", "free 0", "free 1"]
+
+
+def test_a_value_never_stored_lives_until_the_op_that_uses_it_ends() -> None:
+    def lines(rank: Rank) -> None:
+        weight, _ = rank.load_weights(0)
+        batch = rank.load_batch([0])
+        rank.load_batch([1])
+        rank.activations[1] = rank.forward(0, batch, weight)
+        rank.load_batch([1])
+
+    tape = alone(lines)
+    at = tape.index("forward 2 0 -> 4 5")
+    assert sorted(tape[at + 1 : at + 3]) == ["free 0", "free 2"]
+    assert tape[at + 3] == "load_batch -> 6"
+
+
+def test_pop_gives_a_value_for_one_last_use() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+        rank.activations[0] = rank.load_batch([0])
+        rank.activations[1] = rank.forward(0, rank.activations.pop(0), rank.weights[0])
+        assert 0 not in rank.activations
+
+    assert alone(lines)[:4] == ["load_weights -> 0 1", "load_batch -> 2", "forward 2 0 -> 3 4", "free 2"]
+
+
+def test_pop_of_one_of_two_keys_is_not_the_last_use() -> None:
+    def lines(rank: Rank) -> None:
+        weight = rank.load_weights(0)[0]
+        rank.weights[0] = weight
+        rank.activations["a"] = rank.activations["b"] = rank.load_batch([0])
+        rank.forward(0, rank.activations.pop("a"), weight)
+        assert rank.activations["b"].alive
+
+    assert alone(lines)[:3] == ["load_weights -> 0 1", "load_batch -> 2", "forward 2 0 -> 3 4"]
+
+
+def test_a_popped_value_may_be_stored_again() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        rank.activations["a"] = rank.load_batch([0])
+        rank.activations["b"] = rank.activations.pop("a")
+        rank.forward(0, rank.activations["b"], rank.weights[0])
+        assert rank.activations["b"].alive
+
+    alone(lines)
+
+
+def test_a_value_used_twice_by_one_op_is_freed_once() -> None:
+    async def strategy(rank: Rank) -> None:
+        weight = rank.load_weights(0)[0]
+        first, second = rank.all_gather(weight, axis="tp"), rank.all_gather(weight, axis="tp")
+        await second
+        await first
+
+    tape = trace(strategy, 1, 1, 1).tapes[0]
+    freed = [op.inputs[0] for op in tape if op.kind.value == "free"]
+    assert sorted(freed) == sorted(set(freed)) == [0, 1, 2, 3]
+
+
+# Refused uses.
+
+
+def test_a_value_never_stored_cannot_be_used_twice() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        batch = rank.load_batch([0])
+        rank.forward(0, batch, rank.weights[0])
+        rank.forward(0, batch, rank.weights[0])
+
+    error = refused(lines, "activations[0] (microbatch 0) is used after it was freed", "never stored", "keep it in")
+    assert (error.rank, error.op) == (0, 4)
+
+
+def test_a_value_whose_last_key_was_deleted_cannot_be_used() -> None:
+    def lines(rank: Rank) -> None:
+        batch = rank.activations[0] = rank.load_batch([0])
+        del rank.activations[0]
+        rank.loss(batch)
+
+    refused(lines, "activations[0] (microbatch 0) is used after it was freed", "its last key was deleted")
+
+
+def test_a_popped_value_has_only_one_use() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        rank.activations[0] = rank.load_batch([0])
+        batch = rank.activations.pop(0)
+        rank.forward(0, batch, rank.weights[0])
+        rank.forward(0, batch, rank.weights[0])
+
+    refused(lines, "is used after it was freed", "last key")
+
+
+def step_of_one_layer(rank: Rank) -> tuple[Value, Value]:
+    """(gradient of the weight, input) of layer 0 of 1, all kept in the stores."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+    rank.grad_activations[1] = rank.loss(rank.activations[1])
+    rank.grad_weights[0], _ = rank.backward(0, rank.activations[0], rank.grad_activations[1], rank.weights[0])
+    return rank.grad_weights[0], rank.activations[0]
+
+
+@pytest.mark.parametrize("key", ["kept", "overwritten", "popped"])
+def test_a_weight_that_an_update_replaced_cannot_be_used(key: str) -> None:
+    def lines(rank: Rank) -> None:
+        gradient, batch = step_of_one_layer(rank)
+        weight = rank.weights.pop(0) if key == "popped" else rank.weights[0]
+        made = rank.update(0, gradient, weight, rank.opt_states[0])
+        if key == "overwritten":
+            rank.weights[0], rank.opt_states[0] = made
+        rank.forward(0, batch, weight)
+
+    refused(lines, "weights[0] is used after", "an update replaced it in place", "update returned", layers=1)
+
+
+def test_a_dead_value_cannot_be_stored() -> None:
+    def lines(rank: Rank) -> None:
+        batch = rank.activations[0] = rank.load_batch([0])
+        del rank.activations[0]
+        rank.activations[1] = batch
+
+    refused(lines, "is used after it was freed")
+
+
+def test_a_value_belongs_into_the_store_of_its_kind() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[3] = rank.load_batch([0])
+
+    refused(lines, "weights[3] was given activations[0] (microbatch 0)", "belongs into rank.activations")
+
+
+def test_a_handle_cannot_be_stored_unawaited() -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0, shard=rank.index, of=2)[0]
+        rank.weights["full"] = rank.all_gather(rank.weights[0])  # pyright: ignore[reportArgumentType]
+
+    says(refusal(strategy), "a handle was given where a value is wanted", "await")
+
+
+@pytest.mark.parametrize("thing", [None, 3, "weights", [1]])
+def test_only_values_can_be_stored_and_computed_on(thing: object) -> None:
+    def storing(rank: Rank) -> None:
+        rank.weights[0] = thing  # pyright: ignore[reportArgumentType]
+
+    def computing(rank: Rank) -> None:
+        rank.loss(thing)  # pyright: ignore[reportArgumentType]
+
+    refused(storing, f"{thing!r} was given where a value is wanted")
+    refused(computing, f"{thing!r} was given where a value is wanted")
+
+
+def test_a_value_of_another_rank_can_be_neither_stored_nor_used() -> None:
+    shared: list[Value] = []
+
+    async def storing(rank: Rank) -> None:
+        shared.append(rank.load_batch([0]))
+        rank.activations[0] = shared[0]
+
+    async def computing(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        rank.forward(0, shared[0], rank.weights[0])
+
+    says(refusal(storing), "rank 1, op 1", "belongs to rank 0", "only by communication")
+    says(refusal(computing), "rank 0, op 1", "activations[0] (microbatch 0) belongs to rank 0")
+
+
+def test_a_missing_key_names_the_keys_there_are() -> None:
+    def lines(rank: Rank) -> None:
+        rank.activations[0] = rank.load_batch([0])
+        rank.activations[0, 1] = rank.load_batch([1])
+        rank.activations[0, 2]
+
+    error = refused(lines, "activations[(0, 2)] does not exist", "the keys 0, (0, 1).")
+    assert isinstance(error, KeyError)
+    assert (error.rank, error.op) == (0, 2)
+    refused(lambda rank: rank.weights.pop(1), "weights[1] does not exist", "the keys none.")
+    refused(lambda rank: rank.weights.__delitem__(1), "weights[1] does not exist")
+
+
+def test_a_store_is_a_mapping() -> None:
+    def lines(rank: Rank) -> None:
+        assert rank.weights.get(0) is None
+        assert 0 not in rank.weights
+        rank.weights[0], rank.weights["b"] = rank.load_weights(0)[0], rank.load_weights(1)[0]
+        assert list(rank.weights) == [0, "b"]
+        assert len(rank.weights) == 2
+        assert [value.spec.layer for value in rank.weights.values()] == [0, 1]
+        rank.weights.clear()
+        assert not rank.weights
+
+    tape = alone(lines)
+    assert tape[2:4] in (["free 0", "free 2"], ["free 2", "free 0"])
+
+
+def test_a_value_knows_its_size_and_says_what_it_is() -> None:
+    def lines(rank: Rank) -> None:
+        weight = rank.weights[0] = rank.load_weights(0, shard=1, of=4)[0]
+        batch = rank.activations[0] = rank.load_batch([0, 1])
+        assert (weight.elements, weight.bytes) == (512 * 512 // 4, 512 * 512)
+        assert (batch.elements, batch.bytes) == (2 * 512 * 256, 8 * 512 * 256)
+        assert repr(weight) == "<weights[0] (shard 1 of 4) on rank 0, 65536 elements>"
+        assert "weights[0] (shard 1 of 4)" in repr(rank.weights)
+        del rank.activations[0]
+        assert repr(batch) == "<activations[0] (microbatches 0-1) on rank 0, 262144 elements, freed>"
+
+    alone(lines)
+
+
+# Any sequence of store operations: what lives on the tape is what the keys name.
+
+
+@dataclass
+class Book:
+    """What the keys of one store name, kept with plain dictionaries."""
+
+    named: dict[int, int] = field(default_factory=dict)
+    loose: set[int] = field(default_factory=set)
+    """Made or popped, and not used since."""
+
+
+Step = tuple[str, int, int]
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["make", "alias", "overwrite", "delete", "pop", "use"]), st.integers(0, 4), st.integers(0, 4)
+    ),
+    max_size=30,
+)
+
+
+@given(steps)
+def test_the_values_that_live_are_those_that_keys_name(todo: list[Step]) -> None:
+    world = World(1, 1, 1)
+    rank = world.ranks[0]
+    rank.weights[0] = rank.load_weights(0)[0]
+    base = {0, 1}
+    book = Book()
+    for what, a, b in todo:
+        if what in {"make", "overwrite"}:
+            value = rank.load_batch([0])
+            if what == "overwrite":
+                rank.activations[a] = value
+                book.named[a] = value.number
+            else:
+                book.loose.add(value.number)
+        elif a in book.named:
+            number = book.named[a]
+            if what == "alias":
+                rank.activations[b] = rank.activations[a]
+                book.named[b] = number
+            elif what == "delete":
+                del rank.activations[a]
+                del book.named[a]
+            elif what == "pop":
+                assert rank.activations.pop(a).number == number
+                del book.named[a]
+                if number not in book.named.values():
+                    book.loose.add(number)
+            else:
+                rank.forward(0, rank.activations[a], rank.weights[0], save=False)
+                book.loose.add(rank.ops[-1].outputs[0])
+        live: set[int] = set()
+        for op in rank.ops:
+            live |= set(op.outputs)
+            live -= set(op.inputs) if op.kind.value == "free" else set()
+        assert live == base | set(book.named.values()) | book.loose
+        assert {key: value.number for key, value in rank.activations.items()} == book.named
+        assert all(value.alive for value in rank.activations.values())
+    program = world.finish()
+    freed = [op.inputs[0] for op in program.tapes[0] if op.kind.value == "free"]
+    assert len(freed) == len(set(freed))
+    assert not live_at_end(program, 0)

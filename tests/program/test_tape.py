@@ -1,0 +1,104 @@
+"""What an op says of itself, and the hash by which processes know that they run one program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.program import Holds, Kind, Mesh, Message, Op, OpKind, Program, Sizes, trace
+from shardlab.strategies import STRATEGIES, gpipe, pipeline_fsdp
+
+PROGRAM = trace(pipeline_fsdp, Mesh(pp=2, dp_shard=2), 2, 4)
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_equal_traces_have_one_fingerprint(name: str) -> None:
+    entry = STRATEGIES[name]
+    first, again = (trace(entry.program, entry.mesh(entry.ranks), 4, 4) for _ in range(2))
+    assert first == again
+    assert first.fingerprint() == again.fingerprint()
+
+
+def test_every_builtin_strategy_has_its_own_fingerprint() -> None:
+    programs = [trace(entry.program, entry.mesh(entry.ranks), 4, 4) for entry in STRATEGIES.values()]
+    assert len({program.fingerprint() for program in programs}) == len(programs)
+
+
+CHANGES: dict[str, Any] = {
+    "kind": OpKind.ADD,
+    "layer": 77,
+    "inputs": (77,),
+    "outputs": (77, 78),
+    "handle": 77,
+    "group": Mesh(tp=3).group(0, "tp"),
+    "peer": 77,
+    "holds": Holds(1, 77),
+    "expect": Message(Kind.SAVED, 77, 1),
+    "batch": 77,
+}
+
+
+def test_every_field_of_an_op_is_among_the_changes() -> None:
+    assert set(CHANGES) == set(Op._fields)
+
+
+@given(st.data())
+def test_a_changed_op_changes_the_fingerprint(data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, PROGRAM.ranks - 1))
+    at = data.draw(st.integers(0, len(PROGRAM.tapes[rank]) - 1))
+    field = data.draw(st.sampled_from(Op._fields))
+    tapes = [list(tape) for tape in PROGRAM.tapes]
+    assert replace(PROGRAM, tapes=tapes).fingerprint() == PROGRAM.fingerprint()
+    before = tapes[rank][at]
+    tapes[rank][at] = before._replace(**{field: CHANGES[field]})
+    assert (replace(PROGRAM, tapes=tapes).fingerprint() != PROGRAM.fingerprint()) == (tapes[rank][at] != before)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(PROGRAM, mesh=Mesh(pp=4)),
+        replace(PROGRAM, microbatches=8),
+        replace(PROGRAM, sizes=Sizes((1, 1), (1, 1), (1, 1, 1), (0, 0))),
+        replace(PROGRAM, tapes=PROGRAM.tapes[:-1]),
+        replace(PROGRAM, tapes=[PROGRAM.tapes[1], PROGRAM.tapes[0], *PROGRAM.tapes[2:]]),
+        replace(PROGRAM, tapes=[PROGRAM.tapes[0][:-1], *PROGRAM.tapes[1:]]),
+    ],
+    ids=["mesh", "microbatches", "sizes", "a rank dropped", "ranks swapped", "an op dropped"],
+)
+def test_another_world_has_another_fingerprint(changed: Program) -> None:
+    assert changed.fingerprint() != PROGRAM.fingerprint()
+
+
+def test_a_program_knows_its_ranks_and_layers() -> None:
+    program = trace(gpipe, Mesh(pp=2), 6, 3)
+    assert (program.ranks, program.layers, program.microbatches) == (2, 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (Op(OpKind.LOAD_WEIGHTS, 2), "load_weights(layer 2)"),
+        (Op(OpKind.LOAD_BATCH, 0), "load_batch(batch)"),
+        (Op(OpKind.FORWARD, 3), "forward(layer 3)"),
+        (Op(OpKind.WAIT, -1, handle=7), "wait(handle 7)"),
+        (Op(OpKind.FREE, -1, (9,)), "free(value 9)"),
+        (Op(OpKind.SEND, 1, (4,), handle=0, peer=2), "send to rank 2"),
+        (Op(OpKind.RECV, -1, (), (4,), 0, peer=2), "recv from rank 2"),
+        (
+            Op(OpKind.RECV, 1, (), (4,), 0, peer=2, expect=Message(Kind.ACTIVATION, 1, 0b110)),
+            "recv from rank 2 of activations[1] of microbatches 1-2",
+        ),
+        (
+            Op(OpKind.RECV, 1, (), (4,), 0, peer=2, expect=Message(Kind.WEIGHT, 1, 0)),
+            "recv from rank 2 of weights[1]",
+        ),
+        (Op(OpKind.ALL_REDUCE, 1, group=Mesh(tp=2).group(0, "tp")), "all_reduce(layer 1) on tp"),
+    ],
+)
+def test_an_op_says_what_it_does(op: Op, text: str) -> None:
+    assert str(op) == text

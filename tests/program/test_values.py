@@ -1,0 +1,140 @@
+"""Holds is a set of slices of the whole, whatever the number of pieces that it is counted in."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.program import Holds, Kind, Spec
+from shardlab.program.values import WHOLE, bits, common, listed, mask_of, microbatches_text
+
+FINEST = 2520
+"""Divisible by every number of pieces up to 10, so every set can be counted in pieces of this size."""
+
+
+def points(holds: Holds) -> frozenset[int]:
+    """The 2520ths of the whole that are held, from the definition alone."""
+    return frozenset(point for point in range(FINEST) if holds.mask >> int(Fraction(point, FINEST) * holds.of) & 1)
+
+
+@st.composite
+def some_holds(draw: st.DrawFn, of: int | None = None) -> Holds:
+    pieces = of or draw(st.integers(1, 10))
+    return Holds(draw(st.integers(0, (1 << pieces) - 1)), pieces)
+
+
+@given(some_holds(), st.integers(1, 6))
+def test_refining_changes_the_count_but_not_the_slices(holds: Holds, times: int) -> None:
+    fine = holds.refined(holds.of * times)
+    assert fine.of == holds.of * times
+    if FINEST % fine.of == 0:
+        assert points(fine) == points(holds)
+    assert fine.pieces == holds.pieces * times
+    assert fine.same(holds)
+
+
+@given(some_holds(), some_holds())
+def test_contains_is_the_subset_relation(a: Holds, b: Holds) -> None:
+    assert a.contains(b) == (points(b) <= points(a))
+
+
+@given(some_holds(), some_holds())
+def test_same_is_equality_of_slices(a: Holds, b: Holds) -> None:
+    assert a.same(b) == (points(a) == points(b))
+    assert a.same(b) == b.same(a) == (a.contains(b) and b.contains(a))
+
+
+@given(some_holds(), some_holds())
+def test_common_counts_both_in_pieces_of_one_size(a: Holds, b: Holds) -> None:
+    mine, theirs = common(a, b)
+    assert mine.of == theirs.of
+    assert points(mine) == points(a)
+    assert points(theirs) == points(b)
+
+
+@given(some_holds())
+def test_complete_means_that_nothing_is_missing(holds: Holds) -> None:
+    assert holds.complete == (len(points(holds)) == FINEST)
+    assert holds.complete == holds.same(WHOLE)
+
+
+@given(some_holds(), st.integers(1, 6))
+def test_split_cuts_into_equal_slices_in_order_that_together_are_the_whole(holds: Holds, parts: int) -> None:
+    cut = holds.split(parts)
+    assert len(cut) == parts
+    assert len({part.of for part in cut}) == 1
+    assert len({part.pieces for part in cut}) == 1
+    places = [place for part in cut for place in bits(part.mask)]
+    assert places == sorted(set(places))
+    assert Holds(mask_of(places), cut[0].of).same(holds)
+
+
+@given(st.integers(1, 8))
+def test_the_whole_splits_into_the_shards_that_load_weights_gives(parts: int) -> None:
+    assert WHOLE.split(parts) == [Holds(1 << shard, parts) for shard in range(parts)]
+
+
+def test_pieces_are_not_cut_finer_than_needed() -> None:
+    assert Holds(0b1111, 4).split(2) == [Holds(0b0011, 4), Holds(0b1100, 4)]
+    assert Holds(0b1010, 4).split(2) == [Holds(0b0010, 4), Holds(0b1000, 4)]
+
+
+def test_a_third_of_a_half_is_counted_in_sixths() -> None:
+    assert Holds(0b01, 2).split(3) == [Holds(0b001, 6), Holds(0b010, 6), Holds(0b100, 6)]
+
+
+@given(st.sets(st.integers(0, 200)))
+def test_a_bit_set_gives_back_its_numbers_in_order(numbers: set[int]) -> None:
+    assert list(bits(mask_of(numbers))) == sorted(numbers)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_listed_names_every_number_once_and_no_other(numbers: set[int]) -> None:
+    text = listed(sorted(numbers))
+    named: list[int] = []
+    for run in text.split(", ") if numbers else []:
+        first, _, last = run.partition("-")
+        named.extend(range(int(first), int(last or first) + 1))
+    assert named == sorted(numbers)
+    assert numbers or text == "none"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], "none"), ([4], "4"), ([0, 1], "0-1"), ([0, 1, 2, 3, 7], "0-3, 7"), ([0, 2, 3, 5], "0, 2-3, 5")],
+)
+def test_listed_writes_runs_as_a_reader_does(numbers: list[int], text: str) -> None:
+    assert listed(numbers) == text
+
+
+@pytest.mark.parametrize(("mask", "text"), [(0b1000, "microbatch 3"), (0b111, "microbatches 0-2")])
+def test_one_microbatch_is_named_in_the_singular(mask: int, text: str) -> None:
+    assert microbatches_text(mask) == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (Spec(Kind.WEIGHT, 2, WHOLE), "weights[2]"),
+        (Spec(Kind.WEIGHT, 2, Holds(0b11, 2)), "weights[2]"),
+        (Spec(Kind.WEIGHT, 2, Holds(0b0110, 4)), "weights[2] (shard 1-2 of 4)"),
+        (Spec(Kind.OPT_STATE, 0, Holds(1, 4), 0, 1), "opt_states[0] (shard 0 of 4, step 1)"),
+        (Spec(Kind.WEIGHT, 1, WHOLE, 0, 1), "weights[1] (step 1)"),
+        (Spec(Kind.ACTIVATION, 3, Holds(0b0100, 4)), "activations[3] (microbatch 2)"),
+        (Spec(Kind.GRAD_ACTIVATION, 3, Holds(0b1111, 4)), "grad_activations[3] (microbatches 0-3)"),
+        (Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0b101), "grad_weights[0] (microbatches 0, 2)"),
+        (Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0), "grad_weights[0] (zero)"),
+        (Spec(Kind.GRAD_WEIGHT, 0, Holds(0b10, 2), 0b1), "grad_weights[0] (microbatch 0, shard 1 of 2)"),
+    ],
+)
+def test_a_spec_says_what_the_value_is_and_what_it_lacks(spec: Spec, text: str) -> None:
+    assert str(spec) == text
+
+
+def test_microbatches_are_rows_for_activations_and_sums_for_gradients() -> None:
+    assert Spec(Kind.ACTIVATION, 0, Holds(0b110, 3)).microbatches == 0b110
+    assert Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0b011).microbatches == 0b011
+    assert Spec(Kind.WEIGHT, 0, Holds(0b110, 3)).microbatches == 0
