@@ -127,6 +127,8 @@ class Replay:
             members = self.meetings[behind[-1]].members
             absent = [m.rank for m in members if not self._has_issued(m.rank, m.op)]
             if absent:
+                if len(behind) > 1:
+                    text += f", which waits for rank {absent[0]}'s {self._op(absent[0], behind[-1])}"
                 return Wait(text, absent)
             heads = [(m.rank, self.queues[m.rank, self.communicator[behind[-1]]][0].open) for m in members]
             queued, before = next((at, min(head)) for at, head in heads if behind[-1] not in head)

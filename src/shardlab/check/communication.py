@@ -45,6 +45,8 @@ class Communication:
 
     def arrive(self, state: RankState, op: Op) -> None:
         """WAIT for a communication that has come about: its result may be used, what it read may be freed."""
+        if op[2] or op[3]:
+            state.refuse(f"{op}: a wait reads and makes no value; its communication names what arrives.")
         issued = state.flying.pop(op[4], None)
         if issued is None:
             state.refuse(f"wait: handle {op[4]} is not in flight; each communication is waited for once.")
@@ -139,6 +141,8 @@ class Communication:
             state.refuse(f"{op}: a recv reads no value.")
         if op.expect is None:
             state.refuse(f"{op}: the tape does not say which message is meant.")
+        if op.expect.microbatches < 0:
+            state.refuse(f"recv from rank {op.peer}: no set of microbatches is the number {op.expect.microbatches}.")
         state.want_layer(op, op.expect.layer)
         member = self._issue(state, op)
         _check_peer(state, op)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardlab.check.rank_state import RankState
-from shardlab.program import Kind, Op, OpKind, Spec, transfer
+from shardlab.program import Holds, Kind, Op, OpKind, Spec, transfer
 
 Rule = Callable[[RankState, Op], None]
 
 
 def free(state: RankState, op: Op) -> None:
-    (number,) = op[2]
+    (number,), () = op[2], op[3]
     spec = state.live[number]
     if state.reading.get(number):
         state.refuse(f"free: {spec} is still read by a communication in flight; wait for it first.")
@@ -83,22 +83,27 @@ def update(state: RankState, op: Op) -> None:
 
 
 def load_batch(state: RankState, op: Op) -> None:
-    holds, (activation,) = op.holds, op[3]
+    holds, (), (activation,) = op.holds, op[2], op[3]
     if holds is None or holds.of != state.program.microbatches or not 0 < holds.mask <= state.cells:
-        state.refuse(f"{op}: {holds} is not a set of the step's {state.program.microbatches} microbatches.")
+        state.refuse(f"{op}: {_said(holds)} is not a set of the step's {state.program.microbatches} microbatches.")
     state.want_layer(op, 0)
     state.make(activation, Spec(Kind.ACTIVATION, 0, holds))
 
 
 def load_weights(state: RankState, op: Op) -> None:
-    holds, layer, (weight, opt_state) = op.holds, op[1], op[3]
+    holds, layer, (), (weight, opt_state) = op.holds, op[1], op[2], op[3]
     if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
-        state.refuse(f"{op}: there is no slice {holds} of layer {layer}.")
+        state.refuse(f"{op}: there is no slice {_said(holds)} of layer {layer}.")
     if (layer, holds) in state.loaded:
         state.refuse(f"{op}: the same slice was loaded by op {state.loaded[layer, holds]} already.")
     state.loaded[layer, holds] = state.at
     state.make(weight, Spec(Kind.WEIGHT, layer, holds))
     state.make(opt_state, Spec(Kind.OPT_STATE, layer, holds))
+
+
+def _said(holds: Holds | None) -> str:
+    """What a tape claims to load; it may be no set at all."""
+    return str(holds) if holds is None or holds.mask >= 0 else f"bit set {holds.mask} of {holds.of}"
 
 
 COMPUTE_RULES: dict[OpKind, Rule] = {

@@ -49,7 +49,7 @@ class Dataflow:
                 raise refusal.at(state.index, state.at) from None
             except ValueError as error:  # unpacking its inputs and outputs failed
                 op = state.ops[state.at]
-                state.refuse(f"{op}: has {len(op.inputs)} inputs and {len(op.outputs)} outputs: {error}.")
+                state.refuse(f"{op.kind.value}: has {len(op.inputs)} inputs and {len(op.outputs)} outputs: {error}.")
         blocked = {state.index: self.communication.waiting(state) for state in self.states if state.waits_for >= 0}
         if blocked:
             raise Deadlock(explain(blocked))

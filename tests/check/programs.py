@@ -1,0 +1,104 @@
+"""Programs that several tests of the check use, and the words in which refusals say where."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from shardlab.program import Program, Rank, Strategy, Value, trace
+from shardlab.strategies import STRATEGIES
+
+PLACE = r"^(rank \d+, op \d+ |deadlock: rank \d+ waits in )"
+"""How every refusal of a tape begins."""
+
+
+@cache
+def built_in(name: str, ranks: int = 0, layers: int = 2, microbatches: int = 2) -> Program:
+    """A built-in strategy's tapes, for a small number of ranks that fits it if none is given."""
+    entry = STRATEGIES[name]
+    ranks = ranks or {"single": 1, "grad_accum": 1, "pipeline_fsdp": 4}.get(name, 2)
+    return trace(entry.program, entry.mesh(ranks), layers, microbatches)
+
+
+async def one_layer_gradient(rank: Rank, microbatches: list[int]) -> Value:
+    """This rank's gradient of layer 0, the only one."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(microbatches)
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+    gradient = rank.loss(rank.activations.pop(1))
+    rank.grad_weights["mine"], _ = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])
+    return rank.grad_weights["mine"]
+
+
+def finish(rank: Rank, other: Value) -> None:
+    """Update layer 0 from both ranks' gradients."""
+    total = rank.grad_weights.pop("mine") + other
+    rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
+
+
+def exchanged(how: str) -> Strategy:
+    """Two ranks tell each other their gradients by messages: data parallelism without collectives."""
+
+    async def program(rank: Rank) -> None:
+        mine, peer = await one_layer_gradient(rank, [rank.index]), 1 - rank.index
+        expect = ("grad_weights", 0, peer)
+        if how == "send first":
+            await rank.send(mine, to=peer)
+            other = await rank.recv(source=peer, expect=expect)
+        elif how == "receive first":
+            other = await rank.recv(source=peer, expect=expect)
+            await rank.send(mine, to=peer)
+        elif how == "one sends first":
+            if rank.index == 0:
+                await rank.send(mine, to=peer)
+            other = await rank.recv(source=peer, expect=expect)
+            if rank.index == 1:
+                await rank.send(mine, to=peer)
+        elif how == "send un-awaited":
+            sent = rank.send(mine, to=peer)
+            other = await rank.recv(source=peer, expect=expect)
+            await sent
+        else:
+            assert how == "exchange"
+            other = await rank.exchange(mine, to=peer, source=peer, expect=expect)
+        finish(rank, other)
+
+    return program
+
+
+async def two_microbatches_ahead(rank: Rank) -> None:
+    """A pipeline of two ranks whose first sends two activations and then receives both their gradients."""
+    stage, ms = rank.index, rank.microbatches
+    rank.weights[stage], rank.opt_states[stage] = rank.load_weights(stage)
+    if stage == 0:
+        for m in ms:
+            rank.activations[0, m] = rank.load_batch([m])
+            rank.activations[1, m] = rank.forward(0, rank.activations[0, m], rank.weights[0])
+        for m in ms:
+            await rank.send(rank.activations[1, m], to=1)
+    for m in ms:
+        if stage == 0:
+            gradient = await rank.recv(source=1, expect=("grad_activations", 1, m))
+        else:
+            rank.activations[1, m] = await rank.recv(source=0, expect=("activations", 1, m))
+            last = rank.forward(1, rank.activations[1, m], rank.weights[1])
+            gradient = rank.loss(last)
+        made, down = rank.backward(stage, rank.activations.pop((stage, m)), gradient, rank.weights[stage])
+        rank.grad_weights[0] = rank.grad_weights[0] + made if m else made
+        if stage == 1:
+            await rank.send(down, to=0)
+    made = rank.grad_weights.pop(0)
+    rank.weights[stage], rank.opt_states[stage] = rank.update(stage, made, rank.weights[stage], rank.opt_states[stage])
+
+
+def gradients_swapped(*, swapped: bool) -> Program:
+    """The tapes of `two_microbatches_ahead`, and those whose two sends have changed places."""
+    program = trace(two_microbatches_ahead, 2, 2, 2)
+    if not swapped:
+        return program
+    tape = list(program.tapes[0])
+    one, other = (at for at, op in enumerate(tape) if op.kind.value == "send")
+    tape[one], tape[other] = (
+        tape[one]._replace(inputs=tape[other].inputs),
+        tape[other]._replace(inputs=tape[one].inputs),
+    )
+    return Program(program.mesh, program.microbatches, program.sizes, [tape, program.tapes[1]])

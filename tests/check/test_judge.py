@@ -1,0 +1,174 @@
+"""The judge of the other tests is tested itself: what it calls right, wrong, hanging and broken, and what it knows."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import numpy as np
+import pytest
+
+from shardlab.program import OpKind, Program, trace
+from shardlab.strategies import STRATEGIES
+from tests.check.programs import built_in, exchanged, gradients_swapped
+from tests.support import interpreter
+from tests.support.interpreter import PRIME, WIDTH, Outcome, backward_layer, batch_rows, forward_layer, initial, judge
+from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
+
+SIZES = {  # ranks, layers, microbatches
+    "single": [(1, 1, 1), (1, 3, 4)],
+    "grad_accum": [(1, 1, 1), (1, 3, 4)],
+    "ddp": [(1, 1, 1), (2, 2, 4), (3, 2, 3), (4, 3, 8)],
+    "wsdp": [(1, 1, 1), (2, 2, 4), (3, 2, 3), (4, 3, 8)],
+    "fsdp": [(1, 1, 1), (2, 2, 4), (3, 2, 3), (4, 3, 8)],
+    "pipeline": [(1, 1, 1), (2, 4, 2), (3, 3, 4), (4, 8, 4)],
+    "gpipe": [(1, 1, 1), (2, 4, 2), (3, 3, 4), (4, 8, 4)],
+    "pipeline_fsdp": [(1, 1, 1), (4, 2, 2), (6, 4, 6), (9, 3, 3), (16, 4, 8)],
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in STRATEGIES for size in SIZES[name]])
+def test_every_strategy_is_judged_right(name: str, size: tuple[int, int, int]) -> None:
+    assert judge(built_in(name, *size)).outcome is Outcome.RIGHT
+
+
+def test_the_judge_knows_neither_rules_nor_checks() -> None:
+    tree = ast.parse(inspect.getsource(interpreter))
+    taken: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            taken |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            taken |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {name for name in taken if name.startswith(("shardlab", "tests"))}
+    assert ours == {"shardlab.program.Op", "shardlab.program.OpKind", "shardlab.program.Program"}
+
+
+def test_the_toy_networks_backward_is_the_derivative_of_its_forward() -> None:
+    """A layer is quadratic in each weight and input, so a central difference is exact."""
+    weight, x = initial(0)[0], batch_rows((0, 1))
+    _, z = forward_layer(0, x, weight)
+    dy = batch_rows((5, 6))
+    dw, dx = backward_layer(x, z, dy, weight)
+    half = pow(2, -1, PRIME)
+
+    def change(step_x: np.ndarray, step_w: np.ndarray) -> int:
+        ahead, _ = forward_layer(0, (x + step_x) % PRIME, (weight + step_w) % PRIME)
+        behind, _ = forward_layer(0, (x - step_x) % PRIME, (weight - step_w) % PRIME)
+        return int(((ahead - behind) % PRIME * half % PRIME * dy % PRIME).sum() % PRIME)
+
+    for place in (0, 7, WIDTH * WIDTH - 1):
+        assert change(np.zeros_like(x), np.eye(1, weight.size, place, dtype=np.int64)[0]) == dw[place]
+    for row, column in ((0, 0), (1, WIDTH - 1)):
+        step = np.zeros_like(x)
+        step[row, column] = 1
+        assert change(step, np.zeros_like(weight)) == dx[row, column]
+
+
+def outcomes(kind: str, program: Program) -> set[Outcome]:
+    return {judge(mutant).outcome for mutant in MUTATIONS[kind](program)}
+
+
+def first(program: Program, kind: OpKind, rank: int = 0) -> int:
+    return next(at for r, at, _ in places(program, kind) if r == rank)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("missing reduce", "ddp"),
+        ("double reduce", "ddp"),
+        ("weight left stale", "single"),
+        ("second update", "single"),
+        ("missing reduce", "pipeline_fsdp"),
+    ],
+)
+def test_gradients_and_updates_missing_or_doubled_are_wrong(kind: str, strategy: str) -> None:
+    verdicts = outcomes(kind, built_in(strategy))
+    assert Outcome.RIGHT not in verdicts
+    assert verdicts & {Outcome.WRONG, Outcome.BROKEN}
+    if kind != "missing reduce" or strategy == "ddp":  # a shard's place filled with a whole gradient cannot be used
+        assert Outcome.WRONG in verdicts
+
+
+def test_another_microbatch_is_wrong() -> None:
+    program = built_in("ddp")
+    at = first(program, OpKind.LOAD_BATCH)
+    op = program.tapes[0][at]
+    theirs = program.tapes[1][first(program, OpKind.LOAD_BATCH, rank=1)]
+    verdict = judge(changed(program, 0, at, op._replace(holds=theirs.holds)))
+    assert verdict.outcome is Outcome.WRONG
+    assert verdict.reason == "rank 0 does not end with layer 0 updated"
+
+
+def test_messages_that_change_places_are_wrong() -> None:
+    """Nothing breaks and nothing hangs: the numbers alone are others."""
+    assert judge(gradients_swapped(swapped=False)).right
+    assert judge(gradients_swapped(swapped=True)).outcome is Outcome.WRONG
+
+
+def test_an_update_with_the_gradient_of_another_layer_is_wrong() -> None:
+    program = built_in("single")
+    a, b = (at for _, at, _ in places(program, OpKind.UPDATE))
+    one, other = program.tapes[0][a], program.tapes[0][b]
+    tape = [op for op in program.tapes[0] if op.inputs not in (one.inputs[:1], other.inputs[:1])]  # not freed before
+    a, b = tape.index(one), tape.index(other)
+    tape[a] = one._replace(inputs=(other.inputs[0], *one.inputs[1:]))
+    tape[b] = other._replace(inputs=(one.inputs[0], *other.inputs[1:]))
+    ends = [op for op in program.tapes[0] if op.inputs in (one.inputs[:1], other.inputs[:1])]
+    assert judge(with_tape(program, 0, [*tape, *ends])).outcome is Outcome.WRONG
+
+
+def test_a_slice_that_nobody_updates_is_wrong() -> None:
+    program = built_in("single", 1, 2, 1)
+    tape = [op for op in program.tapes[0] if op.kind is OpKind.LOAD_BATCH]
+    end = [op._replace(inputs=tape[0].outputs) for op in program.tapes[0] if op.kind is OpKind.FREE]
+    verdict = judge(with_tape(program, 0, [*tape, end[0]]))
+    assert verdict.outcome is Outcome.WRONG
+    assert verdict.reason == "some elements are updated nowhere"
+
+
+def test_a_message_that_is_never_sent_hangs() -> None:
+    assert outcomes("dropped send", built_in("pipeline")) == {Outcome.HANGS}
+
+
+def test_two_ranks_that_both_receive_first_hang() -> None:
+    program = trace(exchanged("send first"), 2, 1, 2)
+    for rank in range(2):
+        recv = first(program, OpKind.RECV, rank)
+        send = first(program, OpKind.SEND, rank)
+        program = moved(moved(program, rank, recv + 1, send), rank, recv + 1, send)  # its wait first, then itself
+    assert judge(program).outcome is Outcome.HANGS
+
+
+def test_a_collective_that_a_member_leaves_out_hangs() -> None:
+    assert outcomes("collective dropped on one rank", built_in("ddp")) == {Outcome.HANGS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "reason"),
+    [
+        ("dropped recv", "pipeline", "does not live"),
+        ("early free", "single", "does not live"),
+        ("missing free", "single", "left over"),
+        ("missing wait", "fsdp", "does not live"),
+        ("duplicated op", "single", "written over"),
+        ("missing gather", "fsdp", "not a whole layer"),
+        ("collective of another kind", "fsdp", "disagree"),
+        ("wait for another handle", "ddp", "not in flight"),
+        ("malformed op", "ddp", "other inputs or outputs"),
+    ],
+)
+def test_what_cannot_be_executed_is_broken(kind: str, strategy: str, reason: str) -> None:
+    verdicts = [judge(mutant) for mutant in MUTATIONS[kind](built_in(strategy))]
+    assert any(verdict.outcome is Outcome.BROKEN and reason in verdict.reason for verdict in verdicts)
+
+
+def test_a_message_that_nobody_receives_is_broken() -> None:
+    program = built_in("pipeline")
+    send = first(program, OpKind.SEND)
+    op = program.tapes[0][send]
+    again = [op._replace(handle=77), next(o for o in program.tapes[0] if o.handle == op.handle and o is not op)]
+    again[1] = again[1]._replace(handle=77)
+    verdict = judge(changed(program, 0, send, op, *again))
+    assert verdict.outcome is Outcome.BROKEN

@@ -1,0 +1,160 @@
+"""Every kind of mistake, put into tapes that were right: what computes other numbers, hangs or breaks is refused.
+
+The mutants are judged by executing them on numbers (`tests/support/interpreter.py`); the check must refuse each one
+that is not right, with a sentence that says where.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from random import Random
+
+import pytest
+
+from shardlab.check import check
+from shardlab.program import Op, OpKind, Program, Refused
+from shardlab.strategies import STRATEGIES
+from tests.check.programs import PLACE, built_in
+from tests.support.interpreter import judge
+from tests.support.mutations import MUTATIONS, changed, places
+from tests.support.random_programs import Shape, random_program
+
+SAMPLE = 60
+"""Mutants of one kind and program that are tried; there may be thousands."""
+
+RANDOM_SHAPES = [
+    Shape(pp=2, dp_replicate=1, dp_shard=2, layers=3, microbatches=5, seed=11),
+    Shape(pp=1, dp_replicate=2, dp_shard=2, layers=2, microbatches=6, seed=12),
+    Shape(pp=3, dp_replicate=1, dp_shard=1, layers=3, microbatches=3, seed=13),
+    Shape(pp=2, dp_replicate=1, dp_shard=1, layers=2, microbatches=4, seed=14),
+]
+
+UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its update"}
+"""Kinds that leave the numbers right when sends are buffered: the check refuses them for what they say."""
+
+
+@cache
+def subjects() -> dict[str, Program]:
+    """The programs that mistakes are put into."""
+    programs = {name: built_in(name) for name in STRATEGIES}
+    return programs | {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
+
+
+def mutants(kind: str, name: str) -> list[Program]:
+    """A sample of a program's mutants, the same every time."""
+    found = list(MUTATIONS[kind](subjects()[name]))
+    return found if len(found) <= SAMPLE else Random(f"{kind} {name}").sample(found, SAMPLE)
+
+
+def refusal(program: Program) -> str | None:
+    """What the check says against a program; any other exception than a refusal fails the test."""
+    try:
+        check(program)
+    except Refused as refused:
+        return str(refused)
+    return None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MUTATIONS if kind != "another world"])
+def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) -> None:
+    wrong = refused = 0
+    for name in subjects():
+        for number, mutant in enumerate(mutants(kind, name)):
+            verdict, sentence = judge(mutant), refusal(mutant)
+            if sentence is None:
+                assert verdict.right, f"{kind} {number} of {name} passes, but: {verdict.reason}"
+            else:
+                assert re.match(PLACE, sentence), sentence
+            wrong += not verdict.right
+            refused += sentence is not None
+    assert refused
+    assert wrong or kind in UNHARMFUL
+
+
+def test_tapes_of_another_world_are_refused() -> None:
+    """More tapes than ranks, another number of layers or microbatches: there is not always a rank to name."""
+    for program in subjects().values():
+        for mutant in MUTATIONS["another world"](program):
+            assert refusal(mutant) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("dropped op", "single", "the step ends without weights[1] (step 1)"),
+        ("dropped op", "ddp", "wait: handle 0 is not in flight; each communication is waited for once"),
+        ("dropped op", "gpipe", "value 5 has not been made yet"),
+        ("duplicated op", "single", "makes value 4, which must be a new one"),
+        ("duplicated op with new numbers", "single", "the same slice was loaded by op 0 already"),
+        ("swapped neighbours", "single", "has not been made yet"),
+        ("swapped with a later op", "pipeline", "has not been made yet"),
+        ("wrong layer", "single", "layer 0 was fed activations[0], give that"),
+        ("wrong layer", "gpipe", "the op says layer 2, but it acts on layer 1"),
+        ("wrong value", "single", "the weight given is weights[0]; layer 1 computes with weights[1]"),
+        ("wrong microbatch", "single", "microbatch 0 is missing from grad_weights[0] (microbatch 1)"),
+        ("wrong microbatch", "ddp", "microbatch 1 would be counted twice (rank 0 and rank 1 both summed it)"),
+        ("wrong microbatch", "grad_accum", "microbatch 1 would be counted twice (the first value and the second"),
+        ("wrong microbatch", "gpipe", "expected activations[1] of microbatch 0, but the next message on this channel"),
+        ("early free", "single", "was freed or replaced before this op"),
+        ("early free", "ddp", "is still read by a communication in flight"),
+        ("missing free", "single", "still live; a step leaves only the slices it loaded"),
+        ("missing reduce", "ddp", "update(layer 1): microbatch 1 is missing from grad_weights[1] (microbatch 0)"),
+        ("missing reduce", "fsdp", "is missing from grad_weights[1]"),
+        ("double reduce", "ddp", "all_reduce(grad_weights[1]): microbatches 0-1 would be counted twice"),
+        ("early update", "single", "update(layer 0): value 12 has not been made yet"),
+        ("stale weight", "single", "update(layer 1): value 10 has not been made yet"),
+        ("weight read after its update", "single", "of optimizer step 1, but the batch belongs to step 0: it was"),
+        ("weight left stale", "fsdp", "every slice that is loaded must be updated once"),
+        ("second update", "ddp", "all three must be of one step: each slice is updated exactly once a step"),
+        ("swapped senders values", "gpipe", "send to rank 1: value 6 has not been made yet"),
+        ("swapped sends", "gpipe", "send to rank 0: value 13 has not been made yet"),
+        ("collective of another kind", "fsdp", "rank 0 meets it with"),
+        ("collectives in another order", "fsdp", "in one order, of one kind and for one layer"),
+        ("wrong shard", "fsdp", "slice 1 of 2 comes from rank 1 and from an earlier rank as well"),
+        ("missing gather", "fsdp", "slices 1 of 2 are missing. Gather the whole layer first (all_gather)"),
+        ("dropped send", "pipeline", "deadlock: rank 0 waits in recv from rank 1 of grad_activations[1]"),
+        ("dropped recv", "pipeline", "forward(layer 1): value 2 has not been made yet"),
+        ("collective dropped on one rank", "ddp", "microbatch 1 is missing from grad_weights[0]"),
+        ("missing wait", "ddp", "is still read by a communication in flight"),
+        ("wrong group", "fsdp", "a group has rank 0 itself and others of 0-1, each once"),
+        ("wrong peer", "pipeline", "the world has ranks 0-1, and a rank does not message itself"),
+        ("malformed op", "ddp", "update: has 2 inputs and 2 outputs"),
+    ],
+)
+def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, words: str) -> None:
+    sentences = [refusal(mutant) for mutant in MUTATIONS[kind](built_in(name))]
+    assert any(sentence and words in sentence for sentence in sentences), sorted({s for s in sentences if s})
+
+
+def test_swapped_sends_are_refused_by_name() -> None:
+    """The first rank of a GPipe sends its two activations in the other order; nothing is freed early for it."""
+    program = built_in("gpipe")
+    tape = program.tapes[0]
+    sends = [op for op in tape if op.kind is OpKind.SEND]
+    frees = [Op(OpKind.FREE, -1, op.inputs) for op in sends]
+    made = max(at for at, op in enumerate(tape) if set(op.outputs) & {n for send in sends for n in send.inputs})
+    waits = [op for op in tape if op.kind is OpKind.WAIT and op.handle in {send.handle for send in sends}]
+    rest = [op for op in tape if op not in (*sends, *frees, *waits)]
+    made = rest.index(tape[made]) + 1
+    for order in (sends, sends[::-1]):
+        ops = [*rest[:made], *order, *waits, *frees, *rest[made:]]
+        mutant = Program(program.mesh, program.microbatches, program.sizes, [ops, program.tapes[1]])
+        if order is sends:
+            assert refusal(mutant) is None
+            assert judge(mutant).right
+        else:
+            assert not judge(mutant).right
+            assert refusal(mutant) == (
+                "rank 1, op 1 recv from rank 0: expected activations[1] of microbatch 0, but the next message on this "
+                "channel is activations[1] of microbatch 1; messages between two ranks arrive in the order they were "
+                "sent. Make rank 0's sends and this rank's receives agree."
+            )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_leaving_out_any_op_is_noticed(name: str) -> None:
+    """No entry of a tape is idle: even a lost FREE or WAIT is refused."""
+    program = built_in(name)
+    for rank, at, op in places(program):
+        assert refusal(changed(program, rank, at)), f"rank {rank}, op {at} {op} can be dropped"

@@ -1,0 +1,134 @@
+"""The members of a group issue its collectives in one order; so do groups that share two or more ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shardlab.check import check
+from shardlab.program import Mesh, Op, OpKind, Program, Rank, Refused, Strategy, trace
+from tests.check.programs import built_in
+from tests.support.interpreter import judge
+from tests.support.mutations import places, with_tape
+
+
+def two_groups(shard_first: set[int], again: str = "dp_shard") -> Strategy:
+    """One layer on all ranks; those in `shard_first` issue a gather along an axis first, others the reduction."""
+
+    async def program(rank: Rank) -> None:
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.coordinate(again), 2)
+        full = await rank.all_gather(rank.weights[0], axis=again)
+        rank.activations[0] = rank.load_batch([rank.index])
+        rank.activations[1] = rank.forward(0, rank.activations[0], full)
+        gradient = rank.loss(rank.activations[1])
+        full = await rank.all_gather(rank.weights[0], axis=again)
+        rank.grad_weights[0], _ = rank.backward(0, rank.activations[0], gradient, full)
+        if rank.index in shard_first:
+            state = rank.all_gather(rank.opt_states[0], axis=again)
+            total = rank.all_reduce(rank.grad_weights[0])
+        else:
+            total = rank.all_reduce(rank.grad_weights[0])
+            state = rank.all_gather(rank.opt_states[0], axis=again)
+        await state
+        update = rank.update(0, await total, rank.weights[0], rank.opt_states[0])
+        rank.weights[0], rank.opt_states[0] = update
+
+    return program
+
+
+MESH = Mesh(dp_replicate=2, dp_shard=2)
+
+
+@pytest.mark.parametrize("shard_first", [set(), {0, 1, 2, 3}])
+def test_groups_that_share_ranks_pass_in_one_order(shard_first: set[int]) -> None:
+    program = trace(two_groups(shard_first), MESH, 1, 4)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+@pytest.mark.parametrize(
+    ("shard_first", "rank", "other"), [({0}, 0, 1), ({1}, 0, 1), ({3}, 2, 3), ({0, 2}, 0, 1), ({0, 1, 2}, 2, 3)]
+)
+def test_groups_that_share_two_ranks_are_refused_in_different_orders(
+    shard_first: set[int], rank: int, other: int
+) -> None:
+    """The numbers would be right and nothing need hang: but two communicators may block each other on devices."""
+    program = trace(two_groups(shard_first), MESH, 1, 4)
+    assert judge(program).right
+    with pytest.raises(Refused) as refused:
+        check(program)
+    assert re.match(
+        rf"rank {rank}, op \d+ all_(reduce|gather)\(layer 0\) on (world|dp_shard): rank {other} issues "
+        r"all_(reduce|gather)\(layer 0\) on (world|dp_shard) \(its op \d+\) at this place; groups that share two or "
+        "more ranks must issue their common collectives in one order.",
+        str(refused.value),
+    )
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_ranks_that_share_no_second_group_may_differ(axis: str) -> None:
+    """Ranks 0 and 3 meet only in the world, so their gathers along the axis need not stand in one order with it."""
+    first = {0, 1} if axis == "dp_shard" else {0, 2}
+    program = trace(two_groups(first, axis), MESH, 1, 4)
+    assert check(program).backends() == ["gloo", "nccl"]
+
+
+def test_an_axis_that_is_the_whole_world_is_another_group() -> None:
+    """Two ranks, two communicators over both of them."""
+    program = trace(two_groups({0}), Mesh(dp_shard=2), 1, 2)
+    with pytest.raises(Refused, match="groups that share two or more ranks"):
+        check(program)
+
+
+def collectives(program: Program, rank: int, kind: OpKind) -> list[int]:
+    return [at for r, at, _ in places(program, kind) if r == rank]
+
+
+def refused(program: Program, rank: int, tape: list[Op]) -> str:
+    with pytest.raises(Refused) as refusal:
+        check(with_tape(program, rank, tape))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_collectives_of_one_group_in_another_order_are_refused_naming_both_ranks(rank: int) -> None:
+    """Two gathers of other layers change places, with what belongs to them."""
+    program = built_in("fsdp")
+    tape = list(program.tapes[rank])
+    one, other = collectives(program, rank, OpKind.ALL_GATHER)[:2]
+    a, b = tape[one], tape[other]
+    tape[one] = a._replace(inputs=b.inputs, layer=b.layer)
+    tape[other] = b._replace(inputs=a.inputs, layer=a.layer)
+    sentence = refused(program, rank, tape)
+    assert sentence.startswith("rank 1, op 3 all_gather(weights[")
+    assert "on world: rank 0 meets it with all_gather(weights[" in sentence
+    assert "(its op 3); all members of a group must issue its collectives in one order, of one kind" in sentence
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", [OpKind.ALL_REDUCE, OpKind.ALL_GATHER])
+def test_collectives_of_another_kind_are_refused_naming_both_ranks(rank: int, kind: OpKind) -> None:
+    program = built_in("fsdp")
+    tape = list(program.tapes[rank])
+    at = collectives(program, rank, OpKind.REDUCE_SCATTER)[0]
+    tape[at] = tape[at]._replace(kind=kind)
+    sentence = refused(program, rank, tape)
+    call = r"(all_reduce|all_gather|reduce_scatter)\(grad_weights\[1\] \(microbatch [01]\)\)"
+    named = re.match(rf"rank (\d), op {at} {call} on world: rank (\d) meets it with {call} \(its op {at}\)", sentence)
+    assert named, sentence
+    assert {named[1], named[3]} == {"0", "1"}
+    assert {named[2], named[4]} == {kind.value, "reduce_scatter"}
+
+
+def test_collectives_of_another_layer_are_refused_while_tracing_too() -> None:
+    async def program(rank: Rank) -> None:
+        for l in rank.layers:
+            rank.weights[l], rank.opt_states[l] = rank.load_weights(l, rank.index, rank.world)
+        for l in rank.layers if rank.index else reversed(rank.layers):
+            rank.all_gather(rank.weights[l])
+
+    with pytest.raises(
+        Refused, match=re.escape("all_gather(weights[0] (shard 1 of 2)) on world: rank 0 meets it with")
+    ):
+        trace(program, 2, 2, 2)

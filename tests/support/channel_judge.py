@@ -1,0 +1,114 @@
+"""A second opinion on channel models: ranks and channels take their steps in random order until nothing can move.
+
+Written from the models' definitions alone, one communication at a time and without any bookkeeping for speed; what
+it says of a program must not depend on the order that chance picks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from random import Random
+
+from shardlab.check import ChannelModel
+from shardlab.program import Op, OpKind, Program
+from shardlab.program.tape import COMMUNICATION
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part in a communication."""
+
+    rank: int
+    op: Op
+
+
+class Chance:
+    """Plays a program under one model."""
+
+    def __init__(self, program: Program, model: ChannelModel, random: Random) -> None:
+        self.tapes = [
+            [op for op in tape if op.kind in COMMUNICATION or op.kind is OpKind.WAIT] for tape in program.tapes
+        ]
+        self.model = model
+        self.random = random
+        self.at = [0] * len(self.tapes)
+        self.issued: list[Part] = []
+        self.done: set[tuple[int, int]] = set()
+
+    def hangs(self) -> bool:
+        """Whether a rank does not reach its end."""
+        while True:
+            steps = [self._advance(rank) for rank in range(len(self.tapes)) if self._can_advance(rank)]
+            steps += [self._complete(parts) for parts in self._ready()]
+            if not steps:
+                return any(at < len(tape) for at, tape in zip(self.at, self.tapes, strict=True))
+            self.random.choice(steps)()
+
+    def _can_advance(self, rank: int) -> bool:
+        if self.at[rank] == len(self.tapes[rank]):
+            return False
+        op = self.tapes[rank][self.at[rank]]
+        return op.kind is not OpKind.WAIT or (rank, op.handle) in self.done
+
+    def _advance(self, rank: int) -> Callable[[], None]:
+        def step() -> None:
+            op = self.tapes[rank][self.at[rank]]
+            self.at[rank] += 1
+            if op.kind is not OpKind.WAIT:
+                self.issued.append(Part(rank, op))
+                if op.kind is OpKind.SEND and self.model in (ChannelModel.BUFFERED, ChannelModel.IN_ORDER):
+                    self.done.add((rank, op.handle))  # the channel has taken it
+
+        return step
+
+    def _complete(self, parts: list[Part]) -> Callable[[], None]:
+        def step() -> None:
+            for part in parts:
+                self.done.add((part.rank, part.op.handle))
+                self.issued.remove(part)
+
+        return step
+
+    def _ready(self) -> list[list[Part]]:
+        """Communications of which every part is issued, and stands where the model lets it run."""
+        ready: list[list[Part]] = []
+        for parts in self._matched():
+            if self.model is not ChannelModel.QUEUED or all(self._at_head(part) for part in parts):
+                ready.append(parts)
+        return ready
+
+    def _matched(self) -> list[list[Part]]:
+        """The first of each kind that wait for one another: completed ones have left, so first meets first."""
+        firsts: dict[Hashable, dict[int, Part]] = defaultdict(dict)
+        wanted: dict[Hashable, int] = {}
+        for part in self.issued:
+            op = part.op
+            if op.group is not None:
+                key: Hashable = op.group
+                wanted[key] = len(op.group.ranks)
+            else:
+                key = (part.rank, op.peer) if op.kind is OpKind.SEND else (op.peer, part.rank)
+                wanted[key] = 2
+            firsts[key].setdefault(part.rank, part)
+        return [list(parts.values()) for key, parts in firsts.items() if len(parts) == wanted[key]]
+
+    def _at_head(self, part: Part) -> bool:
+        """Nothing issued earlier by this rank on the same communicator is unfinished, but its own batch."""
+        for other in self.issued:
+            if other is part:
+                return True
+            same_queue = other.rank == part.rank and _communicator(other) == _communicator(part)
+            if same_queue and (part.op.batch < 0 or other.op.batch != part.op.batch):
+                return False
+        raise AssertionError("the part is among those issued")
+
+
+def _communicator(part: Part) -> Hashable:
+    return part.op.group or frozenset({part.rank, part.op.peer})
+
+
+def hangs(program: Program, model: ChannelModel, seed: int) -> bool:
+    """Whether a program that passes the dataflow check hangs under a channel model."""
+    return Chance(program, model, Random(seed)).hangs()

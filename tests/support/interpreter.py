@@ -1,0 +1,399 @@
+"""The independent judge: executes tapes on small integer arrays and compares what comes out with one device.
+
+It knows ops only by what they do to arrays. Neither the rules of tracing nor the checks are used here; a value is
+its numbers and the places (elements of a layer, or microbatches) that they belong to. Arithmetic is exact, modulo
+a prime, and each op depends on everything that it is given, so a wrong layer, microbatch, slice or version of a
+weight, or a gradient counted twice, changes the numbers that come out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlab.program import Op, OpKind, Program
+
+PRIME = 2**29 - 3
+WIDTH = 12
+ELEMENTS = WIDTH * WIDTH
+"""Elements of a layer: divisible by every number of slices that up to 4 x 4 ranks make."""
+
+ARITY: dict[OpKind, tuple[int, tuple[int, ...]]] = {
+    OpKind.LOAD_WEIGHTS: (0, (2,)),
+    OpKind.LOAD_BATCH: (0, (1,)),
+    OpKind.FORWARD: (2, (1, 2)),
+    OpKind.RECOMPUTE: (2, (1,)),
+    OpKind.LOSS: (1, (1,)),
+    OpKind.BACKWARD: (4, (2,)),
+    OpKind.ADD: (2, (1,)),
+    OpKind.UPDATE: (3, (2,)),
+    OpKind.ALL_REDUCE: (1, (1,)),
+    OpKind.ALL_GATHER: (1, (1,)),
+    OpKind.REDUCE_SCATTER: (1, (1,)),
+    OpKind.SEND: (1, (0,)),
+    OpKind.RECV: (0, (1,)),
+    OpKind.WAIT: (0, (0,)),
+    OpKind.FREE: (1, (0,)),
+}
+"""How many values each op reads, and may make."""
+
+Array = NDArray[np.int64]
+
+
+class Outcome(Enum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    HANGS = "hangs"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Right; Wrong: other numbers than one device's; Hangs; Broken: an op cannot be done, or something is left over."""
+
+    outcome: Outcome
+    reason: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.outcome is Outcome.RIGHT
+
+
+class BrokenTape(Exception):
+    """An op cannot be executed."""
+
+
+@dataclass
+class Piece:
+    """Numbers, and where they belong: `data[i]` is element or microbatch `where[i]`."""
+
+    where: tuple[int, ...]
+    data: Array
+
+
+# The toy network: z = x W + b, y = z + z * z; the optimizer is any function of weight, state and gradient.
+
+
+def forward_layer(layer: int, x: Array, weight: Array) -> tuple[Array, Array]:
+    """The output, and z, which is kept for the backward pass."""
+    z = (x @ weight.reshape(WIDTH, WIDTH) + 17 * layer + 5) % PRIME
+    return (z + z * z) % PRIME, z
+
+
+def backward_layer(x: Array, z: Array, dy: Array, weight: Array) -> tuple[Array, Array]:
+    """The gradients of the weight (summed over the rows) and of the input."""
+    dz = dy * ((1 + 2 * z) % PRIME) % PRIME
+    dw = sum((np.outer(a, b) % PRIME for a, b in zip(x, dz, strict=True)), np.zeros((WIDTH, WIDTH), np.int64)) % PRIME
+    return dw.reshape(-1), dz @ weight.reshape(WIDTH, WIDTH).T % PRIME
+
+
+def loss_gradient(y: Array, microbatches: tuple[int, ...]) -> Array:
+    return (3 * y + 1000 * np.array(microbatches, np.int64)[:, None] + 7) % PRIME
+
+
+def update_slice(layer: int, weight: Array, state: Array, gradient: Array) -> tuple[Array, Array]:
+    new_state = (11 * state + gradient * gradient + layer) % PRIME
+    return (weight + 5 * new_state - 3 * gradient) % PRIME, new_state
+
+
+def initial(layer: int) -> tuple[Array, Array]:
+    places = np.arange(ELEMENTS, dtype=np.int64) + 1000 * (layer + 1)
+    return places**3 % PRIME, places**2 % PRIME
+
+
+def batch_rows(microbatches: tuple[int, ...]) -> Array:
+    places = 100 * (np.array(microbatches, np.int64)[:, None] + 1) + np.arange(WIDTH, dtype=np.int64)
+    return places**3 % PRIME
+
+
+@cache
+def reference(layers: int, microbatches: int) -> list[tuple[Array, Array]]:
+    """Each layer's weight and state after the step on one device."""
+    everything = tuple(range(microbatches))
+    weights = [initial(layer) for layer in range(layers)]
+    inputs, kept = [batch_rows(everything)], []
+    for layer, (weight, _) in enumerate(weights):
+        y, z = forward_layer(layer, inputs[-1], weight)
+        inputs.append(y)
+        kept.append(z)
+    gradient = loss_gradient(inputs.pop(), everything)
+    final: list[tuple[Array, Array]] = []
+    for layer in reversed(range(layers)):
+        weight, state = weights[layer]
+        dw, gradient = backward_layer(inputs[layer], kept[layer], gradient, weight)
+        final.insert(0, update_slice(layer, weight, state, dw))
+    return final
+
+
+class Rank:
+    """One rank's memory and its place on its tape."""
+
+    def __init__(self, index: int, ops: list[Op]) -> None:
+        self.index = index
+        self.ops = ops
+        self.at = 0
+        self.memory: dict[int, Piece] = {}
+        self.saved: dict[int, tuple[int, Array]] = {}  # number -> (the activation that owns it, z)
+        self.in_flight: dict[int, tuple[int | None, int | None]] = {}  # handle -> (value read, value made)
+        self.arrived: dict[int, Piece | None] = {}
+        self.loaded: list[tuple[int, tuple[int, ...]]] = []
+
+    def read(self, number: int) -> Piece:
+        if number not in self.memory:
+            raise BrokenTape(f"value {number} is read but does not live")
+        return self.memory[number]
+
+    def write(self, number: int, piece: Piece) -> None:
+        if number in self.memory or number in self.saved:
+            raise BrokenTape(f"value {number} is written over")
+        self.memory[number] = piece
+
+    def delete(self, number: int) -> None:
+        if any(read == number for read, _ in self.in_flight.values()):
+            raise BrokenTape(f"value {number} ends while a communication reads it")
+        self.read(number)
+        del self.memory[number]
+        self.drop_saved(number)
+
+    def drop_saved(self, activation: int) -> None:
+        for number in [n for n, (owner, _) in self.saved.items() if owner == activation]:
+            del self.saved[number]
+
+    def keep(self, number: int, activation: int, z: Array) -> None:
+        if number in self.memory or number in self.saved:
+            raise BrokenTape(f"value {number} is written over")
+        self.drop_saved(activation)
+        self.saved[number] = activation, z
+
+
+class Interpreter:
+    """All ranks of a program; sends are buffered, and messages between two ranks stay in order."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ranks = [Rank(index, ops) for index, ops in enumerate(program.tapes)]
+        self.channels: dict[tuple[int, int], deque[Piece]] = defaultdict(deque)
+        self.receives: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self.turns: dict[tuple[int, object], int] = defaultdict(int)
+        self.meetings: dict[tuple[object, int], dict[int, tuple[OpKind, int, Piece]]] = defaultdict(dict)
+
+    def judge(self) -> Verdict:
+        try:
+            moved = True
+            while moved:
+                moved = any(self._go_on(rank) for rank in self.ranks)
+            stuck = [rank for rank in self.ranks if rank.at < len(rank.ops)]
+            if stuck:
+                return Verdict(Outcome.HANGS, f"rank {stuck[0].index} waits for ever at op {stuck[0].at}")
+            return self._compare()
+        except BrokenTape as error:
+            return Verdict(Outcome.BROKEN, str(error))
+
+    def _go_on(self, rank: Rank) -> bool:
+        start = rank.at
+        while rank.at < len(rank.ops):
+            op = rank.ops[rank.at]
+            reads, makes = ARITY[op.kind]
+            if len(op.inputs) != reads or len(op.outputs) not in makes:
+                raise BrokenTape(f"rank {rank.index}, op {rank.at}: {op.kind.value} has other inputs or outputs")
+            if op.kind is OpKind.WAIT:
+                if op.handle not in rank.in_flight:
+                    raise BrokenTape(f"rank {rank.index} waits for handle {op.handle}, which is not in flight")
+                if op.handle not in rank.arrived:
+                    break
+                self._arrive(rank, op.handle)
+            else:
+                try:
+                    self._execute(rank, op)
+                except ValueError as error:  # arrays of other shapes
+                    raise BrokenTape(f"rank {rank.index}, op {rank.at} {op}: {error}") from None
+            rank.at += 1
+        return rank.at > start
+
+    def _arrive(self, rank: Rank, handle: int) -> None:
+        _, made = rank.in_flight.pop(handle)
+        piece = rank.arrived.pop(handle)
+        if piece is not None:
+            assert made is not None
+            rank.write(made, piece)
+
+    def _issue(self, rank: Rank, op: Op) -> None:
+        if op.handle in rank.in_flight:
+            raise BrokenTape(f"handle {op.handle} is in flight already")
+        rank.in_flight[op.handle] = (op.inputs[0] if op.inputs else None, op.outputs[0] if op.outputs else None)
+
+    def _execute(self, rank: Rank, op: Op) -> None:
+        match op.kind:
+            case OpKind.LOAD_WEIGHTS:
+                self._load_weights(rank, op)
+            case OpKind.LOAD_BATCH:
+                if op.holds is None or op.holds.of != self.program.microbatches or op.holds.mask >> op.holds.of:
+                    raise BrokenTape("there are no such microbatches")
+                microbatches = tuple(i for i in range(op.holds.of) if op.holds.mask >> i & 1)
+                rank.write(op.outputs[0], Piece(microbatches, batch_rows(microbatches)))
+            case OpKind.FORWARD | OpKind.RECOMPUTE:
+                x, weight = rows(rank.read(op.inputs[0])), whole(rank.read(op.inputs[1]))
+                y, z = forward_layer(op.layer, x.data, weight)
+                outputs = list(op.outputs)
+                if op.kind is OpKind.FORWARD:
+                    rank.write(outputs.pop(0), Piece(x.where, y))
+                if outputs:
+                    rank.keep(outputs[0], op.inputs[0], z)
+            case OpKind.LOSS:
+                y = rows(rank.read(op.inputs[0]))
+                rank.write(op.outputs[0], Piece(y.where, loss_gradient(y.data, y.where)))
+            case OpKind.BACKWARD:
+                x, dy = rows(rank.read(op.inputs[0])), rows(rank.read(op.inputs[1]))
+                weight = whole(rank.read(op.inputs[2]))
+                if op.inputs[3] not in rank.saved:
+                    raise BrokenTape(f"saved {op.inputs[3]} is read but does not live")
+                dw, dx = backward_layer(x.data, rank.saved.pop(op.inputs[3])[1], dy.data, weight)
+                rank.write(op.outputs[0], Piece(tuple(range(ELEMENTS)), dw))
+                rank.write(op.outputs[1], Piece(dy.where, dx))
+            case OpKind.ADD:
+                a, b = rank.read(op.inputs[0]), rank.read(op.inputs[1])
+                rank.write(op.outputs[0], summed([a, b]))
+            case OpKind.UPDATE:
+                self._update(rank, op)
+            case OpKind.SEND:
+                self._issue(rank, op)
+                rank.arrived[op.handle] = None
+                self.channels[rank.index, self._peer(rank, op)].append(rank.read(op.inputs[0]))
+                self._deliver(rank.index, op.peer)
+            case OpKind.RECV:
+                self._issue(rank, op)
+                self.receives[self._peer(rank, op), rank.index].append(op.handle)
+                self._deliver(op.peer, rank.index)
+            case OpKind.ALL_REDUCE | OpKind.ALL_GATHER | OpKind.REDUCE_SCATTER:
+                self._collective(rank, op)
+            case OpKind.FREE:
+                rank.delete(op.inputs[0])
+            case _:
+                raise BrokenTape(f"{op.kind} is unknown")
+
+    def _peer(self, rank: Rank, op: Op) -> int:
+        if not 0 <= op.peer < len(self.ranks) or op.peer == rank.index:
+            raise BrokenTape(f"rank {op.peer} is no peer")
+        return op.peer
+
+    def _load_weights(self, rank: Rank, op: Op) -> None:
+        mask, of = op.holds or (0, 0)
+        if not 0 <= op.layer < self.program.layers or of < 1 or ELEMENTS % of or mask <= 0 or mask >> of:
+            raise BrokenTape(f"there are no slices {mask} of {of} of layer {op.layer}")
+        size = ELEMENTS // of
+        where = tuple(e for e in range(ELEMENTS) if mask >> e // size & 1)
+        if (op.layer, where) in rank.loaded:
+            raise BrokenTape("the same slice is loaded twice")
+        rank.loaded.append((op.layer, where))
+        for number, full in zip(op.outputs, initial(op.layer), strict=True):
+            rank.write(number, Piece(where, full[list(where)]))
+
+    def _update(self, rank: Rank, op: Op) -> None:
+        gradient, weight, state = (rank.read(number) for number in op.inputs)
+        if weight.where != state.where:
+            raise BrokenTape("the weight and the optimizer state are of other slices")
+        places = {e: i for i, e in enumerate(gradient.where)}
+        if any(e not in places for e in weight.where):
+            raise BrokenTape("the gradient lacks elements")
+        part = gradient.data[[places[e] for e in weight.where]]
+        made = update_slice(op.layer, weight.data, state.data, part)
+        rank.delete(op.inputs[1])
+        rank.delete(op.inputs[2])
+        for number, data in zip(op.outputs, made, strict=True):
+            rank.write(number, Piece(weight.where, data))
+
+    def _deliver(self, source: int, to: int) -> None:
+        sent, wanted = self.channels[source, to], self.receives[source, to]
+        while sent and wanted:
+            self.ranks[to].arrived[wanted.popleft()] = sent.popleft()
+
+    def _collective(self, rank: Rank, op: Op) -> None:
+        piece = rank.read(op.inputs[0])
+        self._issue(rank, op)
+        if op.group is None or rank.index not in op.group.ranks:
+            raise BrokenTape("this rank is not of the group")
+        key = (op.group.axis, op.group.ranks)
+        turn = self.turns[rank.index, key]
+        self.turns[rank.index, key] = turn + 1
+        members = self.meetings[key, turn]
+        members[rank.index] = (op.kind, op.handle, piece)
+        if len(members) < len(op.group.ranks):
+            return
+        del self.meetings[key, turn]
+        ordered = [members[index] for index in op.group.ranks]
+        if len({kind for kind, _, _ in ordered}) > 1:
+            raise BrokenTape("the members of a collective disagree about its kind")
+        results = combined(op.kind, [given for _, _, given in ordered])
+        for index, (_, handle, _), result in zip(op.group.ranks, ordered, results, strict=True):
+            self.ranks[index].arrived[handle] = result
+
+    def _compare(self) -> Verdict:
+        """The final slices against one device's, and nothing left over."""
+        if any(self.channels.values()):
+            raise BrokenTape("a message was never received")
+        final = reference(self.program.layers, self.program.microbatches)
+        covered: set[tuple[int, int]] = set()
+        for rank in self.ranks:
+            if rank.in_flight:
+                raise BrokenTape(f"rank {rank.index} ends with communications in flight")
+            left = list(rank.memory.values())
+            for layer, where in rank.loaded:
+                for whole_array in final[layer]:
+                    expected = whole_array[list(where)]
+                    at = next((i for i, p in enumerate(left) if p.where == where and (p.data == expected).all()), None)
+                    if at is None:
+                        return Verdict(Outcome.WRONG, f"rank {rank.index} does not end with layer {layer} updated")
+                    del left[at]
+                covered |= {(layer, element) for element in where}
+            if left:
+                raise BrokenTape(f"rank {rank.index} ends with {len(left)} values left over")
+        if len(covered) < self.program.layers * ELEMENTS:
+            return Verdict(Outcome.WRONG, "some elements are updated nowhere")
+        return Verdict(Outcome.RIGHT)
+
+
+def rows(piece: Piece) -> Piece:
+    if piece.data.ndim != 2:
+        raise BrokenTape("parameters are given where rows are wanted")
+    return piece
+
+
+def whole(piece: Piece) -> Array:
+    if piece.data.ndim != 1 or piece.where != tuple(range(ELEMENTS)):
+        raise BrokenTape("the weight is not a whole layer")
+    return piece.data
+
+
+def summed(pieces: list[Piece]) -> Piece:
+    if len({piece.data.shape for piece in pieces}) > 1:
+        raise BrokenTape("arrays of other shapes are summed")
+    return Piece(pieces[0].where, sum((piece.data for piece in pieces[1:]), pieces[0].data) % PRIME)
+
+
+def combined(kind: OpKind, pieces: list[Piece]) -> list[Piece]:
+    """What each member of a collective receives."""
+    if kind is OpKind.ALL_GATHER:
+        where = tuple(place for piece in pieces for place in piece.where)
+        if len({piece.data.ndim for piece in pieces}) > 1 or len(set(where)) < len(where):
+            raise BrokenTape("the gathered pieces do not fit side by side")
+        order = sorted(range(len(where)), key=where.__getitem__)
+        data = np.concatenate([piece.data for piece in pieces])[order]
+        return [Piece(tuple(sorted(where)), data)] * len(pieces)
+    total = summed(pieces)
+    if kind is OpKind.ALL_REDUCE:
+        return [total] * len(pieces)
+    size, rest = divmod(len(total.where), len(pieces))
+    if rest:
+        raise BrokenTape("the sum does not divide among the members")
+    cuts = [slice(i * size, (i + 1) * size) for i in range(len(pieces))]
+    return [Piece(total.where[cut], total.data[cut]) for cut in cuts]
+
+
+def judge(program: Program) -> Verdict:
+    """What really comes out of a program's tapes."""
+    return Interpreter(program).judge()
