@@ -43,7 +43,7 @@ MESH = Mesh(dp_replicate=2, dp_shard=2)
 @pytest.mark.parametrize("shard_first", [set(), {0, 1, 2, 3}])
 def test_groups_that_share_ranks_pass_in_one_order(shard_first: set[int]) -> None:
     program = trace(two_groups(shard_first), MESH, 1, 4)
-    assert check(program).backends() == ["gloo", "nccl"]
+    assert not any(check(program).models.values())
     assert judge(program).right
 
 
@@ -71,7 +71,7 @@ def test_ranks_that_share_no_second_group_may_differ(axis: str) -> None:
     """Ranks 0 and 3 meet only in the world, so their gathers along the axis need not stand in one order with it."""
     first = {0, 1} if axis == "dp_shard" else {0, 2}
     program = trace(two_groups(first, axis), MESH, 1, 4)
-    assert check(program).backends() == ["gloo", "nccl"]
+    assert not any(check(program).models.values())
 
 
 def test_an_axis_that_is_the_whole_world_is_another_group() -> None:

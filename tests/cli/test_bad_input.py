@@ -121,7 +121,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate qqq", "Built in: single, grad_accum, ddp, wsdp, fsdp, pipeline, gpipe, pipeline_fsdp"),
         ("simulate none.py:right", "none.py is not a file"),
         ("simulate folder.py:right", "folder.py is not a file"),
-        ("simulate user.py:rigth", "user.py has no function 'rigth'; did you mean right?"),
+        ("simulate user.py:rigth", "user.py has no function 'rigth'; did you mean 'right'?"),
         ("simulate user.py", "say which function of user.py: user.py:NAME"),
         ("simulate user.py:", "say which function of user.py: user.py:NAME"),
         ("simulate user.py:plain", "plain in user.py is not a strategy; write it as `async def plain(rank): ...`"),

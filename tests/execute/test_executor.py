@@ -41,12 +41,12 @@ def test_gradients_accumulate_in_the_backward_that_makes_them() -> None:
     found = analysis("grad_accum", 1, 2, 4)
     adds = [at for at, op in enumerate(found.tape) if op.kind is OpKind.ADD]
     assert len(adds) == 2 * 3
-    assert found.accumulated == set(adds)
+    assert set(found.in_place.fused) == set(adds)
 
 
 def test_all_reduce_works_in_place_when_nobody_reads_its_input_again() -> None:
     found = analysis("ddp", 4, 3, 4)
-    assert {at for at, op in enumerate(found.tape) if op.kind is OpKind.ALL_REDUCE} <= found.in_place
+    assert {at for at, op in enumerate(found.tape) if op.kind is OpKind.ALL_REDUCE} <= found.in_place.first_input
 
 
 async def reads_the_sum_and_the_part(rank: Rank) -> None:
@@ -63,7 +63,7 @@ async def reads_the_sum_and_the_part(rank: Rank) -> None:
 def test_all_reduce_copies_what_is_read_again() -> None:
     found = Analysis(check(trace(reads_the_sum_and_the_part, 2, 1, 2)), 0)
     reduces = [at for at, op in enumerate(found.tape) if op.kind is OpKind.ALL_REDUCE]
-    assert [at in found.in_place for at in reduces] == [False, True]
+    assert [at in found.in_place.first_input for at in reduces] == [False, True]
 
 
 def live_tensors_after_a_step(rank: int, name: str, ranks: int) -> list[str]:
@@ -83,6 +83,38 @@ def live_tensors_after_a_step(rank: int, name: str, ranks: int) -> list[str]:
 def test_a_step_leaves_weights_and_optimizer_states_alone(ranks: World, name: str) -> None:
     for kinds in ranks(2).call(live_tensors_after_a_step, name, 2):
         assert kinds == ["opt_states", "weights"]
+
+
+def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
+    """Elements of the gather buffers' storages: before each op of a step, and after it; with the expected ones."""
+    entry = STRATEGIES["fsdp"]
+    checked = check(trace(entry.program, entry.mesh(2), MODEL.sizes(2, 4), 4))
+    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
+    executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.block, 2, 0), Settings(optimizer=AdamW(steps=2)))
+    state = executor.state
+    held: list[int] = []
+    for instruction in executor.instructions:
+        held.append(sum(buffer.untyped_storage().nbytes() // buffer.itemsize for buffer in state.buffers))
+        if not state.batch:
+            state.batch = {m: executor.batches.microbatch(0, m) for m in state.microbatches}
+            state.tokens = executor.batches.counted(0, 4)
+        instruction()
+    expected: list[int] = []
+    live = 0
+    for op in state.tape:
+        expected.append(live)
+        if op.kind is OpKind.ALL_GATHER:
+            live += state.shapes.flat[op.layer]
+        if op.kind is OpKind.FREE and op.inputs[0] in state.analysis.slot:
+            live -= state.shapes.flat[state.specs[op.inputs[0]].layer]
+    return held, expected
+
+
+@pytest.mark.xdist_group("ranks")
+def test_gathered_weights_have_memory_from_their_gather_to_their_free_and_no_longer(ranks: World) -> None:
+    for held, expected in ranks(2).call(elements_in_buffers):
+        assert held == expected
+        assert max(held) > 0
 
 
 async def one_f_one_b_with_blocking_receives(rank: Rank) -> None:
@@ -120,15 +152,6 @@ async def one_f_one_b_with_blocking_receives(rank: Rank) -> None:
     )
 
 
-def test_a_backend_that_would_hang_is_refused_before_anything_is_started() -> None:
-    checked = check(trace(one_f_one_b_with_blocking_receives, 2, 2, 4))
-    assert checked.models[ChannelModel.RENDEZVOUS] is None
-    assert checked.backends() == ["gloo"]
-    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
-    with pytest.raises(UserError, match=r"on nccl this program would hang: deadlock: rank \d waits"):
-        Executor(checked, 0, MODEL, Batches(corpus, 8, 2, 0), Settings(), backend="nccl")
-
-
 async def sends_an_optimizer_state(rank: Rank) -> None:
     await reads_the_sum_and_the_part(rank)
     if rank.index == 0:
@@ -137,16 +160,18 @@ async def sends_an_optimizer_state(rank: Rank) -> None:
         rank.opt_states["theirs"] = await rank.recv(source=0)
 
 
-def state_of(rank: int) -> str:
-    checked = check(trace(sends_an_optimizer_state, 2, GPT(layers=1, width=16, heads=2, block=8).sizes(2, 4), 2))
+def test_what_has_no_tensor_runs_on_no_backend() -> None:
+    checked = check(trace(sends_an_optimizer_state, 2, 1, 2))
+    assert checked.backends() == []
     corpus = Corpus.split(bytes(range(256)) * 8, 8)
-    try:
-        Executor(checked, rank, GPT(layers=1, width=16, heads=2, block=8), Batches(corpus, 8, 2, 0), Settings())
-    except UserError as error:
-        return str(error)
-    return ""
+    with pytest.raises(UserError, match=r"rank 0, op \d+ send to rank 1: an optimizer state stays"):
+        Executor(checked, 0, GPT(layers=1, width=16, heads=2, block=8), Batches(corpus, 8, 2, 0), Settings())
 
 
-@pytest.mark.xdist_group("ranks")
-def test_what_has_no_tensor_is_not_communicated(ranks: World) -> None:
-    assert all("optimizer state" in said for said in ranks(2).call(state_of))
+def test_a_backend_that_would_hang_is_refused_before_anything_is_started() -> None:
+    checked = check(trace(one_f_one_b_with_blocking_receives, 2, 2, 4))
+    assert checked.models[ChannelModel.RENDEZVOUS] is None
+    assert checked.backends() == ["gloo"]
+    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
+    with pytest.raises(UserError, match=r"on nccl this program would hang: deadlock: rank \d waits"):
+        Executor(checked, 0, MODEL, Batches(corpus, 8, 2, 0), Settings(), backend="nccl")

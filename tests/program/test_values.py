@@ -138,3 +138,8 @@ def test_microbatches_are_rows_for_activations_and_sums_for_gradients() -> None:
     assert Spec(Kind.ACTIVATION, 0, Holds(0b110, 3)).microbatches == 0b110
     assert Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0b011).microbatches == 0b011
     assert Spec(Kind.WEIGHT, 0, Holds(0b110, 3)).microbatches == 0
+
+
+def test_a_negative_bit_set_has_no_numbers_and_can_be_said() -> None:
+    assert list(bits(-5)) == []
+    assert str(Holds(-5, 4)) == "none of 4"

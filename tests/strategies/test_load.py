@@ -61,7 +61,7 @@ def test_nothing_is_written_beside_the_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        ("min", "has no function 'min'; did you mean mine"),
+        ("min", "has no function 'min'; did you mean 'mine'"),
         ("zzz", "its async functions are: mine, on_a_grid"),
         ("plain", "is not a strategy; write it as `async def plain"),
         ("", "say which function of"),
@@ -94,3 +94,20 @@ def test_a_file_that_cannot_be_run_is_refused_with_its_line(tmp_path: Path, text
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(UserError, match=sentence):
         load(f"{tmp_path}/bad.py:mine")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sentence"),
+    [
+        ("Mesh(dp_shard=2 * ranks)", "gave a mesh of 8 ranks for 4 ranks; give a Mesh of 4"),
+        ("5", "gave 5 for 4 ranks"),
+        ("1 // 0", "raised ZeroDivisionError"),
+    ],
+)
+def test_a_mesh_function_that_is_wrong_is_one_sentence(tmp_path: Path, mesh: str, sentence: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"from shardlab.program import Mesh\n\nasync def go(rank): ...\n\ndef go_mesh(ranks): return {mesh}\n"
+    )
+    with pytest.raises(UserError, match=sentence):
+        load(f"{file}:go").grid(4)

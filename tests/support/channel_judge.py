@@ -75,7 +75,8 @@ class Chance:
         """Communications of which every part is issued, and stands where the model lets it run."""
         ready: list[list[Part]] = []
         for parts in self._matched():
-            if self.model is not ChannelModel.QUEUED or all(self._at_head(part) for part in parts):
+            together = len({_communicator(part) for part in parts}) == 1
+            if self.model is not ChannelModel.QUEUED or (together and all(map(self._at_head, parts))):
                 ready.append(parts)
         return ready
 
@@ -106,6 +107,8 @@ class Chance:
 
 
 def _communicator(part: Part) -> Hashable:
+    if part.op.batch >= 0:
+        return "exchanges"
     return part.op.group or frozenset({part.rank, part.op.peer})
 
 

@@ -8,6 +8,8 @@ import signal
 import torch
 import torch.distributed as dist
 
+from shardlab.program import UserError
+
 
 def sum_of_ranks(rank: int, device: torch.device, addend: int) -> float:
     total = torch.ones(1, device=device) * rank
@@ -24,4 +26,10 @@ def raise_on(rank: int, device: torch.device, failing: int) -> None:
 def die_on(rank: int, device: torch.device, failing: int) -> None:
     if rank == failing:
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def complain(rank: int, device: torch.device) -> None:
+    if rank == 1:
+        raise UserError("the fish is not a batch; give a batch")
     dist.barrier()

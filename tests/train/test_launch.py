@@ -38,6 +38,11 @@ def test_the_first_failing_rank_ends_the_run_with_its_own_traceback_last() -> No
     assert text.rstrip().endswith("ValueError: the batch is a fish")
 
 
+def test_a_users_mistake_that_only_a_rank_can_see_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"^the fish is not a batch; give a batch$"):
+        run_ranks(2, jobs.complain)
+
+
 def test_a_rank_that_is_killed_is_named() -> None:
     with pytest.raises(RankFailed, match=r"\b1\b.*(killed|SIGKILL)"):
         run_ranks(2, jobs.die_on, 1)

@@ -105,6 +105,12 @@ def test_metrics_are_on_disk_as_soon_as_a_step_has_ended(tmp_path: Path) -> None
     folder.close()
 
 
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+def test_a_learning_rate_that_cannot_be_is_refused(rate: float) -> None:
+    with pytest.raises(UserError, match="learning rate is"):
+        AdamW(learning_rate=rate)
+
+
 def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
     config = AdamW(learning_rate=1.0, warmup=4, steps=104)
     assert [config.rate(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardlab.execute import Executor
 from shardlab.models import GPT, MLP, Model
+from shardlab.train import verify
 from shardlab.train.job import Job
 from shardlab.train.verify import TOLERANCE, Verdict, verify_rank
 from tests.support.ranks import Ranks
@@ -66,6 +68,50 @@ def test_the_mlp_trains_under_the_same_strategies(ranks: World, strategy: str) -
 
 
 OVERLAPPED = '''
+async def ring(rank):
+    """An all-reduce by hand: what travels is added to only once it has been sent."""
+    last, world = len(rank.layers), rank.world
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    gradient = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        rank.grad_weights["total"], gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        rank.grad_weights["piece"] = rank.grad_weights["total"]
+        for _ in range(world - 1):
+            rank.send(rank.grad_weights["piece"], to=(rank.index + 1) % world)
+            rank.grad_weights["piece"] = await rank.recv(source=(rank.index - 1) % world)
+            rank.grad_weights["total"] = rank.grad_weights["total"] + rank.grad_weights["piece"]
+        del rank.grad_weights["piece"]
+        gradient_sum = rank.grad_weights.pop("total")
+        rank.weights[l], rank.opt_states[l] = rank.update(l, gradient_sum, rank.weights[l], rank.opt_states[l])
+
+
+async def sent_while_it_accumulates(rank):
+    """Each microbatch's gradient is exchanged at once, un-awaited, while the next one is added to the first."""
+    peer, last, arriving = 1 - rank.index, len(rank.layers), {l: [] for l in rank.layers}
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in rank.share():
+        rank.activations[0] = rank.load_batch([m])
+        for l in rank.layers:
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+        gradient = rank.loss(rank.activations.pop(last))
+        for l in reversed(rank.layers):
+            rank.grad_weights["new"], gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            arriving[l].append(rank.exchange(rank.grad_weights["new"], to=peer, source=peer))
+            new = rank.grad_weights["new"]
+            rank.grad_weights[l] = rank.grad_weights[l] + new if l in rank.grad_weights else new
+    del rank.grad_weights["new"]
+    for l in rank.layers:
+        for handle in arriving[l]:
+            rank.grad_weights[l] = rank.grad_weights[l] + await handle
+        gradient = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
+
+
 async def prefetched(rank):
     """FSDP that gathers the next layer while it computes on this one, and recomputes in the backward pass."""
     last = len(rank.layers)
@@ -159,6 +205,8 @@ async def sent_weights(rank):
 @pytest.mark.parametrize(
     ("function", "count", "microbatches"),
     [
+        ("ring", 2, 2),
+        ("sent_while_it_accumulates", 2, 4),
         ("prefetched", 2, 4),
         ("prefetched", 4, 4),
         ("crossing", 2, 4),
@@ -173,6 +221,29 @@ def test_what_a_user_writes_gives_the_numbers_of_one_device(
     file.write_text(OVERLAPPED)
     verdict = verdict_of(ranks, f"{file}:{function}", count, microbatches, small_gpt(3, dropout=0.1))
     assert verdict.ok, verdict
+
+
+def wrong_on_one_replica(rank: int, job: Job) -> Verdict | None:
+    """The same, but one rank's weights move by themselves before they are compared."""
+
+    class Disturbed(Executor):
+        def step(self) -> torch.Tensor:
+            loss = super().step()
+            if rank == 1:
+                next(iter(self.state.slices.values())).flat[0] += 1e-6
+            return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "Executor", Disturbed)
+        return verify_rank(rank, CPU, job, 1)
+
+
+def test_a_replica_that_drifts_is_noticed(ranks: World) -> None:
+    job = Job("ddp", 2, 2, small_gpt(2), 2, torch.float64)
+    verdict = ranks(2).call(wrong_on_one_replica, job)[0]
+    assert not verdict.ok
+    assert verdict.weight_error > 1e-8
+    assert verdict.gradient_error <= TOLERANCE
 
 
 def test_a_wrong_number_is_not_ok() -> None:

@@ -22,7 +22,7 @@ def decide_models(
     program: Program, meetings: list[Meeting], meeting_of: list[dict[int, int]]
 ) -> dict[ChannelModel, str | None]:
     """For each model None, or the deadlock; the program has passed the dataflow check, so it passes the lenient two."""
-    queued = Replay(program, meetings, meeting_of, queued=True).deadlock()
+    queued = _two_communicators(program, meetings) or Replay(program, meetings, meeting_of, queued=True).deadlock()
     rendezvous = queued and Replay(program, meetings, meeting_of, queued=False).deadlock()
     return {
         ChannelModel.BUFFERED: None,
@@ -30,6 +30,17 @@ def decide_models(
         ChannelModel.RENDEZVOUS: rendezvous,
         ChannelModel.QUEUED: queued,
     }
+
+
+def _two_communicators(program: Program, meetings: list[Meeting]) -> str | None:
+    """A message of which one end is part of an exchange and the other is not: on NCCL they would never meet."""
+    for meeting in meetings:
+        if meeting.group is None:
+            sender, receiver = ((m.rank, m.op, program.tapes[m.rank][m.op]) for m in meeting.members)
+            if (sender[2].batch < 0) != (receiver[2].batch < 0):
+                ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in (sender, receiver))
+                return f"deadlock: {ends}: one is part of an exchange and the other is not, so they never meet."
+    return None
 
 
 class Slot:
@@ -55,9 +66,7 @@ class Replay:
         self.waiting: dict[int, int] = {}  # rank -> the meeting that it waits for
         self.waiters: dict[int, list[int]] = defaultdict(list)
         self.queues: dict[tuple[int, Hashable], deque[Slot]] = defaultdict(deque)
-        self.communicator: list[Hashable] = [
-            meeting.group or frozenset(member.rank for member in meeting.members) for meeting in meetings
-        ]
+        self.communicator: list[Hashable] = [self._communicator(meeting) for meeting in meetings]
         self.size = [len(meeting.members) for meeting in meetings]
 
     def deadlock(self) -> str | None:
@@ -83,6 +92,18 @@ class Replay:
         if not self.waiting:
             return None
         return explain({rank: self._wait(rank, meeting) for rank, meeting in self.waiting.items()})
+
+    def _communicator(self, meeting: Meeting) -> Hashable:
+        """A group's collectives have one, two ranks' messages another; all exchanges share that of the whole world.
+
+        So torch.distributed does on NCCL: `batch_isend_irecv` uses the process group's communicator, a single send or
+        receive one of the two ranks (ProcessGroupNCCL::pointToPoint).
+        """
+        if meeting.group is not None:
+            return meeting.group
+        if any(self.program.tapes[member.rank][member.op].batch >= 0 for member in meeting.members):
+            return "exchanges"
+        return frozenset(member.rank for member in meeting.members)
 
     def _issue(self, rank: int, meeting: int, batch: int) -> list[int]:
         """One member has come; gives the ranks that may go on."""

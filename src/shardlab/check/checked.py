@@ -53,6 +53,7 @@ class Checked:
         meetings: every communication.
         meeting_of: for each rank, its handles' places in `meetings`.
         models: for each channel model, None if the program passes it, else the deadlock that it would run into.
+        not_runnable: why no backend can run the program, however right it is; None if there is no such reason.
     """
 
     program: Program
@@ -60,7 +61,13 @@ class Checked:
     meetings: list[Meeting]
     meeting_of: list[dict[int, int]]
     models: dict[ChannelModel, str | None]
+    not_runnable: str | None = None
 
     def backends(self) -> list[str]:
         """The torch.distributed backends on which the program runs."""
-        return [backend for backend, model in BACKENDS.items() if self.models[model] is None]
+        return [backend for backend in BACKENDS if self.why_not(backend) is None]
+
+    def why_not(self, backend: str) -> str | None:
+        """Why the program does not run on a backend; None if it does."""
+        deadlock = self.models[BACKENDS[backend]]
+        return self.not_runnable or (deadlock and f"on {backend} this program would hang: {deadlock}")

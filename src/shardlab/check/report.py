@@ -6,6 +6,7 @@ from shardlab.check.channels import decide_models
 from shardlab.check.checked import Checked
 from shardlab.check.dataflow import Dataflow
 from shardlab.check.order import check_common_order
+from shardlab.check.runnable import why_not_runnable
 from shardlab.program import Program
 from shardlab.program.world import gc_paused
 
@@ -29,4 +30,5 @@ def check(program: Program) -> Checked:
         check_common_order(program)
         meetings, meeting_of = dataflow.communication.meetings, dataflow.communication.meeting_of
         models = decide_models(program, meetings, meeting_of)
-    return Checked(program, [state.specs for state in dataflow.states], meetings, meeting_of, models)
+    specs = [state.specs for state in dataflow.states]
+    return Checked(program, specs, meetings, meeting_of, models, why_not_runnable(program, specs, meetings))

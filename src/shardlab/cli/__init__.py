@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, Refused) as error:
         print(f"shardlab: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        print("shardlab: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

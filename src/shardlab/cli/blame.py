@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import types
 from collections import defaultdict
 from collections.abc import Coroutine, Generator
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from shardlab.check import Checked, check
@@ -83,7 +84,11 @@ class Retrace:
             line = lines[op] if op < len(lines) else self.stopped.get(rank, 0)
             if line:
                 return line
-        return inspect.unwrap(self.program).__code__.co_firstlineno
+        program: object = self.program
+        while isinstance(program, functools.partial):
+            program = program.func
+        code = getattr(inspect.unwrap(program) if callable(program) else program, "__code__", None)
+        return code.co_firstlineno if isinstance(code, CodeType) and code.co_filename == self.file else 1
 
     def waiting(self) -> str:
         """Where the ranks of a deadlock wait, a row for each line of the file."""

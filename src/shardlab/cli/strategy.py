@@ -18,8 +18,7 @@ def choose(name: str) -> Entry:
     Raises:
         UserError: when there is none.
     """
-    with contextlib.redirect_stdout(sys.stderr):
-        return load(name)
+    return load(name)
 
 
 def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) -> Checked:
@@ -30,7 +29,7 @@ def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) ->
         UserError: if the sizes do not fit.
     """
     path, _ = file_and_function(entry.name)
-    mesh = entry.mesh(ranks)
+    mesh = entry.grid(ranks)
     with contextlib.redirect_stdout(sys.stderr):
         if path is None:
             return check(trace(entry.program, mesh, layers, microbatches))

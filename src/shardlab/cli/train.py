@@ -86,7 +86,7 @@ class Train:
     """Print JSON alone."""
 
     def run(self) -> int:
-        from shardlab.cli.ranks import failures_as_exit
+        from shardlab.cli.ranks import failures_as_exit, refuse_hanging
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
@@ -104,7 +104,7 @@ class Train:
         )
         plan = Run(job, optimizer, self.data, out)
         plan.corpus()
-        checked(chosen, ranks, job.model.sizes(job.rows, job.dtype.itemsize), self.microbatches)
+        refuse_hanging(checked(chosen, ranks, job.model.sizes(job.rows, job.dtype.itemsize), self.microbatches))
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
         if summary is not None:

@@ -48,10 +48,7 @@ def draw_memory(axes: Axes, timeline: Timeline) -> None:
 
 
 def curve(timeline: Timeline, rank: int) -> Curve:
-    """Memory in tape order: compute counts from its start, a communication from its issue, which may be earlier.
-
-    ADD is left out, as it is of the peak: it works in place.
-    """
+    """Memory in tape order: compute counts from its start, a communication from its issue, which may be earlier."""
     events = {event.op: event for event in timeline.events[rank]}
     moments: list[tuple[float, int]] = []
     ends: dict[int, float] = {}
@@ -66,8 +63,7 @@ def curve(timeline: Timeline, rank: int) -> Curve:
             ends[op.handle] = event.end
         else:
             clock = max(clock, event.start)
-        if op.kind is not OpKind.ADD:
-            moments.append((clock, event.memory))
+        moments.append((clock, event.memory))
         if op.kind not in COMMUNICATION:
             clock = max(clock, event.end)
     return _rising(moments) or ((0.0, 0),)

@@ -9,7 +9,7 @@ import torch
 
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
-from shardlab.program import Kind, Op, OpKind, UserError
+from shardlab.program import Kind, Op, OpKind
 from shardlab.program.values import bits
 
 Start = Callable[[], Wait]
@@ -18,7 +18,7 @@ Start = Callable[[], Wait]
 def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
     """In place where nobody reads the input any more."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
-    in_place = at in state.analysis.in_place
+    in_place = at in state.analysis.in_place.first_input
     assert group is not None
 
     def start() -> Wait:
@@ -60,11 +60,6 @@ def _places(state: State, op: Op) -> list[int]:
     for rank, _, at in checked.meetings[checked.meeting_of[state.rank][op.handle]].members:
         holds = checked.specs[rank][checked.program.tapes[rank][at].inputs[0]].holds
         given.append(list(bits(holds.refined(of).mask)))
-    if len({len(pieces) for pieces in given}) > 1:
-        raise UserError(
-            f"{op}: the members give {', '.join(str(len(pieces)) for pieces in given)} pieces; "
-            "torch.distributed gathers only equal ones"
-        )
     order = sorted(chain(*given))
     return [order.index(piece) for piece in chain(*given)]
 
@@ -73,7 +68,7 @@ def _room(state: State, number: int) -> torch.Tensor:
     spec = state.specs[number]
     shape, slot = state.shapes.shape(spec), state.analysis.slot.get(number)
     if slot is not None:
-        return state.buffers[slot][: shape[0]]
+        return state.fill_buffer(slot, shape[0])
     return state.empty(shape, torch.int64 if spec.kind is Kind.ACTIVATION and spec.layer == 0 else None)
 
 
@@ -106,24 +101,10 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-_START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
+START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
     OpKind.ALL_REDUCE: all_reduce,
     OpKind.ALL_GATHER: all_gather,
     OpKind.REDUCE_SCATTER: reduce_scatter,
     OpKind.SEND: send,
     OpKind.RECV: recv,
 }
-
-
-def prepare(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """How to start a communication op.
-
-    Raises:
-        UserError: for a value that has no tensor to communicate.
-    """
-    spec = state.specs[(op.inputs or op.outputs)[0]]
-    if spec.kind is Kind.OPT_STATE:
-        raise UserError(f"{op}: an optimizer state stays where it was loaded; load it on the rank that updates with it")
-    if spec.kind is Kind.GRAD_ACTIVATION and spec.layer == 0:
-        raise UserError(f"{op}: the model's input is tokens, which have no gradient; do not communicate {spec}")
-    return _START[op.kind](state, links, at, op)

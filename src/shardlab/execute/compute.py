@@ -67,9 +67,10 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 def recompute(state: State, at: int, op: Op) -> Instruction:
     """A layer again, for its graph alone."""
     layer, (x, weight), saved, values = state.layers[op.layer], op.inputs, op.outputs[0], state.values
+    regathered = at in state.analysis.regathered
 
     def run() -> None:
-        graph = Graph(layer, values[x], state.flat_weight(op.layer, weight), _dropout(state, op), regathered=False)
+        graph = Graph(layer, values[x], state.flat_weight(op.layer, weight), _dropout(state, op), regathered)
         graph.take_output()
         values[saved] = graph
 
@@ -102,7 +103,7 @@ def backward(state: State, at: int, op: Op) -> Instruction:
     """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
     (_, gradient, weight, saved), (grad_weight, grad_x), values = op.inputs, op.outputs, state.values
     layout, length = state.shapes.layouts[op.layer], state.shapes.flat[op.layer]
-    total = state.analysis.accumulate.get(at)
+    total = state.analysis.in_place.accumulates.get(at)
     settings = state.settings
 
     def run() -> None:
@@ -118,7 +119,7 @@ def backward(state: State, at: int, op: Op) -> Instruction:
 def add(state: State, at: int, op: Op) -> Instruction:
     """A sum of gradients; in place where nobody reads the first one any more."""
     (a, b), (output,), values = op.inputs, op.outputs, state.values
-    fused, in_place = at in state.analysis.accumulated, at in state.analysis.in_place
+    fused, in_place = at in state.analysis.in_place.fused, at in state.analysis.in_place.first_input
 
     def run() -> None:
         if fused:  # BACKWARD has added its gradient to the older one: both values are that buffer
@@ -164,10 +165,12 @@ def _places(state: State, layer: int, holds: Holds, wanted: Holds) -> list[tuple
 def free(state: State, at: int, op: Op) -> Instruction:
     """Drop a value, and with an activation what autograd saved from its forward."""
     number, values = op.inputs[0], state.values
-    saved = state.analysis.saved_of[number]
+    saved, slot = state.analysis.saved_of[number], state.analysis.slot.get(number)
 
     def run() -> None:
         values[number] = None
+        if slot is not None:
+            state.empty_buffer(slot)
         for each in saved:
             values[each] = None
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardlab.check import BACKENDS, Checked
-from shardlab.execute.communication import prepare
+from shardlab.check import Checked
+from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.compute import COMPUTE, Instruction
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
@@ -31,9 +31,11 @@ class Executor:
 
     Attributes:
         state: the rank's tensors.
+        batches: what is trained on.
+        instructions: one call for each op of the tape.
 
     Raises:
-        UserError: when the program cannot run on this backend, or communicates what has no tensor.
+        UserError: when the program cannot run on this backend.
     """
 
     def __init__(
@@ -46,15 +48,15 @@ class Executor:
         backend: str = "gloo",
         observer: GradientObserver | None = None,
     ) -> None:
-        deadlock = checked.models[BACKENDS[backend]]
-        if deadlock is not None:
-            raise UserError(f"on {backend} this program would hang: {deadlock}")
+        why_not = checked.why_not(backend)
+        if why_not is not None:
+            raise UserError(why_not)
         self.state = State(checked, rank, model, batches.rows, settings, observer)
-        self._batches = batches
+        self.batches = batches
         self._microbatches = checked.program.microbatches
         self._links = Communicator(checked.program, rank)
         self._waits: dict[int, Wait] = {}
-        self._instructions = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
+        self.instructions = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
 
     def step(self) -> Tensor:
         """Run one optimizer step.
@@ -63,10 +65,10 @@ class Executor:
             (2,) float64: the loss summed over the tokens whose loss this rank computed, and their number.
         """
         state = self.state
-        state.batch = {m: self._batches.microbatch(state.step, m) for m in state.microbatches}
-        state.tokens = self._batches.counted(state.step, self._microbatches)
+        state.batch = {m: self.batches.microbatch(state.step, m) for m in state.microbatches}
+        state.tokens = self.batches.counted(state.step, self._microbatches)
         state.loss = torch.zeros(2, dtype=torch.float64)
-        for instruction in self._instructions:
+        for instruction in self.instructions:
             instruction()
         state.step += 1
         return state.loss
@@ -77,5 +79,5 @@ class Executor:
             return lambda: waits.pop(handle)()
         if op.kind in COMPUTE:
             return COMPUTE[op.kind](self.state, at, op)
-        start = prepare(self.state, self._links, at, op)
+        start = START[op.kind](self.state, self._links, at, op)
         return lambda: waits.__setitem__(handle, start())

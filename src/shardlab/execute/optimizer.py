@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardlab.program import UserError
+
 
 @dataclass(frozen=True)
 class AdamW:
@@ -30,6 +32,12 @@ class AdamW:
     weight_decay: float = 0.1
     warmup: int = 10
     steps: int = 200
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay"):
+            value: float = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise UserError(f"{name.replace('_', ' ')} is {value}; give 0 or more")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

@@ -107,17 +107,31 @@ class State:
         """Room for a value."""
         return torch.empty(shape, dtype=dtype or self.settings.dtype, device=self.settings.device)
 
+    def fill_buffer(self, slot: int, length: int) -> Tensor:
+        """Room for a weight of `length` elements in a buffer that held none."""
+        buffer = self.buffers[slot]
+        buffer.untyped_storage().resize_(length * buffer.itemsize)
+        return buffer[:length]
+
+    def empty_buffer(self, slot: int) -> None:
+        """Give a buffer's memory back, although autograd and the leaves still refer to it."""
+        self.buffers[slot].untyped_storage().resize_(0)
+
     def flat_weight(self, layer: int, number: int) -> FlatWeight:
         """The leaves over a weight value's buffer; made once for each buffer and layer, for buffers stay."""
         flat: Tensor = self.values[number]
-        key = (layer, flat.data_ptr())
+        slot = self.analysis.slot.get(number)
+        key = (layer, flat.data_ptr() if slot is None else slot)
         if key not in self._weights:
             self._weights[key] = FlatWeight(flat, self.shapes.layouts[layer])
         return self._weights[key]
 
     def _make_buffers(self) -> list[Tensor]:
-        """One buffer for each slot of arriving weights, as long as the longest that takes it."""
+        """One buffer for each slot of arriving weights, without memory until one arrives."""
         sizes = [0] * self.analysis.slots
         for number, slot in self.analysis.slot.items():
             sizes[slot] = max(sizes[slot], *self.shapes.shape(self.specs[number]))
-        return [self.empty((size,)) for size in sizes]
+        buffers = [self.empty((size,)) for size in sizes]
+        for buffer in buffers:
+            buffer.untyped_storage().resize_(0)
+        return buffers

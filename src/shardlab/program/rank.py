@@ -87,6 +87,8 @@ class Rank(Recorder):
     def load_weights(self, layer: int, shard: int = 0, of: int = 1) -> tuple[Value, Value]:
         """This step's weight and optimizer state of a layer: slice `shard` of `of` equal ones."""
         self._check_layer("load_weights", layer)
+        if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.refuse(f"load_weights(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
         if not 0 <= shard < of:
             self.refuse(f"load_weights(layer {layer}): shard {shard} of {of} does not exist; shards count from 0.")
         holds = Holds(1 << shard, of)
@@ -273,6 +275,8 @@ class Rank(Recorder):
         return handle
 
     def _message(self, expect: Expected) -> Message:
+        if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.refuse(f"recv: {expect!r} was expected; write (store's name, layer, microbatch or microbatches).")
         name, layer, microbatches = expect
         kind = STORES.get(name)
         if kind is None:
@@ -291,6 +295,8 @@ class Rank(Recorder):
             self.refuse(f"{op}: layer {layer} does not exist; the model has layers 0-{len(self.layers) - 1}.")
 
     def _check_peer(self, op: str, peer: int) -> None:
+        if not isinstance(peer, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' programs are not checked
+            self.refuse(f"{op} {peer!r}: a rank is named by its number.")
         if peer == self.index or not 0 <= peer < self.world:
             why = "that is this rank itself" if peer == self.index else f"the world has ranks 0-{self.world - 1}"
             self.refuse(f"{op} rank {peer}: {why}.")

@@ -42,7 +42,9 @@ class Recorder:
         raise Refused(text).at(self.index, len(self.ops))
 
     def make(self, spec: Spec) -> Value:
-        """A new value of this rank."""
+        """A new value of this rank; every op but a send makes one, so this is where a rank is seen to be alive."""
+        if self.watch is not None:
+            self.watch.enter(self.index)
         value = Value(cast("Rank", self), len(self._values), spec)
         self._values.append(value)
         return value

@@ -130,7 +130,7 @@ def mask_of(numbers: Iterable[int]) -> int:
 
 def bits(mask: int) -> Iterator[int]:
     """The numbers in a bit set, ascending."""
-    while mask:
+    while mask > 0:  # a tape from a file may say anything; a negative number would never end
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 from collections import deque
@@ -115,7 +116,7 @@ class World:
             return
         except (Refused, UserError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, RuntimeError) and "no running event loop" in str(error):  # asyncio.sleep and the like
                 rank.refuse(AWAITED_SOMETHING_ELSE)
             raise Refused(f"the program raised {type(error).__name__}: {error}").at(index, len(rank.ops)) from error

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shardlab.check import Checked
-from shardlab.program import OpKind
+from shardlab.check.accumulation import InPlace
+from shardlab.program import Op, OpKind
 
 
 def live_memory(checked: Checked) -> list[list[int]]:
     """For each rank and op, the elements that are live when the op starts, before its own result is stored.
 
     Results of communication count from issue, what autograd saves goes with its BACKWARD or with its activation,
-    and an update's results take the place of what it was given.
+    and an update's results take the place of what it was given. A gradient that BACKWARD adds to an older one takes no
+    room of its own, and neither does their sum.
     """
     return [_of_rank(checked, rank) for rank in range(checked.program.ranks)]
 
 
 def _of_rank(checked: Checked, rank: int) -> list[int]:
+    tape, specs = checked.program.tapes[rank], checked.specs[rank]
     elements = checked.program.sizes.elements
-    specs = checked.specs[rank]
+    fused = InPlace(tape).fused
+    room = {number: elements(spec) for number, spec in specs.items()}
+    for _, newer in fused.values():
+        room[newer] = 0
     saved_of: dict[int, int] = {}
     live = 0
     before: list[int] = []
-    for op in checked.program.tapes[rank]:
+    for at, op in enumerate(tape):
         before.append(live)
-        kind = op.kind
-        gone: list[int] = []
-        if kind is OpKind.FREE:
-            gone = [op.inputs[0], saved_of.pop(op.inputs[0], -1)]
-        elif kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
-            for kept in op.outputs[1:] if kind is OpKind.FORWARD else op.outputs:
-                gone = [saved_of.get(op.inputs[0], -1)]
-                saved_of[op.inputs[0]] = kept
-        elif kind is OpKind.BACKWARD:
-            gone = [saved_of.pop(op.inputs[0])]
-        elif kind is OpKind.UPDATE:
-            gone = [op.inputs[1], op.inputs[2]]
-        live += sum(elements(specs[number]) for number in op.outputs)
-        live -= sum(elements(specs[number]) for number in gone if number >= 0)
+        live += sum(room[number] for number in op.outputs)
+        for number in _gone(op, saved_of):
+            live -= room[number]
+        if at in fused:  # the sum is the older gradient's buffer, and from now on that is all that counts
+            older, _ = fused[at]
+            live -= room[older]
+            room[older] = 0
     return before
+
+
+def _gone(op: Op, saved_of: dict[int, int]) -> Iterator[int]:
+    """What an op ends; keeps note of what autograd saved from which activation."""
+    kind, activation = op.kind, op.inputs[0] if op.inputs else -1
+    if kind is OpKind.FREE:
+        yield activation
+    if kind is OpKind.UPDATE:
+        yield from op.inputs[1:]
+    if kind in _ENDS_SAVED and activation in saved_of:
+        yield saved_of.pop(activation)
+    if kind is OpKind.RECOMPUTE or (kind is OpKind.FORWARD and len(op.outputs) > 1):
+        if activation in saved_of:
+            yield saved_of[activation]
+        saved_of[activation] = op.outputs[-1]
+
+
+_ENDS_SAVED = frozenset({OpKind.FREE, OpKind.BACKWARD})

@@ -55,11 +55,8 @@ class Timeline:
 
     @property
     def peak_memory_by_rank(self) -> list[int]:
-        """The largest number of live elements at the start of an op, for each rank.
-
-        ADD is left out: a gradient is accumulated in place by the BACKWARD before it, as autograd does.
-        """
-        return [max((e.memory for e in events if e.kind is not OpKind.ADD), default=0) for events in self.events]
+        """The largest number of live elements at the start of an op, for each rank."""
+        return [max((event.memory for event in events), default=0) for events in self.events]
 
     @property
     def peak_memory(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from shardlab.program import Mesh, Strategy, UserError
 
@@ -48,3 +49,20 @@ class Entry:
     source: str
     mesh: Callable[[int], Mesh] = data_parallel_mesh
     ranks: int = 4
+
+    def grid(self, ranks: int) -> Mesh:
+        """The grid for a number of ranks.
+
+        Raises:
+            UserError: when the strategy cannot use that number, or its own mesh function gives something else.
+        """
+        try:
+            mesh = cast(object, self.mesh(ranks))  # a user's own function may give anything
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"the mesh function of {self.name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(mesh, Mesh) or mesh.world != ranks:
+            got = f"a mesh of {mesh.world} ranks" if isinstance(mesh, Mesh) else repr(mesh)
+            raise UserError(f"the mesh function of {self.name} gave {got} for {ranks} ranks; give a Mesh of {ranks}")
+        return mesh

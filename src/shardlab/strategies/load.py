@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import sys
@@ -43,7 +44,7 @@ def _from_file(name: str, path: Path, function: str) -> Entry:
     if program is None:
         have = [key for key, value in vars(module).items() if inspect.iscoroutinefunction(value)]
         near = difflib.get_close_matches(function, have, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"its async functions are: {', '.join(have) or 'none'}"
+        hint = f"did you mean {near[0]!r}?" if near else f"its async functions are: {', '.join(have) or 'none'}"
         what = f"{path} has no function {function!r}" if function else f"say which function of {path}: {path}:NAME"
         raise UserError(f"{what}; {hint}")
     if not inspect.iscoroutinefunction(program):
@@ -63,8 +64,9 @@ def _module(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)  # the file may import its neighbours
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):  # a command's stdout is its own, whatever the file prints
+            exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         place = f"{path}:{line}" if line else str(path)

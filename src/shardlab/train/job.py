@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +50,8 @@ class Job:
         """
         entry = load(self.strategy)
         sizes = self.model.sizes(self.rows, self.dtype.itemsize)
-        return check(trace(entry.program, entry.mesh(self.ranks), sizes, self.microbatches))
+        with contextlib.redirect_stdout(sys.stderr):  # a command's stdout is its own, whatever the program prints
+            return check(trace(entry.program, entry.grid(self.ranks), sizes, self.microbatches))
 
     @property
     def tokens(self) -> int:

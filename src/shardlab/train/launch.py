@@ -68,7 +68,7 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
 
     Raises:
         RankFailed: when a rank raised, with the traceback of the first one.
-        UserError: when the world that exists has another size, or its port is taken.
+        UserError: when a rank raised one; when the world that exists has another size, or its port is taken.
     """
     place = find_place(os.environ)
     if place is None or (place.world == 1 and ranks > 1):  # an interactive shell under srun is a world of one
@@ -90,7 +90,13 @@ def _join(place: Place, function: Callable[..., Result], *arguments: Any) -> Res
     address = f"tcp://{place.address}:{place.port}"
     try:
         dist.init_process_group(
-            backend_of(device), init_method="env://" if _elastic() else address, rank=place.rank, world_size=place.world
+            backend_of(device),
+            init_method="env://" if _elastic() else address,
+            rank=place.rank,
+            world_size=place.world,
+            device_id=device
+            if device.type == "cuda"
+            else None,  # NCCL then makes its communicator at once, on all ranks
         )
     except dist.DistNetworkError as error:
         raise UserError(
@@ -129,7 +135,7 @@ def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -
         try:
             return elastic_launch(config, _work)(folder, function, *arguments)[0]
         except ChildFailedError as failure:
-            raise RankFailed(_first_failure(Path(folder), failure, ranks)) from None
+            raise _first_failure(Path(folder), failure, ranks) from None
         except RendezvousError as error:
             raise UserError(f"the ranks could not meet on 127.0.0.1: {error}") from error
 
@@ -142,23 +148,33 @@ def _work(folder: str, function: Callable[..., Result], *arguments: Any) -> Resu
         result = _join(place, function, *arguments)
     except Exception as error:
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
-        note = {"rank": place.rank, "time": time.time_ns(), "lost": lost, "traceback": traceback.format_exc()}
+        note = {
+            "rank": place.rank,
+            "time": time.time_ns(),
+            "lost": lost,
+            "sentence": str(error) if isinstance(error, UserError) else None,
+            "traceback": traceback.format_exc(),
+        }
         Path(folder, f"rank-{place.rank}.json").write_text(json.dumps(note))
         raise
     leave_if_asked()
     return result
 
 
-def _first_failure(folder: Path, failure: ChildFailedError, ranks: int) -> str:
+def _first_failure(folder: Path, failure: ChildFailedError, ranks: int) -> RankFailed | UserError:
     """The first rank that failed for a reason of its own: the others only lose their connection to it."""
     notes = sorted((json.loads(file.read_text()) for file in folder.glob("rank-*.json")), key=lambda note: note["time"])
     own = next((note for note in notes if not note["lost"]), None)
     if own is not None:
-        return f"rank {own['rank']} failed, and the run ended with it.\n\n{own['traceback']}"
+        if own["sentence"]:
+            return UserError(own["sentence"])
+        return RankFailed(f"rank {own['rank']} failed, and the run ended with it.\n\n{own['traceback']}")
     silent = sorted(set(range(ranks)) - {note["rank"] for note in notes})
     if silent and notes:
         names = ", ".join(map(str, silent))
-        text = f"no word from rank {names}: killed, or out of memory? Rank {notes[0]['rank']} lost its connection.\n\n"
-        return text + notes[0]["traceback"]
+        text = f"no word from rank {names}: killed, or out of memory? Rank {notes[0]['rank']} lost its connection."
+        return RankFailed(f"{text}\n\n{notes[0]['traceback']}")
     rank, process = failure.get_first_failure()
-    return f"rank {rank} ended with exit code {process.exitcode} ({process.signal_name()}), and the run ended with it."
+    return RankFailed(
+        f"rank {rank} ended with exit code {process.exitcode} ({process.signal_name()}), and the run ended with it."
+    )

@@ -86,6 +86,7 @@ class Summary:
 
 def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     """One rank's part of a run; rank 0 writes the output folder and gives the summary."""
+    stop = StopRequest()  # from the start, so that the folder is never left half filled
     job, text = run.job, run.text()
     batches = Batches(run.corpus(), job.model.block, job.rows, job.seed)
     checked = job.checked()
@@ -107,7 +108,6 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
         progress = TrainingProgress(run.optimizer.steps)
 
     times: list[float] = []
-    stop = StopRequest()
     for metrics in _steps(executor, run, stop, device):
         times.append(metrics["ms"])
         if folder is not None and progress is not None:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.execute import AdamW, Executor, Settings
-from shardlab.execute.collect import collect
+from shardlab.execute.state import State
 from shardlab.program import Holds
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job, agree
@@ -62,7 +63,7 @@ def verify(job: Job, steps: int) -> Verdict | None:
 
 
 def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdict | None:
-    """One rank's part; rank 0 compares."""
+    """One rank's part: it compares every slice that it holds, so that replicas are judged as well."""
     batches = Batches(_random_corpus(job), job.model.block, job.rows, job.seed)
     checked = job.checked()
     agree(checked, b"")
@@ -73,21 +74,37 @@ def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdic
         seen[layer, holds] = gradient.clone()
 
     executor = Executor(checked, rank, job.model, batches, settings, backend_of(device), observe)
-    losses: list[float] = []
-    gradients: list[list[Tensor] | None] = []
-    for _ in range(steps):
+    expected = train_reference(job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer)
+    loss_errors: list[float] = []
+    gradient_errors: list[tuple[float, int]] = []
+    for step in range(steps):
         loss = executor.step().to(device)
         dist.all_reduce(loss)
-        losses.append(float(loss[0] / loss[1]))
-        gradients.append(collect(executor.state, seen))
+        mean = float(loss[0] / loss[1])
+        loss_errors.append(_number(abs(mean - expected.losses[step]) / abs(expected.losses[step])))
+        gradient_errors.append(_worst(executor.state, seen, expected.gradients[step]))
     kept = {key: part.flat for key, part in executor.state.slices.items()}
-    weights = collect(executor.state, kept)
-    if weights is None:
-        return None
-    reference = train_reference(job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer)
-    by_step = [_worst(ours or [], theirs) for ours, theirs in zip(gradients, reference.gradients, strict=True)]
-    loss_errors = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, reference.losses, strict=True)]
-    return Verdict(max(loss_errors), *max(by_step), *_worst(weights, reference.weights))
+    return Verdict(max(loss_errors), *max(gradient_errors), *_worst(executor.state, kept, expected.weights))
+
+
+def _worst(state: State, slices: Mapping[tuple[int, Holds], Tensor], expected: Sequence[Tensor]) -> tuple[float, int]:
+    """The largest error of a layer over all ranks' slices, and the layer."""
+    errors = torch.zeros(len(expected), dtype=torch.float64)
+    for (layer, holds), ours in slices.items():
+        whole = torch.zeros(state.shapes.flat[layer], dtype=ours.dtype)
+        whole[: len(expected[layer])] = expected[layer]
+        theirs = torch.cat([whole[start:stop] for start, stop in state.shapes.ranges(layer, holds)])
+        error = float((ours.cpu() - theirs).abs().max() / whole.abs().max())
+        errors[layer] = max(float(errors[layer]), _number(error))
+    errors = errors.to(state.settings.device)
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    layer = int(errors.argmax())
+    return float(errors[layer]), layer
+
+
+def _number(error: float) -> float:
+    """An error that is not a number is the largest of all."""
+    return math.inf if math.isnan(error) else error
 
 
 def _random_corpus(job: Job) -> Corpus:
@@ -96,12 +113,3 @@ def _random_corpus(job: Job) -> Corpus:
     length = max(4096, 8 * (job.model.block + 1))
     text = torch.randint(min(256, job.model.vocabulary), (length,), generator=generator, dtype=torch.uint8)
     return Corpus.split(text.numpy().tobytes(), job.model.block)
-
-
-def _worst(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, int]:
-    """The largest error of a layer, and the layer; a result that is not a number is the largest of all."""
-    errors: list[tuple[float, int]] = []
-    for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        error = float((a[: len(b)] - b).abs().max() / b.abs().max())
-        errors.append((error if error == error else float("inf"), layer))
-    return max(errors)

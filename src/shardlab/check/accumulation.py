@@ -1,0 +1,66 @@
+"""Which ops of a tape may write over what they read, because nobody reads it any more.
+
+Autograd adds a gradient to one that is there already; so a BACKWARD whose gradient is only added to an older one does
+the ADD itself, and the new gradient never takes room of its own. Simulated memory and the executor both follow this.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from shardlab.program import Op, OpKind
+
+
+class InPlace:
+    """What may be done in place on one tape.
+
+    Attributes:
+        first_input: indices of the ALL_REDUCEs and ADDs that may write over their first input.
+        accumulates: index of a BACKWARD to the number of the older gradient that it adds its own to.
+        fused: index of the ADD that such a BACKWARD has done to (older gradient, new gradient).
+    """
+
+    def __init__(self, tape: Sequence[Op]) -> None:
+        self._tape = tape
+        self._made: dict[int, int] = {}
+        self._readers: dict[int, list[int]] = defaultdict(list)
+        self._read_until: dict[int, list[int]] = defaultdict(list)  # when a communication that reads it has ended
+        waits = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
+        for at, op in enumerate(tape):
+            for number in op.outputs:
+                self._made[number] = at if op.handle < 0 else waits[op.handle]
+            for number in op.inputs:
+                if op.kind is not OpKind.FREE:
+                    self._readers[number].append(at)
+                    if op.handle >= 0:
+                        self._read_until[number].append(waits[op.handle])
+        self.first_input = {
+            at
+            for at, op in enumerate(tape)
+            if op.kind in (OpKind.ALL_REDUCE, OpKind.ADD) and self._last_read(op.inputs[0], at, before=at)
+        }
+        self.accumulates: dict[int, int] = {}
+        self.fused: dict[int, tuple[int, int]] = {}
+        for at, op in enumerate(tape):
+            if op.kind is OpKind.ADD:
+                self._fuse(at, op)
+
+    def _last_read(self, number: int, reader: int, before: int) -> bool:
+        """Whether `reader` is the only one to read a value from op `before` on, communications in flight included."""
+        others = [at for at in self._readers[number] if at != reader]
+        ends = self._read_until[number]
+        own = 1 if self._tape[reader].handle >= 0 else 0  # an all_reduce's own reading ends with it
+        return all(at < before for at in others) and sum(end > before for end in ends) <= own
+
+    def _fuse(self, at: int, op: Op) -> None:
+        older, newer = sorted(op.inputs, key=self._made.__getitem__)
+        backward = self._made[newer]
+        if (
+            self._tape[backward].kind is OpKind.BACKWARD
+            and self._readers[newer] == [at]
+            and self._made[older] < backward
+            and self._last_read(older, at, before=backward)
+        ):
+            self.accumulates[backward] = older
+            self.fused[at] = (older, newer)

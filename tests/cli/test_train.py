@@ -1,0 +1,127 @@
+"""`shardlab train` and `shardlab verify`: what they print, and what they refuse before any rank is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shardlab.train.verify as verifying
+from shardlab.cli import main
+from shardlab.train.verify import Verdict
+
+pytestmark = pytest.mark.xdist_group("ranks")
+Captured = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parents[2]
+
+PRINTS = """
+print("the file speaks")
+
+async def talks(rank):
+    print("rank", rank.index, "speaks")
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    gradient = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        total = await rank.all_reduce(grad_weight)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
+async def blocks(rank):
+    await talks(rank)
+    peer = 1 - rank.index
+    await rank.send(rank.load_batch([0]), to=peer)
+    await rank.recv(source=peer)
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "user.py").write_text(PRINTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["verify user.py:talks", "train --strategy user.py:talks --steps 2 --width 16"])
+def test_json_stands_alone_on_stdout_whatever_the_program_prints(command: str, user: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    words = [sys.executable, "-m", "shardlab", *command.split(), "--ranks", "2", "--json"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    result = json.loads(done.stdout)
+    assert result.get("ok", True) is True
+    assert "speaks" in done.stderr
+
+
+def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(verifying, "verify", lambda job, steps: Verdict(0.0, 3e-7, 2, 0.0, 0))
+    assert main(["verify", "ddp", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert {"loss_error", "gradient_error", "weight_error", "ok"} <= set(result)
+    assert (result["ok"], result["gradient_error"], result["gradient_layer"]) == (False, 3e-7, 2)
+    assert main(["verify", "ddp"]) == 1
+    assert "3.00e-07  worst in layer 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("train --strategy fsqp", "did you mean fsdp?"),
+        ("train --strategy fsdp --microbatches 3", "3 microbatches do not divide among 4 ranks"),
+        ("train --strategy gpipe --layers 6", "6 layers do not divide among 4 ranks"),
+        ("train --width 30 --heads 4", "width 30 does not divide by 4 heads"),
+        ("train --tied", "tied embeddings need"),
+        ("train --dropout 1.5", "dropout is 1.5"),
+        ("train --learning-rate -1", "learning rate is -1.0; give 0 or more"),
+        ("train --data nowhere.txt", "nowhere.txt does not exist"),
+        ("train --data short.txt", "short.txt has 20 bytes but 130 are needed"),
+        ("train --out .", "exists"),
+        ("train --steps 0", "0 is too few; give 1 or more"),
+        (
+            "train --strategy user.py:blocks --ranks 2",
+            "on gloo this program would hang: deadlock: rank 0 waits in send",
+        ),
+        ("verify user.py:blocks --ranks 2", "on gloo this program would hang: deadlock: rank 0 waits in send"),
+        ("verify single --ranks 2", "runs on one device, but 2 ranks were asked for"),
+        ("verify user.py:gone", "has no function 'gone'"),
+        ("verify ddp --dropout -0.1", "dropout is -0.1"),
+    ],
+)
+def test_what_cannot_be_run_is_one_sentence_before_any_rank_starts(
+    command: str, sentence: str, user: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (user / "short.txt").write_text("only twenty letters.")
+    before = sorted(user.iterdir())
+    monkeypatch.setattr("shardlab.train.launch._start_local", lambda *_: pytest.fail("ranks were started"))
+    assert main(command.split()) == 2
+    printed = capsys.readouterr()
+    assert sentence in " ".join(printed.err.replace("│", " ").split())
+    assert printed.out == ""
+    assert sorted(user.iterdir()) == before
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "shardlab", "train", "--ranks", "2", "--steps", "100000", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (
+        (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size
+    ):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert f"interrupted; what it had trained is in {out}" in errors
+    assert "Traceback" not in errors
+    assert {"weights.safetensors", "loss.svg", "strategy.svg", "model.json"} <= {file.name for file in out.iterdir()}
