@@ -109,6 +109,16 @@ def test_what_cannot_be_run_is_one_sentence_before_any_rank_starts(
     assert sorted(user.iterdir()) == before
 
 
+@pytest.mark.parametrize("command", ["train --strategy user.py:blocks", "verify user.py:blocks"])
+def test_a_program_that_would_hang_on_this_backend_is_refused_before_any_rank_starts(
+    command: str, user: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardlab.train.launch._start_local", lambda *_: pytest.fail("ranks were started"))
+    assert main([*command.split(), "--ranks", "2"]) == 1
+    assert "on gloo this program would hang: deadlock: rank 0 waits in send" in capsys.readouterr().err
+    assert not (user / "runs").exists()
+
+
 def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = [sys.executable, "-m", "shardlab", "train", "--ranks", "2", "--steps", "100000", "--out", str(out)]

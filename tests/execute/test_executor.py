@@ -11,7 +11,7 @@ from shardlab.check import ChannelModel, check
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.analysis import Analysis
 from shardlab.models import GPT
-from shardlab.program import OpKind, Rank, UserError, trace
+from shardlab.program import OpKind, Rank, Refused, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.train.data import Batches, Corpus
 from tests.support.ranks import Ranks
@@ -164,7 +164,7 @@ def test_what_has_no_tensor_runs_on_no_backend() -> None:
     checked = check(trace(sends_an_optimizer_state, 2, 1, 2))
     assert checked.backends() == []
     corpus = Corpus.split(bytes(range(256)) * 8, 8)
-    with pytest.raises(UserError, match=r"rank 0, op \d+ send to rank 1: an optimizer state stays"):
+    with pytest.raises(Refused, match=r"rank 0, op \d+ send to rank 1: an optimizer state stays"):
         Executor(checked, 0, GPT(layers=1, width=16, heads=2, block=8), Batches(corpus, 8, 2, 0), Settings())
 
 
@@ -173,5 +173,5 @@ def test_a_backend_that_would_hang_is_refused_before_anything_is_started() -> No
     assert checked.models[ChannelModel.RENDEZVOUS] is None
     assert checked.backends() == ["gloo"]
     corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
-    with pytest.raises(UserError, match=r"on nccl this program would hang: deadlock: rank \d waits"):
+    with pytest.raises(Refused, match=r"on nccl this program would hang: deadlock: rank \d waits"):
         Executor(checked, 0, MODEL, Batches(corpus, 8, 2, 0), Settings(), backend="nccl")

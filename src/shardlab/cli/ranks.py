@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardlab.check import Checked
-from shardlab.program import UserError
+from shardlab.program import Refused
 from shardlab.train.launch import RankFailed, backend_of, pick_device
 
 
@@ -18,11 +18,11 @@ def refuse_hanging(checked: Checked) -> None:
     """Refuse, before any rank is started, a program that does not run on the backend that they would use.
 
     Raises:
-        UserError: with the deadlock, or with what cannot be communicated.
+        Refused: with the deadlock, or with what cannot be communicated.
     """
     why_not = checked.why_not(backend_of(pick_device(0)))
     if why_not is not None:
-        raise UserError(why_not)
+        raise Refused(why_not)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.compute import COMPUTE, Instruction
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
-from shardlab.program import Op, OpKind, UserError
+from shardlab.program import Op, OpKind, Refused
 
 
 class Executor:
@@ -35,7 +35,7 @@ class Executor:
         instructions: one call for each op of the tape.
 
     Raises:
-        UserError: when the program cannot run on this backend.
+        Refused: when the program cannot run on this backend.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Executor:
     ) -> None:
         why_not = checked.why_not(backend)
         if why_not is not None:
-            raise UserError(why_not)
+            raise Refused(why_not)
         self.state = State(checked, rank, model, batches.rows, settings, observer)
         self.batches = batches
         self._microbatches = checked.program.microbatches
