@@ -118,7 +118,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
     ("arguments", "sentence"),
     [
         ("simulate fdsp", "there is no strategy 'fdsp'; did you mean fsdp?"),
-        ("simulate qqq", "Built in: single, grad_accum, ddp, wsdp, fsdp, pipeline, gpipe, pipeline_fsdp"),
+        ("simulate qqq", "Built in: single, grad_accum, ddp, wsdp, fsdp, pipeline, gpipe, 1f1b, interleaved-1f1b"),
         ("simulate none.py:right", "none.py is not a file"),
         ("simulate folder.py:right", "folder.py is not a file"),
         ("simulate user.py:rigth", "user.py has no function 'rigth'; did you mean 'right'?"),

@@ -31,8 +31,9 @@ def test_no_strategy_is_slower_or_larger_than_the_published_solution(
     assert timeline.peak_memory <= peak
 
 
-def test_the_table_has_a_row_for_every_strategy() -> None:
-    assert [row[0] for row in TABLE] == list(STRATEGIES)
+def test_the_table_has_a_row_for_every_strategy_of_the_puzzles() -> None:
+    schedules = ["1f1b", "interleaved-1f1b", "breadth-first"]
+    assert [row[0] for row in TABLE] == [name for name in STRATEGIES if name not in schedules]
 
 
 def test_one_device_takes_exactly_what_the_puzzle_says() -> None:

@@ -14,6 +14,7 @@ from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES, find
 
 LAYERS_DIVIDED = {"pipeline", "gpipe", "pipeline_fsdp"}
+LAYERS_REACH = {"1f1b", "interleaved-1f1b", "breadth-first"}
 BATCH_DIVIDED = {"ddp", "wsdp", "fsdp", "pipeline_fsdp"}
 
 
@@ -34,6 +35,7 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
     ranks = 1 if entry.ranks == 1 else draw(st.integers(1, 9))
     sizes = entry.mesh(ranks).sizes()
     layers = draw(st.integers(1, 4)) * (sizes["pp"] if name in LAYERS_DIVIDED else 1)
+    layers += sizes["pp"] if name in LAYERS_REACH else 0
     microbatches = draw(st.integers(1, 4)) * (sizes["dp_shard"] if name in BATCH_DIVIDED else 1)
     return name, ranks, layers, microbatches
 

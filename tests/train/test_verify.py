@@ -34,6 +34,10 @@ SIZES = [  # strategy, ranks, layers, microbatches
     ("pipeline", 4, 4, 1),
     ("gpipe", 2, 2, 5),
     ("gpipe", 4, 8, 4),
+    ("1f1b", 4, 5, 3),
+    ("1f1b", 2, 2, 5),
+    ("interleaved-1f1b", 2, 4, 5),
+    ("breadth-first", 2, 5, 2),
     ("pipeline_fsdp", 4, 4, 4),
     ("pipeline_fsdp", 2, 2, 2),
 ]

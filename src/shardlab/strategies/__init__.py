@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from shardlab.program import UserError
+from shardlab.strategies import schedules
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.entry import Entry, data_parallel_mesh, one_device_mesh, pipeline_mesh
 from shardlab.strategies.fsdp import fsdp
@@ -12,8 +13,13 @@ from shardlab.strategies.gpipe import gpipe
 from shardlab.strategies.grad_accum import grad_accum
 from shardlab.strategies.pipeline import pipeline
 from shardlab.strategies.pipeline_fsdp import pipeline_fsdp, pipeline_fsdp_mesh
+from shardlab.strategies.scheduled import scheduled
 from shardlab.strategies.single import single
 from shardlab.strategies.wsdp import wsdp
+
+one_f_one_b = scheduled(schedules.one_f_one_b)
+interleaved_one_f_one_b = scheduled(schedules.interleaved, looped=True)
+breadth_first = scheduled(schedules.breadth_first, looped=True)
 
 STRATEGIES = {
     entry.name: entry
@@ -25,6 +31,21 @@ STRATEGIES = {
         Entry("fsdp", fsdp, "the batch, weights, gradients and optimizer state", "ZeRO-3, arXiv 1910.02054"),
         Entry("pipeline", pipeline, "the layers", "puzzle 5", pipeline_mesh),
         Entry("gpipe", gpipe, "the layers; the batch over time", "Huang et al. 2019, arXiv 1811.06965", pipeline_mesh),
+        Entry("1f1b", one_f_one_b, "the layers; the batch over time", "arXiv 2104.04473, fig. 4, top", pipeline_mesh),
+        Entry(
+            "interleaved-1f1b",
+            interleaved_one_f_one_b,
+            "the layers, in loops; the batch over time",
+            "arXiv 2104.04473, fig. 4, bottom",
+            pipeline_mesh,
+        ),
+        Entry(
+            "breadth-first",
+            breadth_first,
+            "the layers, in loops; the batch over time",
+            "arXiv 2211.05953, fig. 4",
+            pipeline_mesh,
+        ),
         Entry("pipeline_fsdp", pipeline_fsdp, "the layers, and all that fsdp splits", "puzzle 7", pipeline_fsdp_mesh),
     )
 }
@@ -47,13 +68,16 @@ def find(name: str) -> Entry:
 __all__ = [
     "STRATEGIES",
     "Entry",
+    "breadth_first",
     "data_parallel_mesh",
     "ddp",
     "find",
     "fsdp",
     "gpipe",
     "grad_accum",
+    "interleaved_one_f_one_b",
     "one_device_mesh",
+    "one_f_one_b",
     "pipeline",
     "pipeline_fsdp",
     "single",
