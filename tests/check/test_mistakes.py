@@ -270,7 +270,7 @@ PLACES = r"rank \d, op \d+ "
         (wrong_layers_gradient, 1, "update(layer 0): grad_weights[1] (microbatches 0-1) was given; layer 0 is updated"),
         (wrong_layers_sum, 1, "only gradients of one layer are summed"),
         (wrong_microbatch, 1, "the activation is of microbatch 0 and the gradient of microbatch 1; both must be of"),
-        (early_free, 1, "weights[1] is used after it was freed (its last key was deleted)"),
+        (early_free, 1, "weights[1] is used after it was freed (its last key was deleted"),
         (
             early_free_of_an_unstored_value,
             1,
@@ -291,7 +291,7 @@ PLACES = r"rank \d, op \d+ "
         (
             update_before_the_reduction_has_come,
             2,
-            "a handle was given where a value is wanted: await the communication",
+            "was given where a value is wanted: await it first",
         ),
         (
             stale_weight,

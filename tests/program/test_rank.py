@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardlab.program import Holds, Kind, Mesh, Message, OpKind, Rank, UserError, World, trace
+from shardlab.program import Holds, Kind, Mesh, Message, OpKind, Rank, Refused, UserError, World, trace
 from tests.program.tapes import alone, refusal, refused, says, sentence, together
 
 
@@ -160,16 +160,24 @@ def test_shares_and_stages_are_dealt_evenly_in_order() -> None:
     [
         (lambda rank: rank.share(), "5 microbatches do not divide among 2 ranks; give a multiple of 2 microbatches"),
         (lambda rank: rank.stage_layers(), "3 layers do not divide among 2 ranks; give a multiple of 2 layers"),
-        (lambda rank: rank.group("rows"), "axis 'rows' is not an axis of a mesh"),
-        (lambda rank: rank.coordinate("rows"), "axis 'rows' is not an axis of a mesh"),
     ],
 )
-def test_what_does_not_divide_or_exist_is_one_sentence(ask: Callable[[Rank], object], sentence: str) -> None:
+def test_what_does_not_divide_is_one_sentence(ask: Callable[[Rank], object], sentence: str) -> None:
     async def strategy(rank: Rank) -> None:
         ask(rank)
 
     with pytest.raises(UserError, match=sentence):
         trace(strategy, 2, 3, 5)
+
+
+@pytest.mark.parametrize("verb", ["group", "coordinate", "share", "stage_layers"])
+def test_an_axis_that_does_not_exist_is_refused_where_it_is_named(verb: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.load_batch([0])
+        getattr(rank, verb)("rows")
+
+    with pytest.raises(Refused, match=r"rank 0, op 1 axis 'rows' is not an axis of a mesh; the axes are pp, "):
+        trace(strategy, 2, 2, 2)
 
 
 @pytest.mark.parametrize("save", [True, False])

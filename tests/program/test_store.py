@@ -199,7 +199,10 @@ def test_a_handle_cannot_be_stored_unawaited() -> None:
         rank.weights[0] = rank.load_weights(0, shard=rank.index, of=2)[0]
         rank.weights["full"] = rank.all_gather(rank.weights[0])  # pyright: ignore[reportArgumentType]
 
-    says(refusal(strategy), "a handle was given where a value is wanted", "await")
+    says(
+        refusal(strategy),
+        "the handle of all_gather(layer 0) on world (op 1) was given where a value is wanted: await it first",
+    )
 
 
 @pytest.mark.parametrize("thing", [None, 3, "weights", [1]])

@@ -84,3 +84,18 @@ async def recomputing(rank: Rank) -> None:
     for l in rank.layers:
         gradient = rank.grad_weights.pop(l)
         rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
+
+
+async def reduction_before_a_send(rank: Rank) -> None:
+    """Rank 1 comes last to a reduction and at the same moment starts to send what rank 0 waits for."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch([0] if rank.index == 0 else [1, 2])
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+    gradient = rank.loss(rank.activations[1])
+    grad_weight, rank.grad_activations[0] = rank.backward(0, rank.activations[0], gradient, rank.weights[0])
+    total = rank.all_reduce(grad_weight)
+    if rank.index == 1:
+        rank.send(rank.activations[1], to=0)
+    else:
+        rank.activations["theirs"] = await rank.recv(source=1, expect=("activations", 1, [1, 2]))
+    rank.weights[0], rank.opt_states[0] = rank.update(0, await total, rank.weights[0], rank.opt_states[0])

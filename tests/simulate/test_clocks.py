@@ -9,7 +9,14 @@ import pytest
 from shardlab.program import OpKind
 from shardlab.simulate import Costs
 from shardlab.strategies import STRATEGIES
-from tests.simulate.programs import early_receive, prefetching, recomputing, reductions_at_once, uneven
+from tests.simulate.programs import (
+    early_receive,
+    prefetching,
+    recomputing,
+    reduction_before_a_send,
+    reductions_at_once,
+    uneven,
+)
 from tests.simulate.runs import event, events, run
 
 COSTS = Costs(forward=1, backward=2, update=0.5, collective=0.75, send=0.25, recv=0.125)
@@ -108,3 +115,13 @@ def test_wait_and_free_are_no_events() -> None:
     timeline = run(STRATEGIES["fsdp"].program, 2, 2, 2)
     kinds = {e.kind for rank in timeline.events for e in rank}
     assert not kinds & {OpKind.WAIT, OpKind.FREE}
+
+
+def test_what_is_ready_first_takes_the_stream_first() -> None:
+    timeline = run(reduction_before_a_send, 2, 1, 3)
+    reduction = event(timeline, OpKind.ALL_REDUCE, 0, rank=1)
+    assert (reduction.start, reduction.end) == (4, pytest.approx(4.3))
+    send, receive = event(timeline, OpKind.SEND, 1, rank=1), event(timeline, OpKind.RECV, 1)
+    assert (send.start, send.end) == (pytest.approx(4.3), pytest.approx(4.5))
+    assert receive.start == pytest.approx(4.5)
+    assert event(timeline, OpKind.UPDATE, 0, rank=1).start == pytest.approx(4.3)

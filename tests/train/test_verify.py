@@ -72,6 +72,55 @@ def test_the_mlp_trains_under_the_same_strategies(ranks: World, strategy: str) -
 
 
 OVERLAPPED = '''
+async def losses_computed_twice(rank):
+    """Both ranks compute microbatch 0, and one of them its loss twice; only rank 0's gradient of it is used."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in ([0, 1] if rank.index == 0 else [2, 0]):
+        rank.activations[0] = rank.load_batch([m])
+        for l in rank.layers:
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+        if m == 0:
+            rank.loss(rank.activations[last])
+        gradient = rank.loss(rank.activations.pop(last))
+        if rank.index == 1 and m == 0:
+            continue
+        for l in reversed(rank.layers):
+            new, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights[l] = rank.grad_weights[l] + new if l in rank.grad_weights else new
+    for l in rank.layers:
+        gradient = await rank.all_reduce(rank.grad_weights.pop(l))
+        rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
+
+
+from shardlab.program import Mesh
+
+
+def scattered_twice_mesh(ranks):
+    return Mesh(dp_replicate=2, dp_shard=ranks // 2)
+
+
+async def scattered_twice(rank):
+    """A hierarchical all-reduce: scattered along one axis, then along the other, and gathered back."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    gradient = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        grad_weight, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        half = await rank.reduce_scatter(grad_weight, axis="dp_shard")
+        quarter = await rank.reduce_scatter(half, axis="dp_replicate")
+        half = await rank.all_gather(quarter, axis="dp_replicate")
+        rank.grad_weights[l] = await rank.all_gather(half, axis="dp_shard")
+    for l in rank.layers:
+        gradient = rank.grad_weights.pop(l)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, gradient, rank.weights[l], rank.opt_states[l])
+
+
 async def ring(rank):
     """An all-reduce by hand: what travels is added to only once it has been sent."""
     last, world = len(rank.layers), rank.world
@@ -209,6 +258,8 @@ async def sent_weights(rank):
 @pytest.mark.parametrize(
     ("function", "count", "microbatches"),
     [
+        ("losses_computed_twice", 2, 3),
+        ("scattered_twice", 4, 4),
         ("ring", 2, 2),
         ("sent_while_it_accumulates", 2, 4),
         ("prefetched", 2, 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from shardlab.check.checked import Meeting
 from shardlab.program import Kind, OpKind, Program, Spec
@@ -28,7 +29,7 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
         op = program.tapes[rank][at]
         if op.kind is OpKind.ALL_GATHER:
             given = [specs[m.rank][program.tapes[m.rank][m.op].inputs[0]].holds for m in meeting.members]
-            if len({holds.pieces * max(g.of for g in given) // holds.of for holds in given}) > 1:
+            if len({Fraction(holds.pieces, holds.of) for holds in given}) > 1:
                 shares = ", ".join(f"{holds.pieces}/{holds.of}" for holds in given)
                 return f"rank {rank}, op {at} {op}: the members give {shares}; only equal pieces are gathered."
     return None

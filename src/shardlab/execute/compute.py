@@ -88,13 +88,16 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     """Cross-entropy, each token weighted by its share of the step's tokens, so that sums are exact means."""
     (x,), (output,), values = op.inputs, op.outputs, state.values
     numbers = list(bits(state.specs[x].holds.mask))
+    reported = [place for place, m in enumerate(numbers) if state.loss_owners[m] == (state.rank, at)]
 
     def run() -> None:
         logits: Tensor = values[x].detach().requires_grad_()
-        targets = torch.cat([state.batch[m][1] for m in numbers]).to(logits.device)
-        total = loss_of(logits, targets)
-        (values[output],) = torch.autograd.grad(total / state.tokens, logits)
-        state.loss += torch.stack([total.detach().double(), (targets >= 0).sum().double()]).cpu()
+        targets = [state.batch[m][1].to(logits.device) for m in numbers]
+        losses = [loss_of(part, its) for part, its in zip(logits.chunk(len(numbers)), targets, strict=True)]
+        (values[output],) = torch.autograd.grad(torch.stack(losses).sum() / state.tokens, logits)
+        for place in reported:
+            state.loss[0] += losses[place].detach().double().cpu()
+            state.loss[1] += (targets[place] >= 0).sum().cpu()
 
     return run
 
@@ -135,6 +138,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
     (gradient, weight, opt_state), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
     holds = state.specs[weight].holds
     places = _places(state, op.layer, state.specs[gradient].holds, holds)
+    slot = state.analysis.slot.get(weight)
 
     def run() -> None:
         whole: Tensor = values[gradient]
@@ -146,6 +150,8 @@ def update(state: State, at: int, op: Op) -> Instruction:
         kept.update(given, state.step)
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept
+        if slot is not None:  # the weight was received; the rank's own slice takes its place
+            state.empty_buffer(slot)
 
     return run
 

@@ -62,7 +62,8 @@ class Executor:
         """Run one optimizer step.
 
         Returns:
-            (2,) float64: the loss summed over the tokens whose loss this rank computed, and their number.
+            (2,) float64: the loss summed over the tokens that this rank reports, and their number; each token of the
+            step is reported by one rank.
         """
         state = self.state
         state.batch = {m: self.batches.microbatch(state.step, m) for m in state.microbatches}

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+from shardlab.check import Checked
 from shardlab.models import Model
-from shardlab.program import Holds, Kind, OpKind, Program, Spec
-from shardlab.program.values import bits
+from shardlab.program import Holds, Kind, Spec
+from shardlab.program.values import ROW_KINDS, bits
 
 
 class Shapes:
     """Shapes of a program's values when it trains `model` on microbatches of `rows` sequences.
 
-    Every layer's flat buffer is padded so that it splits evenly into every number of slices that any rank uses.
+    Every layer's flat buffer is padded so that it splits evenly into every number of slices that any value is cut into.
     """
 
-    def __init__(self, program: Program, model: Model, rows: int) -> None:
+    def __init__(self, checked: Checked, model: Model, rows: int) -> None:
         cuts: dict[int, int] = defaultdict(lambda: 1)
-        for tape in program.tapes:
-            for op in tape:
-                if op.kind is OpKind.LOAD_WEIGHTS and op.holds is not None:
-                    cuts[op.layer] = math.lcm(cuts[op.layer], op.holds.of)
-                elif op.kind is OpKind.REDUCE_SCATTER and op.group is not None:
-                    cuts[op.layer] = math.lcm(cuts[op.layer], len(op.group.ranks))
+        for specs in checked.specs:
+            for kind, layer, holds, _, _ in specs.values():
+                if kind not in ROW_KINDS:
+                    cuts[layer] = math.lcm(cuts[layer], holds.of)
         self.model = model
         self.rows = rows
         self.layouts = [model.layout(layer) for layer in range(model.layers)]

@@ -69,7 +69,8 @@ class State:
         microbatches: those that this rank reads the tokens or targets of.
         batch: this step's tokens and targets, by microbatch.
         tokens: this step's targets that count, of all microbatches.
-        loss: (2,) float64: the loss summed over the tokens whose loss this rank computed, and their number.
+        loss_owners: microbatch to (rank, op) of the first LOSS on it, which reports it for all.
+        loss: (2,) float64: the loss summed over the tokens that this rank reports, and their number.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class State:
         self.tape = checked.program.tapes[rank]
         self.specs = checked.specs[rank]
         self.layers = layers_of(model)
-        self.shapes = Shapes(checked.program, model, rows)
+        self.shapes = Shapes(checked, model, rows)
+        self.loss_owners = _loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
         self.slices: dict[tuple[int, Holds], Slice] = {}
@@ -135,3 +137,14 @@ class State:
         for buffer in buffers:
             buffer.untyped_storage().resize_(0)
         return buffers
+
+
+def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
+    """A program may compute a microbatch's loss more than once; the first one counts."""
+    owners: dict[int, tuple[int, int]] = {}
+    for rank, tape in enumerate(checked.program.tapes):
+        for at, op in enumerate(tape):
+            if op.kind is OpKind.LOSS:
+                for microbatch in bits(checked.specs[rank][op.inputs[0]].holds.mask):
+                    owners.setdefault(microbatch, (rank, at))
+    return owners

@@ -54,14 +54,17 @@ class Rank(Recorder):
 
     def coordinate(self, axis: str) -> int:
         """Where this rank stands along a mesh axis."""
-        return self.mesh.coordinate(self.index, axis)
+        return self.group(axis).ranks.index(self.index)
 
     def group(self, axis: str | None = None) -> Group:
         """The ranks along an axis that this rank meets; without one, all ranks."""
         group = self._groups.get(axis)
         if group is None:
             assert axis is not None
-            group = self._groups[axis] = self.mesh.group(self.index, axis)
+            try:
+                group = self._groups[axis] = self.mesh.group(self.index, axis)
+            except UserError as error:
+                self.refuse(f"{error}.")
         return group
 
     def share(self, axis: str | None = None) -> range:
@@ -226,7 +229,10 @@ class Rank(Recorder):
         return handle
 
     def send(self, value: Value, *, to: int) -> Handle[None]:
-        """Send a value to another rank; await the handle until the peer's receive has it."""
+        """Send a value to another rank.
+
+        On gloo and NCCL awaiting the handle waits for the peer's receive; in unit costs a send ends by itself.
+        """
         handle = self._send(value, to, -1)
         self._world.channels.deliver(self.index, to)
         return handle
@@ -291,7 +297,7 @@ class Rank(Recorder):
         return Message(kind, layer, mask)
 
     def _check_layer(self, op: str, layer: int) -> None:
-        if layer not in self.layers:
+        if layer.__class__ is not int or layer not in self.layers:
             self.refuse(f"{op}: layer {layer} does not exist; the model has layers 0-{len(self.layers) - 1}.")
 
     def _check_peer(self, op: str, peer: int) -> None:

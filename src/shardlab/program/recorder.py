@@ -1,11 +1,13 @@
 """The bookkeeping of one rank while its program is traced: which values live, and what stands on the tape.
 
-A value is freed when its last key goes; one never stored lives until the op that uses it ends. A value that a
+A value is freed when its last key goes; one never stored lives until the op that uses it ends, and if nobody uses it
+until the step ends. A value that a
 communication still reads is waited for before it is freed. The program itself need not say any of this.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -57,9 +59,11 @@ class Recorder:
 
     def _refuse_value(self, value: object) -> NoReturn:
         if isinstance(value, Handle):
-            self.refuse("a handle was given where a value is wanted: await the communication first.")
+            issued = f"{self.ops[value.op]} (op {value.op})" if value.rank is self else "another rank's communication"
+            self.refuse(f"{_verb()}the handle of {issued} was given where a value is wanted: await it first.")
         if not isinstance(value, Value):
-            self.refuse(f"{value!r} was given where a value is wanted: programs compute on values from their stores.")
+            hint = "unpack it, as in `a, b = ...`" if isinstance(value, tuple) else "compute on values from the stores"
+            self.refuse(f"{_verb()}{value!r} was given where a value is wanted: {hint}.")
         if value.rank is not self:
             self.refuse(f"{value.spec} belongs to rank {value.rank.index}: ranks share values only by communication.")
         if value.replaced:
@@ -67,8 +71,8 @@ class Recorder:
         elif not value.was_stored:
             why = "it was never stored, so it lived until the op that used it ended; keep it in a store"
         else:
-            why = "its last key was deleted"
-        self.refuse(f"{value.spec} is used after it was freed ({why}).")
+            why = "its last key was deleted, or it was popped for one use and has had it"
+        self.refuse(f"{_verb()}{value.spec} is used after it was freed ({why}).")
 
     def check_storable(self, kind: Kind, key: Hashable, value: object) -> None:
         """Refuse to store what is not a live value of this store's kind."""
@@ -141,3 +145,14 @@ class Recorder:
                     kept.add(spec)
                 else:
                     self._free(value)
+
+
+def _verb() -> str:
+    """The verb that the program called, with its layer, for a refusal: `update(layer 3): `."""
+    frame = inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardlab.program."):
+        name, layer = frame.f_code.co_name, frame.f_locals.get("layer")
+        if not name.startswith("_") and name != "check_storable":
+            return f"{name}(layer {layer}): " if isinstance(layer, int) else f"{name}: "
+        frame = frame.f_back
+    return ""

@@ -31,7 +31,9 @@ class _Clocks:
         self.stream_free = [0.0] * ranks
         self.at = [0] * ranks
         self.times: list[dict[int, tuple[float, float]]] = [{} for _ in range(ranks)]  # op -> (start, end)
-        self.issued_at: dict[int, int] = {}  # meeting -> members that have come
+        self.came: dict[int, int] = {}  # meeting -> members that have come
+        self.sent: set[int] = set()  # messages whose send has run
+        self.wanted: dict[int, float] = {}  # message -> when its receive was issued
         self.handle_end: list[dict[int, float]] = [{} for _ in range(ranks)]
         self.parked: dict[tuple[int, int], float] = {}
         self._heap: list[tuple[float, int, int, int]] = []  # (time, tie, rank to go on or -1, meeting that is ready)
@@ -79,24 +81,35 @@ class _Clocks:
         self.at[rank], self.clock[rank] = len(ops), clock
 
     def _issue(self, rank: int, handle: int, now: float) -> None:
+        """A part of a communication is issued: a send is ready at once, all else when its last member has come."""
         number = self.checked.meeting_of[rank][handle]
         meeting = self.checked.meetings[number]
-        if meeting.group is None and meeting.members[0].rank == rank:
-            self._run(number, [0], now, self.costs.send)  # a buffered send starts without its receive
-            now = self.handle_end[rank][handle]
-        came = self.issued_at[number] = self.issued_at.get(number, 0) + 1
-        if came == len(meeting.members):
-            if meeting.group is None:
-                sender = meeting.members[0]
-                now = max(now, self.handle_end[sender.rank][sender.handle])
+        if meeting.group is not None:
+            self.came[number] = self.came.get(number, 0) + 1
+            if self.came[number] == len(meeting.members):
+                self._push(now, -1, number)
+        elif meeting.members[0].rank == rank:
             self._push(now, -1, number)
+        else:
+            self.wanted[number] = now
+            self._receive(number)
 
     def _start(self, number: int, now: float) -> None:
         meeting = self.checked.meetings[number]
-        if meeting.group is None:
+        if meeting.group is not None:
+            self._run(number, range(len(meeting.members)), now, self.costs.collective)
+        elif number in self.sent:
             self._run(number, [1], now, self.costs.recv)
         else:
-            self._run(number, range(len(meeting.members)), now, self.costs.collective)
+            self._run(number, [0], now, self.costs.send)
+            self.sent.add(number)
+            self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        """A receive is ready once it is issued and its message has been sent."""
+        if number in self.sent and number in self.wanted:
+            sender = self.checked.meetings[number].members[0]
+            self._push(max(self.wanted[number], self.handle_end[sender.rank][sender.handle]), -1, number)
 
     def _run(self, number: int, places: list[int] | range, now: float, duration: float) -> None:
         members = [self.checked.meetings[number].members[place] for place in places]
