@@ -7,29 +7,24 @@ from fractions import Fraction
 
 from shardlab.check.checked import Meeting
 from shardlab.program import Kind, OpKind, Program, Spec
-from shardlab.program.tape import COMMUNICATION
 
 
 def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> str | None:
     """The first communication that has no tensors, or uneven ones; None if there is none."""
-    for rank, tape in enumerate(program.tapes):
-        for at, op in enumerate(tape):
-            if op.kind not in COMMUNICATION:
-                continue
-            spec = specs[rank][(op.inputs or op.outputs)[0]]
-            where = f"rank {rank}, op {at} {op}"
-            if spec.kind is Kind.OPT_STATE:
-                return (
-                    f"{where}: an optimizer state stays where it was loaded; load it on the rank that updates with it."
-                )
-            if spec.kind is Kind.GRAD_ACTIVATION and spec.layer == 0:
-                return f"{where}: the model's input is tokens, which have no gradient; do not communicate {spec}."
     for meeting in meetings:
-        rank, _, at = meeting.members[0]
+        rank, _, at = meeting.members[0]  # of a message the sender
         op = program.tapes[rank][at]
-        if op.kind is OpKind.ALL_GATHER:
+        spec = specs[rank][op.inputs[0]]
+        why = None
+        if spec.kind is Kind.OPT_STATE:
+            why = "an optimizer state stays where it was loaded; load it where it is updated"
+        elif spec.kind is Kind.GRAD_ACTIVATION and spec.layer == 0:
+            why = f"the model's input is tokens, which have no gradient; do not communicate {spec}"
+        elif op.kind is OpKind.ALL_GATHER:
             given = [specs[m.rank][program.tapes[m.rank][m.op].inputs[0]].holds for m in meeting.members]
-            if len({Fraction(holds.pieces, holds.of) for holds in given}) > 1:
-                shares = ", ".join(f"{holds.pieces}/{holds.of}" for holds in given)
-                return f"rank {rank}, op {at} {op}: the members give {shares}; only equal pieces are gathered."
+            if any(holds.pieces * given[0].of != given[0].pieces * holds.of for holds in given):
+                shares = ", ".join(str(Fraction(holds.pieces, holds.of)) for holds in given)
+                why = f"the members give {shares} of the whole; only equal pieces are gathered"
+        if why is not None:
+            return f"rank {rank}, op {at} {op}: {why}."
     return None
