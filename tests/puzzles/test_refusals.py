@@ -114,10 +114,12 @@ def test_a_stale_shard_is_not_gathered() -> None:
         run(solution, 2, layers=1)
 
 
-def test_a_weight_loaded_anew_is_fresh() -> None:
+def test_a_weight_loaded_after_its_update_is_stale_until_a_new_model_starts_a_new_run() -> None:
     model = whole_step()
     model.weights[0], model.opt_states[0] = model.load_weights(0)
-    backward(model)
+    with pytest.raises(PuzzleRefused, match=r"stale copy: slice 0 of 1 was already updated.* A new Model starts"):
+        backward(model)
+    whole_step()
 
 
 def test_updating_twice_is_refused() -> None:

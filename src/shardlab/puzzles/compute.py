@@ -43,8 +43,6 @@ class Compute(Stores):
         """The layer's weight and optimizer state before the step, or shard `shard` of `total` of both."""
         self.begin()
         weight = Weight(layer, self.LAYERS, 0, frozenset({shard}), total)
-        if layer in self._updated:
-            self._updated[layer] = rules.without(self._updated[layer], weight.holds)
         return weight, OptState(layer, self.LAYERS, 0, frozenset({shard}), total)
 
     def get_activation(self, batches: Iterable[int]) -> Activation:

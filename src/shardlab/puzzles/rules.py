@@ -76,11 +76,6 @@ def fresh(op: str, weight: Spec, updated: Mapping[int, Holds]) -> None:
         if stale:
             raise Refused(
                 f"{op}: the weight given is {weight}, a stale copy: slice {listed(bits(stale))} of {done.of} was "
-                "already updated on this rank. Finish every use of a weight before its update."
+                "already updated on this rank. Finish every use of a weight before its update. "
+                "A new Model starts a new run."
             )
-
-
-def without(holds: Holds, gone: Holds) -> Holds:
-    """The slices of one that are not in the other."""
-    mine, theirs = common(holds, gone)
-    return Holds(mine.mask & ~theirs.mask, mine.of)
