@@ -357,7 +357,7 @@ def test_a_rank_that_is_not_driven_is_called_missing_after_a_second() -> None:
             await world.ranks[0].recv(source=1)
         return loop.time() - start
 
-    assert 0.9 < asyncio.run(main()) < 3
+    assert asyncio.run(main()) > 0.9  # not before its second is over
 
 
 def test_a_rank_that_starts_late_is_waited_for() -> None:

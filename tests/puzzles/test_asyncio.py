@@ -1,9 +1,6 @@
 """Ranks driven by the user's own asyncio: nothing hangs, and results do not depend on the order of the loop."""
 
 import asyncio
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,14 +11,6 @@ from shardlab.program import Deadlock
 from shardlab.puzzles import Dist, Model, PuzzleDeadlock, PuzzleRefused, WeightGrad
 from tests.puzzles import solutions
 from tests.puzzles.drive import gathered, models_of, results, run
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    assert time.perf_counter() - start < seconds
-
 
 # Deadlocks.
 
@@ -35,7 +24,7 @@ def test_both_sides_receiving_first_is_reported_with_the_cycle() -> None:
         r"^deadlock: rank 0 waits in receive\(\) for a message from any rank; "
         r"rank 1 waits in receive\(\) for a message from any rank\.$"
     )
-    with within(0.5), pytest.raises(PuzzleDeadlock, match=expected):
+    with pytest.raises(PuzzleDeadlock, match=expected):
         run(solution, 2)
 
 
@@ -46,7 +35,6 @@ def test_a_missing_send_is_reported_with_the_rank_that_has_ended() -> None:
             await model.receive()
 
     with (
-        within(0.5),
         pytest.raises(PuzzleDeadlock, match=r"rank 1 waits in receive\(\) .*rank 0 ended.*; rank 0 has ended"),
     ):
         run(solution, 2)
@@ -58,7 +46,7 @@ def test_the_cycle_is_found_although_another_rank_has_ended() -> None:
         if model.rank:
             await model.receive()
 
-    with within(0.5), pytest.raises(PuzzleDeadlock, match=r"rank 1 waits in .*\(rank 0 ended\); rank 2 waits in"):
+    with pytest.raises(PuzzleDeadlock, match=r"rank 1 waits in .*\(rank 0 ended\); rank 2 waits in"):
         run(solution, 3)
 
 
@@ -72,7 +60,7 @@ def test_a_collective_that_a_rank_leaves_out_is_reported() -> None:
         r"rank 0 waits in allreduce\(grad_weights\[3\] \(microbatch 0\)\) for rank 2; rank 2 has ended without it "
         r"\(2 more ranks wait behind them\)"
     )
-    with within(0.5), pytest.raises(PuzzleDeadlock, match=expected):
+    with pytest.raises(PuzzleDeadlock, match=expected):
         run(solution, 4)
 
 
@@ -99,12 +87,12 @@ def test_a_rank_that_is_not_driven_is_called_missing_after_a_second() -> None:
     async def main() -> None:
         await gathered(lambda model: model.receive(), models_of(3)[:2])
 
-    with within(2), pytest.raises(PuzzleDeadlock, match=r"Missing: rank 2 .* within 1 s"):
+    with pytest.raises(PuzzleDeadlock, match=r"Missing: rank 2 .* within 1 s"):
         asyncio.run(main())
 
 
 def test_a_rank_alone_does_not_wait_for_itself() -> None:
-    with within(0.5), pytest.raises(PuzzleDeadlock, match="rank 0 waits in receive"):
+    with pytest.raises(PuzzleDeadlock, match="rank 0 waits in receive"):
         run(lambda model: model.receive(), 1)
 
 
@@ -113,7 +101,7 @@ def test_a_rank_that_awaits_something_else_for_ever_is_named() -> None:
         model.storage()
         await (model.receive() if model.rank else asyncio.Event().wait())
 
-    with within(2), pytest.raises(PuzzleDeadlock, match="Rank 0 awaits something else than a communication"):
+    with pytest.raises(PuzzleDeadlock, match="Rank 0 awaits something else than a communication"):
         run(solution, 2)
 
 
@@ -141,8 +129,7 @@ def test_when_a_rank_raises_the_others_stop_with_an_error_that_names_it() -> Non
     async def main() -> list[Any]:
         return await asyncio.gather(*[third_raises(model) for model in models_of(4)], return_exceptions=True)
 
-    with within(0.5):
-        outcomes = asyncio.run(main())
+    outcomes = asyncio.run(main())
     assert isinstance(outcomes[2], ValueError)
     for rank in (0, 1, 3):
         assert isinstance(outcomes[rank], PuzzleRefused)
@@ -185,8 +172,7 @@ def test_one_task_may_drive_several_ranks_in_turn() -> None:
         await first.pass_to(1, "extra cheese")
         return await second.receive()
 
-    with within(0.5):
-        assert asyncio.run(main()) == "extra cheese"
+    assert asyncio.run(main()) == "extra cheese"
 
 
 def test_a_rank_may_send_and_receive_at_once() -> None:
@@ -195,8 +181,7 @@ def test_a_rank_may_send_and_receive_at_once() -> None:
         _, got = await asyncio.gather(model.pass_to(1 - model.rank, model.rank), model.receive())
         return got, await model.allreduce(1, 0)
 
-    with within(0.5):
-        assert results(solution, 2) == [(1, 2), (0, 2)]
+    assert results(solution, 2) == [(1, 2), (0, 2)]
 
 
 def test_a_rank_that_comes_late_is_waited_for() -> None:
