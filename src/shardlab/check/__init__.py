@@ -1,7 +1,6 @@
 """Proofs over tapes: the right gradient exactly once, no deadlock, one order of collectives."""
 
-from shardlab.check.channels import BACKENDS, ChannelModel
-from shardlab.check.checked import Checked, Meeting
+from shardlab.check.checked import BACKENDS, ChannelModel, Checked, Meeting
 from shardlab.check.report import check
 
 __all__ = ["BACKENDS", "ChannelModel", "Checked", "Meeting", "check"]

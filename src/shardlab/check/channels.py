@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable
 
-from shardlab.check.checked import BACKENDS, ChannelModel, Meeting
+from shardlab.check.checked import ChannelModel, Meeting
 from shardlab.program import OpKind, Program
 from shardlab.program.tape import COMMUNICATION
 from shardlab.program.waiting import Wait, explain
-
-__all__ = ["BACKENDS", "ChannelModel", "decide_models"]
 
 
 def decide_models(

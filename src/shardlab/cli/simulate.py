@@ -10,8 +10,9 @@ from shardlab.check import ChannelModel, Checked
 from shardlab.cli.options import Count, Flag, NewFile, Ranks, StrategyName
 from shardlab.cli.picture import check_picture, save_picture
 from shardlab.cli.report import print_report
-from shardlab.cli.strategy import checked, choose
+from shardlab.cli.strategy import checked
 from shardlab.simulate import Timeline, simulate
+from shardlab.strategies.load import load
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Simulate:
 
     def run(self) -> int:
         check_picture(self.svg)
-        entry = choose(self.strategy)
+        entry = load(self.strategy)
         proof = checked(entry, self.ranks or entry.ranks, self.layers, self.microbatches)
         timeline = simulate(proof)
         save_picture(timeline, self.svg, entry.name)

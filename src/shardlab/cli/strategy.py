@@ -1,4 +1,4 @@
-"""STRATEGY on the command line: finding it, and checking it so that a refusal names the user's own line."""
+"""STRATEGY on the command line: checking it so that a refusal names the user's own line."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ from shardlab.check import Checked, check
 from shardlab.cli.blame import Blame
 from shardlab.program import Sizes, trace
 from shardlab.strategies.entry import Entry
-from shardlab.strategies.load import file_and_function, load
-
-
-def choose(name: str) -> Entry:
-    """The strategy that STRATEGY names; whatever its file prints goes to stderr, for stdout is the command's own.
-
-    Raises:
-        UserError: when there is none.
-    """
-    return load(name)
+from shardlab.strategies.load import file_and_function
 
 
 def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) -> Checked:

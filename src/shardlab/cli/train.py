@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.cli.options import Count, Flag, Ranks
-from shardlab.cli.strategy import checked, choose
+from shardlab.cli.strategy import checked
 from shardlab.program import UserError
+from shardlab.strategies.load import load
 
 if TYPE_CHECKING:
     from shardlab.models import Model
@@ -93,7 +94,7 @@ class Train:
         from shardlab.train.loop import Run, train_rank
         from shardlab.train.output import free_folder
 
-        chosen = choose(self.strategy)
+        chosen = load(self.strategy)
         ranks = self.ranks or ranks_here(chosen.ranks)
         out = self.out or free_folder(Path("runs"), self.strategy.rpartition(":")[2])
         if out.exists():
@@ -103,8 +104,8 @@ class Train:
             self.learning_rate, weight_decay=self.weight_decay, warmup=-(-self.steps // 20), steps=self.steps
         )
         plan = Run(job, optimizer, self.data, out)
-        plan.corpus()
-        refuse_hanging(checked(chosen, ranks, job.model.sizes(job.rows, job.dtype.itemsize), self.microbatches))
+        plan.corpus(plan.text())
+        refuse_hanging(checked(chosen, ranks, job.sizes, self.microbatches))
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
         if summary is not None:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.cli.options import Count, Flag, Ranks, StrategyName
-from shardlab.cli.strategy import checked, choose
+from shardlab.cli.strategy import checked
+from shardlab.strategies.load import load
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Verify:
         from shardlab.train.launch import ranks_here
         from shardlab.train.verify import TOLERANCE, verify
 
-        chosen = choose(self.strategy)
+        chosen = load(self.strategy)
         ranks = self.ranks or ranks_here(chosen.ranks)
         model = GPT(layers=self.layers, width=32, heads=4, block=16, dropout=self.dropout)
         job = Job(self.strategy, ranks, self.microbatches, model, 2, torch.float64)
-        refuse_hanging(checked(chosen, ranks, model.sizes(job.rows, job.dtype.itemsize), self.microbatches))
+        refuse_hanging(checked(chosen, ranks, job.sizes, self.microbatches))
         with failures_as_exit():
             verdict = verify(job, self.steps)
         if verdict is None:  # a rank of an existing world, but not the one that reports

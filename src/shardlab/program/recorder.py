@@ -1,8 +1,8 @@
 """The bookkeeping of one rank while its program is traced: which values live, and what stands on the tape.
 
 A value is freed when its last key goes; one never stored lives until the op that uses it ends, and if nobody uses it
-until the step ends. A value that a
-communication still reads is waited for before it is freed. The program itself need not say any of this.
+until the step ends. A value that a communication still reads is waited for before it is freed. The program itself need
+not say any of this.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Recorder:
         self._outstanding: dict[int, Handle[Any]] = {}
         self.handles = 0
         self._loaded: dict[tuple[Kind, int, Holds], int] = {}
-        self.ended = False
 
     def refuse(self, text: str) -> NoReturn:
         """Refuse what the program is doing now."""
@@ -132,7 +131,6 @@ class Recorder:
 
     def end(self) -> None:
         """The step's end: wait for what is in flight, then free everything but one of each slice that was loaded."""
-        self.ended = True
         for handle in list(self._outstanding.values()):
             if not handle.waited:
                 self.emit_wait(handle)

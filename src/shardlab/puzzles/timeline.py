@@ -44,8 +44,6 @@ def _moments(model: Model, row: int, rows: Mapping[int, int]) -> list[Moment]:
 def _moment(event: Event, row: int, at: int, rows: Mapping[int, int]) -> Moment:
     kind, layer = event.kind, -1 if event.layer is None else event.layer
     peer = event.source if event.to is None else event.to
-    if kind is OpKind.RECV and peer not in rows:
-        kind = OpKind.SEND  # a receive is drawn with the line from its send, which is not in the picture
     op = Op(kind, layer, peer=-1 if peer is None else rows.get(peer, -1))
     batches, memory = mask_of(event.batches), round(event.memory)
     return op, simulate.Event(row, at, kind, layer, batches, event.time, event.end, memory)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardlab.check import Checked, check
 from shardlab.models import Model
-from shardlab.program import trace
+from shardlab.program import Sizes, trace
 from shardlab.strategies.load import load
 
 
@@ -49,9 +49,13 @@ class Job:
             UserError: when there is no such strategy, or sizes do not fit it.
         """
         entry = load(self.strategy)
-        sizes = self.model.sizes(self.rows, self.dtype.itemsize)
         with contextlib.redirect_stdout(sys.stderr):  # a command's stdout is its own, whatever the program prints
-            return check(trace(entry.program, entry.grid(self.ranks), sizes, self.microbatches))
+            return check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
+
+    @property
+    def sizes(self) -> Sizes:
+        """Elements of the program's values."""
+        return self.model.sizes(self.rows, self.dtype.itemsize)
 
     @property
     def tokens(self) -> int:

@@ -94,9 +94,7 @@ def _join(place: Place, function: Callable[..., Result], *arguments: Any) -> Res
             init_method="env://" if _elastic() else address,
             rank=place.rank,
             world_size=place.world,
-            device_id=device
-            if device.type == "cuda"
-            else None,  # NCCL then makes its communicator at once, on all ranks
+            device_id=None if device.type == "cpu" else device,  # so that all ranks make NCCL's communicator at once
         )
     except dist.DistNetworkError as error:
         raise UserError(

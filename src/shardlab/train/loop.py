@@ -48,17 +48,21 @@ class Run:
     out: Path
 
     def text(self) -> bytes:
+        """The text, as bytes.
+
+        Raises:
+            UserError: when it cannot be read.
+        """
         return default_text() if self.data is None else read_text(self.data)
 
-    def corpus(self) -> Corpus:
+    def corpus(self, text: bytes) -> Corpus:
         """The text in two parts.
 
         Raises:
-            UserError: when it is missing or shorter than a sequence.
+            UserError: when it is shorter than two sequences.
         """
-        return Corpus.split(
-            self.text(), self.job.model.block, "the default text" if self.data is None else str(self.data)
-        )
+        source = "the default text" if self.data is None else str(self.data)
+        return Corpus.split(text, self.job.model.block, source)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     """One rank's part of a run; rank 0 writes the output folder and gives the summary."""
     stop = StopRequest()  # from the start, so that the folder is never left half filled
     job, text = run.job, run.text()
-    batches = Batches(run.corpus(), job.model.block, job.rows, job.seed)
+    batches = Batches(run.corpus(text), job.model.block, job.rows, job.seed)
     checked = job.checked()
     agree(checked, text)
     settings = Settings(job.seed, job.dtype, device, run.optimizer)
