@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 
 from shardlab.program import UserError
-from shardlab.strategies import schedules
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.entry import Entry, data_parallel_mesh, one_device_mesh, pipeline_mesh
 from shardlab.strategies.fsdp import fsdp
@@ -14,12 +13,13 @@ from shardlab.strategies.grad_accum import grad_accum
 from shardlab.strategies.pipeline import pipeline
 from shardlab.strategies.pipeline_fsdp import pipeline_fsdp, pipeline_fsdp_mesh
 from shardlab.strategies.scheduled import scheduled
+from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.single import single
 from shardlab.strategies.wsdp import wsdp
 
-one_f_one_b = scheduled(schedules.one_f_one_b)
-interleaved_one_f_one_b = scheduled(schedules.interleaved, looped=True)
-breadth_first = scheduled(schedules.breadth_first, looped=True)
+one_f_one_b = scheduled(SCHEDULES["1f1b"])
+interleaved_one_f_one_b = scheduled(SCHEDULES["interleaved-1f1b"])
+breadth_first = scheduled(SCHEDULES["breadth-first"])
 
 STRATEGIES = {
     entry.name: entry

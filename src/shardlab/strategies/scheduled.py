@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 from shardlab.program import Handle, Rank, Strategy, UserError, Value
-from shardlab.strategies.schedules.actions import Action, Backward, Forward, Schedule
+from shardlab.strategies.schedules.actions import Forward, Schedule
 from shardlab.strategies.schedules.messages import Recv, Send, with_messages
 
 
-def scheduled(schedule: Schedule, *, looped: bool = False) -> Strategy:
-    """The strategy that follows a schedule; if `looped`, each rank has as many stages as there are layers for."""
+def scheduled(schedule: Schedule) -> Strategy:
+    """The strategy that follows a schedule; a looped one gets as many stages on each rank as there are layers for."""
 
     async def strategy(rank: Rank) -> None:
-        await Pipeline(rank, schedule, len(rank.layers) // rank.world if looped else 1).run()
+        await Pipeline(rank, schedule, schedule.stages_per_rank or len(rank.layers) // rank.world).run()
 
     return strategy
 
 
 class Pipeline:
-    """One rank of a pipeline. Stage s is on rank s mod ranks and has layers s L / S up to (s + 1) L / S."""
+    """One rank of a pipeline. Stage s has layers s L / S up to (s + 1) L / S."""
 
     def __init__(self, rank: Rank, schedule: Schedule, stages_per_rank: int) -> None:
         layers, ranks = len(rank.layers), rank.world
-        if layers < ranks:
+        if layers < ranks * stages_per_rank:
             raise UserError(f"{layers} layers do not reach {ranks} pipeline ranks; give at least one layer a rank")
         stages = ranks * stages_per_rank
         self.rank = rank
         self.bounds = [stage * layers // stages for stage in range(stages + 1)]
-        self.steps = with_messages(schedule, ranks, len(rank.microbatches), stages_per_rank)[rank.index]
-        self.arriving: dict[Action, Handle[Value]] = {}
+        self.mine = [stage for stage in range(stages) if schedule.placement(stage, ranks) == rank.index]
+        todo = [list(schedule.actions(r, ranks, len(rank.microbatches), stages_per_rank)) for r in range(ranks)]
+        self.steps = with_messages(todo, stages, lambda stage: schedule.placement(stage, ranks))[rank.index]
+        self.arriving: dict[tuple[bool, int, int], Handle[Value]] = {}
         self.leaving: dict[int, Handle[None]] = {}
 
     async def run(self) -> None:
         """Load, follow the schedule, update."""
         rank = self.rank
-        mine = [layer for stage in range(rank.index, len(self.bounds) - 1, rank.world) for layer in self.layers(stage)]
+        mine = [layer for stage in self.mine for layer in self.layers(stage)]
         for l in mine:
             rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
         for step in self.steps:
             if isinstance(step, Send):
                 await self.send(step)
             elif isinstance(step, Recv):
-                self.arriving[step.made_by] = self.recv(step)
+                self.arriving[step.forward, step.stage, step.microbatch] = self.recv(step)
             elif isinstance(step, Forward):
                 await self.forward(step.stage, step.microbatch)
             else:
@@ -55,22 +57,20 @@ class Pipeline:
 
     async def forward(self, stage: int, m: int) -> None:
         rank, layers = self.rank, self.layers(stage)
-        fed_by = Forward(stage - 1, m)
         if stage == 0:
             rank.activations[0, m] = rank.load_batch([m])
-        elif fed_by in self.arriving:
-            rank.activations[layers[0], m] = await self.arriving.pop(fed_by)
+        elif (True, stage, m) in self.arriving:
+            rank.activations[layers[0], m] = await self.arriving.pop((True, stage, m))
         for l in layers:
             rank.activations[l + 1, m] = rank.forward(l, rank.activations[l, m], rank.weights[l])
 
     async def backward(self, stage: int, m: int) -> None:
         rank, layers = self.rank, self.layers(stage)
-        fed_by = Backward(stage + 1, m)
         after = layers[-1] + 1
         if after == len(rank.layers):
             rank.grad_activations[after, m] = rank.loss(rank.activations.pop((after, m)))
-        elif fed_by in self.arriving:
-            rank.grad_activations[after, m] = await self.arriving.pop(fed_by)
+        elif (False, stage, m) in self.arriving:
+            rank.grad_activations[after, m] = await self.arriving.pop((False, stage, m))
         for l in reversed(layers):
             grad_weight, rank.grad_activations[l, m] = rank.backward(
                 l, rank.activations.pop((l, m)), rank.grad_activations.pop((l + 1, m)), rank.weights[l]
@@ -81,18 +81,19 @@ class Pipeline:
 
     async def send(self, step: Send) -> None:
         """Start to send; the message before it on this channel must have arrived, so that few are held."""
-        stage, m, rank = step.made_by.stage, step.made_by.microbatch, self.rank
-        if step.to in self.leaving:
-            await self.leaving.pop(step.to)
-        if isinstance(step.made_by, Forward):
-            value = rank.activations.pop((self.bounds[stage + 1], m))
+        rank, m = self.rank, step.microbatch
+        if step.peer in self.leaving:
+            await self.leaving.pop(step.peer)
+        if step.forward:
+            value = rank.activations.pop((self.bounds[step.stage + 1], m))
         else:
-            value = rank.grad_activations.pop((self.bounds[stage], m))
-        self.leaving[step.to] = rank.send(value, to=step.to)
+            value = rank.grad_activations.pop((self.bounds[step.stage], m))
+        self.leaving[step.peer] = rank.send(value, to=step.peer)
 
     def recv(self, step: Recv) -> Handle[Value]:
         """Start to receive, as soon as the message is on its way."""
-        stage, m = step.made_by.stage, step.made_by.microbatch
-        if isinstance(step.made_by, Forward):
-            return self.rank.recv(source=step.source, expect=("activations", self.bounds[stage + 1], m))
-        return self.rank.recv(source=step.source, expect=("grad_activations", self.bounds[stage], m))
+        if step.forward:
+            expect = ("activations", self.bounds[step.stage], step.microbatch)
+        else:
+            expect = ("grad_activations", self.bounds[step.stage + 1], step.microbatch)
+        return self.rank.recv(source=step.peer, expect=expect)

@@ -2,68 +2,83 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from shardlab.program import UserError
-from shardlab.strategies.schedules.actions import Action, Backward, Forward, Schedule
+from shardlab.strategies.schedules.actions import Action, BackwardWeight, Forward, Work
 
 
-class Send(NamedTuple):
-    """Hand on what an action has made."""
+@dataclass(frozen=True)
+class Message(Work):
+    """What a stage hands on to a neighbouring one (`stage` is the one at this end of the message).
 
-    made_by: Action
-    to: int
+    Attributes:
+        forward: whether it is the stage's output, on its way up, or the gradient of its input, on its way down.
+        peer: the rank at the other end.
+    """
+
+    forward: bool
+    peer: int
 
 
-class Recv(NamedTuple):
-    """Expect what an action elsewhere makes."""
+class Send(Message):
+    """Hand on what this stage has made."""
 
-    made_by: Action
-    source: int
+
+class Recv(Message):
+    """Expect what this stage reads."""
 
 
 Step = Action | Send | Recv
 
 
-@cache
-def with_messages(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Step]]:
+def with_messages(todo: Sequence[Sequence[Action]], stages: int, rank_of: Callable[[int], int]) -> list[list[Step]]:
     """Every rank's actions and messages.
 
     The actions of all ranks are put into one order, each after what it needs; right after an action that feeds another
     rank stand its send and the receive. So all ranks' messages follow one order, and whoever waits for a message waits
     for something earlier in it: neither rendezvous nor queues can close a circle.
 
+    Args:
+        todo: each rank's actions.
+        stages: how many there are in all.
+        rank_of: where a stage is.
+
     Raises:
         UserError: for a schedule in which an action waits for a later one.
     """
-    stages = ranks * stages_per_rank
-    todo = [list(schedule(rank, ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
-    at = [0] * ranks
-    steps: list[list[Step]] = [[] for _ in range(ranks)]
-    done: set[Action] = set()
+    at = [0] * len(todo)
+    steps: list[list[Step]] = [[] for _ in todo]
+    done: set[tuple[str, int, int]] = set()
     while any(place < len(actions) for place, actions in zip(at, todo, strict=True)):
-        before = len(done)
+        moved = False
         for rank, actions in enumerate(todo):
             while at[rank] < len(actions) and _needs(actions[at[rank]], stages) <= done:
                 action = actions[at[rank]]
                 at[rank] += 1
-                done.add(action)
+                moved = True
                 steps[rank].append(action)
-                reader = action.stage + (1 if isinstance(action, Forward) else -1)
-                if 0 <= reader < stages and reader % ranks != rank:
-                    steps[rank].append(Send(action, reader % ranks))
-                    steps[reader % ranks].append(Recv(action, rank))
-        if len(done) == before:
+                if isinstance(action, BackwardWeight):
+                    continue
+                forward = isinstance(action, Forward)
+                done.add(("forward" if forward else "backward", action.stage, action.microbatch))
+                reader = action.stage + (1 if forward else -1)
+                if 0 <= reader < stages and rank_of(reader) != rank:
+                    steps[rank].append(Send(action.stage, action.microbatch, forward, rank_of(reader)))
+                    steps[rank_of(reader)].append(Recv(reader, action.microbatch, forward, rank))
+        if not moved:
             stuck = ", ".join(str(actions[place]) for place, actions in zip(at, todo, strict=True) if actions[place:])
             raise UserError(f"the schedule cannot go on: each rank's next action waits for a later one ({stuck})")
     return steps
 
 
-def _needs(action: Action, stages: int) -> set[Action]:
+def _needs(action: Action, stages: int) -> set[tuple[str, int, int]]:
     """What must have been done before an action."""
     stage, microbatch = action.stage, action.microbatch
     if isinstance(action, Forward):
-        return {Forward(stage - 1, microbatch)} if stage else set()
-    above: Action = Backward(stage + 1, microbatch) if stage + 1 < stages else Forward(stage, microbatch)
-    return {above, Forward(stage, microbatch)}
+        return {("forward", stage - 1, microbatch)} if stage else set()
+    if isinstance(action, BackwardWeight):
+        return {("backward", stage, microbatch)}
+    above = ("backward", stage + 1, microbatch) if stage + 1 < stages else ("forward", stage, microbatch)
+    return {above, ("forward", stage, microbatch)}
