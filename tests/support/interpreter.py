@@ -24,13 +24,17 @@ ELEMENTS = WIDTH * WIDTH
 """Elements of a layer: divisible by every number of slices that up to 4 x 4 ranks make."""
 
 ARITY: dict[OpKind, tuple[int, tuple[int, ...]]] = {
-    OpKind.LOAD_WEIGHTS: (0, (2,)),
+    OpKind.LOAD_WEIGHT: (0, (1,)),
+    OpKind.LOAD_OPT_STATE: (0, (1,)),
     OpKind.LOAD_BATCH: (0, (1,)),
     OpKind.FORWARD: (2, (1, 2)),
     OpKind.RECOMPUTE: (2, (1,)),
     OpKind.LOSS: (1, (1,)),
     OpKind.BACKWARD: (4, (2,)),
+    OpKind.BACKWARD_INPUT: (4, (2,)),
+    OpKind.BACKWARD_WEIGHT: (3, (1,)),
     OpKind.ADD: (2, (1,)),
+    OpKind.NORM: (1, (1,)),
     OpKind.UPDATE: (3, (2,)),
     OpKind.ALL_REDUCE: (1, (1,)),
     OpKind.ALL_GATHER: (1, (1,)),
@@ -41,6 +45,9 @@ ARITY: dict[OpKind, tuple[int, tuple[int, ...]]] = {
     OpKind.FREE: (1, (0,)),
 }
 """How many values each op reads, and may make."""
+
+PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
+"""Where the weight and its state stand in what a layer has."""
 
 Array = NDArray[np.int64]
 
@@ -85,18 +92,24 @@ def forward_layer(layer: int, x: Array, weight: Array) -> tuple[Array, Array]:
     return (z + z * z) % PRIME, z
 
 
-def backward_layer(x: Array, z: Array, dy: Array, weight: Array) -> tuple[Array, Array]:
-    """The gradients of the weight (summed over the rows) and of the input."""
+def backward_input(z: Array, dy: Array, weight: Array) -> tuple[Array, Array]:
+    """The gradient of the input, and dz, which is kept for the weight's."""
     dz = dy * ((1 + 2 * z) % PRIME) % PRIME
+    return dz @ weight.reshape(WIDTH, WIDTH).T % PRIME, dz
+
+
+def backward_weight(x: Array, dz: Array) -> Array:
+    """The gradient of the weight, summed over the rows."""
     dw = sum((np.outer(a, b) % PRIME for a, b in zip(x, dz, strict=True)), np.zeros((WIDTH, WIDTH), np.int64)) % PRIME
-    return dw.reshape(-1), dz @ weight.reshape(WIDTH, WIDTH).T % PRIME
+    return dw.reshape(-1)
 
 
 def loss_gradient(y: Array, microbatches: tuple[int, ...]) -> Array:
     return (3 * y + 1000 * np.array(microbatches, np.int64)[:, None] + 7) % PRIME
 
 
-def update_slice(layer: int, weight: Array, state: Array, gradient: Array) -> tuple[Array, Array]:
+def update_slice(layer: int, weight: Array, state: Array, gradient: Array, norm: int = 0) -> tuple[Array, Array]:
+    gradient = gradient * (norm + 1) % PRIME
     new_state = (11 * state + gradient * gradient + layer) % PRIME
     return (weight + 5 * new_state - 3 * gradient) % PRIME, new_state
 
@@ -111,8 +124,14 @@ def batch_rows(microbatches: tuple[int, ...]) -> Array:
     return places**3 % PRIME
 
 
+def squares(layer: int, places: tuple[int, ...], gradient: Array) -> int:
+    """A part of the norm; places count, so that another slice's squares are another number."""
+    where = np.array(places, np.int64) + 1000 * layer
+    return int((gradient * gradient % PRIME * where % PRIME).sum() % PRIME)
+
+
 @cache
-def reference(layers: int, microbatches: int) -> list[tuple[Array, Array]]:
+def reference(layers: int, microbatches: int, clips: bool) -> list[tuple[Array, Array]]:
     """Each layer's weight and state after the step on one device."""
     everything = tuple(range(microbatches))
     weights = [initial(layer) for layer in range(layers)]
@@ -122,12 +141,13 @@ def reference(layers: int, microbatches: int) -> list[tuple[Array, Array]]:
         inputs.append(y)
         kept.append(z)
     gradient = loss_gradient(inputs.pop(), everything)
-    final: list[tuple[Array, Array]] = []
+    gradients: list[Array] = []
     for layer in reversed(range(layers)):
-        weight, state = weights[layer]
-        dw, gradient = backward_layer(inputs[layer], kept[layer], gradient, weight)
-        final.insert(0, update_slice(layer, weight, state, dw))
-    return final
+        gradient, dz = backward_input(kept[layer], gradient, weights[layer][0])
+        gradients.insert(0, backward_weight(inputs[layer], dz))
+    every = tuple(range(ELEMENTS))
+    norm = sum(squares(layer, every, dw) for layer, dw in enumerate(gradients)) % PRIME if clips else 0
+    return [update_slice(layer, *weights[layer], dw, norm) for layer, dw in enumerate(gradients)]
 
 
 class Rank:
@@ -141,7 +161,8 @@ class Rank:
         self.saved: dict[int, tuple[int, Array]] = {}  # number -> (the activation that owns it, z)
         self.in_flight: dict[int, tuple[int | None, int | None]] = {}  # handle -> (value read, value made)
         self.arrived: dict[int, Piece | None] = {}
-        self.loaded: list[tuple[int, tuple[int, ...]]] = []
+        self.halves: dict[int, tuple[int, Array]] = {}  # number -> (the activation that owns it, dz)
+        self.loaded: list[tuple[OpKind, int, tuple[int, ...]]] = []
 
     def read(self, number: int) -> Piece:
         if number not in self.memory:
@@ -149,8 +170,7 @@ class Rank:
         return self.memory[number]
 
     def write(self, number: int, piece: Piece) -> None:
-        if number in self.memory or number in self.saved:
-            raise BrokenTape(f"value {number} is written over")
+        self.is_new(number)
         self.memory[number] = piece
 
     def delete(self, number: int) -> None:
@@ -158,17 +178,26 @@ class Rank:
             raise BrokenTape(f"value {number} ends while a communication reads it")
         self.read(number)
         del self.memory[number]
-        self.drop_saved(number)
+        self.drop(self.saved, number)
+        self.drop(self.halves, number)
 
-    def drop_saved(self, activation: int) -> None:
-        for number in [n for n, (owner, _) in self.saved.items() if owner == activation]:
-            del self.saved[number]
+    def drop(self, kept: dict[int, tuple[int, Array]], activation: int) -> None:
+        for number in [n for n, (owner, _) in kept.items() if owner == activation]:
+            del kept[number]
 
-    def keep(self, number: int, activation: int, z: Array) -> None:
-        if number in self.memory or number in self.saved:
+    def keep(self, kept: dict[int, tuple[int, Array]], number: int, activation: int, data: Array) -> None:
+        self.is_new(number)
+        self.drop(kept, activation)
+        kept[number] = activation, data
+
+    def take(self, kept: dict[int, tuple[int, Array]], number: int, activation: int) -> Array:
+        if number not in kept or kept[number][0] != activation:
+            raise BrokenTape(f"saved {number} is read but does not live")
+        return kept.pop(number)[1]
+
+    def is_new(self, number: int) -> None:
+        if number in self.memory or number in self.saved or number in self.halves:
             raise BrokenTape(f"value {number} is written over")
-        self.drop_saved(activation)
-        self.saved[number] = activation, z
 
 
 class Interpreter:
@@ -199,6 +228,7 @@ class Interpreter:
         while rank.at < len(rank.ops):
             op = rank.ops[rank.at]
             reads, makes = ARITY[op.kind]
+            reads += op.kind is OpKind.UPDATE and len(op.inputs) == 4  # with the norm
             if len(op.inputs) != reads or len(op.outputs) not in makes:
                 raise BrokenTape(f"rank {rank.index}, op {rank.at}: {op.kind.value} has other inputs or outputs")
             if op.kind is OpKind.WAIT:
@@ -229,8 +259,8 @@ class Interpreter:
 
     def _execute(self, rank: Rank, op: Op) -> None:
         match op.kind:
-            case OpKind.LOAD_WEIGHTS:
-                self._load_weights(rank, op)
+            case OpKind.LOAD_WEIGHT | OpKind.LOAD_OPT_STATE:
+                self._load(rank, op)
             case OpKind.LOAD_BATCH:
                 if op.holds is None or op.holds.of != self.program.microbatches or op.holds.mask >> op.holds.of:
                     raise BrokenTape("there are no such microbatches")
@@ -243,18 +273,31 @@ class Interpreter:
                 if op.kind is OpKind.FORWARD:
                     rank.write(outputs.pop(0), Piece(x.where, y))
                 if outputs:
-                    rank.keep(outputs[0], op.inputs[0], z)
+                    rank.keep(rank.saved, outputs[0], op.inputs[0], z)
             case OpKind.LOSS:
                 y = rows(rank.read(op.inputs[0]))
                 rank.write(op.outputs[0], Piece(y.where, loss_gradient(y.data, y.where)))
-            case OpKind.BACKWARD:
+            case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:
                 x, dy = rows(rank.read(op.inputs[0])), rows(rank.read(op.inputs[1]))
                 weight = whole(rank.read(op.inputs[2]))
-                if op.inputs[3] not in rank.saved:
-                    raise BrokenTape(f"saved {op.inputs[3]} is read but does not live")
-                dw, dx = backward_layer(x.data, rank.saved.pop(op.inputs[3])[1], dy.data, weight)
-                rank.write(op.outputs[0], Piece(tuple(range(ELEMENTS)), dw))
-                rank.write(op.outputs[1], Piece(dy.where, dx))
+                z = rank.take(rank.saved, op.inputs[3], op.inputs[0])
+                dx, dz = backward_input(z, dy.data, weight)
+                if op.kind is OpKind.BACKWARD:
+                    rank.write(op.outputs[0], Piece(tuple(range(ELEMENTS)), backward_weight(x.data, dz)))
+                    rank.write(op.outputs[1], Piece(dy.where, dx))
+                else:
+                    rank.write(op.outputs[0], Piece(dy.where, dx))
+                    rank.keep(rank.halves, op.outputs[1], op.inputs[0], dz)
+            case OpKind.BACKWARD_WEIGHT:
+                x, _ = rows(rank.read(op.inputs[0])), rows(rank.read(op.inputs[1]))
+                dz = rank.take(rank.halves, op.inputs[2], op.inputs[0])
+                rank.write(op.outputs[0], Piece(tuple(range(ELEMENTS)), backward_weight(x.data, dz)))
+            case OpKind.NORM:
+                gradient = rank.read(op.inputs[0])
+                if gradient.data.ndim != 1:
+                    raise BrokenTape("rows are given where a gradient is wanted")
+                part = np.array([squares(op.layer, gradient.where, gradient.data)], np.int64)
+                rank.write(op.outputs[0], Piece((), part))
             case OpKind.ADD:
                 a, b = rank.read(op.inputs[0]), rank.read(op.inputs[1])
                 rank.write(op.outputs[0], summed([a, b]))
@@ -281,31 +324,32 @@ class Interpreter:
             raise BrokenTape(f"rank {op.peer} is no peer")
         return op.peer
 
-    def _load_weights(self, rank: Rank, op: Op) -> None:
+    def _load(self, rank: Rank, op: Op) -> None:
         mask, of = op.holds or (0, 0)
         if not 0 <= op.layer < self.program.layers or of < 1 or ELEMENTS % of or mask <= 0 or mask >> of:
             raise BrokenTape(f"there are no slices {mask} of {of} of layer {op.layer}")
         size = ELEMENTS // of
         where = tuple(e for e in range(ELEMENTS) if mask >> e // size & 1)
-        if (op.layer, where) in rank.loaded:
+        if (op.kind, op.layer, where) in rank.loaded:
             raise BrokenTape("the same slice is loaded twice")
-        rank.loaded.append((op.layer, where))
-        for number, full in zip(op.outputs, initial(op.layer), strict=True):
-            rank.write(number, Piece(where, full[list(where)]))
+        rank.loaded.append((op.kind, op.layer, where))
+        rank.write(op.outputs[0], Piece(where, initial(op.layer)[PLACE[op.kind]][list(where)]))
 
     def _update(self, rank: Rank, op: Op) -> None:
-        gradient, weight, state = (rank.read(number) for number in op.inputs)
-        if weight.where != state.where:
-            raise BrokenTape("the weight and the optimizer state are of other slices")
-        places = {e: i for i, e in enumerate(gradient.where)}
-        if any(e not in places for e in weight.where):
-            raise BrokenTape("the gradient lacks elements")
-        part = gradient.data[[places[e] for e in weight.where]]
-        made = update_slice(op.layer, weight.data, state.data, part)
+        gradient, weight, state, *norms = (rank.read(number) for number in op.inputs)
+        if any(norm.data.shape != (1,) or norm.where for norm in norms):
+            raise BrokenTape("the norm is not a number")
+        parts: list[Array] = []
+        for value in (gradient, weight):
+            places = {e: i for i, e in enumerate(value.where)}
+            if value.data.ndim != 1 or any(e not in places for e in state.where):
+                raise BrokenTape("the gradient or the weight lacks elements")
+            parts.append(value.data[[places[e] for e in state.where]])
+        made = update_slice(op.layer, parts[1], state.data, parts[0], sum(int(norm.data[0]) for norm in norms))
         rank.delete(op.inputs[1])
         rank.delete(op.inputs[2])
         for number, data in zip(op.outputs, made, strict=True):
-            rank.write(number, Piece(weight.where, data))
+            rank.write(number, Piece(state.where, data))
 
     def _deliver(self, source: int, to: int) -> None:
         sent, wanted = self.channels[source, to], self.receives[source, to]
@@ -336,20 +380,21 @@ class Interpreter:
         """The final slices against one device's, and nothing left over."""
         if any(self.channels.values()):
             raise BrokenTape("a message was never received")
-        final = reference(self.program.layers, self.program.microbatches)
+        clips = any(op.kind is OpKind.NORM for rank in self.ranks for op in rank.ops)
+        final = reference(self.program.layers, self.program.microbatches, clips)
         covered: set[tuple[int, int]] = set()
         for rank in self.ranks:
             if rank.in_flight:
                 raise BrokenTape(f"rank {rank.index} ends with communications in flight")
             left = list(rank.memory.values())
-            for layer, where in rank.loaded:
-                for whole_array in final[layer]:
-                    expected = whole_array[list(where)]
-                    at = next((i for i, p in enumerate(left) if p.where == where and (p.data == expected).all()), None)
-                    if at is None:
-                        return Verdict(Outcome.WRONG, f"rank {rank.index} does not end with layer {layer} updated")
-                    del left[at]
-                covered |= {(layer, element) for element in where}
+            for kind, layer, where in rank.loaded:
+                expected = final[layer][PLACE[kind]][list(where)]
+                at = next((i for i, p in enumerate(left) if p.where == where and (p.data == expected).all()), None)
+                if at is None:
+                    return Verdict(Outcome.WRONG, f"rank {rank.index} does not end with layer {layer} updated")
+                del left[at]
+                if kind is OpKind.LOAD_WEIGHT:
+                    covered |= {(layer, element) for element in where}
             if left:
                 raise BrokenTape(f"rank {rank.index} ends with {len(left)} values left over")
         if len(covered) < self.program.layers * ELEMENTS:

@@ -149,7 +149,7 @@ def wrong_expected_message(program: Program) -> Iterator[Program]:
 
 @mutation
 def wrong_shard(program: Program) -> Iterator[Program]:
-    for rank, at, op in places(program, OpKind.LOAD_WEIGHTS):
+    for rank, at, op in places(program, OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE):
         assert op.holds is not None
         mask, of = op.holds
         others = {Holds(1 << i, of) for i in range(of)} | {Holds(1, of + 1), Holds(1, 2 * of), Holds(mask << of, of)}

@@ -1,7 +1,8 @@
 """Which ops of a tape may write over what they read, because nobody reads it any more.
 
-Autograd adds a gradient to one that is there already; so a BACKWARD whose gradient is only added to an older one does
-the ADD itself, and the new gradient never takes room of its own: simulated memory and the executor both follow this.
+Autograd adds a gradient to one that is there already; so a BACKWARD or BACKWARD_WEIGHT whose gradient is only added to
+an older one does the ADD itself, and the new gradient never takes room of its own: simulated memory and the executor
+both follow this.
 The other reuse (`first_input`) is the executor's alone; simulated memory counts input and result of those ops.
 """
 
@@ -58,7 +59,7 @@ class InPlace:
         older, newer = sorted(op.inputs, key=self._made.__getitem__)
         backward = self._made[newer]
         if (
-            self._tape[backward].kind is OpKind.BACKWARD
+            self._tape[backward].kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
             and self._readers[newer] == [at]
             and self._made[older] < backward
             and self._last_read(older, at, before=backward)

@@ -18,6 +18,7 @@ def free(state: RankState, op: Op) -> None:
     del state.live[number]
     if spec[0] is Kind.ACTIVATION:
         state.saved_of.pop(number, None)
+        state.half_of.pop(number, None)
 
 
 def forward(state: RankState, op: Op) -> None:
@@ -62,6 +63,32 @@ def backward(state: RankState, op: Op) -> None:
     state.make(grad_activation, made[1])
 
 
+def backward_input(state: RankState, op: Op) -> None:
+    activation, gradient, weight, saved = op[2]
+    grad_activation, half = op[3]
+    live = state.live
+    spec = live[activation]
+    made = transfer.backward(op[1], spec, live[gradient], live[weight])
+    if state.saved_of.pop(activation, None) != saved:
+        state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
+    state.make(grad_activation, made[1])
+    state.note(half, transfer.saved(op[1], spec, Kind.SAVED_FOR_WEIGHT))
+    state.half_of[activation] = half
+
+
+def backward_weight(state: RankState, op: Op) -> None:
+    (activation, gradient, half), (grad_weight,) = op[2], op[3]
+    made = transfer.backward_weight(op[1], state.live[activation], state.live[gradient])
+    if state.half_of.pop(activation, None) != half:
+        state.refuse(f"{op}: value {half} is not what the first half of this activation's backward left for it.")
+    state.make(grad_weight, made)
+
+
+def norm(state: RankState, op: Op) -> None:
+    (gradient,), (squares,) = op[2], op[3]
+    state.make(squares, transfer.norm(op[1], state.program.layers, state.live[gradient], state.cells))
+
+
 def add(state: RankState, op: Op) -> None:
     (a, b), (total,) = op[2], op[3]
     made = transfer.add(state.live[a], state.live[b])
@@ -70,10 +97,14 @@ def add(state: RankState, op: Op) -> None:
 
 
 def update(state: RankState, op: Op) -> None:
-    gradient, weight, opt_state = op[2]
+    gradient, weight, opt_state, *norms = op[2]
     new_weight, new_state = op[3]
     live = state.live
-    made = transfer.update(op[1], live[gradient], live[weight], live[opt_state], state.cells)
+    given = [live[number] for number in norms]
+    made = transfer.update(op[1], live[gradient], live[weight], live[opt_state], state.cells, *given)
+    if state.clips is not None and state.clips != bool(norms):
+        state.refuse(f"{op}: some updates of this rank are given the gradient's norm and some are not; give it to all.")
+    state.clips = bool(norms)
     for number in (weight, opt_state):
         if state.reading.get(number):
             state.refuse(f"{op}: {live[number]} is still read by a communication in flight; wait for it.")
@@ -90,15 +121,22 @@ def load_batch(state: RankState, op: Op) -> None:
     state.make(activation, Spec(Kind.ACTIVATION, 0, holds))
 
 
-def load_weights(state: RankState, op: Op) -> None:
-    holds, layer, (), (weight, opt_state) = op.holds, op[1], op[2], op[3]
+def load_weight(state: RankState, op: Op) -> None:
+    _load(state, op, Kind.WEIGHT)
+
+
+def load_opt_state(state: RankState, op: Op) -> None:
+    _load(state, op, Kind.OPT_STATE)
+
+
+def _load(state: RankState, op: Op, kind: Kind) -> None:
+    holds, layer, (), (number,) = op.holds, op[1], op[2], op[3]
     if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
         state.refuse(f"{op}: there is no slice {_said(holds)} of layer {layer}.")
-    if (layer, holds) in state.loaded:
-        state.refuse(f"{op}: the same slice was loaded by op {state.loaded[layer, holds]} already.")
-    state.loaded[layer, holds] = state.at
-    state.make(weight, Spec(Kind.WEIGHT, layer, holds))
-    state.make(opt_state, Spec(Kind.OPT_STATE, layer, holds))
+    if (kind, layer, holds) in state.loaded:
+        state.refuse(f"{op}: the same slice was loaded by op {state.loaded[kind, layer, holds]} already.")
+    state.loaded[kind, layer, holds] = state.at
+    state.make(number, Spec(kind, layer, holds))
 
 
 def _said(holds: Holds | None) -> str:
@@ -110,10 +148,14 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.FREE: free,
     OpKind.FORWARD: forward,
     OpKind.BACKWARD: backward,
+    OpKind.BACKWARD_INPUT: backward_input,
+    OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.RECOMPUTE: recompute,
     OpKind.ADD: add,
     OpKind.UPDATE: update,
     OpKind.LOSS: loss,
     OpKind.LOAD_BATCH: load_batch,
-    OpKind.LOAD_WEIGHTS: load_weights,
+    OpKind.LOAD_WEIGHT: load_weight,
+    OpKind.LOAD_OPT_STATE: load_opt_state,
+    OpKind.NORM: norm,
 }

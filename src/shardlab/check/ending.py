@@ -18,18 +18,17 @@ def check_rank_ending(state: RankState) -> None:
     for issued in state.flying.values():
         state.refuse(f"{state.ops[issued]}: is still in flight when the step ends; wait for it.", issued)
     left = set(state.live.values())
-    for (layer, holds), loaded in state.loaded.items():
-        for kind in (Kind.WEIGHT, Kind.OPT_STATE):
-            final = Spec(kind, layer, holds, 0, 1)
-            if final not in left:
-                state.refuse(
-                    f"load_weights(layer {layer}): the step ends without {final}; every slice that is loaded must "
-                    "be updated once, and its result kept in a store.",
-                    loaded,
-                )
+    for (kind, layer, holds), loaded in state.loaded.items():
+        final = Spec(kind, layer, holds, 0, 1)
+        if final not in left:
+            state.refuse(
+                f"{state.ops[loaded]}: the step ends without {final}; every slice that is loaded must be updated once, "
+                "and its result kept in a store.",
+                loaded,
+            )
     end = len(state.ops)
     for number, spec in state.live.items():
-        if spec.step != 1 or (spec.layer, spec.holds) not in state.loaded:
+        if spec.step != 1 or (spec.kind, spec.layer, spec.holds) not in state.loaded:
             state.refuse(
                 f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded.", end
             )
@@ -41,14 +40,22 @@ def check_rank_ending(state: RankState) -> None:
 
 
 def check_coverage(states: Sequence[RankState], layers: int) -> None:
-    """Together the ranks load every slice of every layer.
+    """Together the ranks load every slice of every layer, and all clip its gradient or none does.
 
     Raises:
         Refused: naming the first slice that nobody loads.
     """
+    clips = {state.clips: state for state in reversed(states) if state.clips is not None}
+    if len(clips) > 1:
+        raise Refused(
+            f"rank {clips[True].index} updates with the gradient's norm and rank {clips[False].index} without it; "
+            "replicas would drift apart and layers learn at different rates. Give the norm to all updates."
+        )
     held = [Holds(0, 1)] * layers
     for state in states:
-        for layer, holds in state.loaded:
+        for kind, layer, holds in state.loaded:
+            if kind is not Kind.WEIGHT:
+                continue
             mine, theirs = common(held[layer], holds)
             held[layer] = Holds(mine.mask | theirs.mask, mine.of)
     for layer, (mask, of) in enumerate(held):

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import NoReturn
 
 from shardlab.program import Group, Holds, Kind, Op, Program, Refused, Spec
+from shardlab.program.values import AUTOGRAD_KINDS
 
 
 class RankState:
@@ -16,10 +17,12 @@ class RankState:
         specs: the spec of every value made so far, by number.
         live: those that ops may use now.
         saved_of: live activation to what autograd saved from its forward.
+        half_of: live activation to what the first half of its backward left for the second.
         reading: value to how many communications in flight read it.
         flying: handle to the index of the op that issued it.
         arrived: handle to what it delivers (None: nothing).
-        loaded: (layer, slices) to the index of the op that loaded them.
+        loaded: (kind, layer, slices) to the index of the op that loaded them.
+        clips: whether its updates so far were given the norm (None: there was no update).
         groups: group to how many of its collectives this rank has issued.
         batches: batch to the index of its latest op.
         waits_for: the handle that the rank waits for (-1: it does not).
@@ -34,10 +37,12 @@ class RankState:
         self.specs: dict[int, Spec] = {}
         self.live = Live(self)
         self.saved_of: dict[int, int] = {}
+        self.half_of: dict[int, int] = {}
         self.reading: dict[int, int] = defaultdict(int)
         self.flying: dict[int, int] = {}
         self.arrived: dict[int, Spec | None] = {}
-        self.loaded: dict[tuple[int, Holds], int] = {}
+        self.loaded: dict[tuple[Kind, int, Holds], int] = {}
+        self.clips: bool | None = None
         self.groups: dict[Group, int] = {}
         self.batches: dict[int, int] = {}
         self.waits_for = -1
@@ -70,7 +75,7 @@ class RankState:
             self.refuse(f"{op}: value {number} is still in flight; wait for handle {flying} first.")
         if number not in self.specs:
             self.refuse(f"{op}: value {number} has not been made yet.")
-        if self.specs[number].kind is Kind.SAVED:
+        if self.specs[number].kind in AUTOGRAD_KINDS:
             self.refuse(f"{op}: value {number} is what autograd saved; only the backward of its activation reads it.")
         self.refuse(f"{op}: value {number}, {self.specs[number]}, was freed or replaced before this op.")
 

@@ -6,8 +6,9 @@ from collections import defaultdict
 
 from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
-from shardlab.program import Kind, OpKind
+from shardlab.program import Holds, Kind, OpKind
 from shardlab.program.tape import COMMUNICATION
+from shardlab.program.values import AUTOGRAD_KINDS
 
 
 class Analysis:
@@ -15,8 +16,11 @@ class Analysis:
 
     Attributes:
         in_place: which ops write over what they read.
-        regathered: indices of FORWARDs and RECOMPUTEs whose BACKWARD is given another weight value than they were.
+        regathered: indices of FORWARDs and RECOMPUTEs whose BACKWARD is given another weight value than they were, or
+            whose weight may be gone when BACKWARD_WEIGHT comes.
         saved_of: number of an activation to those of what autograd saved from its forward passes.
+        final: number of a weight that the step leaves to (layer, slices): the next step begins with it.
+        in_kept: those of them that arrive by a communication after the old weight has ended, and so take its place.
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
     """
 
@@ -27,17 +31,44 @@ class Analysis:
         self.saved_of: dict[int, list[int]] = defaultdict(list)
         for op in self.tape:
             for number in op.outputs:
-                if self.specs[number].kind is Kind.SAVED:
+                if self.specs[number].kind in AUTOGRAD_KINDS:
                     self.saved_of[op.inputs[0]].append(number)
-        self.regathered = self._regathered()
+        self.final, self.in_kept = self._kept()
         self.slot: dict[int, int] = {}
         self.slots = self._share_buffers()
+        self.regathered = self._regathered()
+
+    def _kept(self) -> tuple[dict[int, tuple[int, Holds]], set[int]]:
+        """What becomes of the weights that the rank keeps."""
+        ended = {
+            op.inputs[0 if op.kind is OpKind.FREE else 1]: at for at, op in enumerate(self.tape) if op.kind in _ENDS
+        }
+        loads = {
+            (op.layer, op.holds): op.outputs[0]
+            for op in self.tape
+            if op.kind is OpKind.LOAD_WEIGHT and op.holds is not None
+        }
+        final: dict[int, tuple[int, Holds]] = {}
+        in_kept: set[int] = set()
+        for at, op in enumerate(self.tape):
+            for number in op.outputs:
+                spec = self.specs[number]
+                key = (spec.layer, spec.holds)
+                if spec.kind is Kind.WEIGHT and spec.step and key in loads and number not in ended:
+                    final[number] = key
+                    if op.kind in COMMUNICATION and ended[loads[key]] < at:
+                        in_kept.add(number)
+        return final, in_kept
 
     def _regathered(self) -> set[int]:
-        given = {op.inputs[3]: op.inputs[2] for op in self.tape if op.kind is OpKind.BACKWARD}
-        makers = (OpKind.FORWARD, OpKind.RECOMPUTE)
-        saving = [(at, op) for at, op in enumerate(self.tape) if op.kind in makers]
-        return {at for at, op in saving if given.get(op.outputs[-1], op.inputs[1]) != op.inputs[1]}
+        moved: set[int] = set()
+        made = {op.outputs[-1]: at for at, op in enumerate(self.tape) if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
+        for op in self.tape:
+            if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
+                weight = self.tape[made[op.inputs[3]]].inputs[1]
+                if weight != op.inputs[2] or (op.kind is OpKind.BACKWARD_INPUT and weight in self.slot):
+                    moved.add(made[op.inputs[3]])
+        return moved
 
     def _share_buffers(self) -> int:
         """Give each weight that arrives the first buffer that is free while it lives."""
@@ -46,9 +77,14 @@ class Analysis:
         for at, op in enumerate(self.tape):
             if op.kind in COMMUNICATION and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
                 number = op.outputs[0]
+                if number in self.in_kept:
+                    continue
                 slot = next((i for i, free in enumerate(free_from) if free < at), len(free_from))
                 if slot == len(free_from):
                     free_from.append(0)
                 free_from[slot] = freed.get(number, len(self.tape))
                 self.slot[number] = slot
         return len(free_from)
+
+
+_ENDS = frozenset({OpKind.FREE, OpKind.UPDATE})

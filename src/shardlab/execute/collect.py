@@ -46,7 +46,7 @@ def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
         (rank, op.holds)
         for rank, tape in enumerate(program.tapes)
         for op in tape
-        if op.kind is OpKind.LOAD_WEIGHTS and op.layer == layer and op.holds is not None
+        if op.kind is OpKind.LOAD_WEIGHT and op.layer == layer and op.holds is not None
     ]
     of = math.lcm(*(holds.of for _, holds in loaded))
     have: set[int] = set()

@@ -66,10 +66,13 @@ def _places(state: State, op: Op) -> list[int]:
 
 def _room(state: State, number: int) -> torch.Tensor:
     spec = state.specs[number]
+    if number in state.analysis.in_kept:
+        return state.kept[spec.layer, spec.holds]
     shape, slot = state.shapes.shape(spec), state.analysis.slot.get(number)
     if slot is not None:
         return state.fill_buffer(slot, shape[0])
-    return state.empty(shape, torch.int64 if spec.kind is Kind.ACTIVATION and spec.layer == 0 else None)
+    tokens = spec.kind is Kind.ACTIVATION and spec.layer == 0
+    return state.empty(shape, torch.int64 if tokens else torch.float64 if spec.kind is Kind.SCALAR else None)
 
 
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:

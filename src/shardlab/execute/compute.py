@@ -10,30 +10,25 @@ from torch import Tensor
 from shardlab.execute.graph import Graph
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.state import State
-from shardlab.models.tensors import Dropout, initial_weights, loss_of, views
-from shardlab.program import Holds, Op, OpKind
+from shardlab.models.tensors import Dropout, loss_of, views
+from shardlab.program import Op, OpKind
 from shardlab.program.values import bits
 
 Instruction = Callable[[], None]
 
 
-def load_weights(state: State, at: int, op: Op) -> Instruction:
-    """The slice that the rank keeps; made here, from the seed alone, and bound again at every step."""
+def load_weight(state: State, at: int, op: Op) -> Instruction:
+    """The slice that the rank keeps, bound again at every step."""
     assert op.holds is not None
-    settings, layer = state.settings, op.layer
-    whole = initial_weights(state.model, layer, settings.seed, settings.dtype)
-    padded = torch.zeros(state.shapes.flat[layer], dtype=whole.dtype)
-    padded[: len(whole)] = whole
-    ranges = state.shapes.ranges(layer, op.holds)
-    flat = torch.cat([padded[start:stop] for start, stop in ranges]).to(settings.device)
-    kept = Slice(flat, ranges, state.shapes.layouts[layer].decayed_numel, settings.optimizer)
-    state.slices[layer, op.holds] = kept
-    (weight, opt_state), values = op.outputs, state.values
+    kept, (weight,), values = state.kept[op.layer, op.holds], op.outputs, state.values
+    return lambda: values.__setitem__(weight, kept)
 
-    def run() -> None:
-        values[weight], values[opt_state] = kept.flat, kept
 
-    return run
+def load_opt_state(state: State, at: int, op: Op) -> Instruction:
+    """The optimizer state that the rank keeps."""
+    assert op.holds is not None
+    kept, (opt_state,), values = state.opt_states[op.layer, op.holds], op.outputs, state.values
+    return lambda: values.__setitem__(opt_state, kept)
 
 
 def load_batch(state: State, at: int, op: Op) -> Instruction:
@@ -105,18 +100,52 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 def backward(state: State, at: int, op: Op) -> Instruction:
     """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
     (_, gradient, weight, saved), (grad_weight, grad_x), values = op.inputs, op.outputs, state.values
-    layout, length = state.shapes.layouts[op.layer], state.shapes.flat[op.layer]
-    total = state.analysis.in_place.accumulates.get(at)
-    settings = state.settings
+    layout, room = state.shapes.layouts[op.layer], _gradient_room(state, at, op)
 
     def run() -> None:
         graph: Graph = values[saved]
         values[saved] = None
-        into = torch.zeros(length, dtype=settings.dtype, device=settings.device) if total is None else values[total]
+        into = room()
         values[grad_x] = graph.backward(values[gradient], values[weight], views(layout, into))
         values[grad_weight] = into
 
     return run
+
+
+def backward_input(state: State, at: int, op: Op) -> Instruction:
+    """The half that gives the input's gradient; the graph stays for the other half."""
+    (_, gradient, weight, saved), (grad_x, half), values = op.inputs, op.outputs, state.values
+
+    def run() -> None:
+        graph: Graph = values[saved]
+        values[grad_x] = graph.backward_input(values[gradient], values[weight])
+        values[saved], values[half] = None, graph
+
+    return run
+
+
+def backward_weight(state: State, at: int, op: Op) -> Instruction:
+    """The half that gives the weight's gradient, added to an older one where an ADD would follow."""
+    half, grad_weight, values = op.inputs[2], op.outputs[0], state.values
+    layout, room = state.shapes.layouts[op.layer], _gradient_room(state, at, op)
+
+    def run() -> None:
+        graph: Graph = values[half]
+        values[half] = None
+        into = room()
+        graph.backward_weight(views(layout, into))
+        values[grad_weight] = into
+
+    return run
+
+
+def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
+    """Where a layer's gradient goes: into zeros, or the older gradient that it is added to."""
+    total, length = state.analysis.in_place.accumulates.get(at), state.shapes.flat[op.layer]
+    settings, values = state.settings, state.values
+    if total is None:
+        return lambda: torch.zeros(length, dtype=settings.dtype, device=settings.device)
+    return lambda: values[total]
 
 
 def add(state: State, at: int, op: Op) -> Instruction:
@@ -133,11 +162,21 @@ def add(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
+def norm(state: State, at: int, op: Op) -> Instruction:
+    """The sum of a gradient's squares, in float64; the buffer's gaps are zero."""
+    (gradient,), (output,), values = op.inputs, op.outputs, state.values
+
+    def run() -> None:
+        values[output] = values[gradient].double().square().sum().reshape(1)
+
+    return run
+
+
 def update(state: State, at: int, op: Op) -> Instruction:
     """AdamW on the slice that the rank keeps, in place."""
-    (gradient, weight, opt_state), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
-    holds = state.specs[weight].holds
-    places = _places(state, op.layer, state.specs[gradient].holds, holds)
+    (gradient, weight, opt_state, *norms), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
+    holds = state.specs[opt_state].holds
+    places = state.shapes.places(op.layer, state.specs[gradient].holds, holds)
     slot = state.analysis.slot.get(weight)
 
     def run() -> None:
@@ -147,25 +186,13 @@ def update(state: State, at: int, op: Op) -> Instruction:
         if state.observer is not None:
             state.observer(op.layer, holds, given)
         kept: Slice = values[opt_state]
-        kept.update(given, state.step)
+        kept.update(given, state.step, *(float(values[number]) for number in norms))
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept
         if slot is not None:  # the weight was received; the rank's own slice takes its place
             state.empty_buffer(slot)
 
     return run
-
-
-def _places(state: State, layer: int, holds: Holds, wanted: Holds) -> list[tuple[int, int]]:
-    """Where the wanted slices lie in the tensor of a value that holds these and perhaps more."""
-    places: list[tuple[int, int]] = []
-    at = 0
-    for start, stop in state.shapes.ranges(layer, holds):
-        for begin, end in state.shapes.ranges(layer, wanted):
-            if start <= begin and end <= stop:
-                places.append((at + begin - start, at + end - start))
-        at += stop - start
-    return places
 
 
 def free(state: State, at: int, op: Op) -> Instruction:
@@ -184,12 +211,16 @@ def free(state: State, at: int, op: Op) -> Instruction:
 
 
 COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
-    OpKind.LOAD_WEIGHTS: load_weights,
+    OpKind.LOAD_WEIGHT: load_weight,
+    OpKind.LOAD_OPT_STATE: load_opt_state,
     OpKind.LOAD_BATCH: load_batch,
     OpKind.FORWARD: forward,
     OpKind.RECOMPUTE: recompute,
     OpKind.LOSS: loss,
     OpKind.BACKWARD: backward,
+    OpKind.BACKWARD_INPUT: backward_input,
+    OpKind.BACKWARD_WEIGHT: backward_weight,
+    OpKind.NORM: norm,
     OpKind.ADD: add,
     OpKind.UPDATE: update,
     OpKind.FREE: free,

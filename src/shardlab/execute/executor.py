@@ -71,6 +71,7 @@ class Executor:
         state.loss = torch.zeros(2, dtype=torch.float64)
         for instruction in self.instructions:
             instruction()
+        state.keep()
         state.step += 1
         return state.loss
 

@@ -7,7 +7,9 @@ the buffer that BACKWARD is given (torch.autograd.graph.saved_tensors_hooks).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from shardlab.execute.entries import Entry, deepest, entries
 from shardlab.models import LayerLayout
 from shardlab.models.tensors import Dropout, Layer, views
 
@@ -41,7 +44,7 @@ class Graph:
 
     def __init__(self, layer: Layer, x: Tensor, weight: FlatWeight, dropout: Dropout | None, regathered: bool) -> None:
         """Run the layer; `output` is its result, to be taken once, since the graph must not keep it alive."""
-        self._flat = weight.flat
+        self._flat: Tensor | None = weight.flat
         self._leaves = weight.leaves
         self._x = x.detach().requires_grad_(x.is_floating_point())
         if regathered:
@@ -50,6 +53,7 @@ class Graph:
         else:
             y = layer(weight.leaves, self._x, dropout)
         self._edge: GradientEdge = get_gradient_edge(y)
+        self._entries: list[Entry] = []
         self.output: Tensor | None = y.detach()
 
     def take_output(self) -> Tensor:
@@ -63,15 +67,41 @@ class Graph:
         `flat` is the weight's buffer now.
         """
         self._flat = flat
-        for leaf, view in zip(self._leaves, into, strict=True):
-            leaf.grad = view
-        inputs = [*self._leaves, self._x] if self._x.requires_grad else self._leaves
-        torch.autograd.backward(self._edge, gradient, inputs=inputs)
-        for leaf in self._leaves:
-            leaf.grad = None
+        inputs = [self._x] if self._x.requires_grad else []
+        with _gradients_into(self._leaves, into):
+            torch.autograd.backward(self._edge, gradient, inputs=[*self._leaves, *inputs])
         return self._x.grad
 
+    def backward_input(self, gradient: Tensor, flat: Tensor) -> Tensor | None:
+        """The input's gradient alone; keeps the gradients that arrive where the parameters enter the graph.
+
+        Tokens have no gradient; in their place stands the first thing that is made of them.
+        """
+        self._flat = flat
+        start = get_gradient_edge(self._x) if self._x.requires_grad else deepest(self._edge, self._leaves)
+        self._entries = entries(self._edge, start, self._leaves)
+        hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
+        (grad_start,) = torch.autograd.grad(self._edge, start, gradient, retain_graph=True)
+        for hook in hooks:
+            hook.remove()
+        if self._x.requires_grad:
+            return grad_start
+        for entry in self._entries:
+            if entry.node is start.node:  # where the walk ended: no hook is called there
+                entry.caught = {start.output_nr: grad_start}
+        return None
+
+    def backward_weight(self, into: Sequence[Tensor]) -> None:
+        """Add the parameters' gradients to the views `into`, from what `backward_input` kept."""
+        self._flat = None
+        for entry in self._entries:
+            leaves = [self._leaves[place] for place in entry.leaves]
+            edges = [GradientEdge(entry.node, output) for output in entry.caught]
+            with _gradients_into(leaves, [into[place] for place in entry.leaves]):
+                torch.autograd.backward(edges, list(entry.caught.values()), inputs=leaves)
+
     def _pack(self, tensor: Tensor) -> Any:
+        assert self._flat is not None
         if tensor.untyped_storage().data_ptr() != self._flat.untyped_storage().data_ptr():
             return tensor
         return _Place(tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - self._flat.storage_offset())
@@ -79,4 +109,16 @@ class Graph:
     def _unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, _Place):
             return kept
+        if self._flat is None:  # the weight may be gone: an op hands it on, but no parameter's gradient depends on it
+            return self._leaves[0].new_full((), math.nan).expand(kept.size)
         return self._flat.as_strided(kept.size, kept.stride, self._flat.storage_offset() + kept.offset)
+
+
+@contextmanager
+def _gradients_into(leaves: Sequence[Tensor], into: Iterable[Tensor]) -> Generator[None, None, None]:
+    """Autograd adds the leaves' gradients to these tensors."""
+    for leaf, view in zip(leaves, into, strict=True):
+        leaf.grad = view
+    yield
+    for leaf in leaves:
+        leaf.grad = None

@@ -24,6 +24,7 @@ class AdamW:
         weight_decay: on matrices only; biases and norms do not decay.
         warmup: steps in which the learning rate rises linearly.
         steps: of the whole run; at its end the learning rate is a tenth of the largest.
+        clip: the largest norm that the whole model's gradient may have (None: any); for programs that compute it.
     """
 
     learning_rate: float = 1e-3
@@ -32,6 +33,7 @@ class AdamW:
     weight_decay: float = 0.1
     warmup: int = 10
     steps: int = 200
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay"):
@@ -59,29 +61,46 @@ class AdamW:
 
 
 class Slice:
-    """A slice of a layer's flat weights with its optimizer state: what a rank keeps from step to step."""
+    """An optimizer's state for a slice of a layer's flat weights: what a rank keeps from step to step."""
 
-    def __init__(self, flat: Tensor, starts: list[tuple[int, int]], decayed_numel: int, config: AdamW) -> None:
-        """`flat` holds the ranges `starts` (start, stop) of the layer's buffer, of which `decayed_numel` decay."""
-        self.flat = flat
+    def __init__(self, weights: list[Tensor], starts: list[int], decayed_numel: int, config: AdamW) -> None:
+        """`weights` are the slice's runs, updated in place; run i begins at element `starts[i]` of the layer's buffer.
+
+        The buffer's first `decayed_numel` elements decay.
+        """
+        self.weights = weights
         self._config = config
         self._parts: list[tuple[Tensor, int, int]] = []
         decayed: list[Tensor] = []
         others: list[Tensor] = []
         at = 0
-        for start, stop in starts:
-            middle = min(max(start, decayed_numel), stop)
-            for begin, end, group in ((start, middle, decayed), (middle, stop, others)):
+        for run, start in zip(weights, starts, strict=True):
+            middle = min(max(0, decayed_numel - start), len(run))
+            for begin, end, group in ((0, middle, decayed), (middle, len(run), others)):
                 if begin < end:
-                    here = at + begin - start
-                    part = flat[here : here + end - begin].detach()
+                    part = run[begin:end].detach()
                     group.append(part)
-                    self._parts.append((part, here, here + end - begin))
-            at += stop - start
+                    self._parts.append((part, at + begin, at + end))
+            at += len(run)
         self.optimizer = config.build(decayed, others)
 
-    def update(self, gradient: Tensor, step: int) -> None:
-        """One step with a gradient of the same length."""
+    @property
+    def flat(self) -> Tensor:
+        """The slice's weights now, (elements,); itself where the slice is one run, else a copy."""
+        return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
+
+    def update(self, gradient: Tensor, step: int, squared_norm: float | None = None) -> None:
+        """One step with a gradient of the same length.
+
+        Args:
+            squared_norm: of the whole model's gradient. The gradient is clipped by it (Pascanu et al. 2013, arXiv
+                1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_), and dropped if it is not finite.
+        """
+        if squared_norm is not None:
+            if not math.isfinite(squared_norm):
+                return
+            if self._config.clip is not None:
+                gradient = gradient * min(1.0, self._config.clip / (math.sqrt(squared_norm) + 1e-6))
         for part, begin, end in self._parts:
             part.grad = gradient[begin:end]
         rate = self._config.rate(step)

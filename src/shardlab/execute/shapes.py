@@ -21,7 +21,7 @@ class Shapes:
         cuts: dict[int, int] = defaultdict(lambda: 1)
         for specs in checked.specs:
             for kind, layer, holds, _, _ in specs.values():
-                if kind not in ROW_KINDS:
+                if kind not in ROW_KINDS and kind is not Kind.SCALAR:
                     cuts[layer] = math.lcm(cuts[layer], holds.of)
         self.model = model
         self.rows = rows
@@ -32,6 +32,8 @@ class Shapes:
         """Shape of a value's tensor: its slices or its microbatches' rows, one after the other."""
         if spec.kind is Kind.ACTIVATION or spec.kind is Kind.GRAD_ACTIVATION:
             return (spec.holds.pieces * self.rows, *self.model.activation_shape(spec.layer))
+        if spec.kind is Kind.SCALAR:
+            return (1,)
         return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
 
     def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
@@ -44,3 +46,14 @@ class Shapes:
                 start = runs.pop()[0]
             runs.append((start, stop))
         return runs
+
+    def places(self, layer: int, holds: Holds, wanted: Holds) -> list[tuple[int, int]]:
+        """Where some slices lie in the tensor of a value that holds these and perhaps more, as (start, stop)."""
+        places: list[tuple[int, int]] = []
+        at = 0
+        for start, stop in self.ranges(layer, holds):
+            for begin, end in self.ranges(layer, wanted):
+                if start <= begin and end <= stop:
+                    places.append((at + begin - start, at + end - start))
+            at += stop - start
+        return places

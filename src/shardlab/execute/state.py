@@ -15,8 +15,8 @@ from shardlab.execute.graph import FlatWeight
 from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import Model
-from shardlab.models.tensors import layers_of
-from shardlab.program import Holds, OpKind
+from shardlab.models.tensors import initial_weights, layers_of
+from shardlab.program import Holds, Op, OpKind
 from shardlab.program.values import bits
 
 
@@ -63,7 +63,8 @@ class State:
 
     Attributes:
         values: by number; None where nothing lives.
-        slices: the weights and optimizer states that this rank keeps from step to step.
+        kept: the weights that this rank keeps from step to step, by (layer, slices).
+        opt_states: their optimizer states, or those of smaller slices of them.
         buffers: where gathered weights live, one after the other.
         step: the optimizer step, from 0.
         microbatches: those that this rank reads the tokens or targets of.
@@ -94,7 +95,8 @@ class State:
         self.loss_owners = _loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
-        self.slices: dict[tuple[int, Holds], Slice] = {}
+        self.kept = {key: self._initial(*key) for key in _loads(self.tape, OpKind.LOAD_WEIGHT)}
+        self.opt_states = {key: self._optimizer(*key) for key in _loads(self.tape, OpKind.LOAD_OPT_STATE)}
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
@@ -104,6 +106,27 @@ class State:
         self.tokens = 0
         self.loss = torch.zeros(2, dtype=torch.float64)
         self._weights: dict[tuple[int, int], FlatWeight] = {}
+
+    def _initial(self, layer: int, holds: Holds) -> Tensor:
+        """The first weights of some slices, from the seed alone."""
+        whole = initial_weights(self.model, layer, self.settings.seed, self.settings.dtype)
+        padded = torch.zeros(self.shapes.flat[layer], dtype=whole.dtype)
+        padded[: len(whole)] = whole
+        return torch.cat([padded[a:b] for a, b in self.shapes.ranges(layer, holds)]).to(self.settings.device)
+
+    def _optimizer(self, layer: int, holds: Holds) -> Slice:
+        """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own."""
+        owner = next((theirs for its, theirs in self.kept if its == layer and theirs.contains(holds)), None)
+        flat = self._initial(layer, holds) if owner is None else self.kept[layer, owner]
+        runs = [flat[a:b] for a, b in self.shapes.places(layer, owner or holds, holds)]
+        starts = [start for start, _ in self.shapes.ranges(layer, holds)]
+        return Slice(runs, starts, self.shapes.layouts[layer].decayed_numel, self.settings.optimizer)
+
+    def keep(self) -> None:
+        """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""
+        for number, key in self.analysis.final.items():
+            if self.values[number].data_ptr() != self.kept[key].data_ptr():
+                self.kept[key].copy_(self.values[number])
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Room for a value."""
@@ -137,6 +160,11 @@ class State:
         for buffer in buffers:
             buffer.untyped_storage().resize_(0)
         return buffers
+
+
+def _loads(tape: list[Op], kind: OpKind) -> list[tuple[int, Holds]]:
+    """(layer, slices) of each load of a kind."""
+    return [(op.layer, op.holds) for op in tape if op.kind is kind and op.holds is not None]
 
 
 def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:

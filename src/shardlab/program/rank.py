@@ -12,12 +12,12 @@ from shardlab.program.mesh import WORLD, Group, Mesh, group_of
 from shardlab.program.recorder import Recorder
 from shardlab.program.tape import Message, Op, OpKind
 from shardlab.program.value import Store, Value
-from shardlab.program.values import Holds, Kind, Spec, mask_of
+from shardlab.program.values import AUTOGRAD_KINDS, Holds, Kind, Spec, mask_of
 
 if TYPE_CHECKING:
     from shardlab.program.world import World
 
-STORES = {kind.value: kind for kind in Kind if kind is not Kind.SAVED}
+STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
 """The kinds of value that a program can hold, by the name of the store."""
 
 Expected = tuple[str, int, "int | Iterable[int] | None"]
@@ -33,7 +33,7 @@ class Rank(Recorder):
         layers: `range` of the model's layers.
         microbatches: `range` of the step's microbatches.
         mesh: the ranks' grid.
-        weights, opt_states, activations, grad_activations, grad_weights: the stores, the program's only memory.
+        weights, opt_states, activations, grad_activations, grad_weights, scalars: the stores, a program's only memory.
     """
 
     def __init__(self, index: int, world: World) -> None:
@@ -47,6 +47,7 @@ class Rank(Recorder):
         self.activations = Store(self, Kind.ACTIVATION)
         self.grad_activations = Store(self, Kind.GRAD_ACTIVATION)
         self.grad_weights = Store(self, Kind.GRAD_WEIGHT)
+        self.scalars = Store(self, Kind.SCALAR)
         self._world = world
         self._cells = (1 << world.microbatches) - 1
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
@@ -89,20 +90,31 @@ class Rank(Recorder):
 
     def load_weights(self, layer: int, shard: int = 0, of: int = 1) -> tuple[Value, Value]:
         """This step's weight and optimizer state of a layer: slice `shard` of `of` equal ones."""
-        self._check_layer("load_weights", layer)
+        return self.load_weight(layer, shard, of), self.load_opt_state(layer, shard, of)
+
+    def load_weight(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+        """This step's weight alone."""
+        return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of)
+
+    def load_opt_state(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+        """This step's optimizer state alone; its slice may be smaller than the weight's."""
+        return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of)
+
+    def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int) -> Value:
+        name = kind.value
+        self._check_layer(name, layer)
         if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            self.refuse(f"load_weights(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
+            self.refuse(f"{name}(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
         if not 0 <= shard < of:
-            self.refuse(f"load_weights(layer {layer}): shard {shard} of {of} does not exist; shards count from 0.")
+            self.refuse(f"{name}(layer {layer}): shard {shard} of {of} does not exist; shards count from 0.")
         holds = Holds(1 << shard, of)
-        key = (Kind.WEIGHT, layer, holds)
+        key = (what, layer, holds)
         if key in self._loaded:
-            self.refuse(f"load_weights(layer {layer}): the same slice was loaded by op {self._loaded[key]} already.")
-        self._loaded[key] = self._loaded[Kind.OPT_STATE, layer, holds] = len(self.ops)
-        weight = self.make(Spec(Kind.WEIGHT, layer, holds))
-        state = self.make(Spec(Kind.OPT_STATE, layer, holds))
-        self.ops.append(Op(OpKind.LOAD_WEIGHTS, layer, (), (weight.number, state.number), holds=holds))
-        return weight, state
+            self.refuse(f"{name}(layer {layer}): the same slice was loaded by op {self._loaded[key]} already.")
+        self._loaded[key] = len(self.ops)
+        value = self.make(Spec(what, layer, holds))
+        self.ops.append(Op(kind, layer, (), (value.number,), holds=holds))
+        return value
 
     def load_batch(self, microbatches: Iterable[int]) -> Value:
         """Activation 0 of some microbatches: the input rows."""
@@ -161,12 +173,7 @@ class Rank(Recorder):
             specs = transfer.backward(layer, self._read(activation), self._read(gradient), self._read(weight))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        saved = activation.saved
-        if saved < 0:
-            saved = len(self._values)
-            self._values.append(None)
-            self.ops.append(Op(OpKind.RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
-        activation.saved = -1
+        saved = self._saved(layer, activation, weight)
         grad_weight, grad_activation = self.make(specs[0]), self.make(specs[1])
         inputs = (activation.number, gradient.number, weight.number, saved)
         self.ops.append(Op(OpKind.BACKWARD, layer, inputs, (grad_weight.number, grad_activation.number)))
@@ -175,8 +182,61 @@ class Rank(Recorder):
                 self._used(value)
         return grad_weight, grad_activation
 
+    def backward_input(self, layer: int, activation: Value, gradient: Value, weight: Value) -> Value:
+        """The half of `backward` that the layer below waits for: the gradient of activation l.
+
+        The other half, `backward_weight`, reads the same activation and gradient: keep both in their stores until then.
+        """
+        self._check_layer("backward_input", layer)
+        try:
+            specs = transfer.backward(layer, self._read(activation), self._read(gradient), self._read(weight))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        saved = self._saved(layer, activation, weight)
+        grad_activation = self.make(specs[1])
+        activation.saved_for_weight = grad_activation.number + 1
+        self._values.append(None)
+        inputs = (activation.number, gradient.number, weight.number, saved)
+        outputs = (grad_activation.number, activation.saved_for_weight)
+        self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, outputs))
+        for value in (activation, gradient, weight):
+            if not value.keys:
+                self._used(value)
+        return grad_activation
+
+    def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
+        """The other half of `backward`, at any time after `backward_input`: the weight's gradient."""
+        self._check_layer("backward_weight", layer)
+        try:
+            made = transfer.backward_weight(layer, self._read(activation), self._read(gradient))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        if activation.saved_for_weight < 0:
+            self.refuse(
+                f"backward_weight(layer {layer}): no backward_input has come before it for {activation.spec}; "
+                "that leaves what this half needs."
+            )
+        grad_weight = self.make(made)
+        inputs = (activation.number, gradient.number, activation.saved_for_weight)
+        activation.saved_for_weight = -1
+        self.ops.append(Op(OpKind.BACKWARD_WEIGHT, layer, inputs, (grad_weight.number,)))
+        for value in (activation, gradient):
+            if not value.keys:
+                self._used(value)
+        return grad_weight
+
+    def _saved(self, layer: int, activation: Value, weight: Value) -> int:
+        """What autograd saved from an activation's forward, for its backward; computed again if nothing was."""
+        saved = activation.saved
+        if saved < 0:
+            saved = len(self._values)
+            self._values.append(None)
+            self.ops.append(Op(OpKind.RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
+        activation.saved = -1
+        return saved
+
     def add(self, a: Value, b: Value) -> Value:
-        """The sum of two weight gradients; also written `a + b`."""
+        """The sum of two weight gradients, or of two scalars; also written `a + b`."""
         try:
             made = transfer.add(self._read(a), self._read(b))
         except Refused as refusal:
@@ -188,20 +248,47 @@ class Rank(Recorder):
                 self._used(value)
         return output
 
-    def update(self, layer: int, gradient: Value, weight: Value, opt_state: Value) -> tuple[Value, Value]:
-        """The optimizer's step on a slice: the new (weight, optimizer state). The old ones end here, in place."""
-        self._check_layer("update", layer)
+    def norm(self, layer: int, gradient: Value) -> Value:
+        """The sum of the squares of a finished gradient, a scalar: this layer's, or slice's, part of the model's.
+
+        Add the parts up over layers, and over the ranks that have others; `update` takes the whole.
+        """
+        self._check_layer("norm", layer)
         try:
-            specs = transfer.update(layer, self._read(gradient), self._read(weight), self._read(opt_state), self._cells)
+            made = transfer.norm(layer, len(self.layers), self._read(gradient), self._cells)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.NORM, layer, (gradient.number,), (output.number,)))
+        if not gradient.keys:
+            self._used(gradient)
+        return output
+
+    def update(
+        self, layer: int, gradient: Value, weight: Value, opt_state: Value, norm: Value | None = None
+    ) -> tuple[Value, Value]:
+        """The optimizer's step on a slice: the new (weight, optimizer state). The old ones end here, in place.
+
+        Weight and gradient may hold more than the state's slice; the new weight is that slice alone. With the squared
+        `norm` of the whole model's gradient, the gradient is clipped to the optimizer's limit, and the update is left
+        out if the norm is not finite.
+        """
+        self._check_layer("update", layer)
+        read = (gradient, weight, opt_state) if norm is None else (gradient, weight, opt_state, norm)
+        specs = [self._read(value) for value in read]
+        try:
+            made = transfer.update(layer, specs[0], specs[1], specs[2], self._cells, *specs[3:])
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         self._end_in_place(weight)
         self._end_in_place(opt_state)
-        new_weight, new_state = self.make(specs[0]), self.make(specs[1])
-        inputs = (gradient.number, weight.number, opt_state.number)
+        new_weight, new_state = self.make(made[0]), self.make(made[1])
+        inputs = tuple([value.number for value in read])
         self.ops.append(Op(OpKind.UPDATE, layer, inputs, (new_weight.number, new_state.number)))
         if not gradient.keys:
             self._used(gradient)
+        if norm is not None and not norm.keys:
+            self._used(norm)
         return new_weight, new_state
 
     # Communication: starts at once and returns a handle; await it for the result.

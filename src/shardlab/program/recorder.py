@@ -36,7 +36,7 @@ class Recorder:
         self._values: list[Value | None] = []  # by number; None for what autograd saves, which no program touches
         self._outstanding: dict[int, Handle[Any]] = {}
         self.handles = 0
-        self._loaded: dict[tuple[Kind, int, Holds], int] = {}
+        self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # to the index of the op
 
     def refuse(self, text: str) -> NoReturn:
         """Refuse what the program is doing now."""

@@ -20,6 +20,8 @@ class Sizes:
         activations: elements of activation l for one microbatch, l = 0 .. layers (its gradient has as many).
         saved: elements that autograd keeps between forward and backward of layer l for one microbatch,
             beyond the layer's input.
+        saved_for_weight: what is left of that between the two halves of a split backward pass, with the gradients that
+            the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
         element_bytes: bytes of one element, by kind.
     """
 
@@ -27,6 +29,7 @@ class Sizes:
     opt_states: tuple[int, ...]
     activations: tuple[int, ...]
     saved: tuple[int, ...]
+    saved_for_weight: tuple[int, ...] = ()
     element_bytes: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 4))
 
     @property
@@ -51,6 +54,10 @@ class Sizes:
             return self.activations[layer] * holds.mask.bit_count()
         if kind is Kind.SAVED:
             return self.saved[layer] * holds.mask.bit_count()
+        if kind is Kind.SAVED_FOR_WEIGHT:
+            return (self.saved_for_weight or self.saved)[layer] * holds.mask.bit_count()
+        if kind is Kind.SCALAR:
+            return 1
         whole = (self.opt_states if kind is Kind.OPT_STATE else self.weights)[layer]
         return -(-whole * holds.mask.bit_count() // holds.of)
 

@@ -15,13 +15,17 @@ from shardlab.program.values import Holds, Kind, microbatches_text
 class OpKind(Enum):
     """What an entry of the tape does."""
 
-    LOAD_WEIGHTS = "load_weights"
+    LOAD_WEIGHT = "load_weight"
+    LOAD_OPT_STATE = "load_opt_state"
     LOAD_BATCH = "load_batch"
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     LOSS = "loss"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
     ADD = "add"
+    NORM = "norm"
     UPDATE = "update"
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -59,13 +63,15 @@ class Op(NamedTuple):
         kind: what is done.
         layer: the layer computed on or communicated for (WAIT and FREE: -1).
         inputs: numbers of the values read. FORWARD (activation, weight); BACKWARD (activation, gradient, weight,
-            saved); UPDATE (gradient, weight, optimizer state); the others as their names say.
+            saved), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation, gradient, saved for weight);
+            UPDATE (gradient, weight, optimizer state[, norm]); the others as their names say.
         outputs: numbers of the values made. FORWARD (activation[, saved]); BACKWARD (weight gradient, gradient of the
-            activation); UPDATE and LOAD_WEIGHTS (weight, optimizer state).
+            activation); BACKWARD_INPUT (gradient of the activation, saved for weight); UPDATE (weight, optimizer
+            state).
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
-        holds: what LOAD_WEIGHTS and LOAD_BATCH load.
+        holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load.
         expect: what a RECV must deliver.
         batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
     """

@@ -13,7 +13,7 @@ from shardlab.program.tape import Message, OpKind
 from shardlab.program.values import ROW_KINDS, WHOLE, Holds, Kind, Spec, bits, common, listed, microbatches_text
 
 _ACTIVATION, _GRAD_ACTIVATION = Kind.ACTIVATION, Kind.GRAD_ACTIVATION
-_WEIGHT, _OPT_STATE, _GRAD_WEIGHT = Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT
+_WEIGHT, _OPT_STATE, _GRAD_WEIGHT, _SCALAR = Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT, Kind.SCALAR
 
 
 def _want_kind(op: str, what: str, got: Spec, kind: Kind) -> None:
@@ -55,9 +55,9 @@ def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> 
     return Spec(_ACTIVATION, layer + 1, activation.holds, 0, activation.step)
 
 
-def saved(layer: int, activation: Spec) -> Spec:
-    """What autograd keeps between a layer's forward and backward."""
-    return Spec(Kind.SAVED, layer, activation.holds, 0, activation.step)
+def saved(layer: int, activation: Spec, kind: Kind = Kind.SAVED) -> Spec:
+    """What autograd keeps between a layer's forward and backward, or between the halves of its backward."""
+    return Spec(kind, layer, activation.holds, 0, activation.step)
 
 
 def loss(layers: int, activation: Spec) -> Spec:
@@ -95,8 +95,22 @@ def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec) -> tupl
     )
 
 
-def _refuse_backward(layer: int, activation: Spec, gradient: Spec) -> None:
-    op = f"backward(layer {layer})"
+def backward_weight(layer: int, activation: Spec, gradient: Spec) -> Spec:
+    """The half of `backward` that needs no weight: the weight's gradient."""
+    if not (
+        activation.kind is _ACTIVATION
+        and gradient.kind is _GRAD_ACTIVATION
+        and activation.layer == layer
+        and gradient.layer == layer + 1
+        and activation.holds == gradient.holds
+        and activation.step == gradient.step
+    ):
+        _refuse_backward(layer, activation, gradient, "backward_weight")
+    return Spec(_GRAD_WEIGHT, layer, WHOLE, activation.holds.mask, activation.step)
+
+
+def _refuse_backward(layer: int, activation: Spec, gradient: Spec, op: str = "backward") -> None:
+    op = f"{op}(layer {layer})"
     _want_kind(op, "activation", activation, _ACTIVATION)
     _want_kind(op, "gradient", gradient, _GRAD_ACTIVATION)
     if activation.layer != layer:
@@ -115,7 +129,7 @@ def _refuse_backward(layer: int, activation: Spec, gradient: Spec) -> None:
 
 
 def add(a: Spec, b: Spec) -> Spec:
-    """Two weight gradients of one layer and slice, of different microbatches, make their sum."""
+    """Two weight gradients of one layer and slice, of different microbatches, make their sum; so do two scalars."""
     if (
         a.kind is _GRAD_WEIGHT
         and b.kind is _GRAD_WEIGHT
@@ -125,14 +139,47 @@ def add(a: Spec, b: Spec) -> Spec:
         and a.step == b.step
     ):
         return Spec(_GRAD_WEIGHT, a.layer, a.holds, a.sums | b.sums, a.step)
-    return unite_sums(f"add(grad_weights[{a.layer}])", [a, b], ["the first value", "the second value"])
+    return _unite("add", [a, b], ["the first value", "the second value"])
 
 
-def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, cells: int) -> tuple[Spec, Spec]:
-    """A gradient with every microbatch in it moves a weight slice and its optimizer state one step on.
+def norm(layer: int, layers: int, gradient: Spec, cells: int) -> Spec:
+    """The squares of a finished gradient's elements, summed: their part of the model's squared gradient norm."""
+    if gradient.kind is not _GRAD_WEIGHT or gradient.layer != layer or gradient.sums != cells:
+        op = f"norm(layer {layer})"
+        _want_kind(op, "gradient", gradient, _GRAD_WEIGHT)
+        if gradient.layer != layer:
+            raise Refused(f"{op}: {gradient} was given; give a gradient of layer {layer}.")
+        raise Refused(
+            f"{op}: {microbatches_text(cells & ~gradient.sums)} missing from {gradient}; squares do not add up over "
+            "microbatches. Add or reduce the missing gradients first."
+        )
+    mask, of = gradient.holds
+    return Spec(_SCALAR, 0, Holds(mask << layer * of, layers * of), 0, gradient.step)
 
-    `cells` is the bit set of all microbatches of the step.
+
+def scale(op: str, norm: Spec, step: int) -> None:
+    """Refuse what is not the whole model's gradient norm of this step."""
+    _want_kind(op, "norm", norm, _SCALAR)
+    if not norm.holds.complete:
+        missing = listed(i for i in range(norm.holds.of) if not norm.holds.mask >> i & 1)
+        raise Refused(
+            f"{op}: the norm given lacks parts {missing} of {norm.holds.of} of the model's parameters; add and "
+            "all_reduce the squares of every slice of every layer, each once."
+        )
+    if norm.step != step:
+        raise Refused(f"{op}: the norm given is of step {norm.step}, the gradient of step {step}.")
+
+
+def update(
+    layer: int, gradient: Spec, weight: Spec, opt_state: Spec, cells: int, norm: Spec | None = None
+) -> tuple[Spec, Spec]:
+    """A gradient with every microbatch in it moves an optimizer state and that slice of the weight one step on.
+
+    Weight and gradient may hold more than the state; the new weight is the state's slice alone. `cells` is the bit set
+    of all microbatches of the step.
     """
+    if norm is not None:
+        scale(f"update(layer {layer})", norm, gradient.step)
     if not (
         gradient.kind is _GRAD_WEIGHT
         and weight.kind is _WEIGHT
@@ -140,12 +187,12 @@ def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, cells: int
         and gradient.layer == weight.layer == opt_state.layer == layer
         and gradient.step == weight.step == opt_state.step
         and gradient.sums == cells
-        and weight.holds == opt_state.holds
-        and (gradient.holds.complete or gradient.holds == weight.holds)
+        and (weight.holds == opt_state.holds or weight.holds.complete)
+        and (gradient.holds == opt_state.holds or gradient.holds.complete)
     ):
         _refuse_update(layer, gradient, weight, opt_state, cells)
     step = weight.step + 1
-    return Spec(_WEIGHT, layer, weight.holds, 0, step), Spec(_OPT_STATE, layer, opt_state.holds, 0, step)
+    return Spec(_WEIGHT, layer, opt_state.holds, 0, step), Spec(_OPT_STATE, layer, opt_state.holds, 0, step)
 
 
 def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, cells: int) -> None:
@@ -168,17 +215,12 @@ def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, ce
             f"{op}: {microbatches_text(missing)} {verb} missing from {gradient}; an update wants every microbatch "
             "exactly once. Add or reduce the missing gradients first."
         )
-    for what, value in (("weight", weight), ("optimizer state", opt_state)):
-        if not gradient.holds.contains(value.holds):
+    for what, value in (("gradient", gradient), ("weight", weight)):
+        if not value.holds.contains(opt_state.holds):
             raise Refused(
-                f"{op}: the gradient holds slices {gradient.holds}, but the {what} holds {value.holds}; the gradient "
-                f"must contain every slice that is updated."
+                f"{op}: the {what} holds slices {value.holds}, but the optimizer state holds {opt_state.holds}; the "
+                f"{what} must contain every slice that is updated."
             )
-    if not weight.holds.same(opt_state.holds):
-        raise Refused(
-            f"{op}: the weight holds slices {weight.holds}, the optimizer state {opt_state.holds}; give the state of "
-            "the same slices."
-        )
 
 
 def unite_sums(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -226,16 +268,49 @@ def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
                 "earlier rank as well; the pieces of an all_gather must not overlap."
             )
         mask, of = mine.mask | theirs.mask, mine.of
-    return Spec(first.kind, first.layer, Holds(mask, of), first.sums, first.step)
+    return Spec(first.kind, first.layer, _gathered(first.kind, Holds(mask, of)), first.sums, first.step)
+
+
+def _gathered(kind: Kind, holds: Holds) -> Holds:
+    """Slices put together again are what they were before they were cut; microbatches are always counted singly."""
+    return holds if kind in ROW_KINDS else holds.simplified()
+
+
+def _unite(verb: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of values: weight gradients or scalars."""
+    first = specs[0]
+    if first.kind is _SCALAR:
+        return unite_scalars(f"{verb}(scalars)", specs, names)
+    return unite_sums(f"{verb}({first.kind.value}[{first.layer}])", specs, names)
+
+
+def unite_scalars(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of sums of squares: each parameter may be in it once, so replicas must not be added up."""
+    mask, of, step = 0, 1, specs[0].step
+    for spec, name in zip(specs, names, strict=True):
+        if spec.kind is not _SCALAR or spec.step != step:
+            raise Refused(f"{op}: {names[0]} gave {specs[0]} and {name} {spec}; only scalars of one step are summed.")
+        mine, theirs = common(Holds(mask, of), spec.holds)
+        if mine.mask & theirs.mask:
+            raise Refused(
+                f"{op}: parts {listed(bits(mine.mask & theirs.mask))} of {mine.of} of the model come from {name} and "
+                "from an earlier one as well; each parameter's square counts once. Sum replicas on one of them."
+            )
+        mask, of = mine.mask | theirs.mask, mine.of
+    return Spec(_SCALAR, 0, Holds(mask, of), 0, step)
 
 
 def collective(kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int]) -> list[Spec]:
     """What each member of the group receives, in group order."""
     united = _united(kind, specs)
     if united is None:  # something overlaps or does not belong together: the slow rules say what
-        name = f"{kind.value}({specs[0].kind.value}[{specs[0].layer}])"
-        unite = unite_holds if kind is OpKind.ALL_GATHER else unite_sums
-        united = unite(name, specs, [f"rank {rank}" for rank in ranks])
+        names = [f"rank {rank}" for rank in ranks]
+        if specs[0].kind is _SCALAR and kind is not OpKind.ALL_REDUCE:
+            raise Refused(f"{kind.value}(scalars): a scalar has no slices; all_reduce it.")
+        if kind is OpKind.ALL_GATHER:
+            united = unite_holds(f"{kind.value}({specs[0].kind.value}[{specs[0].layer}])", specs, names)
+        else:
+            united = _unite(kind.value, specs, names)
     if kind is not OpKind.REDUCE_SCATTER:
         return [united] * len(specs)
     return [united._replace(holds=holds) for holds in united.holds.split(len(specs))]
@@ -259,7 +334,7 @@ def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:
             if other_sums & sums or other_mask != mask:
                 return None
             sums |= other_sums
-    return Spec(what, layer, Holds(mask, of), sums, step)
+    return Spec(what, layer, _gathered(what, Holds(mask, of)) if gathers else specs[0].holds, sums, step)
 
 
 def message_of(spec: Spec) -> Message:

@@ -26,6 +26,8 @@ class Value:
     """Whether an update ended it."""
     saved = -1
     """Number of what autograd keeps from this activation's forward (-1: nothing)."""
+    saved_for_weight = -1
+    """Number of what `backward_input` leaves for `backward_weight` (-1: nothing)."""
     reading: tuple[Handle[Any], ...] = ()
     """Communications in flight that read it; until they complete it is read-only and stays live."""
 
@@ -60,7 +62,7 @@ class MissingKey(Refused, KeyError):
 
 
 class Store(MutableMapping[Hashable, Value]):
-    """One of a rank's five stores. Two keys may name one value; it is freed when its last key goes."""
+    """One of a rank's stores. Two keys may name one value; it is freed when its last key goes."""
 
     def __init__(self, rank: Recorder, kind: Kind) -> None:
         self._rank = rank

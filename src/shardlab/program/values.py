@@ -21,20 +21,27 @@ class Kind(Enum):
     ACTIVATION = "activations"
     GRAD_ACTIVATION = "grad_activations"
     GRAD_WEIGHT = "grad_weights"
+    SCALAR = "scalars"
     SAVED = "saved"
+    SAVED_FOR_WEIGHT = "saved_for_weight"
 
     __hash__ = object.__hash__  # an Enum's own hash is Python code, and kinds are dictionary keys on the hot path
 
 
-ROW_KINDS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION, Kind.SAVED})
-"""Kinds whose pieces are batch rows; the pieces of the others are slices of a layer's flat parameters."""
+ROW_KINDS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION, Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
+"""Kinds whose pieces are batch rows; the pieces of the others are slices of a layer's flat parameters (of a scalar,
+of all layers' one after the other)."""
+
+AUTOGRAD_KINDS = frozenset({Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
+"""What autograd keeps between passes; no program holds it."""
 
 
 class Holds(NamedTuple):
     """Which of `of` equal pieces of the whole a value contains: piece i is bit i of `mask`.
 
     For weights, optimizer states and weight gradients the whole is the layer's flat parameters; for
-    activations and their gradients it is the global batch, and a piece is a microbatch.
+    activations and their gradients it is the global batch, and a piece is a microbatch. For a scalar it is the
+    parameters of all layers, and held are those whose gradient's squares are in the sum.
     """
 
     mask: int
@@ -56,6 +63,17 @@ class Holds(NamedTuple):
             return self
         ones = (1 << times) - 1
         return Holds(sum(ones << (i * times) for i in bits(self.mask)), of)
+
+    def simplified(self) -> Holds:
+        """The same slices, counted in pieces as large as can be."""
+        mask, of = self
+        if mask == (1 << of) - 1:
+            return WHOLE
+        for times in range(of // 2, 1, -1):
+            coarse = Holds(mask_of({piece // times for piece in bits(mask)}), of // times)
+            if of % times == 0 and coarse.refined(of).mask == mask:
+                return coarse
+        return self
 
     def contains(self, other: Holds) -> bool:
         mine, theirs = common(self, other)
@@ -114,10 +132,11 @@ class Spec(NamedTuple):
         elif self.kind is Kind.GRAD_WEIGHT:
             parts.append(microbatches_text(self.sums) if self.sums else "zero")
         if self.kind not in ROW_KINDS and not self.holds.complete:
-            parts.append(f"shard {self.holds}")
+            parts.append(f"shard {self.holds}" if self.kind is not Kind.SCALAR else f"parts {self.holds} of the model")
         if self.step:
             parts.append(f"step {self.step}")
-        return f"{self.kind.value}[{self.layer}]" + (f" ({', '.join(parts)})" if parts else "")
+        name = "scalars" if self.kind is Kind.SCALAR else f"{self.kind.value}[{self.layer}]"
+        return name + (f" ({', '.join(parts)})" if parts else "")
 
 
 def mask_of(numbers: Iterable[int]) -> int:

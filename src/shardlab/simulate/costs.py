@@ -13,8 +13,8 @@ class Costs:
     """Time units of each op; the defaults are those of the LLM Training Puzzles (Rush 2023, `Model.event`).
 
     Attributes:
-        forward, recompute, backward: for each microbatch acted on.
-        loss, add, update: for each op.
+        forward, recompute, backward, backward_input, backward_weight: for each microbatch acted on.
+        loss, add, norm, update: for each op.
         collective: from the moment its last member arrives.
         send, recv: for each message; a receive starts no earlier than its send has ended.
     """
@@ -22,8 +22,11 @@ class Costs:
     forward: float = 1.0
     recompute: float = 1.0
     backward: float = 1.0
+    backward_input: float = 0.5
+    backward_weight: float = 0.5
     loss: float = 0.0
     add: float = 0.0
+    norm: float = 0.0
     update: float = 0.5
     collective: float = 0.3
     send: float = 0.2
@@ -39,7 +42,9 @@ class Costs:
         return each * microbatches if kind in _PER_MICROBATCH else each
 
 
-_FREE_OF_CHARGE = frozenset({OpKind.LOAD_WEIGHTS, OpKind.LOAD_BATCH, OpKind.WAIT, OpKind.FREE})
-_PER_MICROBATCH = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD})
+_FREE_OF_CHARGE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.WAIT, OpKind.FREE})
+_PER_MICROBATCH = frozenset(
+    {OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT}
+)
 
 UNIT_COSTS = Costs()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
-from shardlab.program import Op, OpKind
+from shardlab.program import Kind, Op, OpKind
 
 
 def live_memory(checked: Checked) -> list[list[int]]:
@@ -26,13 +27,13 @@ def _of_rank(checked: Checked, rank: int) -> list[int]:
     room = {number: elements(spec) for number, spec in specs.items()}
     for _, newer in fused.values():
         room[newer] = 0
-    saved_of: dict[int, int] = {}
+    owned: dict[int, dict[Kind, int]] = defaultdict(dict)
     live = 0
     before: list[int] = []
     for at, op in enumerate(tape):
         before.append(live)
         live += sum(room[number] for number in op.outputs)
-        for number in _gone(op, saved_of):
+        for number in _gone(op, owned):
             live -= room[number]
         if at in fused:  # the sum is the older gradient's buffer, and from now on that is all that counts
             older, _ = fused[at]
@@ -41,19 +42,29 @@ def _of_rank(checked: Checked, rank: int) -> list[int]:
     return before
 
 
-def _gone(op: Op, saved_of: dict[int, int]) -> Iterator[int]:
-    """What an op ends; keeps note of what autograd saved from which activation."""
+def _gone(op: Op, owned: dict[int, dict[Kind, int]]) -> Iterator[int]:
+    """What an op ends; `owned` keeps note of what autograd keeps for each activation."""
     kind, activation = op.kind, op.inputs[0] if op.inputs else -1
     if kind is OpKind.FREE:
         yield activation
+        yield from owned.pop(activation, {}).values()
     if kind is OpKind.UPDATE:
-        yield from op.inputs[1:]
-    if kind in _ENDS_SAVED and activation in saved_of:
-        yield saved_of.pop(activation)
-    if kind is OpKind.RECOMPUTE or (kind is OpKind.FORWARD and len(op.outputs) > 1):
-        if activation in saved_of:
-            yield saved_of[activation]
-        saved_of[activation] = op.outputs[-1]
+        yield from op.inputs[1:3]
+    if kind in _READS:
+        yield owned[activation].pop(_READS[kind])
+    if kind in _MAKES and len(op.outputs) > (kind is not OpKind.RECOMPUTE):
+        if _MAKES[kind] in owned[activation]:
+            yield owned[activation][_MAKES[kind]]
+        owned[activation][_MAKES[kind]] = op.outputs[-1]
 
 
-_ENDS_SAVED = frozenset({OpKind.FREE, OpKind.BACKWARD})
+_READS = {
+    OpKind.BACKWARD: Kind.SAVED,
+    OpKind.BACKWARD_INPUT: Kind.SAVED,
+    OpKind.BACKWARD_WEIGHT: Kind.SAVED_FOR_WEIGHT,
+}
+_MAKES = {
+    OpKind.FORWARD: Kind.SAVED,
+    OpKind.RECOMPUTE: Kind.SAVED,
+    OpKind.BACKWARD_INPUT: Kind.SAVED_FOR_WEIGHT,
+}

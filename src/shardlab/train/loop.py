@@ -118,7 +118,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
             folder.write_metrics(metrics)
             progress.show(metrics)
 
-    flats = collect(executor.state, {key: kept.flat for key, kept in executor.state.slices.items()})
+    flats = collect(executor.state, executor.state.kept)
     if folder is None or progress is None or flats is None:
         return None
     progress.stop()

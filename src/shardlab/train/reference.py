@@ -67,6 +67,8 @@ def train_reference(
             mean += loss.detach()
         gradients.append([_flat_gradient(layout, ps) for layout, ps in zip(layouts, parameters, strict=True)])
         losses.append(float(mean))
+        if config.clip is not None:
+            torch.nn.utils.clip_grad_norm_([tensor for tensor, _ in named], config.clip)
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step)
         optimizer.step()

@@ -1,0 +1,81 @@
+"""Where parameters enter a layer's graph: there its backward pass is cut into an input half and a weight half.
+
+The input half walks the whole graph and catches the gradients that arrive at every node which a parameter feeds; the
+weight half goes from these nodes to the parameters alone (Qi et al. 2023, arXiv 2401.10241, section 2: W needs the
+layer's input and the gradient of its output, and nobody waits for it).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+@dataclass
+class Entry:
+    """A node that the input's path goes through and parameters feed.
+
+    Attributes:
+        node: of autograd's graph.
+        leaves: places of the parameters that enter here.
+        caught: the gradients that arrived, by the node's output.
+    """
+
+    node: Node
+    leaves: list[int]
+    caught: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def catch(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """A pre-hook of the node: keep what arrives."""
+        self.caught = {output: gradient for output, gradient in enumerate(gradients) if gradient is not None}
+
+
+def entries(output: GradientEdge, start: GradientEdge, leaves: Sequence[Tensor]) -> list[Entry]:
+    """The nodes where parameters meet the path from where the layer starts to its output, with those of each."""
+    parameters = {get_gradient_edge(leaf).node: place for place, leaf in enumerate(leaves)}
+    on_path = {start.node}
+    fed_by: dict[Node, set[int]] = {}
+    found: list[Entry] = []
+    for node in _ordered(output.node):  # each after what it feeds its gradients to
+        below = [after for after, _ in node.next_functions if after is not None]
+        if any(after in on_path for after in below):
+            on_path.add(node)
+        mine = {parameters[node]} if node in parameters else set[int]()
+        fed_by[node] = mine.union(*(fed_by[after] for after in below if after not in on_path))
+        if node in on_path and fed_by[node]:
+            found.append(Entry(node, sorted(fed_by[node])))
+    entered = [place for entry in found for place in entry.leaves]
+    assert len(set(entered)) == len(entered) == len(leaves), "each parameter enters a layer at one node"
+    return found
+
+
+def deepest(output: GradientEdge, leaves: Sequence[Tensor]) -> GradientEdge:
+    """The node farthest from the output that parameters feed: the embedding, in a layer that reads tokens."""
+    parameters = {get_gradient_edge(leaf).node for leaf in leaves}
+    depth: dict[Node, int] = defaultdict(int)
+    found = output.node
+    for node in reversed(_ordered(output.node)):
+        for after, _ in node.next_functions:
+            if after is not None:
+                depth[after] = max(depth[after], depth[node] + 1)
+                if after in parameters and depth[node] >= depth[found]:
+                    found = node
+    return GradientEdge(found, 0)
+
+
+def _ordered(root: Node) -> list[Node]:
+    """All nodes of a graph, each after those that it points to."""
+    ordered: dict[Node, None] = {}
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        waiting = [after for after, _ in node.next_functions if after is not None and after not in ordered]
+        if waiting:
+            stack.extend(waiting)
+        else:
+            ordered[stack.pop()] = None
+    return list(ordered)
