@@ -1,0 +1,139 @@
+"""A plan: how a model is laid over the mesh, in a dozen words. `planned` is the one program that follows any plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardlab.program import Mesh, UserError
+from shardlab.strategies.schedules import SCHEDULES, Schedule
+
+DATA_AXES = ("dp_shard", "dp_replicate")
+"""The axes over which the batch is dealt."""
+
+Reshard = Literal["layer", "stage", "step"]
+Recompute = Literal["none", "full"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is split over which axis, and when it is put together.
+
+    The three mappings make the rows of one table. Over an axis of n data-parallel ranks:
+
+    ====================  ===============  ==============  ===============
+    name                  parameters       gradients       optimizer state
+    ====================  ===============  ==============  ===============
+    DDP                   whole            whole           whole
+    ZeRO-1                whole            whole           1/n
+    ZeRO-2                whole            1/n             1/n
+    ZeRO-3, FSDP          1/n              1/n             1/n
+    ====================  ===============  ==============  ===============
+
+    (Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) HSDP maps all three to `dp_shard` and replicates them over
+    `dp_replicate`; the partially sharded form of Levanter (issue 325) maps parameters to `dp_shard` and the optimizer's
+    state to both axes.
+
+    Attributes:
+        mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard`, layers over `pp`.
+        schedule: the pipeline's order of work; on one pipeline rank, `1f1b` takes the microbatches one by one.
+        stages_per_rank: of the pipeline; a schedule that has a fixed number uses that.
+        layers_per_stage: how many layers each stage has (empty: as even as can be).
+        shard_parameters: axes over which a layer's weights are cut, outermost cut first.
+        shard_gradients: axes over which the gradient that accumulates over microbatches is cut.
+        shard_optimizer: axes over which the optimizer's state is cut; the other two must be beginnings of it.
+        reduce_each: axes over which each microbatch's gradient is reduced at once (None: those that cut it); over the
+            others it is reduced once a step.
+        reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
+            work stays on the stage), or when its last use in the step is over.
+        recompute: layers keep everything for the backward pass, or only their input.
+    """
+
+    mesh: Mesh = field(default_factory=Mesh)
+    schedule: str | Schedule = "1f1b"
+    stages_per_rank: int | None = None
+    layers_per_stage: tuple[int, ...] = ()
+    shard_parameters: tuple[str, ...] = ()
+    shard_gradients: tuple[str, ...] = ()
+    shard_optimizer: tuple[str, ...] = ()
+    reduce_each: tuple[str, ...] | None = None
+    reshard_after: Reshard = "layer"
+    recompute: Recompute = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
+            axes: tuple[str, ...] = getattr(self, name) or ()
+            for axis in axes:
+                if axis not in DATA_AXES or axes.count(axis) > 1:
+                    raise UserError(f"{name} is {', '.join(axes)}; give some of {', '.join(DATA_AXES)}, each once")
+        for name in ("shard_parameters", "shard_gradients"):
+            axes = getattr(self, name)
+            if self.shard_optimizer[: len(axes)] != axes:
+                raise UserError(
+                    f"{name} is {_said(axes)} but shard_optimizer is {_said(self.shard_optimizer)}; what is updated "
+                    f"must be a slice of what is kept: let shard_optimizer begin with {_said(axes)}"
+                )
+        if not set(self.shard_gradients) <= set(self.reduced_each):
+            raise UserError(
+                f"shard_gradients is {_said(self.shard_gradients)} but reduce_each is {_said(self.reduced_each)}; a "
+                "gradient that is cut is reduced at each microbatch: name its axes in reduce_each as well"
+            )
+
+    @property
+    def reduced_each(self) -> tuple[str, ...]:
+        return self.shard_gradients if self.reduce_each is None else self.reduce_each
+
+    @property
+    def data_ranks(self) -> int:
+        """Among how many ranks the batch is dealt."""
+        return self.mesh.dp_shard * self.mesh.dp_replicate
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule itself.
+
+        Raises:
+            UserError: if there is none of this name.
+        """
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"there is no schedule {self.schedule!r}; the schedules are {', '.join(SCHEDULES)}")
+        return SCHEDULES[self.schedule]
+
+    def bounds(self, layers: int) -> list[int]:
+        """Where the stages begin, and where the last one ends: stage s has layers bounds[s] up to bounds[s + 1].
+
+        Raises:
+            UserError: when there are fewer layers than stages, or the layers named are not those of the model.
+        """
+        stages = self.mesh.pp * self.stages_of_a_rank(layers)
+        given = self.layers_per_stage
+        if given:
+            if len(given) != stages or sum(given) != layers or min(given) < 1:
+                raise UserError(
+                    f"layers_per_stage is {_said(given)}, but {layers} layers are to be cut into {stages} stages; give "
+                    f"{stages} numbers of 1 or more that add up to {layers}"
+                )
+            return [sum(given[:stage]) for stage in range(stages + 1)]
+        if layers < stages:
+            raise UserError(f"{layers} layers do not reach {stages} pipeline stages; give at least one layer a stage")
+        return [stage * layers // stages for stage in range(stages + 1)]
+
+    def stages_of_a_rank(self, layers: int) -> int:
+        """Stages on each pipeline rank: as asked, as the schedule must have, or else 2 if the layers reach.
+
+        Raises:
+            UserError: when the schedule must have another number than was asked for.
+        """
+        must = self.order.stages_per_rank
+        if must is not None and self.stages_per_rank not in (None, must):
+            raise UserError(
+                f"{self.order.name} has {must} stage{'s' * (must > 1)} on each rank, but stages_per_rank is "
+                f"{self.stages_per_rank}; leave it out, or take a looped schedule such as interleaved-1f1b"
+            )
+        return must or self.stages_per_rank or max(1, min(2, layers // self.mesh.pp))
+
+
+def _said(items: tuple[object, ...]) -> str:
+    return ", ".join(map(str, items)) or "nothing"

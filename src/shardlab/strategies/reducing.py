@@ -1,0 +1,89 @@
+"""How a plan's gradients are summed over microbatches and data-parallel ranks, and what then updates the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlab.program import Handle, Rank, Value
+from shardlab.strategies.plan import DATA_AXES, Plan
+
+
+class Gradients:
+    """One rank's gradients: reduced as the plan says, while the rank goes on; then clipped and applied."""
+
+    def __init__(self, rank: Rank, plan: Plan) -> None:
+        self._rank = rank
+        self._plan = plan
+        axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *DATA_AXES)) if len(rank.group(axis).ranks) > 1]
+        self._each = [axis for axis in axes if axis in plan.reduced_each]
+        self._once = [axis for axis in axes if axis not in plan.reduced_each]
+        self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
+
+    def load(self, layers: Sequence[int]) -> None:
+        """This rank's slices of the weights and of the optimizer's state."""
+        rank, plan = self._rank, self._plan
+        for l in layers:
+            rank.weights[l] = rank.load_weight(l, *self._slice(plan.shard_parameters))
+            rank.opt_states[l] = rank.load_opt_state(l, *self._slice(plan.shard_optimizer))
+
+    def _slice(self, axes: Sequence[str]) -> tuple[int, int]:
+        """(which, of how many): cut along the first axis, each piece along the next."""
+        shard, of = 0, 1
+        for axis in axes:
+            ranks = self._rank.group(axis).ranks
+            shard, of = shard * len(ranks) + self._rank.coordinate(axis), of * len(ranks)
+        return shard, of
+
+    async def add(self, layer: int, gradient: Value) -> None:
+        """A microbatch's gradient of a layer."""
+        await self._settle(layer)
+        if self._each:
+            self._arriving[layer] = self._reduce(gradient, self._each[0]), self._each[1:]
+        else:
+            self._sum(layer, gradient)
+
+    async def finish(self, layer: int) -> None:
+        """All microbatches of a layer are in: reduce the sum over the axes that are reduced once a step."""
+        await self._settle(layer)
+        if self._once:
+            gradient = self._rank.grad_weights.pop(layer)
+            self._arriving[layer] = self._reduce(gradient, self._once[0]), self._once[1:]
+
+    async def update(self, layers: Sequence[int]) -> None:
+        """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
+        rank, plan = self._rank, self._plan
+        for l in layers:
+            await self._settle(l)
+            squares = rank.norm(l, rank.grad_weights[l])
+            rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
+        for axis in (*plan.shard_optimizer, "pp"):
+            if len(rank.group(axis).ranks) > 1:
+                rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
+        again = [axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters]
+        for l in layers:
+            rank.weights[l], rank.opt_states[l] = rank.update(
+                l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"]
+            )
+        for axis in again:
+            if len(rank.group(axis).ranks) > 1:
+                for l, gathered in [(l, rank.all_gather(rank.weights[l], axis=axis)) for l in layers]:
+                    rank.weights[l] = await gathered
+
+    async def _settle(self, layer: int) -> None:
+        """Wait for a layer's reduction under way, and add what it gives."""
+        if layer in self._arriving:
+            handle, axes = self._arriving.pop(layer)
+            gradient = await handle
+            for axis in axes:
+                gradient = await self._reduce(gradient, axis)
+            self._sum(layer, gradient)
+
+    def _reduce(self, gradient: Value, axis: str) -> Handle[Value]:
+        cut = self._plan.shard_gradients if axis in self._each else self._plan.shard_optimizer
+        if axis in cut:
+            return self._rank.reduce_scatter(gradient, axis=axis)
+        return self._rank.all_reduce(gradient, axis=axis)
+
+    def _sum(self, layer: int, gradient: Value) -> None:
+        sums = self._rank.grad_weights
+        sums[layer] = sums[layer] + gradient if layer in sums else gradient
