@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 from shardlab.program import UserError
-from shardlab.strategies.schedules.csv_format import ACTIONS, MESSAGES, Cell
+from shardlab.strategies.schedules.csv_format import ACTIONS, Cell, Rows
+from shardlab.strategies.schedules.csv_messages import check_messages, check_neighbours, has_messages
 from shardlab.strategies.schedules.csv_sharding import check_sharding
-
-Rows = Sequence[Sequence[Cell]]
-
-
-def has_messages(rows: Rows) -> bool:
-    """Whether a file says when to send and receive; else that follows from its actions."""
-    return any(cell.kind in MESSAGES for row in rows for cell in row)
 
 
 def check_rows(rows: Rows) -> tuple[int, ...]:
     """Refuse what is not a schedule that every rank can follow to its end.
-
-    Two ranks' messages must stand in one order at both ends, sends and receives together, so that a queue such as
-    NCCL's cannot hang; torch's `defer_pp_recv` does not keep to this.
 
     Returns:
         The rank of every stage.
@@ -30,35 +23,31 @@ def check_rows(rows: Rows) -> tuple[int, ...]:
     """
     ranks = _ranks_of_stages(rows)
     table = Table(rows, ranks)
+    check_neighbours(rows, ranks)
     table.check_each_row()
     table.check_complete()
-    if table.messages:
-        table.check_both_ends()
-        table.check_order()
+    check_messages(rows, ranks)
     table.check_progress()
     check_sharding(rows)
     return ranks
 
 
 def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
-    """A stage is on the rank that computes it."""
-    first: dict[int, Cell] = {}
+    """A stage is on the rank that does most of its actions, and all of them must be there."""
+    counts: dict[int, Counter[int]] = {}
     for cell in (cell for row in rows for cell in row if cell.kind in ACTIONS):
-        known = first.setdefault(cell.stage, cell)
-        if known.row != cell.row:
-            raise cell.refuse(
-                f"stage {cell.stage} is already on rank {known.rank} (row {known.row}, column {known.column}); "
-                "all its actions must stand in one row"
-            )
-    for before, stage in enumerate(sorted(first)):
-        if stage != before:
-            raise first[stage].refuse(f"no row has stage {before}; stages are numbered from 0 without a gap")
+        counts.setdefault(cell.stage, Counter())[cell.rank] += 1
+    ranks = {stage: on.most_common(1)[0][0] for stage, on in counts.items()}
+    gap = next(stage for stage in count() if stage not in ranks)
     for cell in (cell for row in rows for cell in row):
-        if cell.stage not in first:
-            raise cell.refuse(f"no row computes on stage {cell.stage}, the last stage is {len(first) - 1}")
-        if first[cell.stage].row != cell.row:
-            raise cell.refuse(f"stage {cell.stage} is on rank {first[cell.stage].rank}, move this to its row")
-    return tuple(first[stage].rank for stage in range(len(first)))
+        if cell.stage not in ranks:
+            raise cell.refuse(f"no row computes on stage {cell.stage}; add its actions or remove this")
+        if ranks[cell.stage] != cell.rank:
+            rank = ranks[cell.stage]
+            raise cell.refuse(f"stage {cell.stage} is on rank {rank}, and all its words must stand in row {rank + 1}")
+        if cell.stage > gap:
+            raise cell.refuse(f"no row has stage {gap}; stages are numbered from 0 without a gap")
+    return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
 class Table:
@@ -83,8 +72,6 @@ class Table:
         """Every step comes after what it needs on its own rank."""
         before: set[str] = set()
         for cell in self.cells.values():
-            if cell.kind in MESSAGES:
-                self._check_neighbour(cell)
             for needs in self._needs(cell):
                 if not before.intersection(needs):
                     later = [self.cells[word] for word in needs if word in self.cells]
@@ -92,14 +79,6 @@ class Table:
                         raise cell.refuse(f"it needs {later[0].word}, which comes only in column {later[0].column}")
                     raise cell.refuse(f"it needs {' or '.join(needs)}, which row {cell.row} does not have")
             before.add(cell.word)
-
-    def _check_neighbour(self, cell: Cell) -> None:
-        """A message goes to a stage that exists and is on another rank."""
-        if not 0 <= cell.other_stage < len(self.ranks):
-            where = "above" if cell.other_stage > 0 else "below"
-            raise cell.refuse(f"there is no stage {where} stage {cell.stage} to exchange this with; remove it")
-        if self.ranks[cell.other_stage] == cell.rank:
-            raise cell.refuse(f"stages {cell.stage} and {cell.other_stage} are both on rank {cell.rank}; remove it")
 
     def _needs(self, cell: Cell) -> Iterator[tuple[str, ...]]:
         """What must come before a step in its own row; of each tuple one."""
@@ -144,33 +123,6 @@ class Table:
                 if half is not None and f"{stage}W{m}" not in self.cells:
                     raise half.refuse(f"the other half of the backward pass, {stage}W{m}, is missing")
 
-    def _other_end(self, cell: Cell) -> str:
-        """The word for a message at its other end."""
-        what = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}[cell.kind]
-        return f"{cell.other_stage}{what}{cell.microbatch}"
-
-    def check_both_ends(self) -> None:
-        """No send without its receive, no receive without its send."""
-        for cell in self.cells.values():
-            if cell.kind in MESSAGES and self._other_end(cell) not in self.cells:
-                rank = self.ranks[cell.other_stage]
-                raise cell.refuse(f"its other end {self._other_end(cell)} is missing in row {rank + 1} (rank {rank})")
-
-    def check_order(self) -> None:
-        """The messages between two ranks are the same in the same order on both."""
-        between: dict[tuple[int, int], list[Cell]] = {}
-        for cell in self.cells.values():
-            if cell.kind in MESSAGES:
-                between.setdefault((cell.rank, self.ranks[cell.other_stage]), []).append(cell)
-        for (rank, peer), here in between.items():
-            for mine, theirs in zip(here, between[peer, rank], strict=True):
-                if self._other_end(mine) != theirs.word:
-                    raise mine.refuse(
-                        f"the messages of ranks {rank} and {peer} are in another order in row {theirs.row}, where "
-                        f"{theirs.word} (column {theirs.column}) stands in place of {self._other_end(mine)}; "
-                        "write them in one order in both rows"
-                    )
-
     def check_progress(self) -> None:
         """Ranks that do their rows in parallel, each waiting for what others make, come to their ends."""
         at = [0] * len(self.rows)
@@ -185,8 +137,8 @@ class Table:
                     moved = True
         stuck = [row[i] for row, i in zip(self.rows, at, strict=True) if i < len(row)]
         if stuck:
-            waiting = "; ".join(f"row {c.row}, column {c.column}: {c.word}" for c in stuck[1:])
-            raise stuck[0].refuse(f"the schedule cannot go on, each of these waits for a later one ({waiting})")
+            others = ", ".join(f"{cell.word} (row {cell.row}, column {cell.column})" for cell in stuck[1:])
+            raise stuck[0].refuse(f"the schedule cannot go on: this and {others} wait for each other")
 
     def _ready(self, cell: Cell, done: set[str]) -> bool:
         """Whether what an action reads has been made, and sent if it comes from another rank."""

@@ -73,9 +73,19 @@ class Cell:
         """The stage at the other end of a message: a sender of outputs and a receiver of gradients have it above."""
         return self.stage + (1 if self.kind in ("SEND_F", "RECV_B") else -1)
 
+    @property
+    def other_end(self) -> str:
+        """The word for a message at its other end."""
+        turned = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
+        return f"{self.other_stage}{turned[self.kind]}{self.microbatch}"
+
     def refuse(self, reason: str) -> UserError:
         """The error that says what is wrong with the word, and where."""
         return UserError(f"row {self.row} (rank {self.rank}), column {self.column}, {self.word}: {reason}")
+
+
+Rows = Sequence[Sequence[Cell]]
+"""Every rank's words in order, idle slots left out."""
 
 
 def cells(text: str) -> list[list[Cell]]:
@@ -87,7 +97,10 @@ def cells(text: str) -> list[list[Cell]]:
     Raises:
         UserError: for a word that is none, and for a rank without any.
     """
-    lines = list(csv.reader(text.removeprefix("\ufeff").rstrip().splitlines()))
+    try:
+        lines = list(csv.reader(text.removeprefix("\ufeff").rstrip().splitlines()))
+    except csv.Error as error:
+        raise UserError(f"this is no pipeline CSV ({error}); give one row per rank, as 0F0,0F1,0B0,0B1") from error
     if not lines:
         raise UserError("the pipeline CSV is empty; give one row per rank, as 0F0,0F1,0B0,0B1")
     rows = [
@@ -109,13 +122,13 @@ def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
         found = _WORD.fullmatch(part.strip())
         stage, kind, microbatch = found.groups() if found else ("", "", "")
         if (kind in SHARDING) == bool(microbatch) or (overlapped and kind not in ACTIONS):
-            raise UserError(f"row {row} (rank {row - 1}), column {column}: {word!r} is no action; {_remedy(part)}")
+            raise UserError(f"row {row} (rank {row - 1}), column {column}: {word!r} is no action; {_remedy(word)}")
         yield Cell(row, column, kind, int(stage), int(microbatch) if microbatch else None)
 
 
 def _remedy(word: str) -> str:
     """What was probably meant, or else how an action is written."""
-    found = _LOOKS_LIKE.fullmatch(word.strip())
+    found = _LOOKS_LIKE.fullmatch(word)
     near = difflib.get_close_matches(found[2].upper(), KINDS, n=1) if found else []
     if found and near and (near[0] in SHARDING or found[3]):
         return f"did you mean {found[1]}{near[0]}{'' if near[0] in SHARDING else found[3]}?"

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab.strategies.schedules.csv_format import ACTIONS, Cell
-
-Rows = Sequence[Sequence[Cell]]
+from shardlab.strategies.schedules.csv_format import ACTIONS, Cell, Rows
 
 
 def check_sharding(rows: Rows) -> None:

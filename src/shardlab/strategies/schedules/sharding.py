@@ -52,7 +52,6 @@ def with_sharding(steps: Sequence[Step], whole: int = 3) -> list[ShardedStep]:
         if not isinstance(step, Send):
             result += reduce
             reduce = []
-        if not isinstance(step, Message):
             result += [Reshard(stage) for stage in held if stage not in wanted]
             result += [Unshard(stage) for stage in wanted if stage not in held]
             held = wanted

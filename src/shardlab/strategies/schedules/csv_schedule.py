@@ -9,8 +9,9 @@ from typing import Literal
 
 from shardlab.program import UserError
 from shardlab.strategies.schedules.actions import Action, Schedule
-from shardlab.strategies.schedules.csv_check import check_rows, has_messages
+from shardlab.strategies.schedules.csv_check import check_rows
 from shardlab.strategies.schedules.csv_format import ACTIONS, Cell, cells, write_csv
+from shardlab.strategies.schedules.csv_messages import has_messages
 from shardlab.strategies.schedules.messages import Send, Step, with_messages
 from shardlab.strategies.schedules.sharding import ShardedStep, with_sharding
 
