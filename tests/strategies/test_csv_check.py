@@ -73,6 +73,8 @@ def test_whole_schedules_pass(text: str) -> None:
             "stage 1 is on rank 1, and all its words must stand in row 2",
         ),
         (MESSAGES, "0REDUCE_GRAD>5REDUCE_GRAD", (1, 10, "5REDUCE_GRAD"), "no row computes on stage 5"),
+        (ACTIONS, "0F0>0UNSHARD 0F1> 0B0> 0B1> 1F0>1UNSHARD 1F1> 1B0> 1B1>", (1, 1, "0UNSHARD"), "no row computes on"),
+        (ACTIONS, "1F0>0UNSHARD 1F1> 1B0> 1B1>", (2, 2, "0UNSHARD"), "stage 0 is on rank 0"),
         # too early
         (ACTIONS, "0F0<>0B0", (1, 1, "0B0"), "it needs 0F0, which comes only in column 5"),
         (HALVES, "1I0<>1W0", (2, 3, "1W0"), "it needs 1I0, which comes only in column 6"),
