@@ -1,0 +1,121 @@
+"""Pipeline schedules from and to PyTorch's CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardlab.program import UserError
+from shardlab.strategies.schedules.actions import Action, Schedule
+from shardlab.strategies.schedules.csv_check import check_rows
+from shardlab.strategies.schedules.csv_format import ACTIONS, Cell, cells, write_csv
+from shardlab.strategies.schedules.csv_messages import has_messages
+from shardlab.strategies.schedules.messages import Send, Step, with_messages
+from shardlab.strategies.schedules.sharding import ShardedStep, with_sharding
+
+Form = Literal["compute_only", "compute_comms"]
+"""Only the actions, or also the messages between them and the steps of sharded stages, in torch's words."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A schedule for one size of pipeline, ready to be followed.
+
+    Attributes:
+        steps: what each rank does, in order.
+        stages: how many there are in all.
+        microbatches: how many there are in a step.
+        ranks_of_stages: for every stage the rank it is on.
+    """
+
+    steps: tuple[tuple[ShardedStep, ...], ...]
+    stages: int
+    microbatches: int
+    ranks_of_stages: tuple[int, ...]
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that a stage is on."""
+        return self.ranks_of_stages[stage]
+
+
+def read_csv(source: str | Path) -> list[list[ShardedStep]]:
+    """Every rank's steps as a pipeline CSV has them, checked; `write_csv` writes them again.
+
+    Args:
+        source: a text, or the path of a file, in one of torch's two forms.
+
+    Raises:
+        UserError: for a file that cannot be read or that is no schedule, with row, column and reason.
+    """
+    rows, ranks_of_stages = _checked(source)
+    return [[cell.step(ranks_of_stages) for cell in row] for row in rows]
+
+
+def import_csv(source: str | Path) -> Imported:
+    """The schedule in a pipeline CSV, ready to be followed.
+
+    A file without messages gets them here; one with messages is taken as it stands.
+
+    Args:
+        source: a text, or the path of a file, in one of torch's two forms.
+
+    Raises:
+        UserError: for a file that cannot be read or that is no schedule, with row, column and reason.
+    """
+    rows, ranks_of_stages = _checked(source)
+    steps: Sequence[Sequence[ShardedStep]] = [[cell.step(ranks_of_stages) for cell in row] for row in rows]
+    if not has_messages(rows):
+        todo = [[step for step in row if isinstance(step, Action)] for row in steps]
+        sent = with_messages(todo, len(ranks_of_stages), ranks_of_stages.__getitem__)
+        steps = [_woven(row, messages) for row, messages in zip(steps, sent, strict=True)]
+    microbatches = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
+    return Imported(tuple(tuple(row) for row in steps), len(ranks_of_stages), microbatches, ranks_of_stages)
+
+
+def _woven(row: Sequence[ShardedStep], sent: Sequence[Step]) -> list[ShardedStep]:
+    """A rank's actions with their messages, and the steps of sharded stages between the actions as before.
+
+    What an action makes is sent before anything else is done, since another rank waits for it.
+    """
+    woven: list[ShardedStep] = []
+    at = 0
+    for step in row:
+        if not isinstance(step, Action):
+            woven.append(step)
+            continue
+        after = sent.index(step, at) + 1
+        while after < len(sent) and isinstance(sent[after], Send):
+            after += 1
+        woven += sent[at:after]
+        at = after
+    return [*woven, *sent[at:]]
+
+
+def _checked(source: str | Path) -> tuple[list[list[Cell]], tuple[int, ...]]:
+    """The words of a file that is a schedule, and where its stages are."""
+    if isinstance(source, Path):
+        try:
+            source = source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source} cannot be read as a pipeline CSV: {error}") from error
+    rows = cells(source)
+    return rows, check_rows(rows)
+
+
+def csv_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int = 1, *, form: Form) -> str:
+    """A schedule as a CSV that torch's pipelining loads with the same `format`.
+
+    Args:
+        schedule: the schedule.
+        ranks: how many rows the file gets.
+        microbatches: how many there are in a step.
+        stages_per_rank: how many stages each rank has.
+        form: "compute_only", or "compute_comms" with messages and the steps of sharded stages.
+    """
+    todo = [list(schedule.actions(rank, ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
+    if form == "compute_only":
+        return write_csv(todo)
+    steps = with_messages(todo, ranks * stages_per_rank, lambda stage: schedule.placement(stage, ranks))
+    return write_csv([with_sharding(row) for row in steps])
