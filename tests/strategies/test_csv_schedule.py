@@ -21,7 +21,8 @@ from shardlab.strategies.schedules import (
     Schedule,
 )
 from shardlab.strategies.schedules.csv_format import write_csv
-from shardlab.strategies.schedules.csv_schedule import Form, Imported, csv_of, import_csv, read_csv
+from shardlab.strategies.schedules.csv_schedule import Form, csv_of, import_csv, read_csv
+from shardlab.strategies.schedules.steps import Steps
 from shardlab.strategies.schedules.messages import Recv, Send, with_messages
 from shardlab.strategies.schedules.sharding import ReduceGrad, Reshard, ShardedStep, Unshard, with_sharding
 
@@ -81,8 +82,8 @@ def test_messages_follow_from_the_actions_as_they_are_exported(sized: tuple[Sche
     schedule, ranks, *sizes = sized
     actions = import_csv(csv_of(schedule, ranks, *sizes, form="compute_only"))
     everything = import_csv(csv_of(schedule, ranks, *sizes, form="compute_comms"))
-    assert [with_sharding([step for step in row if not sharded(step)]) for row in actions.steps] == [
-        list(row) for row in everything.steps
+    assert [with_sharding([step for step in row if not sharded(step)]) for row in actions.of_ranks] == [
+        list(row) for row in everything.of_ranks
     ]
 
 
@@ -145,17 +146,17 @@ def test_whatever_passes_can_be_followed_to_its_end(steps: list[list[ShardedStep
     follow(imported)
 
 
-def follow(imported: Imported) -> None:
+def follow(imported: Steps) -> None:
     """Do what the steps say with values that say what they are; fail on a wrong one, and when nobody can go on."""
     last = imported.stages - 1
     channels = defaultdict[tuple[int, int], deque[tuple[bool, int, int]]](deque)
     asked = defaultdict[tuple[int, int], deque[tuple[bool, int, int]]](deque)
-    held: list[set[tuple[bool, int, int]]] = [set() for _ in imported.steps]
-    waiting = [deque(row) for row in imported.steps]
+    held: list[set[tuple[bool, int, int]]] = [set() for _ in imported.of_ranks]
+    waiting = [deque(row) for row in imported.of_ranks]
 
     def arrive(rank: int) -> None:
         """Messages of one peer arrive in the order in which they were sent, and must be those asked for."""
-        for peer in range(len(imported.steps)):
+        for peer in range(len(imported.of_ranks)):
             while channels[peer, rank] and asked[peer, rank]:
                 value = channels[peer, rank].popleft()
                 assert value == asked[peer, rank].popleft()
@@ -200,8 +201,8 @@ def follow(imported: Imported) -> None:
 def test_an_imported_schedule_knows_its_sizes_and_places() -> None:
     imported = import_csv("0F0,0F1,3F0,3F1,3B0,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n")
     assert (imported.stages, imported.microbatches, imported.ranks_of_stages) == (4, 2, (0, 1, 1, 0))
-    assert [imported.rank_of(stage) for stage in range(4)] == [0, 1, 1, 0]
-    assert imported.steps[0][:3] == (Forward(0, 0), Send(0, 0, True, 1), Forward(0, 1))
+    assert imported.stages == 4
+    assert imported.of_ranks[0][:3] == (Forward(0, 0), Send(0, 0, True, 1), Forward(0, 1))
     follow(imported)
 
 
@@ -215,8 +216,8 @@ def test_weights_are_whole_from_before_their_stage_is_visited_until_others_are_w
 
 def test_reducing_without_messages_is_understood() -> None:
     # so torch 2.13 prints Schedule1F1B, here on 1 rank
-    assert import_csv("0F0,0B0,0REDUCE_GRAD").steps == ((Forward(0, 0), Backward(0, 0), ReduceGrad(0)),)
-    assert import_csv("0F0,,0B0,0REDUCE_GRAD\n1F0,1B0,,1REDUCE_GRAD").steps[1] == (
+    assert import_csv("0F0,0B0,0REDUCE_GRAD").of_ranks == ((Forward(0, 0), Backward(0, 0), ReduceGrad(0)),)
+    assert import_csv("0F0,,0B0,0REDUCE_GRAD\n1F0,1B0,,1REDUCE_GRAD").of_ranks[1] == (
         *(Recv(1, 0, True, 0), Forward(1, 0), Backward(1, 0), Send(1, 0, False, 0)),
         ReduceGrad(1),
     )
@@ -283,7 +284,7 @@ def test_what_torch_writes_is_understood(name: str) -> None:
         assert imported.ranks_of_stages == ((0, 1, 0, 1) if "Interleaved" in name else (0, 1, 1, 0))
         follow(imported)
     assert imported.microbatches == int(name.split()[1])
-    assert [compute(row) for row in actions.steps] == [compute(row) for row in everything.steps]
+    assert [compute(row) for row in actions.of_ranks] == [compute(row) for row in everything.of_ranks]
 
 
 def compute(row: Sequence[ShardedStep]) -> list[Action]:

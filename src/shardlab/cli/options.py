@@ -34,6 +34,9 @@ _COUNT = PrimitiveConstructorSpec(
 Count = Annotated[int, _COUNT]
 """1 or more."""
 
+OptionalCount = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="")]
+"""1 or more, or not given."""
+
 Ranks = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or 1 on one device)")]
 """1 or more; without it 4, or 1 for a strategy of one device."""
 
@@ -43,5 +46,5 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 NewFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 """A file to be written."""
 
-StrategyName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STRATEGY")]
-"""A built-in name or `path/to/file.py:function`."""
+StrategyName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="")]
+"""A built-in name or `path/to/file.py:function`; none for a plan by flags."""

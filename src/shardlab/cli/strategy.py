@@ -9,7 +9,7 @@ from shardlab.check import Checked, check
 from shardlab.cli.blame import Blame
 from shardlab.program import Sizes, trace
 from shardlab.strategies.entry import Entry
-from shardlab.strategies.load import file_and_function
+from shardlab.strategies.user_file import file_and_function
 
 
 def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) -> Checked:

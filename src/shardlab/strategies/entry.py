@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from shardlab.program import Mesh, Strategy, UserError
+from shardlab.program import Mesh, Rank, Strategy, UserError
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.planned import planned
+from shardlab.strategies.presets import Preset
 
 
 def data_parallel_mesh(ranks: int) -> Mesh:
@@ -41,6 +44,7 @@ class Entry:
         source: where it was described.
         mesh: the grid that it uses for a number of ranks.
         ranks: how many ranks it gets if nobody says.
+        plan: the plan that it is for a number of ranks (None: a program of its own).
     """
 
     name: str
@@ -49,6 +53,7 @@ class Entry:
     source: str
     mesh: Callable[[int], Mesh] = data_parallel_mesh
     ranks: int = 4
+    plan: Preset | None = None
 
     def grid(self, ranks: int) -> Mesh:
         """The grid for a number of ranks.
@@ -66,3 +71,19 @@ class Entry:
             got = f"a mesh of {mesh.world} ranks" if isinstance(mesh, Mesh) else repr(mesh)
             raise UserError(f"the mesh function of {self.name} gave {got} for {ranks} ranks; give a Mesh of {ranks}")
         return mesh
+
+
+def preset_entry(name: str, plan: Preset, splits: str, source: str, ranks: int = 4) -> Entry:
+    """A plan by name."""
+
+    async def strategy(rank: Rank) -> None:
+        await planned(plan(rank.world))(rank)
+
+    return Entry(name, strategy, splits, source, lambda count: plan(count).mesh, ranks, plan)
+
+
+def planned_entry(plan: Plan, name: str) -> Entry:
+    """One plan."""
+    return Entry(
+        name, planned(plan), "as the plan says", "a plan", lambda _: plan.mesh, plan.mesh.world, lambda _: plan
+    )

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from shardlab.program import Handle, Rank, Value
 from shardlab.strategies.plan import Plan, Reshard
-from shardlab.strategies.schedules import BackwardWeight, Forward
-from shardlab.strategies.schedules.actions import Work
-from shardlab.strategies.schedules.messages import Message
+from shardlab.strategies.schedules import Backward, BackwardInput, Forward
+from shardlab.strategies.schedules.sharding import ShardedStep, Unshard
 
 
 class Use(NamedTuple):
@@ -24,12 +23,12 @@ class Use(NamedTuple):
     kept: bool
 
 
-def uses(steps: Iterable[Work], bounds: Sequence[int], reshard_after: Reshard) -> list[Use]:
+def uses(steps: Iterable[ShardedStep], bounds: Sequence[int], reshard_after: Reshard) -> list[Use]:
     """The uses of weights in a rank's steps, in order."""
     visits: list[tuple[int, int]] = []  # (layer, number of the visit)
     visit, last_stage = -1, None
     for step in steps:
-        if isinstance(step, Message | BackwardWeight):
+        if not isinstance(step, Forward | Backward | BackwardInput):
             continue
         visit += step.stage != last_stage
         last_stage = step.stage
@@ -46,38 +45,54 @@ def uses(steps: Iterable[Work], bounds: Sequence[int], reshard_after: Reshard) -
 
 
 class Weights:
-    """One rank's weights while it follows its steps; the next gather runs while the present layer computes."""
+    """One rank's weights while it follows its steps.
 
-    def __init__(self, rank: Rank, plan: Plan, order: Sequence[Use]) -> None:
+    If the steps say when a stage's weights are gathered and freed, so it is; otherwise the plan decides, and the next
+    gather runs while the present layer computes.
+    """
+
+    def __init__(self, rank: Rank, plan: Plan, steps: Sequence[ShardedStep], bounds: Sequence[int]) -> None:
         self._rank = rank
         self._axes = [axis for axis in reversed(plan.shard_parameters) if len(rank.group(axis).ranks) > 1]
-        self._order = order
+        self._uses = uses(steps, bounds, plan.reshard_after)
+        self._told = any(isinstance(step, Unshard) for step in steps)
         self._at = 0
-        self._coming: Handle[Value] | None = None
+        self._coming: dict[int, Handle[Value]] = {}
+
+    def unshard(self, layers: Iterable[int]) -> None:
+        """Start to gather."""
+        if self._axes:
+            for layer in layers:
+                self._coming[layer] = self._gather(layer)
+
+    async def reshard(self, layers: Iterable[int]) -> None:
+        """Free what was gathered."""
+        for layer in layers:
+            if layer in self._coming:
+                await self._coming.pop(layer)
+            if (layer, "full") in self._rank.weights:
+                del self._rank.weights[layer, "full"]
 
     async def next(self) -> Value:
-        """The complete weight for the next use, as it was announced."""
-        rank, (layer, kept) = self._rank, self._order[self._at]
+        """The complete weight for the next use."""
+        rank, (layer, kept) = self._rank, self._uses[self._at]
         self._at += 1
         if not self._axes:
             return rank.weights[layer]
+        kept = kept or self._told
         if (layer, "full") in rank.weights:
             full = rank.weights[layer, "full"] if kept else rank.weights.pop((layer, "full"))
         else:
-            full = await (self._coming or self._gather(layer))
-            self._coming = None
+            full = await (self._coming.pop(layer, None) or self._gather(layer))
             for axis in self._axes[1:]:
                 full = await rank.all_gather(full, axis=axis)
             if kept:
                 rank.weights[layer, "full"] = full
-        self._fetch_ahead(layer)
+        if not self._told and self._at < len(self._uses):
+            ahead = self._uses[self._at].layer
+            if ahead != layer and (ahead, "full") not in rank.weights:
+                self._coming[ahead] = self._gather(ahead)
         return full
-
-    def _fetch_ahead(self, present: int) -> None:
-        if self._at < len(self._order):
-            layer = self._order[self._at].layer
-            if layer != present and (layer, "full") not in self._rank.weights:
-                self._coming = self._gather(layer)
 
     def _gather(self, layer: int) -> Handle[Value]:
         return self._rank.all_gather(self._rank.weights[layer], axis=self._axes[0])

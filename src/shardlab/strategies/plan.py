@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardlab.program import Mesh, UserError
-from shardlab.strategies.schedules import SCHEDULES, Schedule
+from shardlab.strategies.schedules import Schedule
+from shardlab.strategies.schedules.find import find_schedule
+from shardlab.strategies.schedules.steps import Steps, steps_of
 
 DATA_AXES = ("dp_shard", "dp_replicate")
 """The axes over which the batch is dealt."""
@@ -36,7 +38,8 @@ class Plan:
 
     Attributes:
         mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard`, layers over `pp`.
-        schedule: the pipeline's order of work; on one pipeline rank, `1f1b` takes the microbatches one by one.
+        schedule: the pipeline's order of work, a built-in name, a file (see `find_schedule`) or a `Schedule`; on one
+            pipeline rank, `1f1b` takes the microbatches one by one.
         stages_per_rank: of the pipeline; a schedule that has a fixed number uses that.
         layers_per_stage: how many layers each stage has (empty: as even as can be).
         shard_parameters: axes over which a layer's weights are cut, outermost cut first.
@@ -89,17 +92,36 @@ class Plan:
         return self.mesh.dp_shard * self.mesh.dp_replicate
 
     @property
-    def order(self) -> Schedule:
-        """The schedule itself.
+    def order(self) -> Schedule | Steps:
+        """The schedule itself, or one that was imported for one size.
 
         Raises:
             UserError: if there is none of this name.
         """
-        if isinstance(self.schedule, Schedule):
-            return self.schedule
-        if self.schedule not in SCHEDULES:
-            raise UserError(f"there is no schedule {self.schedule!r}; the schedules are {', '.join(SCHEDULES)}")
-        return SCHEDULES[self.schedule]
+        return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
+
+    def steps(self, layers: int, microbatches: int) -> Steps:
+        """What each pipeline rank does with its share of the microbatches.
+
+        Raises:
+            UserError: when they do not divide among the data-parallel ranks, or do not fit the schedule.
+        """
+        each, rest = divmod(microbatches, self.data_ranks)
+        if rest:
+            raise UserError(
+                f"{microbatches} microbatches do not divide among {self.data_ranks} data-parallel ranks; give a "
+                f"multiple of {self.data_ranks}"
+            )
+        order, ranks = self.order, self.mesh.pp
+        if isinstance(order, Schedule):
+            return steps_of(order, ranks, each, self.stages_of_a_rank(layers))
+        if (len(order.of_ranks), order.microbatches) != (ranks, each):
+            raise UserError(
+                f"{self.schedule} is for {len(order.of_ranks)} pipeline ranks and {order.microbatches} microbatches on "
+                f"each, but the mesh has pp {ranks} and {each} microbatches come to each; give --pp "
+                f"{len(order.of_ranks)} --microbatches {order.microbatches * self.data_ranks}"
+            )
+        return order
 
     def bounds(self, layers: int) -> list[int]:
         """Where the stages begin, and where the last one ends: stage s has layers bounds[s] up to bounds[s + 1].
@@ -107,7 +129,8 @@ class Plan:
         Raises:
             UserError: when there are fewer layers than stages, or the layers named are not those of the model.
         """
-        stages = self.mesh.pp * self.stages_of_a_rank(layers)
+        order = self.order
+        stages = order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_of_a_rank(layers)
         given = self.layers_per_stage
         if given:
             if len(given) != stages or sum(given) != layers or min(given) < 1:
@@ -126,10 +149,13 @@ class Plan:
         Raises:
             UserError: when the schedule must have another number than was asked for.
         """
-        must = self.order.stages_per_rank
+        order = self.order
+        if isinstance(order, Steps):
+            return max(1, order.stages // len(order.of_ranks))
+        must = order.stages_per_rank
         if must is not None and self.stages_per_rank not in (None, must):
             raise UserError(
-                f"{self.order.name} has {must} stage{'s' * (must > 1)} on each rank, but stages_per_rank is "
+                f"{order.name} has {must} stage{'s' * (must > 1)} on each rank, but stages_per_rank is "
                 f"{self.stages_per_rank}; leave it out, or take a looped schedule such as interleaved-1f1b"
             )
         return must or self.stages_per_rank or max(1, min(2, layers // self.mesh.pp))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 
 from shardlab.program import Handle, Rank, Strategy, UserError, Value
-from shardlab.strategies.gathering import Weights, uses
+from shardlab.strategies.gathering import Weights
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.reducing import Gradients
-from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward, Schedule
-from shardlab.strategies.schedules.messages import Recv, Send, Step, with_messages
+from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
+from shardlab.strategies.schedules.messages import Recv, Send
+from shardlab.strategies.schedules.sharding import ReduceGrad, Reshard, Unshard
 
 
 def planned(plan: Plan) -> Strategy:
@@ -22,38 +22,28 @@ def planned(plan: Plan) -> Strategy:
     return strategy
 
 
-@cache
-def all_steps(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Step]]:
-    """Every pipeline rank's actions and messages."""
-    todo = [list(schedule.actions(rank, ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
-    return with_messages(todo, ranks * stages_per_rank, lambda stage: schedule.placement(stage, ranks))
-
-
 class Follower:
     """One rank that follows a plan."""
 
     def __init__(self, rank: Rank, plan: Plan) -> None:
         if rank.mesh != plan.mesh:
             raise UserError(f"the plan is for the mesh {plan.mesh}, but the ranks stand on {rank.mesh}")
-        each, rest = divmod(len(rank.microbatches), plan.data_ranks)
-        if rest:
-            raise UserError(
-                f"{len(rank.microbatches)} microbatches do not divide among {plan.data_ranks} data-parallel ranks; "
-                f"give a multiple of {plan.data_ranks}"
-            )
-        first = each * (rank.coordinate("dp_replicate") * plan.mesh.dp_shard + rank.coordinate("dp_shard"))
+        layers, here = len(rank.layers), rank.coordinate("pp")
+        steps = plan.steps(layers, len(rank.microbatches))
+        first = steps.microbatches * (
+            rank.coordinate("dp_replicate") * plan.mesh.dp_shard + rank.coordinate("dp_shard")
+        )
         self.rank = rank
         self.plan = plan
-        self.microbatches = range(first, first + each)
+        self.microbatches = range(first, first + steps.microbatches)
         self.column = rank.group("pp").ranks
-        layers, order, ranks = len(rank.layers), plan.order, plan.mesh.pp
         self.bounds = plan.bounds(layers)
-        here = rank.coordinate("pp")
-        stages = [stage for stage in range(len(self.bounds) - 1) if order.placement(stage, ranks) == here]
+        stages = [stage for stage, place in enumerate(steps.ranks_of_stages) if place == here]
         self.mine = [layer for stage in stages for layer in self.layers(stage)]
-        self.steps = all_steps(order, ranks, each, plan.stages_of_a_rank(layers))[here]
-        self.left = Counter(dict.fromkeys(stages, each))  # microbatches whose gradient is to come
-        self.weights = Weights(rank, plan, uses(self.steps, self.bounds, plan.reshard_after))
+        self.steps = steps.of_ranks[here]
+        told = any(isinstance(step, ReduceGrad) for step in self.steps)
+        self.left = Counter(dict.fromkeys(() if told else stages, steps.microbatches))  # gradients yet to come
+        self.weights = Weights(rank, plan, self.steps, self.bounds)
         self.gradients = Gradients(rank, plan)
         self.arriving: dict[tuple[bool, int, int], Handle[Value]] = {}
         self.leaving: dict[int, Handle[None]] = {}
@@ -62,20 +52,26 @@ class Follower:
         """Load, follow the schedule, update."""
         self.gradients.load(self.mine)
         for step in self.steps:
-            stage, m = step.stage, self.microbatches[step.microbatch]
             match step:
-                case Forward():
-                    await self.forward(stage, m)
-                case Backward():
-                    await self.backward(stage, m)
-                case BackwardInput():
-                    await self.backward_input(stage, m)
-                case BackwardWeight():
-                    await self.backward_weight(stage, m)
+                case Forward(stage, i):
+                    await self.forward(stage, self.microbatches[i])
+                case Backward(stage, i):
+                    await self.backward(stage, self.microbatches[i])
+                case BackwardInput(stage, i):
+                    await self.backward_input(stage, self.microbatches[i])
+                case BackwardWeight(stage, i):
+                    await self.backward_weight(stage, self.microbatches[i])
                 case Send():
-                    await self.send(step, m)
+                    await self.send(step)
                 case Recv():
-                    self.arriving[step.forward, stage, m] = self.recv(step, m)
+                    self.recv(step)
+                case Unshard(stage):
+                    self.weights.unshard(self.layers(stage))
+                case Reshard(stage):
+                    await self.weights.reshard(self.layers(stage))
+                case ReduceGrad(stage):
+                    for l in reversed(self.layers(stage)):
+                        await self.gradients.finish(l)
         await self.gradients.update(self.mine)
 
     def layers(self, stage: int) -> range:
@@ -137,9 +133,9 @@ class Follower:
         if stage == 0:
             del self.rank.grad_activations[0, m]
 
-    async def send(self, step: Send, m: int) -> None:
+    async def send(self, step: Send) -> None:
         """Start to send; the message before it on this channel must have arrived, so that few are held."""
-        rank = self.rank
+        rank, m = self.rank, self.microbatches[step.microbatch]
         if step.peer in self.leaving:
             await self.leaving.pop(step.peer)
         if step.forward:
@@ -148,10 +144,12 @@ class Follower:
             value = rank.grad_activations.pop((self.bounds[step.stage], m))
         self.leaving[step.peer] = rank.send(value, to=self.column[step.peer])
 
-    def recv(self, step: Recv, m: int) -> Handle[Value]:
+    def recv(self, step: Recv) -> None:
         """Start to receive, as soon as the message is on its way."""
+        m = self.microbatches[step.microbatch]
         if step.forward:
             expect = ("activations", self.bounds[step.stage], m)
         else:
             expect = ("grad_activations", self.bounds[step.stage + 1], m)
-        return self.rank.recv(source=self.column[step.peer], expect=expect)
+        handle = self.rank.recv(source=self.column[step.peer], expect=expect)
+        self.arriving[step.forward, step.stage, m] = handle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,30 +13,10 @@ from shardlab.strategies.schedules.csv_format import ACTIONS, Cell, cells, write
 from shardlab.strategies.schedules.csv_messages import has_messages
 from shardlab.strategies.schedules.messages import Send, Step, with_messages
 from shardlab.strategies.schedules.sharding import ShardedStep, with_sharding
+from shardlab.strategies.schedules.steps import Steps
 
 Form = Literal["compute_only", "compute_comms"]
 """Only the actions, or also the messages between them and the steps of sharded stages, in torch's words."""
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A schedule for one size of pipeline, ready to be followed.
-
-    Attributes:
-        steps: what each rank does, in order.
-        stages: how many there are in all.
-        microbatches: how many there are in a step.
-        ranks_of_stages: for every stage the rank it is on.
-    """
-
-    steps: tuple[tuple[ShardedStep, ...], ...]
-    stages: int
-    microbatches: int
-    ranks_of_stages: tuple[int, ...]
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that a stage is on."""
-        return self.ranks_of_stages[stage]
 
 
 def read_csv(source: str | Path) -> list[list[ShardedStep]]:
@@ -53,7 +32,7 @@ def read_csv(source: str | Path) -> list[list[ShardedStep]]:
     return [[cell.step(ranks_of_stages) for cell in row] for row in rows]
 
 
-def import_csv(source: str | Path) -> Imported:
+def import_csv(source: str | Path) -> Steps:
     """The schedule in a pipeline CSV, ready to be followed.
 
     A file without messages gets them here; one with messages is taken as it stands.
@@ -71,7 +50,7 @@ def import_csv(source: str | Path) -> Imported:
         sent = with_messages(todo, len(ranks_of_stages), ranks_of_stages.__getitem__)
         steps = [_woven(row, messages) for row, messages in zip(steps, sent, strict=True)]
     microbatches = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
-    return Imported(tuple(tuple(row) for row in steps), len(ranks_of_stages), microbatches, ranks_of_stages)
+    return Steps(tuple(tuple(row) for row in steps), microbatches, ranks_of_stages)
 
 
 def _woven(row: Sequence[ShardedStep], sent: Sequence[Step]) -> list[ShardedStep]:

@@ -1,0 +1,45 @@
+"""Finding a schedule by what a user calls it: a built-in name, a generator in a file, or PyTorch's CSV."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from functools import cache
+from pathlib import Path
+
+from shardlab.program import UserError
+from shardlab.strategies.schedules import SCHEDULES
+from shardlab.strategies.schedules.actions import Schedule
+from shardlab.strategies.schedules.csv_schedule import import_csv
+from shardlab.strategies.schedules.steps import Steps
+from shardlab.strategies.user_file import file_and_function, member, module_of
+
+
+@cache
+def find_schedule(name: str) -> Schedule | Steps:
+    """The schedule called `name`: a built-in one, `path/to/file.py:function` or `path/to/file.csv`.
+
+    In a Python file the name is that of a generator `(rank, ranks, microbatches, stages_per_rank)` with one stage a
+    rank, or of a `Schedule`, which can say more.
+
+    Raises:
+        UserError: when there is no such schedule, or the file has something else.
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if name.endswith(".csv"):
+        try:
+            return import_csv(Path(name))
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+    path, function = file_and_function(name)
+    if path is None:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "give a built-in name, path/to/file.py:function or file.csv."
+        raise UserError(f"there is no schedule {name!r}; {hint} Built in: {', '.join(SCHEDULES)}")
+    found = member(module_of(path), path, function, "generators", inspect.isgeneratorfunction)
+    if isinstance(found, Schedule):
+        return found
+    if not inspect.isgeneratorfunction(found):
+        raise UserError(f"{function} in {path} is not a schedule; write it as a generator of actions, or as a Schedule")
+    return Schedule(name, found, str(path))
