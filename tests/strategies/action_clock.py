@@ -21,12 +21,15 @@ class PassTimes:
     backward_weight: float = 1
     latency: float = 0
 
+    @property
+    def passes(self) -> tuple[float, float, float]:
+        return self.forward, self.backward_input, self.backward_weight
+
     def of(self, action: Action) -> float:
         if isinstance(action, Forward):
             return self.forward
-        return self.backward_input * (not isinstance(action, BackwardWeight)) + self.backward_weight * (
-            not isinstance(action, BackwardInput)
-        )
+        first = 0 if isinstance(action, BackwardWeight) else self.backward_input
+        return first + (0 if isinstance(action, BackwardInput) else self.backward_weight)
 
 
 def actions_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:

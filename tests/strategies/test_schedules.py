@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import assume, given
@@ -131,6 +131,12 @@ def test_gpipe_is_breadth_first_with_one_stage_a_rank() -> None:
     assert actions_of(SCHEDULES["gpipe"], 4, 6, 1) == actions_of(SCHEDULES["breadth-first"], 4, 6, 1)
 
 
+@given(st.integers(1, 6), st.integers(1, 20))
+def test_interleaved_is_1f1b_with_one_stage_a_rank(ranks: int, microbatches: int) -> None:
+    interleaved, plain = SCHEDULES["interleaved-1f1b"], SCHEDULES["1f1b"]
+    assert actions_of(interleaved, ranks, microbatches, 1) == actions_of(plain, ranks, microbatches, 1)
+
+
 def test_a_loop_goes_round_and_a_vee_down_and_up() -> None:
     assert [loop(stage, 3) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [vee(stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
@@ -150,9 +156,6 @@ def test_dualpipe_v_computes_backward_in_halves_only_at_its_ends() -> None:
 
 
 def test_a_schedule_that_waits_for_itself_is_one_sentence() -> None:
-    def backwards(rank: int) -> Iterator[Action]:
-        yield Backward(rank, 0)
-        yield Forward(rank, 0)
-
+    todo = [[Backward(rank, 0), Forward(rank, 0)] for rank in range(2)]
     with pytest.raises(UserError, match=r"cannot go on: each rank's next action waits for a later one \(Backward"):
-        with_messages([list(backwards(rank)) for rank in range(2)], 2, lambda stage: stage)
+        with_messages(todo, 2, lambda stage: stage)

@@ -6,7 +6,7 @@ from shardlab.simulate.timeline import Timeline
 
 
 def bubble(timeline: Timeline) -> float:
-    """(cost - work) / cost, from 0 to 1 (Qi et al. 2023, arXiv 2401.10241, section 5.2).
+    """(cost - work) / cost, from 0 to 1 (Qi et al. 2023, arXiv 2401.10241, section 5.3).
 
     The cost is the longest time, over the ranks, from the start of the first pass to the end of the last; the work is
     all that the busiest rank computes meanwhile: m (F + B + W), where all ranks have as much to do. Updates and

@@ -8,7 +8,7 @@ from shardlab.strategies.schedules.actions import Action, BackwardInput, Backwar
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """The memory of 1F1B on the first rank, on every rank; a third of its bubble where all three passes take as long."""
+    """On every rank what 1F1B holds on the first, and a third of its bubble where all three passes take as long."""
     return _late_weights(rank, microbatches, warmup=ranks - rank - 1, late=rank)
 
 
