@@ -55,7 +55,7 @@ def test_the_report_of_a_pipeline_names_its_bubble(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("costs", "sentence"),
     [
-        ("forwards=1", "--costs: there is no cost 'forwards'; give some of forward, backward_input, backward_weight, "),
+        ("forwards=1", "--costs: there is no cost 'forwards'; give some of forward, recompute, backward_input, "),
         ("link_latency=1", "--costs: there is no cost 'link_latency'"),
         ("backward=2", "--costs: give backward_input and backward_weight; an unsplit backward costs their sum"),
         ("forward", "--costs: 'forward' is no cost; give NAME=TIME,... such as forward=1,send=0.2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Annotated
 
 import tyro
@@ -13,18 +14,7 @@ from shardlab.simulate import Costs
 CostsText = Annotated[str | None, tyro.conf.arg(metavar="NAME=TIME,...", help_behavior_hint="")]
 """The option; it is read by `costs_of`."""
 
-NAMES = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "recompute",
-    "loss",
-    "add",
-    "update",
-    "collective",
-    "send",
-    "recv",
-)
+NAMES = [field.name for field in fields(Costs) if field.name != "link_latency"]
 
 
 def costs_of(text: str) -> Costs:
