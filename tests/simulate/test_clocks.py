@@ -19,7 +19,7 @@ from tests.simulate.programs import (
 )
 from tests.simulate.runs import event, events, run
 
-COSTS = Costs(forward=1, backward=2, update=0.5, collective=0.75, send=0.25, recv=0.125)
+COSTS = Costs(forward=1, backward_input=1.25, backward_weight=0.75, update=0.5, collective=0.75, send=0.25, recv=0.125)
 
 
 def test_forward_and_backward_cost_their_microbatches() -> None:

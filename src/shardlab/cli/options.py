@@ -40,6 +40,9 @@ OptionalCount = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="
 Ranks = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or 1 on one device)")]
 """1 or more; without it 4, or 1 for a strategy of one device."""
 
+Layers = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or one for each stage)")]
+"""1 or more; without it 4, or one for each stage of a pipeline schedule."""
+
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """`--flag`, without a `--no-flag`."""
 

@@ -12,7 +12,7 @@ from shardlab.check import ChannelModel, Checked
 from shardlab.cli.timeline_text import legend, rank_row
 from shardlab.program.tape import COMMUNICATION
 from shardlab.program.values import listed
-from shardlab.simulate import Timeline
+from shardlab.simulate import Timeline, bubble
 
 SHOWN_RANKS = 16
 """Of more ranks than this, evenly spaced ones are shown."""
@@ -54,6 +54,7 @@ def _print_figures(console: Console, checked: Checked, timeline: Timeline) -> No
     figures = [
         ("steps", f"{timeline.steps:,.9g}", "when the last op starts"),
         ("end", f"{timeline.end:,.9g}", "when the last op ends"),
+        *_bubble(timeline),
         ("peak memory", f"{timeline.peak_memory:,}", f"elements, on rank{'s' * (len(peak) > 1)} {listed(peak)}"),
         ("ops", f"{sum(map(len, checked.program.tapes)):,}", "on the tapes of all ranks"),
     ]
@@ -67,6 +68,12 @@ def _print_figures(console: Console, checked: Checked, timeline: Timeline) -> No
             console.print(_row("", f"{model.value}: refused", "red"))
             console.print(Padding(Text(why), (0, 0, 0, INDENT)))
     console.print(_row("runs on", ", ".join(checked.backends()) or "no backend", "bold"))
+
+
+def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:
+    if timeline.program.mesh.sizes()["pp"] == 1:
+        return []
+    return [("bubble", f"{bubble(timeline):.2%}", "of the time between a rank's first and last pass")]
 
 
 def _row(label: str, text: str, style: str) -> Text:

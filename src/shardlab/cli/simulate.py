@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.check import ChannelModel, Checked
-from shardlab.cli.options import Count, Flag, NewFile, Ranks, StrategyName
+from shardlab.cli.costs import CostsText, costs_of
+from shardlab.cli.options import Count, Flag, Layers, NewFile, Ranks, StrategyName
 from shardlab.cli.picture import check_picture, save_picture
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
-from shardlab.simulate import Timeline, simulate
+from shardlab.simulate import UNIT_COSTS, Timeline, bubble, simulate
 from shardlab.strategies.load import load
+from shardlab.strategies.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
 class Simulate:
-    """Check a strategy, and time it in the unit costs of the LLM Training Puzzles.
+    """Check a strategy, and time it in the unit costs of the LLM Training Puzzles, or in those of --costs.
 
     One microbatch through one layer takes 1, an update 0.5, a collective 0.3, a send or a receive 0.2.
     """
@@ -28,11 +30,15 @@ class Simulate:
     ranks: Ranks = None
     """How many ranks."""
 
-    layers: Count = 4
+    layers: Layers = None
     """How many layers the model has."""
 
     microbatches: Count = 4
     """How many microbatches the global batch has."""
+
+    costs: CostsText = None
+    """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
+    send's time is its link's, which carries any number of messages at once."""
 
     svg: NewFile = None
     """Draw the timeline into this file."""
@@ -42,15 +48,24 @@ class Simulate:
 
     def run(self) -> int:
         check_picture(self.svg)
+        costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
         entry = load(self.strategy)
-        proof = checked(entry, self.ranks or entry.ranks, self.layers, self.microbatches)
-        timeline = simulate(proof)
+        ranks = self.ranks or entry.ranks
+        proof = checked(entry, ranks, self.layers or self.default_layers(entry.name, ranks), self.microbatches)
+        timeline = simulate(proof, costs)
         save_picture(timeline, self.svg, entry.name)
         if self.json:
             print(json_format.dumps(as_json(entry.name, proof, timeline), indent=2))
         else:
             print_report(entry.name, proof, timeline, self.svg)
         return 0
+
+    def default_layers(self, name: str, ranks: int) -> int:
+        """One for each stage of a schedule, but without --costs no fewer than every other strategy has."""
+        if name not in SCHEDULES:
+            return 4
+        stages = ranks * (SCHEDULES[name].stages_per_rank or 1)
+        return stages if self.costs else max(stages, 4)
 
 
 def as_json(name: str, proof: Checked, timeline: Timeline) -> dict[str, Any]:
@@ -64,6 +79,7 @@ def as_json(name: str, proof: Checked, timeline: Timeline) -> dict[str, Any]:
         "microbatches": program.microbatches,
         "steps": timeline.steps,
         "end": timeline.end,
+        "bubble": bubble(timeline),
         "peak_memory": timeline.peak_memory,
         "peak_memory_by_rank": timeline.peak_memory_by_rank,
         "ops": sum(map(len, program.tapes)),

@@ -1,8 +1,9 @@
 """Clocks, streams and memory over a checked tape."""
 
+from shardlab.simulate.bubble import bubble
 from shardlab.simulate.clocks import simulate
 from shardlab.simulate.costs import UNIT_COSTS, Costs
 from shardlab.simulate.memory import live_memory
 from shardlab.simulate.timeline import Event, Timeline
 
-__all__ = ["UNIT_COSTS", "Costs", "Event", "Timeline", "live_memory", "simulate"]
+__all__ = ["UNIT_COSTS", "Costs", "Event", "Timeline", "bubble", "live_memory", "simulate"]

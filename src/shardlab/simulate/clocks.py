@@ -2,6 +2,7 @@
 
 Compute goes on in tape order and stops only at a WAIT. A communication starts when its last member has issued it
 and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
+Messages on links that have latency only take no stream: each arrives so long after it was issued.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Clocks:
         self.at = [0] * ranks
         self.times: list[dict[int, tuple[float, float]]] = [{} for _ in range(ranks)]  # op -> (start, end)
         self.came: dict[int, int] = {}  # meeting -> members that have come
-        self.sent: set[int] = set()  # messages whose send has run
+        self.arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self.wanted: dict[int, float] = {}  # message -> when its receive was issued
         self.handle_end: list[dict[int, float]] = [{} for _ in range(ranks)]
         self.parked: dict[tuple[int, int], float] = {}
@@ -98,29 +99,33 @@ class _Clocks:
         meeting = self.checked.meetings[number]
         if meeting.group is not None:
             self._run(number, range(len(meeting.members)), now, self.costs.collective)
-        elif number in self.sent:
+        elif number in self.arrives:
             self._run(number, [1], now, self.costs.recv)
         else:
-            self._run(number, [0], now, self.costs.send)
-            self.sent.add(number)
+            self.arrives[number] = self._run(number, [0], now, self.costs.send)
             self._receive(number)
 
     def _receive(self, number: int) -> None:
-        """A receive is ready once it is issued and its message has been sent."""
-        if number in self.sent and number in self.wanted:
-            sender = self.checked.meetings[number].members[0]
-            self._push(max(self.wanted[number], self.handle_end[sender.rank][sender.handle]), -1, number)
+        """A receive is ready once it is issued and its message has arrived."""
+        if number in self.arrives and number in self.wanted:
+            self._push(max(self.wanted[number], self.arrives[number]), -1, number)
 
-    def _run(self, number: int, places: list[int] | range, now: float, duration: float) -> None:
-        members = [self.checked.meetings[number].members[place] for place in places]
-        start = max(now, *(self.stream_free[member.rank] for member in members))
+    def _run(self, number: int, places: list[int] | range, now: float, duration: float) -> float:
+        """Some members' part of a communication; when it ends."""
+        meeting = self.checked.meetings[number]
+        members = [meeting.members[place] for place in places]
+        on_link = self.costs.link_latency and meeting.group is None
+        start = now if on_link else max(now, *(self.stream_free[member.rank] for member in members))
         end = start + duration
         for rank, handle, op in members:
-            self.stream_free[rank] = end
-            self.handle_end[rank][handle] = end
+            if not on_link:
+                self.stream_free[rank] = end
+            sent_away = on_link and places == [0]  # the link has it; the sender need not wait
+            self.handle_end[rank][handle] = start if sent_away else end
             self.times[rank][op] = (start, end)
             if (rank, handle) in self.parked:
                 self._push(max(self.parked.pop((rank, handle)), now), rank, -1)
+        return end
 
     def _timeline(self) -> Timeline:
         program = self.checked.program

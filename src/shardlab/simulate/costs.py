@@ -1,4 +1,4 @@
-"""How long each op takes in the puzzles' unit costs."""
+"""How long each op takes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ class Costs:
     """Time units of each op; the defaults are those of the LLM Training Puzzles (Rush 2023, `Model.event`).
 
     Attributes:
-        forward, recompute, backward, backward_input, backward_weight: for each microbatch acted on.
+        forward, recompute, backward_input, backward_weight: for each microbatch acted on.
         loss, add, norm, update: for each op.
         collective: from the moment its last member arrives.
         send, recv: for each message; a receive starts no earlier than its send has ended.
+        link_latency: whether a send's time is spent on the link alone, which carries any number of messages at once
+            (as schedules are timed in papers). Otherwise messages take the streams of both ranks, one at a time.
     """
 
     forward: float = 1.0
     recompute: float = 1.0
-    backward: float = 1.0
     backward_input: float = 0.5
     backward_weight: float = 0.5
     loss: float = 0.0
@@ -31,6 +32,12 @@ class Costs:
     collective: float = 0.3
     send: float = 0.2
     recv: float = 0.2
+    link_latency: bool = False
+
+    @property
+    def backward(self) -> float:
+        """An unsplit backward pass: both halves."""
+        return self.backward_input + self.backward_weight
 
     def duration(self, kind: OpKind, microbatches: int) -> float:
         """Time units of an op that acts on so many microbatches."""
@@ -39,12 +46,10 @@ class Costs:
         if kind in _FREE_OF_CHARGE:
             return 0.0
         each: float = getattr(self, kind.value)
-        return each * microbatches if kind in _PER_MICROBATCH else each
+        return each * microbatches if kind.value in _PER_MICROBATCH else each
 
 
 _FREE_OF_CHARGE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.WAIT, OpKind.FREE})
-_PER_MICROBATCH = frozenset(
-    {OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT}
-)
+_PER_MICROBATCH = frozenset({"forward", "recompute", "backward", "backward_input", "backward_weight"})
 
 UNIT_COSTS = Costs()

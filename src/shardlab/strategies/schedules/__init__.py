@@ -13,15 +13,24 @@ from shardlab.strategies.schedules.actions import (
     vee,
 )
 from shardlab.strategies.schedules.breadth_first import breadth_first
+from shardlab.strategies.schedules.dualpipe_v import dualpipe_v
+from shardlab.strategies.schedules.gpipe import gpipe
 from shardlab.strategies.schedules.interleaved import interleaved
 from shardlab.strategies.schedules.one_f_one_b import one_f_one_b
+from shardlab.strategies.schedules.zb_v import zb_v
+from shardlab.strategies.schedules.zero_bubble import zb_h1, zb_h2
 
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
+        Schedule("gpipe", gpipe, "Huang et al. 2019, arXiv 1811.06965, fig. 2c"),
         Schedule("1f1b", one_f_one_b, "arXiv 2104.04473, fig. 4, top"),
         Schedule("interleaved-1f1b", interleaved, "arXiv 2104.04473, fig. 4, bottom", stages_per_rank=None),
         Schedule("breadth-first", breadth_first, "arXiv 2211.05953, fig. 4", stages_per_rank=None),
+        Schedule("zb-h1", zb_h1, "Qi et al. 2023, arXiv 2401.10241, fig. 3, top"),
+        Schedule("zb-h2", zb_h2, "Qi et al. 2023, arXiv 2401.10241, fig. 3, bottom"),
+        Schedule("zb-v", zb_v, "Qi et al. 2023, arXiv 2401.10241, fig. 8", vee, stages_per_rank=2),
+        Schedule("dualpipe-v", dualpipe_v, "DeepSeek 2025, github.com/deepseek-ai/DualPipe", vee, stages_per_rank=2),
     )
 }
 """Every built-in schedule by name."""

@@ -18,7 +18,8 @@ def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
     loops = range(stages_per_rank)
     forward = [Forward(loop * ranks + rank, i) for group in groups for loop in loops for i in group]
     backward = [Backward(loop * ranks + rank, i) for group in groups for loop in reversed(loops) for i in group]
-    warmup = min((ranks - rank - 1) * 2 + (stages_per_rank - 1) * len(groups[0]), len(forward))
+    ahead = 2 if stages_per_rank > 1 else 1  # with one stage a rank it is 1F1B
+    warmup = min((ranks - rank - 1) * ahead + (stages_per_rank - 1) * len(groups[0]), len(forward))
     yield from forward[:warmup]
     for i in range(len(forward) - warmup):
         yield forward[warmup + i]

@@ -1,0 +1,77 @@
+"""`shardlab simulate --costs`: times of one's own, and the bubble that follows from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.strategies import STRATEGIES
+from tests.strategies.action_clock import PassTimes
+from tests.strategies.zero_bubble_table import TABLE, Row
+
+Captured = pytest.CaptureFixture[str]
+
+
+def as_option(times: PassTimes, stages_per_rank: int = 1) -> str:
+    names = ("forward", "backward_input", "backward_weight")
+    parts = [f"{name}={time / stages_per_rank:.6f}" for name, time in zip(names, times.passes, strict=True)]
+    return ",".join([*parts, f"send={times.latency}"])
+
+
+def facts_of(capsys: Captured, name: str, row: Row, *more: str) -> dict[str, float]:
+    sizes = ["--ranks", str(row.ranks), "--microbatches", str(row.microbatches)]
+    assert main(["simulate", name, *sizes, *more, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("row", [TABLE[0], TABLE[3]])
+@pytest.mark.parametrize("name", [name for name in ("1f1b", "zb-h1", "zb-h2") if name in STRATEGIES])
+def test_the_bubble_is_the_zero_bubble_papers(name: str, row: Row, capsys: Captured) -> None:
+    facts = facts_of(capsys, name, row, "--costs", as_option(row.times))
+    assert facts["layers"] == row.ranks
+    assert round(facts["bubble"], 4) == row.rates[name]
+
+
+def test_a_looped_schedule_gets_the_stages_that_there_are_layers_for(capsys: Captured) -> None:
+    row, name = TABLE[0], "interleaved-1f1b"
+    facts = facts_of(capsys, name, row, "--layers", "24", "--costs", as_option(row.times, 3))
+    assert facts["bubble"] == pytest.approx(row.rates[name], abs=0.004)
+
+
+def test_costs_left_out_are_0(capsys: Captured) -> None:
+    assert main(["simulate", "ddp", "--costs", "forward=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["end"] == 8  # 4 layers, one microbatch on each rank
+
+
+def test_the_report_of_a_pipeline_names_its_bubble(capsys: Captured) -> None:
+    assert main(["simulate", "gpipe", "--costs", "forward=1,backward_input=1,backward_weight=1"]) == 0
+    assert "bubble             42.86%" in capsys.readouterr().out  # (p - 1) / (m + p - 1)
+    assert main(["simulate", "fsdp"]) == 0
+    assert "bubble" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("costs", "sentence"),
+    [
+        ("forwards=1", "--costs: there is no cost 'forwards'; give some of forward, recompute, backward_input, "),
+        ("link_latency=1", "--costs: there is no cost 'link_latency'"),
+        ("backward=2", "--costs: give backward_input and backward_weight; an unsplit backward costs their sum"),
+        ("forward", "--costs: 'forward' is no cost; give NAME=TIME,... such as forward=1,send=0.2"),
+        ("forward=1,", "--costs: '' is no cost"),
+        ("", "--costs: '' is no cost"),
+        ("forward=", "--costs: forward= is not a time; give a number, 0 or more"),
+        ("send=1ms", "--costs: send=1ms is not a time"),
+        ("send=-1", "--costs: send=-1 is not a time"),
+        ("send=inf", "--costs: send=inf is not a time"),
+        ("send=nan", "--costs: send=nan is not a time"),
+        ("send=1,send=2", "--costs: send is given twice; give it once"),
+    ],
+)
+def test_costs_that_are_none_are_one_sentence(costs: str, sentence: str, capsys: Captured) -> None:
+    assert main(["simulate", "1f1b", "--costs", costs]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"shardlab: {sentence}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
