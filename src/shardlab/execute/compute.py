@@ -10,7 +10,7 @@ from torch import Tensor
 from shardlab.execute.graph import Graph
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.state import State
-from shardlab.models.tensors import Dropout, initial_weights, loss_of, views
+from shardlab.models.tensors import Dropout, initial_weights, lengthened, loss_of, views
 from shardlab.program import Holds, Op, OpKind
 from shardlab.program.values import bits
 
@@ -22,11 +22,11 @@ def load_weights(state: State, at: int, op: Op) -> Instruction:
     assert op.holds is not None
     settings, layer = state.settings, op.layer
     whole = initial_weights(state.model, layer, settings.seed, settings.dtype)
-    padded = torch.zeros(state.shapes.flat[layer], dtype=whole.dtype)
-    padded[: len(whole)] = whole
+    padded = lengthened(state.shapes.layouts[layer], whole, state.shapes.flat[layer])
     ranges = state.shapes.ranges(layer, op.holds)
     flat = torch.cat([padded[start:stop] for start, stop in ranges]).to(settings.device)
-    kept = Slice(flat, ranges, state.shapes.layouts[layer].decayed_numel, settings.optimizer)
+    decayed = state.shapes.layouts[layer].decayed_runs(state.shapes.flat[layer])
+    kept = Slice(flat, ranges, decayed, settings.optimizer)
     state.slices[layer, op.holds] = kept
     (weight, opt_state), values = op.outputs, state.values
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,24 +62,26 @@ class AdamW:
 class Slice:
     """A slice of a layer's flat weights with its optimizer state: what a rank keeps from step to step."""
 
-    def __init__(self, flat: Tensor, starts: list[tuple[int, int]], decayed_numel: int, config: AdamW) -> None:
-        """`flat` holds the ranges `starts` (start, stop) of the layer's buffer, of which `decayed_numel` decay."""
+    def __init__(
+        self, flat: Tensor, starts: list[tuple[int, int]], decayed: list[tuple[int, int]], config: AdamW
+    ) -> None:
+        """`flat` holds the ranges `starts` (start, stop) of the layer's buffer, of which the runs `decayed` decay."""
         self.flat = flat
         self._config = config
         self._parts: list[tuple[Tensor, int, int]] = []
-        decayed: list[Tensor] = []
+        decaying: list[Tensor] = []
         others: list[Tensor] = []
         at = 0
         for start, stop in starts:
-            middle = min(max(start, decayed_numel), stop)
-            for begin, end, group in ((start, middle, decayed), (middle, stop, others)):
-                if begin < end:
-                    here = at + begin - start
-                    part = flat[here : here + end - begin].detach()
-                    group.append(part)
-                    self._parts.append((part, here, here + end - begin))
+            cuts = {place for run in decayed for place in run if start < place < stop}
+            for begin, end in pairwise(sorted({start, stop} | cuts)):
+                here = at + begin - start
+                part = flat[here : here + end - begin].detach()
+                decays = any(first <= begin and end <= last for first, last in decayed)
+                (decaying if decays else others).append(part)
+                self._parts.append((part, here, here + end - begin))
             at += stop - start
-        self.optimizer = config.build(decayed, others)
+        self.optimizer = config.build(decaying, others)
 
     def update(self, gradient: Tensor, step: int) -> None:
         """One step with a gradient of the same length."""
