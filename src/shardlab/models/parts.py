@@ -139,10 +139,9 @@ class Attention(Part):
         return self.norm_saved + self.body_saved() + self.drops * self.stream
 
     def body_saved(self) -> int:
-        queries_keys_values, mixed = self.block * (self.width + 2 * self.kv_width), self.stream
-        repeated = 2 * self.stream if self.kv_heads < self.heads else 0
+        queries_keys_values, mixed = 3 * self.stream, self.stream  # shared keys and values are kept once for each head
         scores = self.heads * self.block * (3 * self.block if self.drops else 1)
-        return queries_keys_values + repeated + scores + mixed
+        return queries_keys_values + scores + mixed
 
     def flops(self) -> int:
         t, c = self.block, self.width

@@ -96,6 +96,7 @@ def _(part: Attention, p: Parameters, x: Tensor, share: Share, dropout: Dropout 
     features = _linear(p, "attn.c_attn", x).view(rows, tokens, heads + 2 * kv_heads, size).transpose(1, 2)
     q, k, v = features[:, :heads], features[:, heads:-kv_heads], features[:, -kv_heads:]  # (rows, heads, T, size)
     if kv_heads < heads:
+        q = q.clone()  # autograd then keeps this and not all features
         k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
     if dropout is None:
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
