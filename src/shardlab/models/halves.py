@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from shardlab.models.blocks import Blocks
 from shardlab.models.layout import LayerLayout, Parameter
@@ -94,7 +95,7 @@ class Halves(Model):
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "slices", slices)
         self.at_least_one("slices")
-        if {p.name for p in whole.head.parameters() if p.cut is not None} == set[str]():
+        if all(parameter.cut is None for parameter in whole.head.parameters()):
             raise UserError(
                 "tied embeddings need the embedding and the head in one layer, but half-blocks have one in the first "
                 "and the other in the last; leave the embeddings untied"
@@ -107,7 +108,7 @@ class Halves(Model):
                         f"{count % slices}); choose {name} that are a multiple of the slices, or fewer slices"
                     )
 
-    @property
+    @cached_property
     def units(self) -> list[tuple[int, Part]]:
         """All parts in order, each with its block."""
         blocks = range(self.whole.layers)

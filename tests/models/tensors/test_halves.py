@@ -1,6 +1,7 @@
 """Half-blocks, sliced, with the collectives played by hand, equal the whole model in loss and gradients."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_a_norm_on_slices_of_the_sequence_concatenates_and_its_gradients_sum(
     branch, residual, grad_residual, grad_normalised = torch.randn(4, 4, 12, 16, dtype=torch.float64)
     results, totals = [], []
     for places in [(0, 12), (0, *ends, 12)]:
-        cuts = [range(start, stop) for start, stop in zip(places, places[1:], strict=False)]
+        cuts = [range(start, stop) for start, stop in pairwise(places)]
         outputs, total = [], 0
         for cut in cuts:
             leaves = leaves_of(model, flats, 0)[layer]
