@@ -9,15 +9,29 @@ import torch
 from torch import Tensor
 
 from shardlab.models import Model
-from shardlab.models.tensors import Dropout, initial_weights, layers_of, views
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
+from shardlab.models.tensors.parts import ALL
+from shardlab.program.sizes import LayerKind
 
 
-def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype) -> int:
-    """Bytes of all storages kept between forward and backward, but those of the parameters and the input."""
+def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> tuple[Tensor | None, ...]:
+    """Random inputs of a layer: of a norm the residual (but for the first) and the branch, of a share's tokens."""
+    shape = model.activation_shape(layer)
+    if share.tokens is not None:
+        shape = (len(share.tokens), *shape[1:])
+    if layer == 0:
+        return (torch.randint(model.vocabulary, (rows, *shape)),)
+    x = torch.randn(rows, *shape, dtype=dtype).requires_grad_()
+    if model.kinds[layer] is not LayerKind.NORM:
+        return (x,)
+    return (None if layer == 1 else torch.randn_like(x).requires_grad_(), x)
+
+
+def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> int:
+    """Bytes of all storages kept between forward and backward, but those of the parameters and the inputs."""
     flat = initial_weights(model, layer, seed=0, dtype=dtype)
     parameters = [view.requires_grad_() for view in views(model.layout(layer), flat)]
-    shape = (rows, *model.activation_shape(layer))
-    x = torch.randint(model.vocabulary, shape) if layer == 0 else torch.randn(shape, dtype=dtype).requires_grad_()
+    inputs = inputs_of(model, layer, rows, dtype, share)
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -25,13 +39,15 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layers_of(model)[layer](parameters, x, Dropout(model.dropout, 0, 0, layer, (0,)))
-    assert output.requires_grad
-    for given in (flat, x):
-        storages.pop(given.untyped_storage().data_ptr(), None)
+        dropout = Dropout(model.dropout, 0, 0, layer, (0,))
+        outputs = layers_of(model)[layer].run(parameters, inputs, share, dropout)
+    assert all(output is None or output.requires_grad for output in outputs)
+    for given in (flat, *inputs):
+        if given is not None:
+            storages.pop(given.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.fixture
-def saved_bytes() -> Callable[[Model, int, int, torch.dtype], int]:
+def saved_bytes() -> Callable[..., int]:
     return measured_saved_bytes

@@ -65,6 +65,8 @@ def test_activations_go_from_tokens_to_logits() -> None:
         GPT(layers=3, dropout=0.1),
         GPT(layers=1, heads=1, dropout=0.1),
         GPT(layers=2, heads=3, width=48, block=7, vocabulary=30),
+        GPT(layers=2, heads=6, kv_heads=2, width=48, block=7, vocabulary=30),
+        GPT(layers=1, heads=6, kv_heads=1, width=48, block=7, vocabulary=30, dropout=0.1),
     ],
     ids=str,
 )
@@ -82,9 +84,10 @@ def test_in_half_precision_only_the_log_sum_exp_counts_twice(saved_bytes: Measur
         assert saved_bytes(model, layer, 2, torch.bfloat16) == 2 * elements * 2
 
 
-def test_flops_are_those_that_torch_counts() -> None:
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_flops_are_those_that_torch_counts(kv_heads: int | None) -> None:
     """Counted by torch's own FLOP counter on plain attention, which does the whole T x T square."""
-    model = GPT(layers=3, width=32, heads=2, vocabulary=100, block=16)
+    model = GPT(layers=3, width=32, heads=2, kv_heads=kv_heads, vocabulary=100, block=16)
     for layer, compute in enumerate(layers_of(model)):
         shape = (1, *model.activation_shape(layer))
         x = torch.zeros(shape, dtype=torch.int64) if layer == 0 else torch.zeros(shape)
@@ -118,6 +121,8 @@ def test_it_is_frozen_and_hashable() -> None:
         ({"width": 65}, "width 65 does not divide by 4 heads (remainder 1)"),
         ({"layers": 0}, "layers is 0; a model needs at least 1"),
         ({"heads": -1}, "heads is -1"),
+        ({"kv_heads": 0}, "kv_heads is 0; a model needs at least 1"),
+        ({"kv_heads": 3}, "4 heads cannot share 3 key/value heads evenly (remainder 1)"),
         ({"vocabulary": 0}, "vocabulary is 0"),
         ({"block": 0}, "block is 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),

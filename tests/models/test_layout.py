@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.models import LayerLayout, Parameter
-from shardlab.models.layout import ALIGNMENT
+from shardlab.models.layout import ALIGNMENT, Cut
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 layouts = st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=12).map(
@@ -53,3 +53,24 @@ def test_a_layout_with_the_same_parameters_is_equal_and_hashes_alike() -> None:
     parameters = [Parameter("a", (2, 3), True), Parameter("b", (2,), False)]
     assert LayerLayout(parameters) == LayerLayout(reversed(parameters))
     assert hash(LayerLayout(parameters)) == hash(LayerLayout(reversed(parameters)))
+
+
+@given(layouts, st.integers(1, 6), st.integers(1, 6))
+def test_a_sliced_layers_runs_are_equal_and_split_into_equal_aligned_shards(
+    one: LayerLayout, slices: int, shards: int
+) -> None:
+    layout = LayerLayout(one.parameters, slices)
+    assert layout.numel == slices * one.numel == slices * layout.run_numel
+    assert layout.offsets == one.offsets
+    length = layout.padded(slices * shards)
+    assert length == slices * one.padded(shards)
+    for start, stop in layout.decayed_runs(length):
+        assert start % (length // slices) == 0
+        assert stop - start == one.decayed_numel
+    assert len(layout.decayed_runs(length)) == slices
+
+
+def test_a_sliced_parameter_is_a_piece_along_its_cut_and_longer_if_that_does_not_divide() -> None:
+    assert Parameter("a", (6, 5), True, Cut(1)).sliced(5).shape == (6, 1)
+    assert Parameter("a", (7, 5), True, Cut(0)).sliced(2).shape == (4, 5)
+    assert Parameter("a", (7, 5), True).sliced(2).shape == (7, 5)

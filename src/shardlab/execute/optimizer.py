@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -63,26 +64,27 @@ class AdamW:
 class Slice:
     """An optimizer's state for a slice of a layer's flat weights: what a rank keeps from step to step."""
 
-    def __init__(self, weights: list[Tensor], starts: list[int], decayed_numel: int, config: AdamW) -> None:
+    def __init__(self, weights: list[Tensor], starts: list[int], decayed: list[tuple[int, int]], config: AdamW) -> None:
         """`weights` are the slice's runs, updated in place; run i begins at element `starts[i]` of the layer's buffer.
 
-        The buffer's first `decayed_numel` elements decay.
+        Of that buffer the runs `decayed` (start, stop) decay.
         """
         self.weights = weights
         self._config = config
         self._parts: list[tuple[Tensor, int, int]] = []
-        decayed: list[Tensor] = []
+        decaying: list[Tensor] = []
         others: list[Tensor] = []
         at = 0
         for run, start in zip(weights, starts, strict=True):
-            middle = min(max(0, decayed_numel - start), len(run))
-            for begin, end, group in ((0, middle, decayed), (middle, len(run), others)):
-                if begin < end:
-                    part = run[begin:end].detach()
-                    group.append(part)
-                    self._parts.append((part, at + begin, at + end))
+            stop = start + len(run)
+            cuts = {place for runs in decayed for place in runs if start < place < stop}
+            for begin, end in pairwise(sorted({start, stop} | cuts)):
+                part = run[begin - start : end - start].detach()
+                decays = any(first <= begin and end <= last for first, last in decayed)
+                (decaying if decays else others).append(part)
+                self._parts.append((part, at + begin - start, at + end - start))
             at += len(run)
-        self.optimizer = config.build(decayed, others)
+        self.optimizer = config.build(decaying, others)
 
     @property
     def flat(self) -> Tensor:

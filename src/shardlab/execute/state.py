@@ -15,7 +15,7 @@ from shardlab.execute.graph import FlatWeight
 from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import Model
-from shardlab.models.tensors import initial_weights, layers_of
+from shardlab.models.tensors import initial_weights, layers_of, lengthened
 from shardlab.program import Holds, Op, OpKind
 from shardlab.program.values import bits
 
@@ -110,8 +110,7 @@ class State:
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """The first weights of some slices, from the seed alone."""
         whole = initial_weights(self.model, layer, self.settings.seed, self.settings.dtype)
-        padded = torch.zeros(self.shapes.flat[layer], dtype=whole.dtype)
-        padded[: len(whole)] = whole
+        padded = lengthened(self.shapes.layouts[layer], whole, self.shapes.flat[layer])
         return torch.cat([padded[a:b] for a, b in self.shapes.ranges(layer, holds)]).to(self.settings.device)
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
@@ -120,7 +119,8 @@ class State:
         flat = self._initial(layer, holds) if owner is None else self.kept[layer, owner]
         runs = [flat[a:b] for a, b in self.shapes.places(layer, owner or holds, holds)]
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
-        return Slice(runs, starts, self.shapes.layouts[layer].decayed_numel, self.settings.optimizer)
+        decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
+        return Slice(runs, starts, decayed, self.settings.optimizer)
 
     def keep(self) -> None:
         """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""

@@ -1,8 +1,10 @@
 """Models as lists of layers: their shapes, FLOPs and bytes. `shardlab.models.tensors` computes them on torch."""
 
+from shardlab.models.blocks import Blocks
 from shardlab.models.gpt import GPT
+from shardlab.models.halves import Halves
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
 
-__all__ = ["GPT", "MLP", "LayerLayout", "Model", "Parameter"]
+__all__ = ["GPT", "MLP", "Blocks", "Halves", "LayerLayout", "Model", "Parameter"]

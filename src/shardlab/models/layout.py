@@ -13,16 +13,39 @@ ALIGNMENT = 16
 """Elements between the places where a parameter may start: 64 bytes of float32, one cache line."""
 
 
+class Cut(NamedTuple):
+    """How tensor parallelism slices a parameter: along `dim`, each of its `sections` in equal pieces.
+
+    A slice is its piece of every section, one after the other. Attention's matrix has three, for queries, keys and
+    values; no `sections` means one. A single section that does not divide is cut as if it were longer (by padding).
+    """
+
+    dim: int
+    sections: tuple[int, ...] = ()
+
+
 class Parameter(NamedTuple):
-    """One parameter of a layer; AdamW's weight decay acts on it if it is `decayed`."""
+    """One parameter of a layer; AdamW's weight decay acts on it if it is `decayed`.
+
+    Without a `cut`, tensor parallelism leaves it whole on every rank.
+    """
 
     name: str
     shape: tuple[int, ...]
     decayed: bool
+    cut: Cut | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def sliced(self, of: int) -> Parameter:
+        """One of `of` slices of it; all have one shape."""
+        if self.cut is None or of == 1:
+            return self
+        dim = self.cut.dim
+        shape = (*self.shape[:dim], -(-self.shape[dim] // of), *self.shape[dim + 1 :])
+        return Parameter(self.name, shape, self.decayed)
 
 
 @dataclass(frozen=True)
@@ -35,39 +58,58 @@ class LayerLayout:
     >>> [p.name for p in layout.parameters], layout.offsets, layout.numel, layout.decayed_numel
     (['weight', 'bias'], (0, 32), 48, 32)
 
+    A layer that tensor parallelism cuts has one such run for every slice, all alike, one after the other.
+
     Attributes:
-        parameters: in the buffer's order, whichever order they were given in.
+        parameters: of one slice, in the buffer's order, whichever order they were given in.
+        slices: runs of the buffer.
     """
 
     parameters: tuple[Parameter, ...]
+    slices: int = 1
 
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Parameter], slices: int = 1) -> None:
         ordered = sorted(parameters, key=lambda parameter: not parameter.decayed)  # stable
         object.__setattr__(self, "parameters", tuple(ordered))
+        object.__setattr__(self, "slices", slices)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The element at which each parameter starts."""
+        """The element of a run at which each parameter starts."""
         return (0, *accumulate(aligned(p.numel) for p in self.parameters))[:-1]
 
     @cached_property
+    def run_numel(self) -> int:
+        """Elements of one slice's run, gaps included."""
+        return sum(aligned(p.numel) for p in self.parameters)
+
+    @property
     def numel(self) -> int:
         """Elements of the buffer, gaps included."""
-        return sum(aligned(p.numel) for p in self.parameters)
+        return self.slices * self.run_numel
 
     @cached_property
     def decayed_numel(self) -> int:
-        """Elements of the buffer's front part, which holds the decayed parameters; gaps included."""
+        """Elements of a run's front part, which holds the decayed parameters; gaps included."""
         return sum(aligned(p.numel) for p in self.parameters if p.decayed)
 
     @property
     def parameter_count(self) -> int:
-        """Parameters that there really are, without the gaps."""
-        return sum(p.numel for p in self.parameters)
+        """Elements of the parameters, without the gaps."""
+        return self.slices * sum(p.numel for p in self.parameters)
 
     def padded(self, of: int) -> int:
-        """Elements of the buffer once it is lengthened to split into `of` equal slices that keep the alignment."""
-        return aligned(self.numel, of * ALIGNMENT)
+        """Elements of the buffer once its runs are lengthened so that it splits into `of` equal, aligned slices.
+
+        Each of them lies in one run if `of` is a multiple of `slices`.
+        """
+        pieces = math.lcm(of, self.slices) // self.slices
+        return self.slices * aligned(self.run_numel, pieces * ALIGNMENT)
+
+    def decayed_runs(self, length: int) -> list[tuple[int, int]]:
+        """Where the decayed parameters lie, as (start, stop), in a buffer whose runs fill `length` elements."""
+        run = length // self.slices
+        return [(i * run, i * run + self.decayed_numel) for i in range(self.slices)]
 
 
 def aligned(elements: int, to: int = ALIGNMENT) -> int:

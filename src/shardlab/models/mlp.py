@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.models.model import Model
+from shardlab.models.blocks import Blocks
 from shardlab.models.parts import Embedding, FeedForward, Head, Part
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLP(Model):
+class MLP(Blocks):
     """A GPT without attention and positions: every token goes its own way through residual pre-norm GELU MLPs.
 
     Attributes:

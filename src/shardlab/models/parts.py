@@ -4,6 +4,9 @@ The tensor half (`shardlab.models.tensors`) computes the same parts; a test hold
 is counted for one sequence, with T = `block` tokens and C = `width`. Every part but `Embedding` maps (T, C)
 onward and begins with a LayerNorm, which keeps the part's input; `saved` counts what is kept beyond that input.
 
+Between its norm and its sum with the residual stream lies a part's *body*, which tensor parallelism slices as
+Megatron-LM does (Shoeybi et al. 2019, arXiv 1909.08053, section 3): the parameters that have a `cut` are the body's.
+
 FLOPs are those of matrix products in the forward pass, an addition and a multiplication each (Narayanan et al.
 2021, arXiv 2104.04473, appendix: 24 T C^2 + 4 T^2 C a layer, and 2 T C V for the logits). As there, attention
 counts the whole T x T square although its upper half is masked; look-ups, norms, softmax, GELU and sums count 0.
@@ -13,8 +16,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
-from shardlab.models.layout import Parameter
+from shardlab.models.layout import Cut, Parameter
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,12 @@ class Part(ABC):
         width: features of a token, C.
         bias: whether linear maps and norms have a bias.
         drops: whether dropout is on, so that its masks are kept.
+        norm_name: of the norm that the part begins with (none: it has none).
+        added: the parameter that is added to the body's result (none: nothing is).
     """
+
+    norm_name: ClassVar[str] = ""
+    added: ClassVar[str] = ""
 
     block: int
     width: int
@@ -42,8 +51,16 @@ class Part(ABC):
         """Elements that autograd keeps for the backward pass beyond the part's input and parameters."""
 
     @abstractmethod
+    def body_saved(self) -> int:
+        """Elements that autograd keeps for the body, beyond its input and parameters; slices share them equally."""
+
+    @abstractmethod
     def flops(self) -> int:
         """FLOPs of the forward pass."""
+
+    def sliceable(self) -> dict[str, int]:
+        """What must divide by the number of slices, by name."""
+        return {}
 
     @property
     def stream(self) -> int:
@@ -55,27 +72,39 @@ class Part(ABC):
         """A LayerNorm keeps each token's mean and 1/deviation; its output is kept by the linear map that follows."""
         return 2 * self.block + self.stream
 
-    def norm(self, name: str) -> list[Parameter]:
-        return [Parameter(f"{name}.{end}", (self.width,), False) for end in ("weight", "bias")[: 1 + self.bias]]
+    def norm(self) -> list[Parameter]:
+        return [
+            Parameter(f"{self.norm_name}.{end}", (self.width,), False) for end in ("weight", "bias")[: 1 + self.bias]
+        ]
 
-    def linear(self, name: str, outputs: int, inputs: int) -> list[Parameter]:
-        weight = Parameter(f"{name}.weight", (outputs, inputs), True)
-        return [weight, Parameter(f"{name}.bias", (outputs,), False)] if self.bias else [weight]
+    def linear(self, name: str, outputs: int, inputs: int, cut: Cut) -> list[Parameter]:
+        """A map whose slices make some of the outputs (cut along 0), or take some of the inputs (along 1)."""
+        weight = Parameter(f"{name}.weight", (outputs, inputs), True, cut)
+        bias = Parameter(f"{name}.bias", (outputs,), False, cut if cut.dim == 0 else None)
+        return [weight, bias] if self.bias else [weight]
 
 
 @dataclass(frozen=True)
 class Embedding(Part):
-    """Tokens (T,) to the residual stream (T, C), with learned positions if `positions`; dropout."""
+    """Tokens (T,) to the residual stream (T, C), with learned positions if `positions`; dropout.
+
+    Sliced by vocabulary: the tokens of other slices give zero.
+    """
+
+    added = "wpe.weight"
 
     vocabulary: int
     positions: bool
 
     def parameters(self) -> list[Parameter]:
-        tokens = Parameter("wte.weight", (self.vocabulary, self.width), True)
+        tokens = Parameter("wte.weight", (self.vocabulary, self.width), True, Cut(0))
         return [tokens, Parameter("wpe.weight", (self.block, self.width), True)] if self.positions else [tokens]
 
     def saved(self) -> int:
         return self.drops * self.stream
+
+    def body_saved(self) -> int:
+        return 0
 
     def flops(self) -> int:
         return 0
@@ -85,59 +114,98 @@ class Embedding(Part):
 class Attention(Part):
     """Norm, causal scaled dot product attention, projection, dropout; added to the residual stream.
 
-    Without dropout, attention is one fused op that keeps the log-sum-exp of each head's rows; with it, three
-    T x T matrices a head: the softmax, its mask, and the product of both.
+    With fewer `kv_heads` than heads, neighbouring heads share keys and values (grouped queries, Ainslie et al. 2023,
+    arXiv 2305.13245). Without dropout, attention is one fused op that keeps the log-sum-exp of each head's rows; with
+    it, three T x T matrices a head: the softmax, its mask, and the product of both. Sliced by heads.
     """
 
+    norm_name = "ln_1"
+    added = "attn.c_proj.bias"
+
     heads: int
+    kv_heads: int
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all keys of a token, and of all values."""
+        return self.width // self.heads * self.kv_heads
 
     def parameters(self) -> list[Parameter]:
-        c = self.width
-        return [*self.norm("ln_1"), *self.linear("attn.c_attn", 3 * c, c), *self.linear("attn.c_proj", c, c)]
+        c, kv = self.width, self.kv_width
+        features = self.linear("attn.c_attn", c + 2 * kv, c, Cut(0, (c, kv, kv)))
+        return [*self.norm(), *features, *self.linear("attn.c_proj", c, c, Cut(1))]
 
     def saved(self) -> int:
-        queries_keys_values, mixed, mask = 3 * self.stream, self.stream, self.drops * self.stream
+        return self.norm_saved + self.body_saved() + self.drops * self.stream
+
+    def body_saved(self) -> int:
+        queries_keys_values, mixed = 3 * self.stream, self.stream  # shared keys and values are kept once for each head
         scores = self.heads * self.block * (3 * self.block if self.drops else 1)
-        return self.norm_saved + queries_keys_values + scores + mixed + mask
+        return queries_keys_values + scores + mixed
 
     def flops(self) -> int:
         t, c = self.block, self.width
-        return 2 * t * c * 3 * c + 2 * (2 * t * t * c) + 2 * t * c * c
+        return 2 * t * c * (c + 2 * self.kv_width) + 2 * (2 * t * t * c) + 2 * t * c * c
+
+    def sliceable(self) -> dict[str, int]:
+        return {"heads": self.heads, "key/value heads": self.kv_heads}
 
 
 @dataclass(frozen=True)
 class FeedForward(Part):
-    """Norm, linear map to `hidden` features, exact GELU, linear map back, dropout; added to the residual stream."""
+    """Norm, linear map to `hidden` features, exact GELU, linear map back, dropout; added to the residual stream.
+
+    Sliced by hidden features.
+    """
+
+    norm_name = "ln_2"
+    added = "mlp.c_proj.bias"
 
     hidden: int
 
     def parameters(self) -> list[Parameter]:
         c, hidden = self.width, self.hidden
-        return [*self.norm("ln_2"), *self.linear("mlp.c_fc", hidden, c), *self.linear("mlp.c_proj", c, hidden)]
+        return [
+            *self.norm(),
+            *self.linear("mlp.c_fc", hidden, c, Cut(0)),
+            *self.linear("mlp.c_proj", c, hidden, Cut(1)),
+        ]
 
     def saved(self) -> int:
-        return self.norm_saved + 2 * self.block * self.hidden + self.drops * self.stream
+        return self.norm_saved + self.body_saved() + self.drops * self.stream
+
+    def body_saved(self) -> int:
+        return 2 * self.block * self.hidden
 
     def flops(self) -> int:
         return 2 * (2 * self.block * self.width * self.hidden)
+
+    def sliceable(self) -> dict[str, int]:
+        return {"hidden features": self.hidden}
 
 
 @dataclass(frozen=True)
 class Head(Part):
     """Norm, then a score (logit) for every token of the vocabulary: (T, C) to (T, vocabulary).
 
-    If `tied`, the scores are products with the token embedding, and there is no matrix of its own.
+    If `tied`, the scores are products with the token embedding, and there is no matrix of its own. Sliced by
+    vocabulary.
     """
+
+    norm_name = "ln_f"
 
     vocabulary: int
     tied: bool
 
     def parameters(self) -> list[Parameter]:
-        matrix = Parameter("lm_head.weight", (self.vocabulary, self.width), True)
-        return self.norm("ln_f") if self.tied else [*self.norm("ln_f"), matrix]
+        matrix = Parameter("lm_head.weight", (self.vocabulary, self.width), True, Cut(0))
+        return self.norm() if self.tied else [*self.norm(), matrix]
 
     def saved(self) -> int:
         return self.norm_saved
+
+    def body_saved(self) -> int:
+        return 0
 
     def flops(self) -> int:
         return 2 * self.block * self.width * self.vocabulary

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from shardlab.program.values import Kind, Spec
 
 PUZZLE_HIDDEN = 512
 PUZZLE_LENGTH = 256
+
+
+class LayerKind(Enum):
+    """What a layer makes of its input when tensor parallelism slices the model.
+
+    - WHOLE: not for slicing; activation to activation.
+    - NORM: (residual, branch) to (residual, normalised); parameters replicated, any slice of the sequence alone.
+    - SLICED: normalised to branch; every parameter sliced, the result a partial sum over the slices (of the last
+      layer: a slice of the logits).
+    """
+
+    WHOLE = "whole"
+    NORM = "norm"
+    SLICED = "sliced"
 
 
 @dataclass(frozen=True)
@@ -23,6 +38,8 @@ class Sizes:
         saved_for_weight: what is left of that between the two halves of a split backward pass, with the gradients that
             the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
         element_bytes: bytes of one element, by kind.
+        kinds: each layer's kind (empty: all WHOLE).
+        residual: elements of the residual stream for one microbatch, which NORM layers hand on beside the activations.
     """
 
     weights: tuple[int, ...]
@@ -31,6 +48,8 @@ class Sizes:
     saved: tuple[int, ...]
     saved_for_weight: tuple[int, ...] = ()
     element_bytes: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 4))
+    kinds: tuple[LayerKind, ...] = ()
+    residual: int = 0
 
     @property
     def layers(self) -> int:

@@ -16,15 +16,19 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
         self.heads, width = config.heads, config.width
-        self.c_attn = nn.Linear(width, 3 * width, bias=config.bias)
+        self.kv_heads = config.kv_heads or config.heads
+        self.kv_width = width // self.heads * self.kv_heads
+        self.c_attn = nn.Linear(width, width + 2 * self.kv_width, bias=config.bias)
         self.c_proj = nn.Linear(width, width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, width = x.size()
         q, k, v = (
-            part.view(rows, tokens, self.heads, width // self.heads).transpose(1, 2)
-            for part in self.c_attn(x).split(width, dim=2)
+            part.view(rows, tokens, -1, width // self.heads).transpose(1, 2)
+            for part in self.c_attn(x).split([width, self.kv_width, self.kv_width], dim=2)
         )
+        shared = [head * self.kv_heads // self.heads for head in range(self.heads)]  # whose keys each head uses
+        k, v = k[:, shared], v[:, shared]
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         scores = scores.masked_fill(torch.tril(torch.ones(tokens, tokens)) == 0, float("-inf"))
         y = F.softmax(scores, dim=-1) @ v
@@ -89,6 +93,7 @@ def error(a: Tensor, b: Tensor) -> float:
         GPT(layers=1, width=24, heads=1, vocabulary=40, block=10),
         GPT(layers=2, width=16, heads=4, vocabulary=40, block=10, bias=False),
         GPT(layers=1, width=16, heads=2, vocabulary=40, block=10, tied=True),
+        GPT(layers=2, width=24, heads=6, kv_heads=2, vocabulary=40, block=10),
     ],
     ids=str,
 )

@@ -1,9 +1,30 @@
 """The models' arithmetic on torch: layers, dropout, first weights, loss and sampling."""
 
 from shardlab.models.tensors.dropout import Dropout
+from shardlab.models.tensors.flat import lengthened, named_views, views
 from shardlab.models.tensors.generate import generate
-from shardlab.models.tensors.layers import Layer, layers_of, loss_of
+from shardlab.models.tensors.halving import to_blocks, to_halves
+from shardlab.models.tensors.layers import Layer, layers_of
+from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, loss_stats
+from shardlab.models.tensors.parts import Share
 from shardlab.models.tensors.seeding import generator_of
-from shardlab.models.tensors.weights import initial_weights, views
+from shardlab.models.tensors.weights import initial_weights
 
-__all__ = ["Dropout", "Layer", "generate", "generator_of", "initial_weights", "layers_of", "loss_of", "views"]
+__all__ = [
+    "Dropout",
+    "Layer",
+    "Share",
+    "combined_loss",
+    "generate",
+    "generator_of",
+    "initial_weights",
+    "layers_of",
+    "lengthened",
+    "loss_gradient",
+    "loss_of",
+    "loss_stats",
+    "named_views",
+    "to_blocks",
+    "to_halves",
+    "views",
+]

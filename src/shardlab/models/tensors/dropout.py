@@ -38,15 +38,18 @@ class Dropout:
     layer: int
     microbatches: tuple[int, ...]
 
-    def mask(self, site: Site, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def mask(self, site: Site, shape: tuple[int, ...], like: Tensor, dim: int = 0, part: range | None = None) -> Tensor:
         """What to multiply with: 0 or 1 / (1 - probability), of `shape` (rows first), as `like` in dtype and device.
 
-        Each microbatch's mask is drawn whole, on the CPU, from a generator of its own.
+        Each microbatch's mask is drawn whole, on the CPU, from a generator of its own; of dim `dim` only `part` (a
+        range of step 1) is given.
         """
         rows, count = shape[0], len(self.microbatches)
         assert rows % count == 0, f"{rows} rows do not hold {count} microbatches of equal size"
         kept = torch.empty(shape, dtype=torch.bool)
-        for microbatch, part in zip(self.microbatches, kept.chunk(count), strict=True):
+        for microbatch, drawn in zip(self.microbatches, kept.chunk(count), strict=True):
             generator = generator_of("dropout", self.seed, self.step, self.layer, microbatch, site)
-            part.bernoulli_(1 - self.probability, generator=generator)
+            drawn.bernoulli_(1 - self.probability, generator=generator)
+        if part is not None:
+            kept = kept.narrow(dim, part.start, len(part))
         return kept.to(like.device, like.dtype).mul_(1 / (1 - self.probability))

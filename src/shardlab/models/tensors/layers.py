@@ -1,107 +1,123 @@
-"""The layers' arithmetic: for every part of a model the function that computes it."""
+"""The layers as functions of tensors, in one form whichever way a model is cut into layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import singledispatch
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from shardlab.models.blocks import Blocks
+from shardlab.models.halves import Body, Halves, Norm
 from shardlab.models.model import Model
-from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
-from shardlab.models.tensors.dropout import Dropout, Site
+from shardlab.models.parts import Part
+from shardlab.models.tensors.dropout import Dropout
+from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
+
+Tensors = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer of a model, a function of its parameters and its input; it holds no tensor itself."""
+class Layer(ABC):
+    """One layer of a model, a function of its parameters and its inputs; it holds no tensor itself.
+
+    Attributes:
+        names: of the parameters, in the layout's order.
+    """
 
     names: tuple[str, ...]
-    parts: tuple[Part, ...]
 
-    def __call__(self, parameters: Sequence[Tensor], x: Tensor, dropout: Dropout | None = None) -> Tensor:
-        """Activation l, (rows, *shape), to activation l + 1; `parameters` in the layout's order."""
-        named = dict(zip(self.names, parameters, strict=True))
+    def run(
+        self, parameters: Sequence[Tensor], inputs: Tensors, share: Share = ALL, dropout: Dropout | None = None
+    ) -> Tensors:
+        """The layer's outputs, rows first like its inputs.
+
+        Args:
+            parameters: in the layout's order; of one slice where the layer is sliced.
+            share: which slice or which tokens are computed.
+            dropout: the step's and the microbatches'; the layer's masks are those of the block that it is part of.
+        """
         if dropout is not None and dropout.probability == 0:
             dropout = None
+        return self.compute(dict(zip(self.names, parameters, strict=True)), inputs, share, dropout)
+
+    def __call__(self, parameters: Sequence[Tensor], x: Tensor, dropout: Dropout | None = None) -> Tensor:
+        """Activation l, (rows, *shape), to activation l + 1, for a layer with one input and one output."""
+        (y,) = self.run(parameters, (x,), ALL, dropout)
+        assert y is not None
+        return y
+
+    @abstractmethod
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        """`run`, with the parameters by name, and without dropout of probability 0."""
+
+
+@dataclass(frozen=True)
+class BlockLayer(Layer):
+    """(x,) to (y,): a block, with what comes before the first and after the last. It has no shares."""
+
+    parts: tuple[Part, ...]
+
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        (x,) = inputs
+        assert x is not None
+        assert share == ALL, f"a layer of whole blocks has no share {share}"
         for part in self.parts:
-            x = compute(part, named, x, dropout)
-        return x
+            x = compute(part, p, x, dropout)
+        return (x,)
+
+
+@dataclass(frozen=True)
+class NormLayer(Layer):
+    """(residual, branch) to (residual, normalised), for the share's tokens.
+
+    The first norm is given no residual (None), and the last one hands none on. A residual handed on is memory of its
+    own, never the branch's.
+    """
+
+    half: Norm
+    last: bool
+
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        residual, branch = inputs
+        assert branch is not None
+        if dropout is not None:
+            dropout = replace(dropout, layer=self.half.block_before)
+        residual = add_branch(self.half.before, p, residual, branch, share, dropout)
+        if residual is branch:
+            residual = branch.clone()
+        return None if self.last else residual, norm_of(self.half.after, p, residual)
+
+
+@dataclass(frozen=True)
+class BodyLayer(Layer):
+    """(x,) to (branch,): all tokens; from a slice of the parameters, that slice's term of the branch.
+
+    The head gives the slice's logits, -inf for tokens beyond the vocabulary.
+    """
+
+    half: Body
+
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        (x,) = inputs
+        assert x is not None
+        if dropout is not None:
+            dropout = replace(dropout, layer=self.half.block)
+        return (body_of(self.half.part, p, x, share, dropout),)
 
 
 def layers_of(model: Model) -> list[Layer]:
     """The model's layers, in order."""
-    names = [tuple(p.name for p in model.layout(layer).parameters) for layer in range(model.layers)]
-    return [Layer(names[layer], model.parts(layer)) for layer in range(model.layers)]
+    return [_layer(model, layer) for layer in range(model.layers)]
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats, summed over tokens; logits (rows, T, vocabulary), targets (rows, T), -1: not counted."""
-    logits = logits.flatten(0, -2)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
-
-
-@singledispatch
-def compute(part: Part, p: Mapping[str, Tensor], x: Tensor, dropout: Dropout | None) -> Tensor:
-    """What a part makes of its input (rows, T) or (rows, T, C), with the layer's parameters by name."""
-    raise NotImplementedError(f"no arithmetic for {type(part).__name__}")
-
-
-@compute.register
-def _(part: Embedding, p: Mapping[str, Tensor], x: Tensor, dropout: Dropout | None) -> Tensor:
-    tokens = x.shape[1]  # fewer than the block while text is generated
-    x = F.embedding(x, p["wte.weight"])
-    if part.positions:
-        x = x + p["wpe.weight"][:tokens]
-    return x if dropout is None else x * dropout.mask(Site.EMBEDDING, x.shape, x)
-
-
-@compute.register
-def _(part: Attention, p: Mapping[str, Tensor], x: Tensor, dropout: Dropout | None) -> Tensor:
-    rows, tokens, width = x.shape
-    features = _linear(p, "attn.c_attn", _norm(p, "ln_1", x)).view(rows, tokens, 3, part.heads, width // part.heads)
-    q, k, v = (each.transpose(1, 2) for each in features.unbind(2))  # (rows, heads, T, C / heads)
-    if dropout is None:
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    else:
-        mixed = _attention_with_dropout(q, k, v, dropout)
-    mixed = mixed.transpose(1, 2).reshape(rows, tokens, width)
-    return _residual(x, _linear(p, "attn.c_proj", mixed), dropout, Site.ATTENTION_OUTPUT)
-
-
-@compute.register
-def _(part: FeedForward, p: Mapping[str, Tensor], x: Tensor, dropout: Dropout | None) -> Tensor:
-    hidden = F.gelu(_linear(p, "mlp.c_fc", _norm(p, "ln_2", x)))
-    return _residual(x, _linear(p, "mlp.c_proj", hidden), dropout, Site.FEED_FORWARD_OUTPUT)
-
-
-@compute.register
-def _(part: Head, p: Mapping[str, Tensor], x: Tensor, dropout: Dropout | None) -> Tensor:
-    return F.linear(_norm(p, "ln_f", x), p["wte.weight" if part.tied else "lm_head.weight"])
-
-
-def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
-    """Attention step by step, since the fused op draws masks of its own; shapes (rows, heads, T, C / heads)."""
-    rows, heads, tokens, features = q.shape
-    mask = dropout.mask(Site.ATTENTION, (rows, heads, tokens, tokens), q).flatten(0, 1)
-    future = q.new_full((tokens, tokens), float("-inf")).triu_(1)
-    q, k, v = (each.flatten(0, 1) for each in (q, k, v))
-    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=features**-0.5)
-    return torch.bmm(scores.softmax(-1) * mask, v).view(rows, heads, tokens, features)
-
-
-def _norm(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p.get(f"{name}.bias"))
-
-
-def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
-
-
-def _residual(x: Tensor, branch: Tensor, dropout: Dropout | None, site: Site) -> Tensor:
-    """The residual stream with what a branch adds to it."""
-    return x + branch if dropout is None else torch.addcmul(x, branch, dropout.mask(site, x.shape, x))
+def _layer(model: Model, layer: int) -> Layer:
+    names = tuple(p.name for p in model.layout(layer).parameters)
+    if isinstance(model, Blocks):
+        return BlockLayer(names, model.parts(layer))
+    assert isinstance(model, Halves), f"no arithmetic for {type(model).__name__}"
+    half = model.half(layer)
+    if isinstance(half, Body):
+        return BodyLayer(names, half)
+    return NormLayer(names, half, last=layer == model.layers - 2)

@@ -1,4 +1,4 @@
-"""A layer's weights in its flat buffer: the views of them, and how they begin."""
+"""How a layer's weights begin."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ import math
 import torch
 from torch import Tensor
 
-from shardlab.models.layout import LayerLayout
+from shardlab.models.halves import Halves
 from shardlab.models.model import Model
+from shardlab.models.tensors.flat import views
+from shardlab.models.tensors.halving import half_of
 from shardlab.models.tensors.seeding import generator_of
 
 DEVIATION = 0.02
 """Standard deviation of a matrix's first elements (GPT-2; nanoGPT)."""
 
 
-def views(layout: LayerLayout, flat: Tensor) -> list[Tensor]:
-    """The parameters, in the layout's order, as views of a flat buffer (numel,) or longer.
-
-    Ask for gradients of the views, not of `flat`: through `flat`, each view's gradient would be a whole buffer.
-    """
-    places = zip(layout.parameters, layout.offsets, strict=True)
-    return [flat[offset : offset + parameter.numel].view(parameter.shape) for parameter, offset in places]
-
-
 def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> Tensor:
     """The first weights of a layer (layout.numel,), a function of seed and layer; zero in the gaps.
 
     As nanoGPT: matrices normal, those that end a residual branch smaller by sqrt(2 layers); biases 0, norms 1.
-    Drawn in float64 and rounded, so that runs in two dtypes begin alike.
+    Drawn in float64 and rounded, so that runs in two dtypes begin alike. Half-blocks begin as the whole model does.
     """
+    if isinstance(model, Halves):
+        blocks = {block for block, _ in model.half(layer).sources()}
+        wholes = {block: initial_weights(model.whole, block, seed, dtype) for block in blocks}
+        return half_of(model, layer, wholes)
     layout = model.layout(layer)
     generator = generator_of("weights", seed, layer)
     flat = torch.zeros(layout.numel, dtype=dtype)

@@ -1,0 +1,62 @@
+"""Models whose layers are whole blocks of the body."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from shardlab.models.layout import LayerLayout
+from shardlab.models.model import Model
+from shardlab.models.parts import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks(Model):
+    """A model with one block of the body in each layer.
+
+    The embedding belongs to layer 0, the final norm and the head to layer `layers - 1`.
+    """
+
+    @property
+    @abstractmethod
+    def embedding(self) -> Part:
+        """What comes before the first layer's body."""
+
+    @property
+    @abstractmethod
+    def body(self) -> tuple[Part, ...]:
+        """What every layer computes."""
+
+    @property
+    @abstractmethod
+    def head(self) -> Part:
+        """What comes after the last layer's body."""
+
+    @property
+    def common(self) -> tuple[int, int, bool, bool]:
+        """The fields that all parts share."""
+        return self.block, self.width, self.bias, self.dropout > 0
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        """What layer `layer` computes, in order."""
+        assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
+        first = (self.embedding,) if layer == 0 else ()
+        last = (self.head,) if layer == self.layers - 1 else ()
+        return (*first, *self.body, *last)
+
+    def layout(self, layer: int) -> LayerLayout:
+        return LayerLayout(parameter for part in self.parts(layer) for parameter in part.parameters())
+
+    def activation_shape(self, index: int) -> tuple[int, ...]:
+        assert 0 <= index <= self.layers, f"activation {index} of {self.layers} layers"
+        if index == 0:
+            return (self.block,)
+        return (self.block, self.vocabulary if index == self.layers else self.width)
+
+    def saved_elements(self, layer: int) -> int:
+        parts = self.parts(layer)
+        between = (len(parts) - 1) * self.block * self.width  # the residual stream, where one part meets the next
+        return between + sum(part.saved() for part in parts)
+
+    def forward_flops(self, layer: int) -> int:
+        return sum(part.flops() for part in self.parts(layer))

@@ -1,0 +1,158 @@
+"""Half-blocks: a model cut where tensor parallelism communicates, between each part's body and the next one's norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from shardlab.models.blocks import Blocks
+from shardlab.models.layout import LayerLayout, Parameter
+from shardlab.models.model import Model
+from shardlab.models.parts import Part
+from shardlab.program.errors import UserError
+from shardlab.program.sizes import LayerKind
+
+
+@dataclass(frozen=True)
+class Norm:
+    """(residual, branch) to (residual, normalised): the end of one part and the beginning of the next.
+
+    It adds the bias that the bodies' slices leave out (after the embedding: the positions), drops out, adds the
+    residual and normalises. Every token goes its own way, so that any slice of the sequence can be computed alone.
+
+    Attributes:
+        before, after: the parts that it lies between.
+        block_before, block_after: the blocks that hold them.
+    """
+
+    before: Part
+    after: Part
+    block_before: int
+    block_after: int
+
+    def sources(self) -> list[tuple[int, Parameter]]:
+        """Its parameters, each with the block that holds it in the whole model."""
+        added = [p for p in self.before.parameters() if p.name == self.before.added]
+        norm = [p for p in self.after.parameters() if p.name.startswith(self.after.norm_name)]
+        return [(self.block_before, p) for p in added] + [(self.block_after, p) for p in norm]
+
+    def saved(self) -> int:
+        """The residual that it hands on, each token's mean and 1/deviation, and dropout's mask."""
+        return self.before.stream + 2 * self.before.block + self.before.drops * self.before.stream
+
+    def flops(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Body:
+    """Normalised input to branch: what a part computes, without norm, last bias, dropout and residual.
+
+    A slice of its parameters computes a term of the branch: the branch is the sum over slices. The head's slices
+    compute slices of the logits instead.
+
+    Attributes:
+        part: whose body it is.
+        block: that holds it.
+    """
+
+    part: Part
+    block: int
+
+    def sources(self) -> list[tuple[int, Parameter]]:
+        """Its parameters, each with the block that holds it in the whole model."""
+        return [(self.block, p) for p in self.part.parameters() if p.cut is not None]
+
+    def saved(self) -> int:
+        return self.part.body_saved()
+
+    def flops(self) -> int:
+        return self.part.flops()
+
+
+@dataclass(frozen=True, init=False)
+class Halves(Model):
+    """A model in half-blocks: bodies (even layers) and norms (odd ones), from the embedding's body to the head's.
+
+    Each body is cut into `slices` for tensor parallelism; its flat buffer holds one run after the other. The
+    vocabulary is padded to a multiple of them: rows of zeros, and logits of -inf.
+
+    >>> Halves(GPT(layers=2), slices=4).layers
+    11
+
+    Attributes:
+        whole: the model that is cut; `layers` counts the half-blocks, all other fields are its own.
+        slices: of every body.
+    """
+
+    whole: Blocks
+    slices: int
+
+    def __init__(self, whole: Blocks, slices: int = 1) -> None:
+        common = {field.name: getattr(whole, field.name) for field in fields(Model)}
+        common["layers"] = 2 * (2 + whole.layers * len(whole.body)) - 1
+        super().__init__(**common)
+        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "slices", slices)
+        self.at_least_one("slices")
+        if all(parameter.cut is None for parameter in whole.head.parameters()):
+            raise UserError(
+                "tied embeddings need the embedding and the head in one layer, but half-blocks have one in the first "
+                "and the other in the last; leave the embeddings untied"
+            )
+        for part in whole.body:
+            for name, count in part.sliceable().items():
+                if count % slices:
+                    raise UserError(
+                        f"{count} {name} do not divide into {slices} tensor-parallel slices (remainder "
+                        f"{count % slices}); choose {name} that are a multiple of the slices, or fewer slices"
+                    )
+
+    @cached_property
+    def units(self) -> list[tuple[int, Part]]:
+        """All parts in order, each with its block."""
+        blocks = range(self.whole.layers)
+        return [(block, part) for block in blocks for part in self.whole.parts(block)]
+
+    def half(self, layer: int) -> Norm | Body:
+        """What layer `layer` computes."""
+        assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
+        block, part = self.units[layer // 2]
+        if layer % 2 == 0:
+            return Body(part, block)
+        block_after, after = self.units[layer // 2 + 1]
+        return Norm(part, after, block, block_after)
+
+    def layout(self, layer: int) -> LayerLayout:
+        slices = 1 if layer % 2 else self.slices
+        return LayerLayout((p.sliced(slices) for _, p in self.half(layer).sources()), slices)
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Logits of all slices together."""
+        return -(-self.vocabulary // self.slices) * self.slices
+
+    def first_token(self, slice: int) -> int:
+        """The first token of the vocabulary whose embedding and logit belong to a slice."""
+        return self.padded_vocabulary // self.slices * slice
+
+    def activation_shape(self, index: int) -> tuple[int, ...]:
+        """Shape of activation `index` for one sequence; a norm's input is the branch (the residual is as large)."""
+        assert 0 <= index <= self.layers, f"activation {index} of {self.layers} layers"
+        if index == 0:
+            return (self.block,)
+        return (self.block, self.padded_vocabulary if index == self.layers else self.width)
+
+    def saved_elements(self, layer: int) -> int:
+        return self.half(layer).saved()
+
+    def forward_flops(self, layer: int) -> int:
+        return self.half(layer).flops()
+
+    @property
+    def parameter_count(self) -> int:
+        return self.whole.parameter_count
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return tuple(LayerKind.NORM if layer % 2 else LayerKind.SLICED for layer in range(self.layers))

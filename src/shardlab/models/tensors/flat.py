@@ -1,0 +1,30 @@
+"""A layer's flat buffer: the views of its parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardlab.models.layout import LayerLayout
+
+
+def views(layout: LayerLayout, flat: Tensor) -> list[Tensor]:
+    """The parameters, in the layout's order, as views of a flat buffer (numel,) or longer.
+
+    Of a sliced layer, give one slice's run (`run_numel` or longer): the views are of that slice's parameters.
+    Ask for gradients of the views, not of `flat`: through `flat`, each view's gradient would be a whole buffer.
+    """
+    places = zip(layout.parameters, layout.offsets, strict=True)
+    return [flat[offset : offset + parameter.numel].view(parameter.shape) for parameter, offset in places]
+
+
+def named_views(layout: LayerLayout, flat: Tensor) -> dict[str, Tensor]:
+    """The `views` by name."""
+    names = [parameter.name for parameter in layout.parameters]
+    return dict(zip(names, views(layout, flat), strict=True))
+
+
+def lengthened(layout: LayerLayout, flat: Tensor, length: int) -> Tensor:
+    """A flat buffer of `length` elements with the same runs, each lengthened by zeros at its end (`layout.padded`)."""
+    longer = flat.new_zeros(length)
+    longer.view(layout.slices, -1)[:, : layout.run_numel] = flat.view(layout.slices, -1)[:, : layout.run_numel]
+    return longer
