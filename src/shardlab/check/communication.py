@@ -120,7 +120,7 @@ class Communication:
         if len(meeting) == len(group.ranks):
             del self._open[group, turn]
             members = [meeting[rank] for rank in group.ranks]
-            specs = transfer.collective(op[0], [given for _, given in members], group.ranks)
+            specs = transfer.collective(op[0], [given for _, given in members], group.ranks, state.program.layers)
             self._meet(Meeting(group, [m for m, _ in members]), specs)
 
     def _send(self, state: RankState, op: Op) -> None:

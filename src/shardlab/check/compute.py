@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardlab.check.rank_state import RankState
-from shardlab.program import Holds, Kind, Op, OpKind, Spec, transfer
+from shardlab.program import Holds, Kind, LayerKind, Op, OpKind, Spec, sliced, transfer
 
 Rule = Callable[[RankState, Op], None]
 
@@ -22,22 +22,40 @@ def free(state: RankState, op: Op) -> None:
 
 
 def forward(state: RankState, op: Op) -> None:
+    kind = state.program.sizes.kind(op[1])
+    if kind is LayerKind.NORM:
+        _forward_norm(state, op)
+        return
     activation, weight = op[2]
     spec = state.live[activation]
-    made = transfer.forward(op[1], spec, state.live[weight])
+    made = (sliced if kind is LayerKind.SLICED else transfer).forward(op[1], spec, state.live[weight])
     if len(op[3]) == 1:
         state.make(op[3][0], made)
     else:
         output, saved = op[3]
         state.make(output, made)
-        _save(state, saved, activation, transfer.saved(op[1], spec))
+        _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
+
+
+def _forward_norm(state: RankState, op: Op) -> None:
+    branch, weight, *residual = op[2]
+    read = [state.live[number] for number in residual]
+    spec = state.live[branch]
+    made = sliced.norm_forward(op[1], state.program.layers, spec, state.live[weight], *read)
+    *outputs, saved = op[3]
+    for number, output in zip(outputs, [spec for spec in made if spec is not None], strict=True):
+        state.make(number, output)
+    _save(state, saved, branch, transfer.saved(op[1], spec))
 
 
 def recompute(state: RankState, op: Op) -> None:
     (activation, weight), (saved,) = op[2], op[3]
     spec = state.live[activation]
-    transfer.forward(op[1], spec, state.live[weight], "recompute")
-    _save(state, saved, activation, transfer.saved(op[1], spec))
+    if state.program.sizes.kind(op[1]) is LayerKind.NORM:
+        state.refuse(f"{op}: a norm is not recomputed; it keeps little.")
+    rules = sliced if state.program.sizes.kind(op[1]) is LayerKind.SLICED else transfer
+    made = rules.forward(op[1], spec, state.live[weight], "recompute")
+    _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
 def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
@@ -47,40 +65,70 @@ def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
 
 
 def loss(state: RankState, op: Op) -> None:
-    (activation,), (gradient,) = op[2], op[3]
+    (activation, *stats), (gradient,) = op[2], op[3]
+    layers = state.program.layers
+    state.want_layer(op, layers)
+    read = [state.live[number] for number in stats]
+    if state.grid.width > 1:
+        made = sliced.loss(layers, state.live[activation], *read or [None])
+    else:
+        made = transfer.loss(layers, state.live[activation], *read)
+    state.make(gradient, made)
+
+
+def loss_stats(state: RankState, op: Op) -> None:
+    (logits,), (stats,) = op[2], op[3]
     state.want_layer(op, state.program.layers)
-    state.make(gradient, transfer.loss(state.program.layers, state.live[activation]))
+    state.make(stats, sliced.loss_stats(state.program.layers, state.live[logits]))
 
 
 def backward(state: RankState, op: Op) -> None:
-    activation, gradient, weight, saved = op[2]
     grad_weight, grad_activation = op[3]
-    live = state.live
-    made = transfer.backward(op[1], live[activation], live[gradient], live[weight])
-    if state.saved_of.pop(activation, None) != saved:
-        state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
+    made = _backward(state, op)
     state.make(grad_weight, made[0])
     state.make(grad_activation, made[1])
 
 
 def backward_input(state: RankState, op: Op) -> None:
-    activation, gradient, weight, saved = op[2]
     grad_activation, half = op[3]
-    live = state.live
-    spec = live[activation]
-    made = transfer.backward(op[1], spec, live[gradient], live[weight])
+    activation = op[2][0]
+    spec = state.live[activation]
+    made = _backward(state, op)
+    state.make(grad_activation, made[1])
+    state.note(half, transfer.saved(op[1], spec, made[1].sums, Kind.SAVED_FOR_WEIGHT))
+    state.half_of[activation] = half
+
+
+def _backward(state: RankState, op: Op) -> tuple[Spec, Spec]:
+    """What both halves of a backward pass make, whichever of it the op keeps."""
+    activation, gradient, weight, saved, *residual = op[2]
+    live, layer, kind = state.live, op[1], state.program.sizes.kind(op[1])
+    specs = live[activation], live[gradient]
+    if kind is LayerKind.NORM:
+        read = [live[number] for number in residual]
+        made = sliced.norm_backward(layer, state.program.layers, *specs, live[weight], *read)
+    elif residual:
+        state.refuse(f"{op}: is given {len(op[2])} values; only a norm reads a residual's gradient.")
+    elif kind is LayerKind.SLICED:
+        made = sliced.backward(layer, *specs, live[weight], layers=state.program.layers)
+    else:
+        made = transfer.backward(layer, *specs, live[weight])
     if state.saved_of.pop(activation, None) != saved:
         state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
-    state.make(grad_activation, made[1])
-    state.note(half, transfer.saved(op[1], spec, Kind.SAVED_FOR_WEIGHT))
-    state.half_of[activation] = half
+    if state.specs[saved].sums != made[1].sums:
+        state.refuse(f"{op}: the forward pass was by other slices of the layer than the weight's.")
+    return made
 
 
 def backward_weight(state: RankState, op: Op) -> None:
     (activation, gradient, half), (grad_weight,) = op[2], op[3]
-    made = transfer.backward_weight(op[1], state.live[activation], state.live[gradient])
+    specs = state.live[activation], state.live[gradient]
     if state.half_of.pop(activation, None) != half:
         state.refuse(f"{op}: value {half} is not what the first half of this activation's backward left for it.")
+    if state.program.sizes.kind(op[1]) is LayerKind.WHOLE:
+        made = transfer.backward_weight(op[1], *specs)
+    else:
+        made = sliced.backward_weight(op[1], state.program.layers, *specs, state.specs[half].sums)
     state.make(grad_weight, made)
 
 
@@ -115,10 +163,11 @@ def update(state: RankState, op: Op) -> None:
 
 def load_batch(state: RankState, op: Op) -> None:
     holds, (), (activation,) = op.holds, op[2], op[3]
-    if holds is None or holds.of != state.program.microbatches or not 0 < holds.mask <= state.cells:
+    if holds is None or holds.of != state.program.microbatches or not 0 < holds.mask < 1 << holds.of:
         state.refuse(f"{op}: {_said(holds)} is not a set of the step's {state.program.microbatches} microbatches.")
     state.want_layer(op, 0)
-    state.make(activation, Spec(Kind.ACTIVATION, 0, holds))
+    pieces = holds.refined(holds.of * state.grid.sequence)
+    state.make(activation, Spec(Kind.ACTIVATION, 0, pieces, 0, 0, state.grid))
 
 
 def load_weight(state: RankState, op: Op) -> None:
@@ -154,6 +203,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.ADD: add,
     OpKind.UPDATE: update,
     OpKind.LOSS: loss,
+    OpKind.LOSS_STATS: loss_stats,
     OpKind.LOAD_BATCH: load_batch,
     OpKind.LOAD_WEIGHT: load_weight,
     OpKind.LOAD_OPT_STATE: load_opt_state,

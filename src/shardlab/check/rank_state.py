@@ -13,6 +13,7 @@ class RankState:
     """What is live, in flight and loaded on a rank, up to the op at hand.
 
     Attributes:
+        cells, grid: what every gradient must have summed, and in what slices values are counted.
         at: index of the op at hand.
         specs: the spec of every value made so far, by number.
         live: those that ops may use now.
@@ -32,7 +33,8 @@ class RankState:
         self.index = index
         self.program = program
         self.ops = program.tapes[index]
-        self.cells = (1 << program.microbatches) - 1
+        self.cells = program.cells
+        self.grid = program.grid
         self.at = 0
         self.specs: dict[int, Spec] = {}
         self.live = Live(self)

@@ -20,7 +20,7 @@ class Shapes:
     def __init__(self, checked: Checked, model: Model, rows: int) -> None:
         cuts: dict[int, int] = defaultdict(lambda: 1)
         for specs in checked.specs:
-            for kind, layer, holds, _, _ in specs.values():
+            for kind, layer, holds, *_ in specs.values():
                 if kind not in ROW_KINDS and kind is not Kind.SCALAR:
                     cuts[layer] = math.lcm(cuts[layer], holds.of)
         self.model = model

@@ -4,7 +4,7 @@ from shardlab.program.errors import Deadlock, Refused, UserError
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import AXES, Group, Mesh
 from shardlab.program.rank import Rank
-from shardlab.program.sizes import Sizes
+from shardlab.program.sizes import LayerKind, Sizes
 from shardlab.program.tape import Message, Op, OpKind, Program
 from shardlab.program.value import Store, Value
 from shardlab.program.values import Holds, Kind, Spec
@@ -17,6 +17,7 @@ __all__ = [
     "Handle",
     "Holds",
     "Kind",
+    "LayerKind",
     "Mesh",
     "Message",
     "Op",

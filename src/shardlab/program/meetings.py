@@ -78,8 +78,9 @@ class Collectives:
             return
         del self._open[group, handle.turn]
         members = [meeting[rank] for rank in group.ranks]
+        specs = [member.spec for member in members]
         try:
-            results = transfer.collective(handle.kind, [member.spec for member in members], group.ranks)
+            results = transfer.collective(handle.kind, specs, group.ranks, handle.rank.sizes.layers)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
         for member, spec in zip(members, results, strict=True):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from shardlab.program import transfer
+from shardlab.program import sliced, transfer
 from shardlab.program.errors import Refused, UserError
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import WORLD, Group, Mesh, group_of
 from shardlab.program.recorder import Recorder
+from shardlab.program.sizes import LayerKind
 from shardlab.program.tape import Message, Op, OpKind
 from shardlab.program.value import Store, Value
 from shardlab.program.values import AUTOGRAD_KINDS, Holds, Kind, Spec, mask_of
@@ -33,13 +35,16 @@ class Rank(Recorder):
         layers: `range` of the model's layers.
         microbatches: `range` of the step's microbatches.
         mesh: the ranks' grid.
-        weights, opt_states, activations, grad_activations, grad_weights, scalars: the stores, a program's only memory.
+        kinds: each layer's kind.
+        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, stats: the stores, a
+            program's only memory.
     """
 
     def __init__(self, index: int, world: World) -> None:
         super().__init__(index, world.sizes, world.watch)
         self.world = world.mesh.world
         self.layers = range(world.sizes.layers)
+        self.kinds = [world.sizes.kind(layer) for layer in self.layers]
         self.microbatches = range(world.microbatches)
         self.mesh: Mesh = world.mesh
         self.weights = Store(self, Kind.WEIGHT)
@@ -48,8 +53,11 @@ class Rank(Recorder):
         self.grad_activations = Store(self, Kind.GRAD_ACTIVATION)
         self.grad_weights = Store(self, Kind.GRAD_WEIGHT)
         self.scalars = Store(self, Kind.SCALAR)
+        self.residuals = Store(self, Kind.RESIDUAL)
+        self.stats = Store(self, Kind.STATS)
         self._world = world
-        self._cells = (1 << world.microbatches) - 1
+        self._grid = world.grid
+        self._cells = (1 << world.microbatches * world.grid.sequence) - 1
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
         self._batches = 0
 
@@ -123,7 +131,8 @@ class Rank(Recorder):
         if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= n < total for n in numbers):
             self.refuse(f"load_batch({numbers}): give one or more of the microbatches 0-{total - 1}, each once.")
         holds = Holds(mask_of(numbers), total)
-        value = self.make(Spec(Kind.ACTIVATION, 0, holds))
+        spec = Spec(Kind.ACTIVATION, 0, holds.refined(total * self._grid.sequence), 0, 0, self._grid)
+        value = self.make(spec)
         self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))
         return value
 
@@ -135,8 +144,9 @@ class Rank(Recorder):
         """
         self._check_layer("forward", layer)
         spec = self._read(activation)
+        rule = self._rule("forward", layer, forward=True)
         try:
-            made = transfer.forward(layer, spec, self._read(weight))
+            made = rule(layer, spec, self._read(weight))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
@@ -144,7 +154,7 @@ class Rank(Recorder):
         if save:
             outputs = (number, number + 1)
             self._values.append(None)
-            activation.saved = number + 1
+            activation.saved, activation.saved_slices = number + 1, made.sums
         else:
             outputs = (number,)
         self.ops.append(Op(OpKind.FORWARD, layer, (activation.number, weight.number), outputs))
@@ -154,26 +164,123 @@ class Rank(Recorder):
             self._used(activation)
         return output
 
-    def loss(self, activation: Value) -> Value:
-        """The gradient of the loss with respect to the last activation."""
+    def loss(self, activation: Value, stats: Value | None = None) -> Value:
+        """The gradient of the loss with respect to the last activation.
+
+        Slices of it take the gathered `loss_stats` of all slices as well, and give these slices of the gradient.
+        """
+        read = (activation,) if stats is None else (activation, stats)
+        specs = [self._read(value) for value in read]
         try:
-            made = transfer.loss(len(self.layers), self._read(activation))
+            if self._grid.width > 1:
+                made = sliced.loss(len(self.layers), specs[0], specs[1] if stats is not None else None)
+            else:
+                made = transfer.loss(len(self.layers), *specs)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
-        self.ops.append(Op(OpKind.LOSS, made.layer, (activation.number,), (output.number,)))
-        if not activation.keys:
-            self._used(activation)
+        self.ops.append(Op(OpKind.LOSS, made.layer, tuple([value.number for value in read]), (output.number,)))
+        for value in read:
+            if not value.keys:
+                self._used(value)
         return output
+
+    def loss_stats(self, logits: Value) -> Value:
+        """What the loss needs of some slices of the logits: all_gather it over the ranks that have the others."""
+        try:
+            made = sliced.loss_stats(len(self.layers), self._read(logits))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.LOSS_STATS, made.layer, (logits.number,), (output.number,)))
+        if not logits.keys:
+            self._used(logits)
+        return output
+
+    def forward_norm(
+        self, layer: int, residual: Value | None, branch: Value, weight: Value
+    ) -> tuple[Value | None, Value]:
+        """A norm of a model in half-blocks: (the residual for the next norm, the normalised activation l + 1).
+
+        The branch, activation l, is added to the residual that the norm before has handed on. The first norm is given
+        no residual, the last one hands none on.
+        """
+        self._check_layer("forward_norm", layer)
+        self._rule("forward_norm", layer, forward=True)
+        read = (branch, weight) if residual is None else (branch, weight, residual)
+        specs = [self._read(value) for value in read]
+        try:
+            made, handed_on = sliced.norm_forward(layer, len(self.layers), *specs)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        outputs = [self.make(spec) for spec in (made, handed_on) if spec is not None]
+        branch.saved, branch.saved_slices = len(self._values), 0
+        self._values.append(None)
+        numbers = (*(value.number for value in outputs), branch.saved)
+        self.ops.append(Op(OpKind.FORWARD, layer, tuple([value.number for value in read]), numbers))
+        for value in read:
+            if not value.keys:
+                self._used(value)
+        return outputs[1] if handed_on is not None else None, outputs[0]
+
+    def backward_norm(
+        self, layer: int, branch: Value, gradient: Value, residual_gradient: Value | None, weight: Value
+    ) -> tuple[Value, Value]:
+        """A norm's backward pass: (its weight's gradient, the gradient of its branch, which is the residual's too).
+
+        `gradient` is that of activation l + 1, `residual_gradient` what `backward_norm` of the next norm gave.
+        """
+        specs, inputs, read = self._norm_backward("backward_norm", layer, branch, gradient, residual_gradient, weight)
+        grad_weight, grad_branch = self.make(specs[0]), self.make(specs[1])
+        self.ops.append(Op(OpKind.BACKWARD, layer, inputs, (grad_weight.number, grad_branch.number)))
+        for value in read:
+            if not value.keys:
+                self._used(value)
+        return grad_weight, grad_branch
+
+    def backward_norm_input(
+        self, layer: int, branch: Value, gradient: Value, residual_gradient: Value | None, weight: Value
+    ) -> Value:
+        """The half of `backward_norm` that the layer below waits for; `backward_weight` is the other."""
+        specs, inputs, read = self._norm_backward(
+            "backward_norm_input", layer, branch, gradient, residual_gradient, weight
+        )
+        grad_branch = self.make(specs[1])
+        branch.saved_for_weight, branch.half_slices = grad_branch.number + 1, 0
+        self._values.append(None)
+        self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, (grad_branch.number, branch.saved_for_weight)))
+        for value in read:
+            if not value.keys:
+                self._used(value)
+        return grad_branch
+
+    def _norm_backward(
+        self, op: str, layer: int, branch: Value, gradient: Value, residual_gradient: Value | None, weight: Value
+    ) -> tuple[tuple[Spec, Spec], tuple[int, ...], list[Value]]:
+        self._check_layer(op, layer)
+        self._rule(op, layer, forward=False)
+        extra = [] if residual_gradient is None else [residual_gradient]
+        read = [branch, gradient, weight, *extra]
+        b, g, w, *r = (self._read(value) for value in read)
+        try:
+            specs = sliced.norm_backward(layer, len(self.layers), b, g, w, *r)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        if branch.saved < 0:
+            self.refuse(f"{op}(layer {layer}): no forward_norm has come before it for {b}; a norm is not recomputed.")
+        saved, branch.saved = branch.saved, -1
+        inputs = (branch.number, gradient.number, weight.number, saved, *(value.number for value in extra))
+        return specs, inputs, read
 
     def backward(self, layer: int, activation: Value, gradient: Value, weight: Value) -> tuple[Value, Value]:
         """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
         self._check_layer("backward", layer)
+        rule = self._rule("backward", layer, forward=False)
         try:
-            specs = transfer.backward(layer, self._read(activation), self._read(gradient), self._read(weight))
+            specs = rule(layer, self._read(activation), self._read(gradient), self._read(weight))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        saved = self._saved(layer, activation, weight)
+        saved = self._saved(layer, activation, weight, specs[1].sums)
         grad_weight, grad_activation = self.make(specs[0]), self.make(specs[1])
         inputs = (activation.number, gradient.number, weight.number, saved)
         self.ops.append(Op(OpKind.BACKWARD, layer, inputs, (grad_weight.number, grad_activation.number)))
@@ -188,13 +295,14 @@ class Rank(Recorder):
         The other half, `backward_weight`, reads the same activation and gradient: keep both in their stores until then.
         """
         self._check_layer("backward_input", layer)
+        rule = self._rule("backward_input", layer, forward=False)
         try:
-            specs = transfer.backward(layer, self._read(activation), self._read(gradient), self._read(weight))
+            specs = rule(layer, self._read(activation), self._read(gradient), self._read(weight))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        saved = self._saved(layer, activation, weight)
+        saved = self._saved(layer, activation, weight, specs[1].sums)
         grad_activation = self.make(specs[1])
-        activation.saved_for_weight = grad_activation.number + 1
+        activation.saved_for_weight, activation.half_slices = grad_activation.number + 1, specs[1].sums
         self._values.append(None)
         inputs = (activation.number, gradient.number, weight.number, saved)
         outputs = (grad_activation.number, activation.saved_for_weight)
@@ -207,8 +315,12 @@ class Rank(Recorder):
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
         """The other half of `backward`, at any time after `backward_input`: the weight's gradient."""
         self._check_layer("backward_weight", layer)
+        specs = self._read(activation), self._read(gradient)
         try:
-            made = transfer.backward_weight(layer, self._read(activation), self._read(gradient))
+            if self.kinds[layer] is LayerKind.WHOLE:
+                made = transfer.backward_weight(layer, *specs)
+            else:
+                made = sliced.backward_weight(layer, len(self.layers), *specs, activation.half_slices)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if activation.saved_for_weight < 0:
@@ -225,9 +337,23 @@ class Rank(Recorder):
                 self._used(value)
         return grad_weight
 
-    def _saved(self, layer: int, activation: Value, weight: Value) -> int:
+    def _rule(self, op: str, layer: int, *, forward: bool) -> Callable[..., Any]:
+        """What a layer's kind makes of its inputs; refuses the verbs that are not for it."""
+        kind = self.kinds[layer]
+        if (kind is LayerKind.NORM) != ("norm" in op):
+            which = "a norm: use forward_norm and backward_norm" if kind is LayerKind.NORM else "no norm"
+            self.refuse(f"{op}(layer {layer}): this layer is {which}.")
+        if kind is LayerKind.SLICED:
+            return sliced.forward if forward else partial(sliced.backward, layers=len(self.layers))
+        return transfer.forward if forward else transfer.backward
+
+    def _saved(self, layer: int, activation: Value, weight: Value, slices: int) -> int:
         """What autograd saved from an activation's forward, for its backward; computed again if nothing was."""
         saved = activation.saved
+        if saved >= 0 and activation.saved_slices != slices:
+            self.refuse(
+                f"backward(layer {layer}): the forward pass was by other slices of the layer than {weight.spec}."
+            )
         if saved < 0:
             saved = len(self._values)
             self._values.append(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shardlab.program.values import Kind, Spec
+from shardlab.program.values import AUTOGRAD_KINDS, ONE, ROW_KINDS, Grid, Kind, Spec
 
 PUZZLE_HIDDEN = 512
 PUZZLE_LENGTH = 256
@@ -40,6 +40,7 @@ class Sizes:
         element_bytes: bytes of one element, by kind.
         kinds: each layer's kind (empty: all WHOLE).
         residual: elements of the residual stream for one microbatch, which NORM layers hand on beside the activations.
+        stats: elements that the loss needs of one slice of the logits, for one microbatch.
     """
 
     weights: tuple[int, ...]
@@ -50,6 +51,7 @@ class Sizes:
     element_bytes: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 4))
     kinds: tuple[LayerKind, ...] = ()
     residual: int = 0
+    stats: int = 0
 
     @property
     def layers(self) -> int:
@@ -66,19 +68,58 @@ class Sizes:
             saved=(0,) * layers,
         )
 
+    @classmethod
+    def half_blocks(cls, blocks: int) -> Sizes:
+        """The same layer in half-blocks, for tensor parallelism: each block's body is a matrix, each norm a vector."""
+        bodies = 2 + blocks
+        layers = 2 * bodies - 1
+        square = PUZZLE_HIDDEN * PUZZLE_HIDDEN
+        weights = tuple(square if layer % 2 == 0 else PUZZLE_HIDDEN for layer in range(layers))
+        return cls(
+            weights=weights,
+            opt_states=weights,
+            activations=(PUZZLE_HIDDEN * PUZZLE_LENGTH,) * (layers + 1),
+            saved=(0,) * layers,
+            kinds=tuple(LayerKind.NORM if layer % 2 else LayerKind.SLICED for layer in range(layers)),
+            residual=PUZZLE_HIDDEN * PUZZLE_LENGTH,
+            stats=3 * PUZZLE_LENGTH,
+        )
+
+    def grid(self, tensor_parallel: int) -> Grid:
+        """In what a program counts on so many tensor-parallel ranks: only layers of half-blocks are ever sliced."""
+        return Grid(tensor_parallel, tensor_parallel) if self.kinds else ONE
+
+    def kind(self, layer: int) -> LayerKind:
+        """A layer's kind; WHOLE for one that does not exist."""
+        return self.kinds[layer] if 0 <= layer < len(self.kinds) else LayerKind.WHOLE
+
     def elements(self, spec: Spec) -> int:
-        """Elements of a value: its share of the layer, or its microbatches' rows."""
+        """Elements of a value: its share of the layer, or its microbatches' rows, whole or sliced."""
         kind, layer, holds = spec.kind, spec.layer, spec.holds
-        if kind is Kind.ACTIVATION or kind is Kind.GRAD_ACTIVATION:
-            return self.activations[layer] * holds.mask.bit_count()
-        if kind is Kind.SAVED:
-            return self.saved[layer] * holds.mask.bit_count()
-        if kind is Kind.SAVED_FOR_WEIGHT:
-            return (self.saved_for_weight or self.saved)[layer] * holds.mask.bit_count()
+        if kind in ROW_KINDS:
+            return self._row_elements(spec)
         if kind is Kind.SCALAR:
             return 1
         whole = (self.opt_states if kind is Kind.OPT_STATE else self.weights)[layer]
         return -(-whole * holds.mask.bit_count() // holds.of)
+
+    def _row_elements(self, spec: Spec) -> int:
+        kind, layer, (sequence, width) = spec.kind, spec.layer, spec.grid
+        if kind is Kind.STATS:
+            each = self.stats * (spec.sums.bit_count() or width)
+        elif kind is Kind.RESIDUAL:
+            each = self.residual
+        elif kind is Kind.SAVED:
+            each = self.saved[layer]
+        elif kind is Kind.SAVED_FOR_WEIGHT:
+            each = (self.saved_for_weight or self.saved)[layer]
+        else:
+            each = self.activations[layer]
+        elements = each * spec.holds.mask.bit_count()
+        sliced = spec.sums and (kind in AUTOGRAD_KINDS or (layer == self.layers and kind is not Kind.STATS))
+        if sliced:
+            return -(-elements * spec.sums.bit_count() // (sequence * width))
+        return elements if sequence == 1 else -(-elements // sequence)
 
     def bytes(self, spec: Spec) -> int:
         return self.elements(spec) * self.element_bytes[spec.kind]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardlab.program.mesh import Group, Mesh
 from shardlab.program.sizes import Sizes
-from shardlab.program.values import Holds, Kind, microbatches_text
+from shardlab.program.values import Grid, Holds, Kind, microbatches_text
 
 
 class OpKind(Enum):
@@ -20,6 +20,7 @@ class OpKind(Enum):
     LOAD_BATCH = "load_batch"
     FORWARD = "forward"
     RECOMPUTE = "recompute"
+    LOSS_STATS = "loss_stats"
     LOSS = "loss"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
@@ -62,12 +63,13 @@ class Op(NamedTuple):
     Attributes:
         kind: what is done.
         layer: the layer computed on or communicated for (WAIT and FREE: -1).
-        inputs: numbers of the values read. FORWARD (activation, weight); BACKWARD (activation, gradient, weight,
-            saved), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation, gradient, saved for weight);
-            UPDATE (gradient, weight, optimizer state[, norm]); the others as their names say.
-        outputs: numbers of the values made. FORWARD (activation[, saved]); BACKWARD (weight gradient, gradient of the
-            activation); BACKWARD_INPUT (gradient of the activation, saved for weight); UPDATE (weight, optimizer
-            state).
+        inputs: numbers of the values read. FORWARD (activation, weight[, residual]); BACKWARD (activation, gradient,
+            weight, saved[, gradient of the residual]), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
+            gradient, saved for weight); LOSS (activation[, stats]); UPDATE (gradient, weight, optimizer state[, norm]);
+            the others as their names say.
+        outputs: numbers of the values made. FORWARD (activation[, residual][, saved]); BACKWARD (weight gradient,
+            gradient of the activation); BACKWARD_INPUT (gradient of the activation, saved for weight); UPDATE (weight,
+            optimizer state).
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
@@ -124,6 +126,16 @@ class Program:
     @property
     def layers(self) -> int:
         return self.sizes.layers
+
+    @property
+    def grid(self) -> Grid:
+        """In what slices its values are counted."""
+        return self.sizes.grid(self.mesh.tp)
+
+    @property
+    def cells(self) -> int:
+        """All pieces of the batch, as a bit set: what every gradient must have summed."""
+        return (1 << self.microbatches * self.grid.sequence) - 1
 
     def fingerprint(self) -> str:
         """A hash of all tapes: processes compare it, since unequal tapes on gloo silently give wrong numbers."""

@@ -8,42 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardlab.program import sliced
 from shardlab.program.errors import Refused
 from shardlab.program.tape import Message, OpKind
-from shardlab.program.values import ROW_KINDS, WHOLE, Holds, Kind, Spec, bits, common, listed, microbatches_text
+from shardlab.program.values import (
+    ROW_KINDS,
+    WHOLE,
+    Holds,
+    Kind,
+    Spec,
+    bits,
+    common,
+    listed,
+    microbatches_text,
+    pieces_text,
+)
+from shardlab.program.wants import want_kind, want_weight
 
 _ACTIVATION, _GRAD_ACTIVATION = Kind.ACTIVATION, Kind.GRAD_ACTIVATION
 _WEIGHT, _OPT_STATE, _GRAD_WEIGHT, _SCALAR = Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT, Kind.SCALAR
-
-
-def _want_kind(op: str, what: str, got: Spec, kind: Kind) -> None:
-    if got.kind is not kind:
-        raise Refused(f"{op}: the {what} given is {got}; give a value of {kind.value}.")
-
-
-def _want_weight(op: str, layer: int, weight: Spec, step: int) -> None:
-    """A complete weight of this layer, from the step that the batch belongs to."""
-    _want_kind(op, "weight", weight, _WEIGHT)
-    if weight.layer != layer:
-        raise Refused(f"{op}: the weight given is {weight}; layer {layer} computes with weights[{layer}].")
-    if not weight.holds.complete:
-        missing = listed(i for i in range(weight.holds.of) if not weight.holds.mask >> i & 1)
-        raise Refused(
-            f"{op}: the weight given is partial, {weight}; slices {missing} of {weight.holds.of} are missing. "
-            "Gather the whole layer first (all_gather)."
-        )
-    if weight.step != step:
-        raise Refused(
-            f"{op}: the weight given is {weight}, of optimizer step {weight.step}, but the batch belongs to step "
-            f"{step}: it was already updated. Compute with the weight from before its update."
-        )
 
 
 def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> Spec:
     """Activation l and the complete weight of layer l make activation l + 1."""
     if activation.kind is not _ACTIVATION or activation.layer != layer:
         op = f"{op}(layer {layer})"
-        _want_kind(op, "activation", activation, _ACTIVATION)
+        want_kind(op, "activation", activation, _ACTIVATION)
         raise Refused(f"{op}: the activation given is {activation}; layer {layer} reads activations[{layer}].")
     if (
         weight.kind is not _WEIGHT
@@ -51,19 +41,22 @@ def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> 
         or weight.step != activation.step
         or not weight.holds.complete
     ):
-        _want_weight(f"{op}(layer {layer})", layer, weight, activation.step)
+        want_weight(f"{op}(layer {layer})", layer, weight, activation.step)
     return Spec(_ACTIVATION, layer + 1, activation.holds, 0, activation.step)
 
 
-def saved(layer: int, activation: Spec, kind: Kind = Kind.SAVED) -> Spec:
-    """What autograd keeps between a layer's forward and backward, or between the halves of its backward."""
-    return Spec(kind, layer, activation.holds, 0, activation.step)
+def saved(layer: int, activation: Spec, slices: int = 0, kind: Kind = Kind.SAVED) -> Spec:
+    """What autograd keeps between a layer's forward and backward, or between the halves of its backward.
+
+    `slices` are those of the parameters that the layer computed with, as a bit set (0: all).
+    """
+    return Spec(kind, layer, activation.holds, slices, activation.step, activation.grid)
 
 
 def loss(layers: int, activation: Spec) -> Spec:
     """The last activation makes its own gradient."""
     if activation.kind is not _ACTIVATION or activation.layer != layers:
-        _want_kind("loss", "activation", activation, _ACTIVATION)
+        want_kind("loss", "activation", activation, _ACTIVATION)
         raise Refused(
             f"loss: the activation given is {activation}; the loss reads the last one, activations[{layers}]."
         )
@@ -87,7 +80,7 @@ def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec) -> tupl
         or weight.step != activation.step
         or not weight.holds.complete
     ):
-        _want_weight(f"backward(layer {layer})", layer, weight, activation.step)
+        want_weight(f"backward(layer {layer})", layer, weight, activation.step)
     holds, step = activation.holds, activation.step
     return (
         Spec(_GRAD_WEIGHT, layer, WHOLE, holds.mask, step),
@@ -111,8 +104,8 @@ def backward_weight(layer: int, activation: Spec, gradient: Spec) -> Spec:
 
 def _refuse_backward(layer: int, activation: Spec, gradient: Spec, op: str = "backward") -> None:
     op = f"{op}(layer {layer})"
-    _want_kind(op, "activation", activation, _ACTIVATION)
-    _want_kind(op, "gradient", gradient, _GRAD_ACTIVATION)
+    want_kind(op, "activation", activation, _ACTIVATION)
+    want_kind(op, "gradient", gradient, _GRAD_ACTIVATION)
     if activation.layer != layer:
         raise Refused(
             f"{op}: the activation given is {activation}; layer {layer} was fed activations[{layer}], give that."
@@ -138,7 +131,7 @@ def add(a: Spec, b: Spec) -> Spec:
         and not a.sums & b.sums
         and a.step == b.step
     ):
-        return Spec(_GRAD_WEIGHT, a.layer, a.holds, a.sums | b.sums, a.step)
+        return Spec(_GRAD_WEIGHT, a.layer, a.holds, a.sums | b.sums, a.step, a.grid)
     return _unite("add", [a, b], ["the first value", "the second value"])
 
 
@@ -146,12 +139,12 @@ def norm(layer: int, layers: int, gradient: Spec, cells: int) -> Spec:
     """The squares of a finished gradient's elements, summed: their part of the model's squared gradient norm."""
     if gradient.kind is not _GRAD_WEIGHT or gradient.layer != layer or gradient.sums != cells:
         op = f"norm(layer {layer})"
-        _want_kind(op, "gradient", gradient, _GRAD_WEIGHT)
+        want_kind(op, "gradient", gradient, _GRAD_WEIGHT)
         if gradient.layer != layer:
             raise Refused(f"{op}: {gradient} was given; give a gradient of layer {layer}.")
         raise Refused(
-            f"{op}: {microbatches_text(cells & ~gradient.sums)} missing from {gradient}; squares do not add up over "
-            "microbatches. Add or reduce the missing gradients first."
+            f"{op}: {pieces_text(cells & ~gradient.sums, gradient.grid.sequence)} missing from {gradient}; squares do "
+            "not add up over microbatches. Add or reduce the missing gradients first."
         )
     mask, of = gradient.holds
     return Spec(_SCALAR, 0, Holds(mask << layer * of, layers * of), 0, gradient.step)
@@ -159,7 +152,7 @@ def norm(layer: int, layers: int, gradient: Spec, cells: int) -> Spec:
 
 def scale(op: str, norm: Spec, step: int) -> None:
     """Refuse what is not the whole model's gradient norm of this step."""
-    _want_kind(op, "norm", norm, _SCALAR)
+    want_kind(op, "norm", norm, _SCALAR)
     if not norm.holds.complete:
         missing = listed(i for i in range(norm.holds.of) if not norm.holds.mask >> i & 1)
         raise Refused(
@@ -197,9 +190,9 @@ def update(
 
 def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, cells: int) -> None:
     op = f"update(layer {layer})"
-    _want_kind(op, "gradient", gradient, _GRAD_WEIGHT)
-    _want_kind(op, "weight", weight, _WEIGHT)
-    _want_kind(op, "optimizer state", opt_state, _OPT_STATE)
+    want_kind(op, "gradient", gradient, _GRAD_WEIGHT)
+    want_kind(op, "weight", weight, _WEIGHT)
+    want_kind(op, "optimizer state", opt_state, _OPT_STATE)
     for value in (gradient, weight, opt_state):
         if value.layer != layer:
             raise Refused(f"{op}: {value} was given; layer {layer} is updated from its own gradient, weight and state.")
@@ -212,8 +205,8 @@ def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, ce
         missing = cells & ~gradient.sums
         verb = "are" if missing.bit_count() > 1 else "is"
         raise Refused(
-            f"{op}: {microbatches_text(missing)} {verb} missing from {gradient}; an update wants every microbatch "
-            "exactly once. Add or reduce the missing gradients first."
+            f"{op}: {pieces_text(missing, gradient.grid.sequence)} {verb} missing from {gradient}; an update wants "
+            "every microbatch exactly once. Add or reduce the missing gradients first."
         )
     for what, value in (("gradient", gradient), ("weight", weight)):
         if not value.holds.contains(opt_state.holds):
@@ -241,11 +234,11 @@ def unite_sums(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             mask = twice & -twice
             other = next(n for s, n in zip(specs, names, strict=True) if s.sums & mask)
             raise Refused(
-                f"{op}: {microbatches_text(twice)} would be counted twice ({other} and {name} both summed it); each "
-                "microbatch may reach a gradient once."
+                f"{op}: {pieces_text(twice, spec.grid.sequence)} would be counted twice ({other} and {name} both "
+                "summed it); each microbatch may reach a gradient once."
             )
         total |= spec.sums
-    return Spec(_GRAD_WEIGHT, first.layer, first.holds, total, first.step)
+    return first._replace(sums=total)
 
 
 def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -268,7 +261,7 @@ def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
                 "earlier rank as well; the pieces of an all_gather must not overlap."
             )
         mask, of = mine.mask | theirs.mask, mine.of
-    return Spec(first.kind, first.layer, _gathered(first.kind, Holds(mask, of)), first.sums, first.step)
+    return first._replace(holds=_gathered(first.kind, Holds(mask, of)))
 
 
 def _gathered(kind: Kind, holds: Holds) -> Holds:
@@ -300,30 +293,50 @@ def unite_scalars(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return Spec(_SCALAR, 0, Holds(mask, of), 0, step)
 
 
-def collective(kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int]) -> list[Spec]:
+def collective(kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int], layers: int) -> list[Spec]:
     """What each member of the group receives, in group order."""
     united = _united(kind, specs)
     if united is None:  # something overlaps or does not belong together: the slow rules say what
         names = [f"rank {rank}" for rank in ranks]
-        if specs[0].kind is _SCALAR and kind is not OpKind.ALL_REDUCE:
+        first = specs[0]
+        name = f"{kind.value}({first.kind.value}[{first.layer}])"
+        if first.kind is _SCALAR and kind is not OpKind.ALL_REDUCE:
             raise Refused(f"{kind.value}(scalars): a scalar has no slices; all_reduce it.")
-        if kind is OpKind.ALL_GATHER:
-            united = unite_holds(f"{kind.value}({specs[0].kind.value}[{specs[0].layer}])", specs, names)
+        if _has_terms(kind, first):
+            united = sliced.unite_terms(name, kind, specs, names, layers)
+        elif kind is OpKind.ALL_GATHER:
+            united = unite_holds(name, specs, names)
         else:
             united = _unite(kind.value, specs, names)
     if kind is not OpKind.REDUCE_SCATTER:
         return [united] * len(specs)
-    return [united._replace(holds=holds) for holds in united.holds.split(len(specs))]
+    if united.kind in ROW_KINDS:
+        parts = united.holds.split_sequences(len(specs), united.grid.sequence)
+        if not parts:
+            raise Refused(
+                f"{kind.value}({united}): sequences of {united.grid.sequence} slices do not divide among "
+                f"{len(specs)} ranks; scatter over an axis whose ranks divide them."
+            )
+    else:
+        parts = united.holds.split(len(specs))
+    return [united._replace(holds=holds) for holds in parts]
+
+
+def _has_terms(kind: OpKind, spec: Spec) -> bool:
+    """Whether what is put together is told by *sums*: terms of sliced layers, and stats of slices of the logits."""
+    if kind is OpKind.ALL_GATHER:
+        return spec.kind is Kind.STATS
+    return spec.kind in (_ACTIVATION, _GRAD_ACTIVATION) and spec.grid.width > 1
 
 
 def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:
     """What `unite_holds` or `unite_sums` makes of pieces that are alike but for the set that is united, else None."""
-    what, layer, (mask, of), sums, step = specs[0]
+    what, layer, (mask, of), sums, step, _ = specs[0]
     gathers = kind is OpKind.ALL_GATHER
-    if not gathers and what is not _GRAD_WEIGHT:
+    if (what is Kind.STATS) if gathers else (what is not _GRAD_WEIGHT):
         return None
     for spec in specs[1:]:
-        other, other_layer, (other_mask, other_of), other_sums, other_step = spec
+        other, other_layer, (other_mask, other_of), other_sums, other_step, _ = spec
         if other is not what or other_layer != layer or other_of != of or other_step != step:
             return None
         if gathers:
@@ -334,7 +347,8 @@ def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:
             if other_sums & sums or other_mask != mask:
                 return None
             sums |= other_sums
-    return Spec(what, layer, _gathered(what, Holds(mask, of)) if gathers else specs[0].holds, sums, step)
+    holds = _gathered(what, Holds(mask, of)) if gathers else specs[0].holds
+    return Spec(what, layer, holds, sums, step, specs[0].grid)
 
 
 def message_of(spec: Spec) -> Message:

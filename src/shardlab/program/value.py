@@ -28,6 +28,8 @@ class Value:
     """Number of what autograd keeps from this activation's forward (-1: nothing)."""
     saved_for_weight = -1
     """Number of what `backward_input` leaves for `backward_weight` (-1: nothing)."""
+    saved_slices = half_slices = 0
+    """With which slices of the layer's parameters these were made, as bit sets (0: all)."""
     reading: tuple[Handle[Any], ...] = ()
     """Communications in flight that read it; until they complete it is read-only and stays live."""
 

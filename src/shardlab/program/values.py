@@ -21,6 +21,8 @@ class Kind(Enum):
     ACTIVATION = "activations"
     GRAD_ACTIVATION = "grad_activations"
     GRAD_WEIGHT = "grad_weights"
+    RESIDUAL = "residuals"
+    STATS = "stats"
     SCALAR = "scalars"
     SAVED = "saved"
     SAVED_FOR_WEIGHT = "saved_for_weight"
@@ -28,7 +30,9 @@ class Kind(Enum):
     __hash__ = object.__hash__  # an Enum's own hash is Python code, and kinds are dictionary keys on the hot path
 
 
-ROW_KINDS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION, Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
+ROW_KINDS = frozenset(
+    {Kind.ACTIVATION, Kind.GRAD_ACTIVATION, Kind.RESIDUAL, Kind.STATS, Kind.SAVED, Kind.SAVED_FOR_WEIGHT}
+)
 """Kinds whose pieces are batch rows; the pieces of the others are slices of a layer's flat parameters (of a scalar,
 of all layers' one after the other)."""
 
@@ -39,9 +43,10 @@ AUTOGRAD_KINDS = frozenset({Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
 class Holds(NamedTuple):
     """Which of `of` equal pieces of the whole a value contains: piece i is bit i of `mask`.
 
-    For weights, optimizer states and weight gradients the whole is the layer's flat parameters; for
-    activations and their gradients it is the global batch, and a piece is a microbatch. For a scalar it is the
-    parameters of all layers, and held are those whose gradient's squares are in the sum.
+    For weights, optimizer states and weight gradients the whole is the layer's flat parameters; for activations and
+    their gradients it is the global batch, and a piece is a microbatch, or one of the equal slices into which a
+    tensor-parallel program cuts every sequence: slice s of microbatch m is piece m * slices + s. For a scalar it is
+    the parameters of all layers, and held are those whose gradient's squares are in the sum.
     """
 
     mask: int
@@ -83,6 +88,25 @@ class Holds(NamedTuple):
         mine, theirs = common(self, other)
         return mine.mask == theirs.mask
 
+    def split_sequences(self, parts: int, slices: int) -> list[Holds]:
+        """Cut every sequence held, of so many slices, into `parts` equal runs, in order; too few slices give none."""
+        held: dict[int, list[int]] = {}
+        for piece in bits(self.mask):
+            held.setdefault(piece // slices, []).append(piece)
+        if any(len(pieces) % parts for pieces in held.values()):
+            return []
+        return [
+            Holds(
+                mask_of(
+                    piece
+                    for pieces in held.values()
+                    for piece in pieces[i * len(pieces) // parts : (i + 1) * len(pieces) // parts]
+                ),
+                self.of,
+            )
+            for i in range(parts)
+        ]
+
     def split(self, parts: int) -> list[Holds]:
         """Cut what is held into `parts` equal slices, in order."""
         fine = self.refined(self.of * parts // math.gcd(self.pieces, parts))
@@ -95,6 +119,17 @@ class Holds(NamedTuple):
 
 
 WHOLE = Holds(1, 1)
+
+
+class Grid(NamedTuple):
+    """In how many slices a program counts: of every sequence, and of the parameters of a sliced layer."""
+
+    sequence: int
+    width: int
+
+
+ONE = Grid(1, 1)
+"""A program without tensor parallelism."""
 
 
 def common(a: Holds, b: Holds) -> tuple[Holds, Holds]:
@@ -111,7 +146,9 @@ class Spec(NamedTuple):
     `layer` is the layer's number for weights and what belongs to them; activation l enters layer l, and the
     gradient of activation l has the number l too. `step` is the optimizer step that the value belongs to, counted
     from this tape's first: a weight loaded is of step 0, the one that UPDATE makes is of step 1.
-    `sums` has bit m set when microbatch m's contribution has been added in (weight gradients only, else 0).
+    `sums` of a weight gradient has bit p set when piece p of the batch has been added in. Of an activation or its
+    gradient it is 0 when it is complete; otherwise bit t says that the term of a sliced layer's slice t is in it (of
+    the logits, that slice t is there). `grid` says what a slice is.
     """
 
     kind: Kind
@@ -119,18 +156,33 @@ class Spec(NamedTuple):
     holds: Holds
     sums: int = 0
     step: int = 0
+    grid: Grid = ONE
+
+    @property
+    def pieces(self) -> int:
+        """The pieces of the batch that this value is about, as a bit set (0 for weights and optimizer states)."""
+        return self.holds.mask if self.kind in ROW_KINDS else self.sums
 
     @property
     def microbatches(self) -> int:
-        """The microbatches that this value is about, as a bit set (0 for weights and optimizer states)."""
-        return self.holds.mask if self.kind in ROW_KINDS else self.sums
+        """The microbatches that this value is about, or parts of them, as a bit set."""
+        slices = self.grid.sequence
+        return self.pieces if slices == 1 else mask_of({piece // slices for piece in bits(self.pieces)})
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether it holds all of each microbatch that it holds anything of."""
+        slices = self.grid.sequence
+        return slices == 1 or self.microbatches.bit_count() * slices == self.holds.mask.bit_count()
 
     def __str__(self) -> str:
         parts: list[str] = []
         if self.kind in ROW_KINDS:
-            parts.append(microbatches_text(self.holds.mask))
+            parts.append(pieces_text(self.holds.mask, self.grid.sequence))
+            if self.sums:
+                parts.append(f"slices {listed(bits(self.sums))} of {self.grid.width} alone")
         elif self.kind is Kind.GRAD_WEIGHT:
-            parts.append(microbatches_text(self.sums) if self.sums else "zero")
+            parts.append(pieces_text(self.sums, self.grid.sequence) if self.sums else "zero")
         if self.kind not in ROW_KINDS and not self.holds.complete:
             parts.append(f"shard {self.holds}" if self.kind is not Kind.SCALAR else f"parts {self.holds} of the model")
         if self.step:
@@ -169,3 +221,17 @@ def listed(numbers: Iterable[int]) -> str:
 def microbatches_text(mask: int) -> str:
     """`microbatch 3` or `microbatches 0-2`."""
     return f"microbatch{'es' if mask.bit_count() > 1 else ''} {listed(bits(mask))}"
+
+
+def pieces_text(mask: int, slices: int) -> str:
+    """The same for pieces of which each microbatch has so many: `microbatch 3, sequence slices 0-1 of 4`."""
+    if slices == 1:
+        return microbatches_text(mask)
+    full = (1 << slices) - 1
+    parts = {m: mask >> m * slices & full for m in sorted({piece // slices for piece in bits(mask)})}
+    whole = mask_of(m for m, part in parts.items() if part == full)
+    said = [microbatches_text(whole)] if whole else []
+    for m, part in parts.items():
+        if part != full:
+            said.append(f"sequence slice{'s' * (part.bit_count() > 1)} {listed(bits(part))} of microbatch {m}")
+    return " and ".join(said) or "no microbatch"

@@ -62,6 +62,7 @@ class World:
         self.mesh = Mesh(dp_shard=mesh) if isinstance(mesh, int) else mesh
         self.sizes = Sizes.puzzle(sizes) if isinstance(sizes, int) else sizes
         self.microbatches = microbatches
+        self.grid = self.sizes.grid(self.mesh.tp)
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake)
         self.channels = Channels(self._wake)

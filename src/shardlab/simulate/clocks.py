@@ -8,11 +8,13 @@ Messages on links that have latency only take no stream: each arrives so long af
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from itertools import count
 
 from shardlab.check import Checked
-from shardlab.program import OpKind
+from shardlab.program import Kind, LayerKind, Op, OpKind, Sizes, Spec
 from shardlab.program.tape import COMMUNICATION
+from shardlab.program.values import AUTOGRAD_KINDS
 from shardlab.simulate.costs import UNIT_COSTS, Costs
 from shardlab.simulate.memory import live_memory
 from shardlab.simulate.timeline import Event, Timeline, is_event
@@ -21,6 +23,20 @@ from shardlab.simulate.timeline import Event, Timeline, is_event
 def simulate(checked: Checked, costs: Costs = UNIT_COSTS) -> Timeline:
     """When each op of a checked program starts and ends, and how much memory is live."""
     return _Clocks(checked, costs).run()
+
+
+def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+    """Of half-blocks, which part of a microbatch's work a piece is: a norm's is none, a body's that of its slices."""
+    sequence, width = specs[op.inputs[0]].grid
+    if sizes.kind(op.layer) is LayerKind.NORM:
+        return 0.0
+    told = [specs[number] for number in (*op.inputs, *op.outputs)]
+    sums = max((spec.sums.bit_count() for spec in told if spec.kind in _TELL_SLICES), default=0)
+    return (sums or width) / width / sequence
+
+
+_TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
+"""Kinds of value whose *sums* are the slices of the layer that was computed."""
 
 
 class _Clocks:
@@ -57,7 +73,7 @@ class _Clocks:
 
     def _advance(self, rank: int, now: float) -> None:
         """Go on with one rank: alone while it computes, in the order of time where it issues communication."""
-        ops, specs = self.checked.program.tapes[rank], self.checked.specs[rank]
+        ops, specs, sizes = self.checked.program.tapes[rank], self.checked.specs[rank], self.checked.program.sizes
         times, ends = self.times[rank], self.handle_end[rank]
         clock = self.clock[rank]
         for at in range(self.at[rank], len(ops)):
@@ -77,6 +93,8 @@ class _Clocks:
                 self._issue(rank, op.handle, now)
             elif kind is not OpKind.FREE:
                 acted_on = specs[op.inputs[0]].holds.pieces if op.inputs else 0
+                if sizes.kinds and op.inputs:
+                    acted_on *= _share(op, specs, sizes)
                 start, clock = clock, clock + self.costs.duration(kind, acted_on)
                 times[at] = (start, clock)
         self.at[rank], self.clock[rank] = len(ops), clock

@@ -14,7 +14,7 @@ class Costs:
 
     Attributes:
         forward, recompute, backward_input, backward_weight: for each microbatch acted on.
-        loss, add, norm, update: for each op.
+        loss_stats, loss, add, norm, update: for each op.
         collective: from the moment its last member arrives.
         send, recv: for each message; a receive starts no earlier than its send has ended.
         link_latency: whether a send's time is spent on the link alone, which carries any number of messages at once
@@ -25,6 +25,7 @@ class Costs:
     recompute: float = 1.0
     backward_input: float = 0.5
     backward_weight: float = 0.5
+    loss_stats: float = 0.0
     loss: float = 0.0
     add: float = 0.0
     norm: float = 0.0
@@ -39,7 +40,7 @@ class Costs:
         """An unsplit backward pass: both halves."""
         return self.backward_input + self.backward_weight
 
-    def duration(self, kind: OpKind, microbatches: int) -> float:
+    def duration(self, kind: OpKind, microbatches: float) -> float:
         """Time units of an op that acts on so many microbatches."""
         if kind in COLLECTIVES:
             return self.collective

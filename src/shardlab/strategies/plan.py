@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardlab.program import Mesh, UserError
+from shardlab.program import LayerKind, Mesh, UserError
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of
@@ -15,6 +16,9 @@ DATA_AXES = ("dp_shard", "dp_replicate")
 
 Reshard = Literal["layer", "stage", "step"]
 Recompute = Literal["none", "full"]
+
+Kinds = Sequence[LayerKind]
+"""Each layer's kind."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,13 @@ class Plan:
     state to both axes.
 
     Attributes:
-        mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard`, layers over `pp`.
+        mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard`, layers over `pp`, and the matrices of
+            a model in half-blocks are cut over `tp`.
         schedule: the pipeline's order of work, a built-in name, a file (see `find_schedule`) or a `Schedule`; on one
             pipeline rank, `1f1b` takes the microbatches one by one.
         stages_per_rank: of the pipeline; a schedule that has a fixed number uses that.
-        layers_per_stage: how many layers each stage has (empty: as even as can be).
+        layers_per_stage: how many layers each stage has (empty: as even as can be); of half-blocks, how many pairs of
+            a norm and a body, the embedding's body not counted.
         shard_parameters: axes over which a layer's weights are cut, outermost cut first.
         shard_gradients: axes over which the gradient that accumulates over microbatches is cut.
         shard_optimizer: axes over which the optimizer's state is cut; the other two must be beginnings of it.
@@ -49,6 +55,7 @@ class Plan:
             others it is reduced once a step.
         reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
             work stays on the stage), or when its last use in the step is over.
+        sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
         recompute: layers keep everything for the backward pass, or only their input.
     """
 
@@ -61,6 +68,7 @@ class Plan:
     shard_optimizer: tuple[str, ...] = ()
     reduce_each: tuple[str, ...] | None = None
     reshard_after: Reshard = "layer"
+    sequence_parallel: bool = False
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
@@ -76,6 +84,8 @@ class Plan:
                     f"{name} is {_said(axes)} but shard_optimizer is {_said(self.shard_optimizer)}; what is updated "
                     f"must be a slice of what is kept: let shard_optimizer begin with {_said(axes)}"
                 )
+        if self.sequence_parallel and self.mesh.tp == 1:
+            raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
         if not set(self.shard_gradients) <= set(self.reduced_each):
             raise UserError(
                 f"shard_gradients is {_said(self.shard_gradients)} but reduce_each is {_said(self.reduced_each)}; a "
@@ -100,7 +110,7 @@ class Plan:
         """
         return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
 
-    def steps(self, layers: int, microbatches: int) -> Steps:
+    def steps(self, kinds: Kinds, microbatches: int) -> Steps:
         """What each pipeline rank does with its share of the microbatches.
 
         Raises:
@@ -114,7 +124,7 @@ class Plan:
             )
         order, ranks = self.order, self.mesh.pp
         if isinstance(order, Schedule):
-            return steps_of(order, ranks, each, self.stages_of_a_rank(layers))
+            return steps_of(order, ranks, each, self.stages_of_a_rank(kinds))
         if (len(order.of_ranks), order.microbatches) != (ranks, each):
             raise UserError(
                 f"{self.schedule} is for {len(order.of_ranks)} pipeline ranks and {order.microbatches} microbatches on "
@@ -123,14 +133,16 @@ class Plan:
             )
         return order
 
-    def bounds(self, layers: int) -> list[int]:
+    def bounds(self, kinds: Kinds) -> list[int]:
         """Where the stages begin, and where the last one ends: stage s has layers bounds[s] up to bounds[s + 1].
 
         Raises:
             UserError: when there are fewer layers than stages, or the layers named are not those of the model.
         """
         order = self.order
-        stages = order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_of_a_rank(layers)
+        places = cuts(kinds)
+        layers = len(places) - 1
+        stages = order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_of_a_rank(kinds)
         given = self.layers_per_stage
         if given:
             if len(given) != stages or sum(given) != layers or min(given) < 1:
@@ -138,12 +150,12 @@ class Plan:
                     f"layers_per_stage is {_said(given)}, but {layers} layers are to be cut into {stages} stages; give "
                     f"{stages} numbers of 1 or more that add up to {layers}"
                 )
-            return [sum(given[:stage]) for stage in range(stages + 1)]
+            return [places[sum(given[:stage])] for stage in range(stages + 1)]
         if layers < stages:
             raise UserError(f"{layers} layers do not reach {stages} pipeline stages; give at least one layer a stage")
-        return [stage * layers // stages for stage in range(stages + 1)]
+        return [places[stage * layers // stages] for stage in range(stages + 1)]
 
-    def stages_of_a_rank(self, layers: int) -> int:
+    def stages_of_a_rank(self, kinds: Kinds) -> int:
         """Stages on each pipeline rank: as asked, as the schedule must have, or else 2 if the layers reach.
 
         Raises:
@@ -158,7 +170,15 @@ class Plan:
                 f"{order.name} has {must} stage{'s' * (must > 1)} on each rank, but stages_per_rank is "
                 f"{self.stages_per_rank}; leave it out, or take a looped schedule such as interleaved-1f1b"
             )
-        return must or self.stages_per_rank or max(1, min(2, layers // self.mesh.pp))
+        return must or self.stages_per_rank or max(1, min(2, (len(cuts(kinds)) - 1) // self.mesh.pp))
+
+
+def cuts(kinds: Kinds) -> list[int]:
+    """Where a pipeline may cut a model, both ends included: between layers; of half-blocks, before a norm."""
+    if LayerKind.NORM not in kinds:
+        return list(range(len(kinds) + 1))
+    norms = [layer for layer, kind in enumerate(kinds) if kind is LayerKind.NORM]
+    return [0, *norms[1:], len(kinds)]
 
 
 def _said(items: tuple[object, ...]) -> str:

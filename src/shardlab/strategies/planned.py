@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shardlab.program import Handle, Rank, Strategy, UserError, Value
+from shardlab.program import Handle, LayerKind, Rank, Strategy, UserError, Value
+from shardlab.strategies.computing import computing
 from shardlab.strategies.gathering import Weights
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.reducing import Gradients
@@ -28,8 +29,13 @@ class Follower:
     def __init__(self, rank: Rank, plan: Plan) -> None:
         if rank.mesh != plan.mesh:
             raise UserError(f"the plan is for the mesh {plan.mesh}, but the ranks stand on {rank.mesh}")
-        layers, here = len(rank.layers), rank.coordinate("pp")
-        steps = plan.steps(layers, len(rank.microbatches))
+        if plan.mesh.tp > 1 and LayerKind.SLICED not in rank.kinds:
+            raise UserError(
+                f"the mesh has tp {plan.mesh.tp}, which cuts half-blocks, but this model's layers are whole; "
+                "give Sizes.half_blocks or those of models.Halves"
+            )
+        here = rank.coordinate("pp")
+        steps = plan.steps(rank.kinds, len(rank.microbatches))
         first = steps.microbatches * (
             rank.coordinate("dp_replicate") * plan.mesh.dp_shard + rank.coordinate("dp_shard")
         )
@@ -37,16 +43,17 @@ class Follower:
         self.plan = plan
         self.microbatches = range(first, first + steps.microbatches)
         self.column = rank.group("pp").ranks
-        self.bounds = plan.bounds(layers)
+        self.bounds = plan.bounds(rank.kinds)
         stages = [stage for stage, place in enumerate(steps.ranks_of_stages) if place == here]
         self.mine = [layer for stage in stages for layer in self.layers(stage)]
         self.steps = steps.of_ranks[here]
         told = any(isinstance(step, ReduceGrad) for step in self.steps)
         self.left = Counter(dict.fromkeys(() if told else stages, steps.microbatches))  # gradients yet to come
+        self.compute = computing(rank, plan)
         self.weights = Weights(rank, plan, self.steps, self.bounds)
         self.gradients = Gradients(rank, plan)
-        self.arriving: dict[tuple[bool, int, int], Handle[Value]] = {}
-        self.leaving: dict[int, Handle[None]] = {}
+        self.arriving: dict[tuple[str, int, int], Handle[Value]] = {}
+        self.leaving: dict[int, list[Handle[None]]] = {}
 
     async def run(self) -> None:
         """Load, follow the schedule, update."""
@@ -81,75 +88,66 @@ class Follower:
         rank, layers = self.rank, self.layers(stage)
         if stage == 0:
             rank.activations[0, m] = rank.load_batch([m])
-        elif (True, stage, m) in self.arriving:
-            rank.activations[layers[0], m] = await self.arriving.pop((True, stage, m))
-        save = self.plan.recompute == "none"
+        for store in self.carried(layers[0], forward=True):
+            await self.arrive(store, layers[0], m)
         for l in layers:
-            weight = await self.weights.next()
-            rank.activations[l + 1, m] = rank.forward(l, rank.activations[l, m], weight, save=save)
+            await self.compute.forward(l, m, await self.weights.next())
+
+    async def backward(self, stage: int, m: int) -> None:
+        await self.gradient_of_output(stage, m)
+        for l in reversed(self.layers(stage)):
+            await self.add(stage, l, await self.compute.backward(l, m, await self.weights.next()))
+        self.left[stage] -= 1
+        if stage == 0:
+            self.compute.drop_gradient_of_tokens(m)
+
+    async def backward_input(self, stage: int, m: int) -> None:
+        await self.gradient_of_output(stage, m)
+        for l in reversed(self.layers(stage)):
+            await self.compute.backward_input(l, m, await self.weights.next())
+        if stage == 0:
+            self.compute.drop_gradient_of_tokens(m)
+
+    async def backward_weight(self, stage: int, m: int) -> None:
+        for l in reversed(self.layers(stage)):
+            await self.add(stage, l, self.compute.backward_weight(l, m))
+        self.left[stage] -= 1
 
     async def gradient_of_output(self, stage: int, m: int) -> None:
         """What the backward pass of a stage begins with: the loss's gradient, or the next stage's."""
-        rank, after = self.rank, self.bounds[stage + 1]
-        if after == len(rank.layers):
-            rank.grad_activations[after, m] = rank.loss(rank.activations.pop((after, m)))
-        elif (False, stage, m) in self.arriving:
-            rank.grad_activations[after, m] = await self.arriving.pop((False, stage, m))
-
-    async def backward(self, stage: int, m: int) -> None:
-        rank = self.rank
-        await self.gradient_of_output(stage, m)
-        for l in reversed(self.layers(stage)):
-            weight = await self.weights.next()
-            grad_weight, rank.grad_activations[l, m] = rank.backward(
-                l, rank.activations.pop((l, m)), rank.grad_activations.pop((l + 1, m)), weight
-            )
-            await self.add(stage, l, grad_weight)
-        self.left[stage] -= 1
-        self.drop_gradient_of_tokens(stage, m)
-
-    async def backward_input(self, stage: int, m: int) -> None:
-        rank = self.rank
-        await self.gradient_of_output(stage, m)
-        for l in reversed(self.layers(stage)):
-            rank.grad_activations[l, m] = rank.backward_input(
-                l, rank.activations[l, m], rank.grad_activations[l + 1, m], await self.weights.next()
-            )
-        self.drop_gradient_of_tokens(stage, m)
-
-    async def backward_weight(self, stage: int, m: int) -> None:
-        rank = self.rank
-        for l in reversed(self.layers(stage)):
-            grad_weight = rank.backward_weight(l, rank.activations.pop((l, m)), rank.grad_activations.pop((l + 1, m)))
-            await self.add(stage, l, grad_weight)
-        self.left[stage] -= 1
+        after = self.bounds[stage + 1]
+        if after == len(self.rank.layers):
+            await self.compute.loss(m)
+        else:
+            await self.arrive("grad_activations", after, m)
 
     async def add(self, stage: int, layer: int, gradient: Value) -> None:
         await self.gradients.add(layer, gradient)
         if self.left[stage] == 1:
             await self.gradients.finish(layer)
 
-    def drop_gradient_of_tokens(self, stage: int, m: int) -> None:
-        if stage == 0:
-            del self.rank.grad_activations[0, m]
+    def carried(self, layer: int, *, forward: bool) -> list[str]:
+        """The stores whose values travel between the stages that meet before a layer."""
+        if not forward:
+            return ["grad_activations"]
+        return ["activations", "residuals"] if self.rank.kinds[layer] is LayerKind.NORM else ["activations"]
+
+    async def arrive(self, store: str, layer: int, m: int) -> None:
+        """Wait for a value, unless this rank has made it itself."""
+        if (store, layer, m) in self.arriving:
+            getattr(self.rank, store)[layer, m] = await self.arriving.pop((store, layer, m))
 
     async def send(self, step: Send) -> None:
-        """Start to send; the message before it on this channel must have arrived, so that few are held."""
-        rank, m = self.rank, self.microbatches[step.microbatch]
-        if step.peer in self.leaving:
-            await self.leaving.pop(step.peer)
-        if step.forward:
-            value = rank.activations.pop((self.bounds[step.stage + 1], m))
-        else:
-            value = rank.grad_activations.pop((self.bounds[step.stage], m))
-        self.leaving[step.peer] = rank.send(value, to=self.column[step.peer])
+        """Start to send; what was sent before on this channel must have arrived, so that little is held."""
+        for handle in self.leaving.pop(step.peer, []):
+            await handle
+        m, layer = self.microbatches[step.microbatch], self.bounds[step.stage + step.forward]
+        values = [getattr(self.rank, store).pop((layer, m)) for store in self.carried(layer, forward=step.forward)]
+        self.leaving[step.peer] = [self.rank.send(value, to=self.column[step.peer]) for value in values]
 
     def recv(self, step: Recv) -> None:
         """Start to receive, as soon as the message is on its way."""
-        m = self.microbatches[step.microbatch]
-        if step.forward:
-            expect = ("activations", self.bounds[step.stage], m)
-        else:
-            expect = ("grad_activations", self.bounds[step.stage + 1], m)
-        handle = self.rank.recv(source=self.column[step.peer], expect=expect)
-        self.arriving[step.forward, step.stage, m] = handle
+        m, layer = self.microbatches[step.microbatch], self.bounds[step.stage + (not step.forward)]
+        for store in self.carried(layer, forward=step.forward):
+            handle = self.rank.recv(source=self.column[step.peer], expect=(store, layer, m))
+            self.arriving[store, layer, m] = handle

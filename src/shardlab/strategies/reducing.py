@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab.program import Handle, Rank, Value
+from shardlab.program import Handle, LayerKind, Rank, Value
 from shardlab.strategies.plan import DATA_AXES, Plan
 
 
@@ -23,13 +23,13 @@ class Gradients:
         """This rank's slices of the weights and of the optimizer's state."""
         rank, plan = self._rank, self._plan
         for l in layers:
-            rank.weights[l] = rank.load_weight(l, *self._slice(plan.shard_parameters))
-            rank.opt_states[l] = rank.load_opt_state(l, *self._slice(plan.shard_optimizer))
+            rank.weights[l] = rank.load_weight(l, *self._slice(l, plan.shard_parameters))
+            rank.opt_states[l] = rank.load_opt_state(l, *self._slice(l, plan.shard_optimizer))
 
-    def _slice(self, axes: Sequence[str]) -> tuple[int, int]:
+    def _slice(self, layer: int, axes: Sequence[str]) -> tuple[int, int]:
         """(which, of how many): cut along the first axis, each piece along the next."""
         shard, of = 0, 1
-        for axis in axes:
+        for axis in (*(["tp"] if self._rank.kinds[layer] is LayerKind.SLICED else []), *axes):
             ranks = self._rank.group(axis).ranks
             shard, of = shard * len(ranks) + self._rank.coordinate(axis), of * len(ranks)
         return shard, of
@@ -45,20 +45,20 @@ class Gradients:
     async def finish(self, layer: int) -> None:
         """All microbatches of a layer are in: reduce the sum over the axes that are reduced once a step."""
         await self._settle(layer)
-        if self._once:
+        once = [*self._once]
+        if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM:
+            once.append("tp")  # each of its ranks has seen other tokens
+        if once:
             gradient = self._rank.grad_weights.pop(layer)
-            self._arriving[layer] = self._reduce(gradient, self._once[0]), self._once[1:]
+            self._arriving[layer] = self._reduce(gradient, once[0]), once[1:]
 
     async def update(self, layers: Sequence[int]) -> None:
         """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
         rank, plan = self._rank, self._plan
         for l in layers:
             await self._settle(l)
-            squares = rank.norm(l, rank.grad_weights[l])
-            rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
-        for axis in (*plan.shard_optimizer, "pp"):
-            if len(rank.group(axis).ranks) > 1:
-                rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
+        await self._norm([l for l in layers if rank.kinds[l] is LayerKind.SLICED], ("tp",))
+        await self._norm([l for l in layers if rank.kinds[l] is not LayerKind.SLICED], (*plan.shard_optimizer, "pp"))
         again = [axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters]
         for l in layers:
             rank.weights[l], rank.opt_states[l] = rank.update(
@@ -68,6 +68,16 @@ class Gradients:
             if len(rank.group(axis).ranks) > 1:
                 for l, gathered in [(l, rank.all_gather(rank.weights[l], axis=axis)) for l in layers]:
                     rank.weights[l] = await gathered
+
+    async def _norm(self, layers: Sequence[int], axes: Sequence[str]) -> None:
+        """Add some layers' squares to the norm, and then those of the ranks along some axes, which have others."""
+        rank = self._rank
+        for l in layers:
+            squares = rank.norm(l, rank.grad_weights[l])
+            rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
+        for axis in axes:
+            if "norm" in rank.scalars and len(rank.group(axis).ranks) > 1:
+                rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
 
     async def _settle(self, layer: int) -> None:
         """Wait for a layer's reduction under way, and add what it gives."""

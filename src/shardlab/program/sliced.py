@@ -1,0 +1,188 @@
+"""The rules of half-blocks, by which tensor and sequence parallelism are checked (Shoeybi et al. 2019, arXiv
+1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
+
+A SLICED layer with some slices of its parameters makes these slices' terms of a sum, from complete sequences; the
+gradient of its input is a sum of terms too. A NORM layer adds a complete branch to the residual and normalises, on any
+slice of the sequence. So *sums* tells what is yet to be reduced, and *holds* which tokens are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlab.program.errors import Refused
+from shardlab.program.tape import OpKind
+from shardlab.program.values import WHOLE, Holds, Kind, Spec, bits, listed
+from shardlab.program.wants import want_kind, want_weight
+
+
+def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> Spec:
+    """Complete sequences through slices of a layer: their terms of the branch (of the last layer, their logits)."""
+    op = f"{op}(layer {layer})"
+    _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
+    _want_sequences(op, activation)
+    sums = _slices(op, layer, weight, activation)
+    return Spec(Kind.ACTIVATION, layer + 1, activation.holds, sums, activation.step, activation.grid)
+
+
+def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec, *, layers: int) -> tuple[Spec, Spec]:
+    """The gradient of these slices' parameters, and their terms of the gradient of the input."""
+    op = f"backward(layer {layer})"
+    _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
+    _want_sequences(op, activation)
+    sums = _slices(op, layer, weight, activation)
+    _want_gradient(op, layer, activation, gradient, sums if layer == layers - 1 else 0)
+    step, grid = activation.step, activation.grid
+    return (
+        Spec(Kind.GRAD_WEIGHT, layer, weight.holds, activation.holds.mask, step, grid),
+        Spec(Kind.GRAD_ACTIVATION, layer, activation.holds, sums, step, grid),
+    )
+
+
+def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, slices: int) -> Spec:
+    """The half of a backward pass that needs no weight, of a norm or of some slices of a body (0: all)."""
+    op = f"backward_weight(layer {layer})"
+    _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
+    _want_gradient(op, layer, activation, gradient, slices if layer == layers - 1 else 0)
+    holds = Holds(slices, activation.grid.width).simplified() if slices else WHOLE
+    return Spec(Kind.GRAD_WEIGHT, layer, holds, activation.holds.mask, activation.step, activation.grid)
+
+
+def norm_forward(
+    layer: int, layers: int, branch: Spec, weight: Spec, residual: Spec | None = None
+) -> tuple[Spec, Spec | None]:
+    """(residual, branch) to (normalised, the residual that the next norm reads); both sums must be complete."""
+    op = f"forward_norm(layer {layer})"
+    _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
+    if (residual is None) != (layer == 1):
+        must = "the first norm is given no residual" if layer == 1 else "a residual is missing"
+        raise Refused(f"{op}: {must}; every norm but the first adds its branch to residuals[{layer}].")
+    if residual is not None:
+        _want_input(op, "residual", residual, Kind.RESIDUAL, layer)
+        _want_same(op, "residual", residual, "branch", branch)
+    want_weight(op, layer, weight, branch.step)
+    made = Spec(Kind.ACTIVATION, layer + 1, branch.holds, 0, branch.step, branch.grid)
+    return made, None if layer == layers - 2 else made._replace(kind=Kind.RESIDUAL, layer=layer + 2)
+
+
+def norm_backward(
+    layer: int, layers: int, branch: Spec, gradient: Spec, weight: Spec, residual_gradient: Spec | None = None
+) -> tuple[Spec, Spec]:
+    """The gradient of the norm's parameters, and that of its branch, which is the residual's as well."""
+    op = f"backward_norm(layer {layer})"
+    _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
+    _want_gradient(op, layer, branch, gradient, 0)
+    if (residual_gradient is None) != (layer == layers - 2):
+        must = "the last norm hands on no residual" if layer == layers - 2 else "the residual's gradient is missing"
+        raise Refused(f"{op}: {must}; every norm but the last is given grad_activations[{layer + 2}] as well.")
+    if residual_gradient is not None:
+        _want_input(op, "residual's gradient", residual_gradient, Kind.GRAD_ACTIVATION, layer + 2)
+        _want_same(op, "residual's gradient", residual_gradient, "branch", branch)
+    want_weight(op, layer, weight, branch.step)
+    step, grid = branch.step, branch.grid
+    return (
+        Spec(Kind.GRAD_WEIGHT, layer, weight.holds, branch.holds.mask, step, grid),
+        Spec(Kind.GRAD_ACTIVATION, layer, branch.holds, 0, step, grid),
+    )
+
+
+def loss_stats(layers: int, logits: Spec) -> Spec:
+    """What the loss needs of some slices of the logits: three numbers a token."""
+    if logits.kind is not Kind.ACTIVATION or logits.layer != layers or not logits.sums:
+        raise Refused(f"loss_stats: {logits} was given; give slices of the logits, activations[{layers}].")
+    return logits._replace(kind=Kind.STATS)
+
+
+def loss(layers: int, logits: Spec, stats: Spec | None) -> Spec:
+    """Slices of the logits, with the numbers of all slices, make these slices of their gradient."""
+    if logits.kind is not Kind.ACTIVATION or logits.layer != layers:
+        raise Refused(f"loss: the activation given is {logits}; the loss reads the last one, activations[{layers}].")
+    if (stats is None) != (logits.sums == 0):
+        what = f"{logits} was given without stats" if stats is None else f"{logits} needs no stats"
+        raise Refused(f"loss: {what}; slices of the logits take the gathered loss_stats of all slices, and no others.")
+    if stats is not None:
+        want_kind("loss", "stats", stats, Kind.STATS)
+        _want_same("loss", "stats", stats, "logits", logits)
+        _want_complete("loss", "stats", stats)
+    return logits._replace(kind=Kind.GRAD_ACTIVATION)
+
+
+def unite_terms(op: str, kind: OpKind, specs: Sequence[Spec], names: Sequence[str], layers: int) -> Spec:
+    """The sum of terms of activations or their gradients, or stats of all slices side by side: each slice once."""
+    first = specs[0]
+    if first.layer == layers and first.kind is not Kind.STATS:
+        raise Refused(f"{op}: slices of the logits are no terms of a sum; the loss takes them with their loss_stats.")
+    total = 0
+    for spec, name in zip(specs, names, strict=True):
+        alike = spec.kind is first.kind and spec.layer == first.layer and spec.step == first.step
+        if not alike or spec.holds != first.holds:
+            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only terms of one value are put together.")
+        if not spec.sums:
+            raise Refused(f"{op}: {name} gave {spec}, which is complete; summing it again would count it twice.")
+        if total & spec.sums:
+            raise Refused(
+                f"{op}: slice {listed(bits(total & spec.sums))} would be counted twice ({name} and an earlier rank "
+                "both have it); each slice's term belongs into the sum once."
+            )
+        total |= spec.sums
+    complete = total == (1 << first.grid.width) - 1
+    united = first._replace(sums=0 if complete else total)
+    assert kind is not OpKind.ALL_GATHER or first.kind is Kind.STATS
+    return united
+
+
+def _slices(op: str, layer: int, weight: Spec, activation: Spec) -> int:
+    """The slices of a layer that a weight is, as a bit set; 0 for all."""
+    of = activation.grid.width
+    if weight.kind is Kind.WEIGHT and weight.layer == layer and weight.step == activation.step:
+        if weight.holds.complete:
+            return 0
+        if of % weight.holds.of == 0:
+            return weight.holds.refined(of).mask
+        sliced = Holds(weight.holds.mask, weight.holds.of).simplified()
+        if of % sliced.of == 0:
+            return sliced.refined(of).mask
+        if of > 1:
+            raise Refused(
+                f"{op}: the weight given is {weight}, which is not made of whole slices of {of}; gather a slice first."
+            )
+    want_weight(op, layer, weight, activation.step)
+    return 0
+
+
+def _want_input(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
+    want_kind(op, what, got, kind)
+    if got.layer != layer:
+        raise Refused(f"{op}: the {what} given is {got}; this op reads {kind.value}[{layer}].")
+    _want_complete(op, what, got)
+
+
+def _want_complete(op: str, what: str, got: Spec) -> None:
+    if got.sums:
+        missing = listed(i for i in range(got.grid.width) if not got.sums >> i & 1)
+        raise Refused(
+            f"{op}: the {what} given is {got}; the terms of slices {missing} are missing. Reduce it over the ranks "
+            "that have them first."
+        )
+
+
+def _want_sequences(op: str, got: Spec) -> None:
+    if not got.whole_sequences:
+        raise Refused(f"{op}: {got} was given; this layer wants whole sequences. Gather their slices first.")
+
+
+def _want_gradient(op: str, layer: int, activation: Spec, gradient: Spec, sums: int) -> None:
+    want_kind(op, "gradient", gradient, Kind.GRAD_ACTIVATION)
+    if gradient.layer != layer + 1:
+        raise Refused(f"{op}: the gradient given is {gradient}; this op reads grad_activations[{layer + 1}].")
+    if gradient.sums != sums:
+        _want_complete(op, "gradient", gradient)
+        raise Refused(f"{op}: the gradient given is {gradient}; give the slices that the weight has.")
+    _want_same(op, "gradient", gradient, "activation", activation)
+
+
+def _want_same(op: str, what: str, one: Spec, other_what: str, other: Spec) -> None:
+    if one.holds != other.holds or one.step != other.step:
+        raise Refused(
+            f"{op}: the {what} is {one} and the {other_what} {other}; both must be of the same tokens and step."
+        )

@@ -1,0 +1,147 @@
+"""What a plan's steps compute on one microbatch and layer: whole layers, or half-blocks with tensor parallelism.
+
+Both keep the same keys: activations[l, m] enters layer l, grad_activations[l, m] is its gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shardlab.program import LayerKind, Rank, Value
+from shardlab.strategies.plan import Plan
+
+
+class Compute(Protocol):
+    """A layer's passes; each finds its inputs in the rank's stores and leaves its results there."""
+
+    async def forward(self, layer: int, m: int, weight: Value) -> None: ...
+    async def loss(self, m: int) -> None: ...
+    async def backward(self, layer: int, m: int, weight: Value) -> Value: ...
+    async def backward_input(self, layer: int, m: int, weight: Value) -> None: ...
+    def backward_weight(self, layer: int, m: int) -> Value: ...
+    def drop_gradient_of_tokens(self, m: int) -> None: ...
+
+
+class Whole:
+    """Layers as they are."""
+
+    def __init__(self, rank: Rank, plan: Plan) -> None:
+        self.rank = rank
+        self.save = plan.recompute == "none"
+
+    async def forward(self, layer: int, m: int, weight: Value) -> None:
+        rank = self.rank
+        rank.activations[layer + 1, m] = rank.forward(layer, rank.activations[layer, m], weight, save=self.save)
+
+    async def loss(self, m: int) -> None:
+        rank, last = self.rank, len(self.rank.layers)
+        rank.grad_activations[last, m] = rank.loss(rank.activations.pop((last, m)))
+
+    async def backward(self, layer: int, m: int, weight: Value) -> Value:
+        rank = self.rank
+        grad_weight, rank.grad_activations[layer, m] = rank.backward(
+            layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)), weight
+        )
+        return grad_weight
+
+    async def backward_input(self, layer: int, m: int, weight: Value) -> None:
+        rank = self.rank
+        rank.grad_activations[layer, m] = rank.backward_input(
+            layer, rank.activations[layer, m], rank.grad_activations[layer + 1, m], weight
+        )
+
+    def backward_weight(self, layer: int, m: int) -> Value:
+        rank = self.rank
+        return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)))
+
+    def drop_gradient_of_tokens(self, m: int) -> None:
+        del self.rank.grad_activations[0, m]
+
+
+class Halves:
+    """Half-blocks: bodies sliced over `tp`, norms on every rank, or on slices of the sequence.
+
+    Without sequence parallelism a body's terms are all-reduced, in either direction; with it they are reduce-scattered
+    along the sequence and what the next body reads is all-gathered (Korthikanti et al. 2022, arXiv 2205.05198, fig. 5).
+    """
+
+    def __init__(self, rank: Rank, plan: Plan) -> None:
+        self.rank = rank
+        self.save = plan.recompute == "none"
+        self.sliced = plan.mesh.tp > 1
+        self.sequence = plan.sequence_parallel
+
+    async def forward(self, layer: int, m: int, weight: Value) -> None:
+        rank = self.rank
+        x = rank.activations[layer, m]
+        if rank.kinds[layer] is LayerKind.NORM:
+            residual = rank.residuals.pop((layer, m)) if layer > 1 else None
+            handed_on, normalised = rank.forward_norm(layer, residual, x, weight)
+            if handed_on is not None:
+                rank.residuals[layer + 2, m] = handed_on
+            rank.activations[layer + 1, m] = await self._whole(normalised)
+        else:
+            terms = rank.forward(layer, x, weight, save=self.save)
+            is_head = layer == rank.layers[-1]
+            rank.activations[layer + 1, m] = terms if is_head else await self._reduced(terms)
+
+    async def loss(self, m: int) -> None:
+        rank, last = self.rank, len(self.rank.layers)
+        logits = rank.activations[last, m]
+        stats = await rank.all_gather(rank.loss_stats(logits), axis="tp") if self.sliced else None
+        rank.grad_activations[last, m] = rank.loss(rank.activations.pop((last, m)), stats)
+
+    async def backward(self, layer: int, m: int, weight: Value) -> Value:
+        rank, grads = self.rank, self.rank.grad_activations
+        x = rank.activations.pop((layer, m))
+        if rank.kinds[layer] is LayerKind.NORM:
+            above = grads.pop((layer + 2, m)) if layer < rank.layers[-2] else None
+            grad_weight, grads[layer, m] = rank.backward_norm(layer, x, grads.pop((layer + 1, m)), above, weight)
+            return grad_weight
+        grad_weight, terms = rank.backward(layer, x, await self._of_output(layer, m), weight)
+        await self._keep(layer, m, terms)
+        return grad_weight
+
+    async def backward_input(self, layer: int, m: int, weight: Value) -> None:
+        rank, grads = self.rank, self.rank.grad_activations
+        x = rank.activations[layer, m]
+        if rank.kinds[layer] is LayerKind.NORM:
+            above = grads.pop((layer + 2, m)) if layer < rank.layers[-2] else None
+            grads[layer, m] = rank.backward_norm_input(layer, x, grads[layer + 1, m], above, weight)
+            return
+        grads["whole", layer, m] = await self._of_output(layer, m)
+        terms = rank.backward_input(layer, x, grads["whole", layer, m], weight)
+        await self._keep(layer, m, terms)
+
+    def backward_weight(self, layer: int, m: int) -> Value:
+        rank, grads = self.rank, self.rank.grad_activations
+        gradient = grads.pop((layer + 1, m) if rank.kinds[layer] is LayerKind.NORM else ("whole", layer, m))
+        return rank.backward_weight(layer, rank.activations.pop((layer, m)), gradient)
+
+    def drop_gradient_of_tokens(self, m: int) -> None:
+        """They have none, and it was not kept."""
+
+    async def _of_output(self, layer: int, m: int) -> Value:
+        """The gradient of a body's output; the norm below will want that of the residual too, which is the same."""
+        grads, is_head = self.rank.grad_activations, layer == self.rank.layers[-1]
+        if is_head:
+            return grads.pop((layer + 1, m))
+        gradient = grads[layer + 1, m] if layer else grads.pop((layer + 1, m))
+        return await self._whole(gradient)
+
+    async def _keep(self, layer: int, m: int, terms: Value) -> None:
+        if layer:
+            self.rank.grad_activations[layer, m] = await self._reduced(terms)
+
+    async def _reduced(self, terms: Value) -> Value:
+        if self.sequence:
+            return await self.rank.reduce_scatter(terms, axis="tp")
+        return await self.rank.all_reduce(terms, axis="tp") if self.sliced else terms
+
+    async def _whole(self, value: Value) -> Value:
+        return await self.rank.all_gather(value, axis="tp") if self.sequence else value
+
+
+def computing(rank: Rank, plan: Plan) -> Compute:
+    """What suits the model's layers."""
+    return Halves(rank, plan) if LayerKind.NORM in rank.kinds else Whole(rank, plan)
