@@ -83,23 +83,22 @@ def loss_stats(state: RankState, op: Op) -> None:
 
 
 def backward(state: RankState, op: Op) -> None:
-    grad_weight, grad_activation = op[3]
-    made = _backward(state, op)
-    state.make(grad_weight, made[0])
-    state.make(grad_activation, made[1])
+    for number, spec in zip(op[3], _backward(state, op), strict=True):
+        state.make(number, spec)
 
 
 def backward_input(state: RankState, op: Op) -> None:
-    grad_activation, half = op[3]
+    *outputs, half = op[3]
     activation = op[2][0]
     spec = state.live[activation]
-    made = _backward(state, op)
-    state.make(grad_activation, made[1])
-    state.note(half, transfer.saved(op[1], spec, made[1].sums, Kind.SAVED_FOR_WEIGHT))
+    _, *made = _backward(state, op)
+    for number, output in zip(outputs, made, strict=True):
+        state.make(number, output)
+    state.note(half, transfer.saved(op[1], spec, made[0].sums, Kind.SAVED_FOR_WEIGHT))
     state.half_of[activation] = half
 
 
-def _backward(state: RankState, op: Op) -> tuple[Spec, Spec]:
+def _backward(state: RankState, op: Op) -> tuple[Spec, ...]:
     """What both halves of a backward pass make, whichever of it the op keeps."""
     activation, gradient, weight, saved, *residual = op[2]
     live, layer, kind = state.live, op[1], state.program.sizes.kind(op[1])

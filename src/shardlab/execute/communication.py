@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import chain
 
@@ -9,8 +10,8 @@ import torch
 
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
-from shardlab.program import Kind, Op, OpKind
-from shardlab.program.values import bits
+from shardlab.program import Kind, Op, OpKind, Spec
+from shardlab.program.values import ROW_KINDS, bits
 
 Start = Callable[[], Wait]
 
@@ -33,7 +34,10 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
     shape = state.shapes.shape(state.specs[output])
-    places = _places(state, op)
+    members = _given(state, op)
+    if _along_sequence(members):
+        return _gather_sequences(state, links, op, members)
+    places = _places(members, state.specs[output])
 
     def start() -> Wait:
         whole = values[output] = _room(state, output)
@@ -52,16 +56,53 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def _places(state: State, op: Op) -> list[int]:
-    """For each piece, in the order in which the group's members give them, its place in the whole."""
+def _given(state: State, op: Op) -> list[Spec]:
+    """What each member of a collective gives, in the group's order."""
     checked = state.checked
-    of = state.specs[op.outputs[0]].holds.of
-    given: list[list[int]] = []
-    for rank, _, at in checked.meetings[checked.meeting_of[state.rank][op.handle]].members:
-        holds = checked.specs[rank][checked.program.tapes[rank][at].inputs[0]].holds
-        given.append(list(bits(holds.refined(of).mask)))
+    members = checked.meetings[checked.meeting_of[state.rank][op.handle]].members
+    return [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]] for rank, _, at in members]
+
+
+def _along_sequence(members: list[Spec]) -> bool:
+    """Whether pieces are slices of the same sequences."""
+    first = members[0]
+    return first.kind in ROW_KINDS and first.kind is not Kind.STATS and not first.whole_sequences
+
+
+def _gather_sequences(state: State, links: Communicator, op: Op, members: list[Spec]) -> Start:
+    """Slices of the same rows, which lie apart in the whole: they are copied there once all have come."""
+    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    assert group is not None
+    order = sorted(range(len(members)), key=lambda place: state.shapes.tokens(members[place]).start)
+
+    def start() -> Wait:
+        piece = values[given].contiguous()
+        inbox = piece.new_empty((len(members), *piece.shape))
+        wait = links.all_gather(inbox.flatten(0, 1), piece, group)
+
+        def join() -> None:
+            wait()
+            values[output] = torch.cat([inbox[place] for place in order], 1)
+
+        return join
+
+    return start
+
+
+def _places(members: list[Spec], whole: Spec) -> list[int]:
+    """For each piece, in the order in which the members give them, its place in the whole."""
+    given = [list(bits(_pieces(member, whole))) for member in members]
     order = sorted(chain(*given))
     return [order.index(piece) for piece in chain(*given)]
+
+
+def _pieces(member: Spec, whole: Spec) -> int:
+    """What a member gives, as a bit set: slices of the logits, microbatches or slices of a layer."""
+    if member.kind is Kind.STATS:
+        return member.sums
+    if member.kind in ROW_KINDS:
+        return member.microbatches
+    return member.holds.refined(math.lcm(member.holds.of, whole.holds.of)).mask
 
 
 def _room(state: State, number: int) -> torch.Tensor:
@@ -72,17 +113,22 @@ def _room(state: State, number: int) -> torch.Tensor:
     if slot is not None:
         return state.fill_buffer(slot, shape[0])
     tokens = spec.kind is Kind.ACTIVATION and spec.layer == 0
-    return state.empty(shape, torch.int64 if tokens else torch.float64 if spec.kind is Kind.SCALAR else None)
+    dtypes = {Kind.SCALAR: torch.float64, Kind.STATS: torch.promote_types(state.settings.dtype, torch.float32)}
+    return state.empty(shape, torch.int64 if tokens else dtypes.get(spec.kind))
 
 
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """This member's slice of the sum."""
+    """This member's slice of the sum; of sequences, in pieces that are first laid one after the other."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
+    parts = len(group.ranks) if state.specs[given].kind in ROW_KINDS else 1
 
     def start() -> Wait:
+        whole: torch.Tensor = values[given]
+        if parts > 1:
+            whole = torch.cat(whole.chunk(parts, 1))
         values[output] = _room(state, output)
-        return links.reduce_scatter(values[output], values[given], group)
+        return links.reduce_scatter(values[output], whole, group)
 
     return start
 

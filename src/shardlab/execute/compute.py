@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch import Tensor
 from shardlab.execute.graph import Graph
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.state import State
+from shardlab.models import tensors
 from shardlab.models.tensors import Dropout, loss_of, views
-from shardlab.program import Op, OpKind
+from shardlab.program import Kind, LayerKind, Op, OpKind
 from shardlab.program.values import bits
 
 Instruction = Callable[[], None]
@@ -44,29 +45,37 @@ def load_batch(state: State, at: int, op: Op) -> Instruction:
 
 def forward(state: State, at: int, op: Op) -> Instruction:
     """A layer; with its graph, if the tape saves one."""
-    layer, (x, weight), values = state.layers[op.layer], op.inputs, state.values
-    output, saved = op.outputs[0], op.outputs[-1]
-    regathered = at in state.analysis.regathered
+    layer, (x, weight, *residual), values = state.layers[op.layer], op.inputs, state.values
+    share, regathered = state.share(op), at in state.analysis.regathered
+    saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
+    outputs = op.outputs[: len(op.outputs) - saves]
+    is_norm = state.checked.program.sizes.kind(op.layer) is LayerKind.NORM
+
+    def inputs() -> list[Tensor | None]:
+        return [values[residual[0]] if residual else None, values[x]] if is_norm else [values[x]]
 
     def run() -> None:
-        graph = Graph(layer, values[x], state.flat_weight(op.layer, weight), _dropout(state, op), regathered)
-        values[output], values[saved] = graph.take_output(), graph
+        graph = Graph(layer, inputs(), state.flat_weight(op.layer, weight), share, _dropout(state, op), regathered)
+        for number, made in zip(outputs, reversed(graph.take_outputs()), strict=True):  # a residual is made first
+            values[number] = made
+        values[op.outputs[-1]] = graph
 
     def run_without_saving() -> None:
         with torch.no_grad():
-            values[output] = layer(state.flat_weight(op.layer, weight).leaves, values[x], _dropout(state, op))
+            leaves = state.flat_weight(op.layer, weight).leaves
+            (values[outputs[0]],) = layer.run(leaves, tuple(inputs()), share, _dropout(state, op))
 
-    return run if len(op.outputs) > 1 else run_without_saving
+    return run if saves else run_without_saving
 
 
 def recompute(state: State, at: int, op: Op) -> Instruction:
     """A layer again, for its graph alone."""
     layer, (x, weight), saved, values = state.layers[op.layer], op.inputs, op.outputs[0], state.values
-    regathered = at in state.analysis.regathered
+    share, regathered = state.share(op), at in state.analysis.regathered
 
     def run() -> None:
-        graph = Graph(layer, values[x], state.flat_weight(op.layer, weight), _dropout(state, op), regathered)
-        graph.take_output()
+        graph = Graph(layer, [values[x]], state.flat_weight(op.layer, weight), share, _dropout(state, op), regathered)
+        graph.take_outputs()
         values[saved] = graph
 
     return run
@@ -75,38 +84,66 @@ def recompute(state: State, at: int, op: Op) -> Instruction:
 def _dropout(state: State, op: Op) -> Dropout | None:
     if not state.model.dropout:
         return None
-    microbatches = tuple(bits(state.specs[op.inputs[0]].holds.mask))
+    microbatches = tuple(bits(state.specs[op.inputs[0]].microbatches))
     return Dropout(state.model.dropout, state.settings.seed, state.step, op.layer, microbatches)
+
+
+def loss_stats(state: State, at: int, op: Op) -> Instruction:
+    """What the loss needs of the slice of the logits that is here."""
+    (x,), (output,), values = op.inputs, op.outputs, state.values
+    numbers, first = list(bits(state.specs[x].microbatches)), state.first_token(state.specs[x])
+
+    def run() -> None:
+        logits: Tensor = values[x]
+        targets = torch.cat([state.batch[m][1] for m in numbers]).to(logits.device)
+        values[output] = tensors.loss_stats(logits, targets, first)
+
+    return run
 
 
 def loss(state: State, at: int, op: Op) -> Instruction:
     """Cross-entropy, each token weighted by its share of the step's tokens, so that sums are exact means."""
-    (x,), (output,), values = op.inputs, op.outputs, state.values
-    numbers = list(bits(state.specs[x].holds.mask))
+    (x, *stats), (output,), values = op.inputs, op.outputs, state.values
+    numbers = list(bits(state.specs[x].microbatches))
     reported = [place for place, m in enumerate(numbers) if state.loss_owners[m] == (state.rank, at)]
+    first = state.first_token(state.specs[x]) if stats else 0
+
+    def report(losses: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for place in reported:
+            state.loss[0] += losses[place].detach().double().cpu()
+            state.loss[1] += (targets[place] >= 0).sum().cpu()
 
     def run() -> None:
         logits: Tensor = values[x].detach().requires_grad_()
         targets = [state.batch[m][1].to(logits.device) for m in numbers]
         losses = [loss_of(part, its) for part, its in zip(logits.chunk(len(numbers)), targets, strict=True)]
         (values[output],) = torch.autograd.grad(torch.stack(losses).sum() / state.tokens, logits)
-        for place in reported:
-            state.loss[0] += losses[place].detach().double().cpu()
-            state.loss[1] += (targets[place] >= 0).sum().cpu()
+        report(losses, targets)
 
-    return run
+    def run_on_slices() -> None:
+        logits: Tensor = values[x]
+        targets = [state.batch[m][1].to(logits.device) for m in numbers]
+        whole = torch.cat(targets)
+        gathered = values[stats[0]].view(-1, *whole.shape, 3)  # (slices, rows, T, 3)
+        values[output] = tensors.loss_gradient(logits, gathered, whole, first) / state.tokens
+        parts = gathered.chunk(len(numbers), 1)
+        report([tensors.combined_loss(part, its) for part, its in zip(parts, targets, strict=True)], targets)
+
+    return run_on_slices if stats else run
 
 
 def backward(state: State, at: int, op: Op) -> Instruction:
     """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
-    (_, gradient, weight, saved), (grad_weight, grad_x), values = op.inputs, op.outputs, state.values
+    (_, gradient, weight, saved, *residual), (grad_weight, *outputs), values = op.inputs, op.outputs, state.values
     layout, room = state.shapes.layouts[op.layer], _gradient_room(state, at, op)
 
     def run() -> None:
         graph: Graph = values[saved]
         values[saved] = None
         into = room()
-        values[grad_x] = graph.backward(values[gradient], values[weight], views(layout, into))
+        gradients = [values[number] for number in (*residual, gradient)]
+        for number, made in zip(outputs, graph.backward(gradients, values[weight], views(layout, into)), strict=False):
+            values[number] = made  # there is none for tokens
         values[grad_weight] = into
 
     return run
@@ -114,11 +151,13 @@ def backward(state: State, at: int, op: Op) -> Instruction:
 
 def backward_input(state: State, at: int, op: Op) -> Instruction:
     """The half that gives the input's gradient; the graph stays for the other half."""
-    (_, gradient, weight, saved), (grad_x, half), values = op.inputs, op.outputs, state.values
+    (_, gradient, weight, saved, *residual), (*outputs, half), values = op.inputs, op.outputs, state.values
 
     def run() -> None:
         graph: Graph = values[saved]
-        values[grad_x] = graph.backward_input(values[gradient], values[weight])
+        gradients = [values[number] for number in (*residual, gradient)]
+        for number, made in zip(outputs, graph.backward_input(gradients, values[weight]), strict=False):
+            values[number] = made
         values[saved], values[half] = None, graph
 
     return run
@@ -141,7 +180,8 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
 
 def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
     """Where a layer's gradient goes: into zeros, or the older gradient that it is added to."""
-    total, length = state.analysis.in_place.accumulates.get(at), state.shapes.flat[op.layer]
+    total = state.analysis.in_place.accumulates.get(at)
+    (length,) = state.shapes.shape(state.specs[op.outputs[0]])
     settings, values = state.settings, state.values
     if total is None:
         return lambda: torch.zeros(length, dtype=settings.dtype, device=settings.device)
@@ -216,6 +256,7 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
     OpKind.LOAD_BATCH: load_batch,
     OpKind.FORWARD: forward,
     OpKind.RECOMPUTE: recompute,
+    OpKind.LOSS_STATS: loss_stats,
     OpKind.LOSS: loss,
     OpKind.BACKWARD: backward,
     OpKind.BACKWARD_INPUT: backward_input,

@@ -34,13 +34,13 @@ class Entry:
         self.caught = {output: gradient for output, gradient in enumerate(gradients) if gradient is not None}
 
 
-def entries(output: GradientEdge, start: GradientEdge, leaves: Sequence[Tensor]) -> list[Entry]:
-    """The nodes where parameters meet the path from where the layer starts to its output, with those of each."""
+def entries(outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Sequence[Tensor]) -> list[Entry]:
+    """The nodes where parameters meet the path from where the layer starts to its outputs, with those of each."""
     parameters = {get_gradient_edge(leaf).node: place for place, leaf in enumerate(leaves)}
     on_path = {start.node}
     fed_by: dict[Node, set[int]] = {}
     found: list[Entry] = []
-    for node in _ordered(output.node):  # each after what it feeds its gradients to
+    for node in _ordered(outputs):  # each after what it feeds its gradients to
         below = [after for after, _ in node.next_functions if after is not None]
         if any(after in on_path for after in below):
             on_path.add(node)
@@ -53,12 +53,12 @@ def entries(output: GradientEdge, start: GradientEdge, leaves: Sequence[Tensor])
     return found
 
 
-def deepest(output: GradientEdge, leaves: Sequence[Tensor]) -> GradientEdge:
-    """The node farthest from the output that parameters feed: the embedding, in a layer that reads tokens."""
+def deepest(outputs: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> GradientEdge:
+    """The node farthest from the outputs that parameters feed: the embedding, in a layer that reads tokens."""
     parameters = {get_gradient_edge(leaf).node for leaf in leaves}
     depth: dict[Node, int] = defaultdict(int)
-    found = output.node
-    for node in reversed(_ordered(output.node)):
+    found = outputs[0].node
+    for node in reversed(_ordered(outputs)):
         for after, _ in node.next_functions:
             if after is not None:
                 depth[after] = max(depth[after], depth[node] + 1)
@@ -67,10 +67,10 @@ def deepest(output: GradientEdge, leaves: Sequence[Tensor]) -> GradientEdge:
     return GradientEdge(found, 0)
 
 
-def _ordered(root: Node) -> list[Node]:
+def _ordered(outputs: Sequence[GradientEdge]) -> list[Node]:
     """All nodes of a graph, each after those that it points to."""
     ordered: dict[Node, None] = {}
-    stack = [root]
+    stack = [output.node for output in outputs]
     while stack:
         node = stack[-1]
         waiting = [after for after, _ in node.next_functions if after is not None and after not in ordered]

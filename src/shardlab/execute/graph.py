@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from shardlab.execute.entries import Entry, deepest, entries
 from shardlab.models import LayerLayout
-from shardlab.models.tensors import Dropout, Layer, views
+from shardlab.models.tensors import Dropout, Layer, Share, views
 
 
 class FlatWeight:
@@ -42,54 +42,62 @@ class _Place:
 class Graph:
     """What is kept between a layer's forward and backward."""
 
-    def __init__(self, layer: Layer, x: Tensor, weight: FlatWeight, dropout: Dropout | None, regathered: bool) -> None:
-        """Run the layer; `output` is its result, to be taken once, since the graph must not keep it alive."""
+    def __init__(
+        self,
+        layer: Layer,
+        inputs: Sequence[Tensor | None],
+        weight: FlatWeight,
+        share: Share,
+        dropout: Dropout | None,
+        regathered: bool,
+    ) -> None:
+        """Run the layer on its inputs: (x,) or, of a norm, (residual or None, branch)."""
         self._flat: Tensor | None = weight.flat
         self._leaves = weight.leaves
-        self._x = x.detach().requires_grad_(x.is_floating_point())
-        if regathered:
-            with saved_tensors_hooks(self._pack, self._unpack):
-                y = layer(weight.leaves, self._x, dropout)
-        else:
-            y = layer(weight.leaves, self._x, dropout)
-        self._edge: GradientEdge = get_gradient_edge(y)
+        given = [x if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        self._inputs = [x for x in reversed(given) if x is not None and x.requires_grad]  # the branch, the residual
+        hooks = saved_tensors_hooks(self._pack, self._unpack) if regathered else nullcontext()
+        with hooks:
+            made = layer.run(weight.leaves, tuple(given), share, dropout)
+        outputs = [y for y in made if y is not None]
+        self._edges: list[GradientEdge] = [get_gradient_edge(y) for y in outputs]
         self._entries: list[Entry] = []
-        self.output: Tensor | None = y.detach()
+        self._outputs = [y.detach() for y in outputs]
 
-    def take_output(self) -> Tensor:
-        output, self.output = self.output, None
-        assert output is not None
-        return output
+    def take_outputs(self) -> list[Tensor]:
+        """What the layer made, to be taken once: the graph must not keep it alive."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def backward(self, gradient: Tensor, flat: Tensor, into: Sequence[Tensor]) -> Tensor | None:
-        """Add the parameters' gradients to the views `into`; gives the input's gradient (None for tokens).
+    def backward(self, gradients: Sequence[Tensor], flat: Tensor, into: Sequence[Tensor]) -> list[Tensor]:
+        """Add the parameters' gradients to the views `into`; gives those of the inputs (none for tokens).
 
-        `flat` is the weight's buffer now.
+        `gradients` are those of the outputs, `flat` is the weight's buffer now.
         """
         self._flat = flat
-        inputs = [self._x] if self._x.requires_grad else []
         with _gradients_into(self._leaves, into):
-            torch.autograd.backward(self._edge, gradient, inputs=[*self._leaves, *inputs])
-        return self._x.grad
+            torch.autograd.backward(self._edges, gradients, inputs=[*self._leaves, *self._inputs])
+        made = [x.grad for x in self._inputs]
+        return [gradient for gradient in made if gradient is not None]
 
-    def backward_input(self, gradient: Tensor, flat: Tensor) -> Tensor | None:
-        """The input's gradient alone; keeps the gradients that arrive where the parameters enter the graph.
+    def backward_input(self, gradients: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+        """The inputs' gradients alone; keeps the gradients that arrive where the parameters enter the graph.
 
         Tokens have no gradient; in their place stands the first thing that is made of them.
         """
         self._flat = flat
-        start = get_gradient_edge(self._x) if self._x.requires_grad else deepest(self._edge, self._leaves)
-        self._entries = entries(self._edge, start, self._leaves)
+        starts = [get_gradient_edge(x) for x in self._inputs] or [deepest(self._edges, self._leaves)]
+        self._entries = entries(self._edges, starts[0], self._leaves)
         hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
-        (grad_start,) = torch.autograd.grad(self._edge, start, gradient, retain_graph=True)
+        made = torch.autograd.grad(self._edges, starts, gradients, retain_graph=True)
         for hook in hooks:
             hook.remove()
-        if self._x.requires_grad:
-            return grad_start
+        if self._inputs:
+            return list(made)
         for entry in self._entries:
-            if entry.node is start.node:  # where the walk ended: no hook is called there
-                entry.caught = {start.output_nr: grad_start}
-        return None
+            if entry.node is starts[0].node:  # where the walk ended: no hook is called there
+                entry.caught = {starts[0].output_nr: made[0]}
+        return []
 
     def backward_weight(self, into: Sequence[Tensor]) -> None:
         """Add the parameters' gradients to the views `into`, from what `backward_input` kept."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from shardlab.check import Checked
 from shardlab.models import Model
-from shardlab.program import Holds, Kind, Spec
+from shardlab.program import Holds, Kind, Spec, UserError
 from shardlab.program.values import ROW_KINDS, bits
 
 
@@ -30,11 +30,39 @@ class Shapes:
 
     def shape(self, spec: Spec) -> tuple[int, ...]:
         """Shape of a value's tensor: its slices or its microbatches' rows, one after the other."""
-        if spec.kind is Kind.ACTIVATION or spec.kind is Kind.GRAD_ACTIVATION:
-            return (spec.holds.pieces * self.rows, *self.model.activation_shape(spec.layer))
+        if spec.kind in ROW_KINDS:
+            return self._row_shape(spec)
         if spec.kind is Kind.SCALAR:
             return (1,)
         return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
+
+    def _row_shape(self, spec: Spec) -> tuple[int, ...]:
+        rows = spec.microbatches.bit_count() * self.rows
+        tokens, *features = self.model.activation_shape(
+            1 if spec.kind in (Kind.RESIDUAL, Kind.GRAD_RESIDUAL) else spec.layer
+        )
+        if spec.kind is Kind.STATS:
+            return ((spec.sums.bit_count() or spec.grid.width) * rows, tokens, 3)
+        if spec.sums and spec.layer == self.model.layers:
+            features = [features[0] * spec.sums.bit_count() // spec.grid.width]
+        return (rows, len(self.tokens(spec)), *features)
+
+    def tokens(self, spec: Spec) -> range:
+        """The tokens of each sequence that a value holds.
+
+        Raises:
+            UserError: when sequences do not divide into the program's slices.
+        """
+        slices, block = spec.grid.sequence, self.model.block
+        if spec.whole_sequences:
+            return range(block)
+        if block % slices:
+            raise UserError(
+                f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
+                "a block that is a multiple of the tensor-parallel ranks"
+            )
+        held = sorted({piece % slices for piece in bits(spec.holds.mask)})
+        return range(held[0] * block // slices, (held[-1] + 1) * block // slices)
 
     def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
         """Where a value's slices lie in the layer's flat buffer, as (start, stop), in order."""

@@ -14,9 +14,9 @@ from shardlab.execute.analysis import Analysis
 from shardlab.execute.graph import FlatWeight
 from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
-from shardlab.models import Model
-from shardlab.models.tensors import initial_weights, layers_of, lengthened
-from shardlab.program import Holds, Op, OpKind
+from shardlab.models import Halves, Model
+from shardlab.models.tensors import Share, initial_weights, layers_of, lengthened
+from shardlab.program import Holds, LayerKind, Op, OpKind, Spec, UserError
 from shardlab.program.values import bits
 
 
@@ -100,7 +100,7 @@ class State:
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
-        held = [self.specs[op.outputs[0]].holds.mask for op in self.tape if op.kind in readers]
+        held = [self.specs[op.outputs[0]].microbatches for op in self.tape if op.kind in readers]
         self.microbatches = sorted({m for mask in held for m in bits(mask)})
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens = 0
@@ -121,6 +121,30 @@ class State:
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
         return Slice(runs, starts, decayed, self.settings.optimizer)
+
+    def share(self, op: Op) -> Share:
+        """Which share of its layer a FORWARD or RECOMPUTE computes.
+
+        Raises:
+            UserError: when it is several slices of a layer that is cut into more, which no layer computes at once.
+        """
+        kind, spec = self.checked.program.sizes.kind(op.layer), self.specs[op.inputs[0]]
+        if kind is LayerKind.NORM:
+            return Share(tokens=self.shapes.tokens(spec))
+        if kind is LayerKind.WHOLE or spec.grid.width == 1:
+            return Share()
+        holds = self.specs[op.inputs[1]].holds
+        if holds.of != spec.grid.width or holds.pieces != 1:
+            raise UserError(
+                f"layer {op.layer} is cut into {spec.grid.width} slices and rank {self.rank} computes with slices "
+                f"{holds} of it; compute with one slice on each rank"
+            )
+        return Share(holds.mask.bit_length() - 1, holds.of)
+
+    def first_token(self, logits: Spec) -> int:
+        """Of the vocabulary, the first token that a slice of the logits is about."""
+        assert isinstance(self.model, Halves), "only half-blocks have slices of the logits"
+        return self.model.first_token(logits.sums.bit_length() - 1)
 
     def keep(self) -> None:
         """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""
@@ -173,6 +197,6 @@ def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
     for rank, tape in enumerate(checked.program.tapes):
         for at, op in enumerate(tape):
             if op.kind is OpKind.LOSS:
-                for microbatch in bits(checked.specs[rank][op.inputs[0]].holds.mask):
+                for microbatch in bits(checked.specs[rank][op.inputs[0]].microbatches):
                     owners.setdefault(microbatch, (rank, at))
     return owners

@@ -36,8 +36,8 @@ class Rank(Recorder):
         microbatches: `range` of the step's microbatches.
         mesh: the ranks' grid.
         kinds: each layer's kind.
-        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, stats: the stores, a
-            program's only memory.
+        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, grad_residuals, stats:
+            the stores, a program's only memory.
     """
 
     def __init__(self, index: int, world: World) -> None:
@@ -54,6 +54,7 @@ class Rank(Recorder):
         self.grad_weights = Store(self, Kind.GRAD_WEIGHT)
         self.scalars = Store(self, Kind.SCALAR)
         self.residuals = Store(self, Kind.RESIDUAL)
+        self.grad_residuals = Store(self, Kind.GRAD_RESIDUAL)
         self.stats = Store(self, Kind.STATS)
         self._world = world
         self._grid = world.grid
@@ -224,42 +225,41 @@ class Rank(Recorder):
         return outputs[1] if handed_on is not None else None, outputs[0]
 
     def backward_norm(
-        self, layer: int, branch: Value, gradient: Value, residual_gradient: Value | None, weight: Value
-    ) -> tuple[Value, Value]:
-        """A norm's backward pass: (its weight's gradient, the gradient of its branch, which is the residual's too).
+        self, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
+    ) -> tuple[Value, Value, Value | None]:
+        """A norm's backward pass: the gradients of (its weight, its branch, the residual that it was given).
 
-        `gradient` is that of activation l + 1, `residual_gradient` what `backward_norm` of the next norm gave.
+        `gradient` is that of activation l + 1, `grad_residual` that of the residual that it has handed on.
         """
-        specs, inputs, read = self._norm_backward("backward_norm", layer, branch, gradient, residual_gradient, weight)
-        grad_weight, grad_branch = self.make(specs[0]), self.make(specs[1])
-        self.ops.append(Op(OpKind.BACKWARD, layer, inputs, (grad_weight.number, grad_branch.number)))
+        specs, inputs, read = self._norm_backward("backward_norm", layer, branch, gradient, grad_residual, weight)
+        made = [self.make(spec) for spec in specs]
+        self.ops.append(Op(OpKind.BACKWARD, layer, inputs, tuple([value.number for value in made])))
         for value in read:
             if not value.keys:
                 self._used(value)
-        return grad_weight, grad_branch
+        return made[0], made[1], made[2] if len(made) > 2 else None
 
     def backward_norm_input(
-        self, layer: int, branch: Value, gradient: Value, residual_gradient: Value | None, weight: Value
-    ) -> Value:
-        """The half of `backward_norm` that the layer below waits for; `backward_weight` is the other."""
-        specs, inputs, read = self._norm_backward(
-            "backward_norm_input", layer, branch, gradient, residual_gradient, weight
-        )
-        grad_branch = self.make(specs[1])
-        branch.saved_for_weight, branch.half_slices = grad_branch.number + 1, 0
+        self, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
+    ) -> tuple[Value, Value | None]:
+        """The half of `backward_norm` that others wait for; `backward_weight` is the other half."""
+        specs, inputs, read = self._norm_backward("backward_norm_input", layer, branch, gradient, grad_residual, weight)
+        made = [self.make(spec) for spec in specs[1:]]
+        branch.saved_for_weight, branch.half_slices = len(self._values), 0
         self._values.append(None)
-        self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, (grad_branch.number, branch.saved_for_weight)))
+        outputs = (*(value.number for value in made), branch.saved_for_weight)
+        self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, outputs))
         for value in read:
             if not value.keys:
                 self._used(value)
-        return grad_branch
+        return made[0], made[1] if len(made) > 1 else None
 
     def _norm_backward(
-        self, op: str, layer: int, branch: Value, gradient: Value, residual_gradient: Value | None, weight: Value
-    ) -> tuple[tuple[Spec, Spec], tuple[int, ...], list[Value]]:
+        self, op: str, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
+    ) -> tuple[tuple[Spec, ...], tuple[int, ...], list[Value]]:
         self._check_layer(op, layer)
         self._rule(op, layer, forward=False)
-        extra = [] if residual_gradient is None else [residual_gradient]
+        extra = [] if grad_residual is None else [grad_residual]
         read = [branch, gradient, weight, *extra]
         b, g, w, *r = (self._read(value) for value in read)
         try:

@@ -107,7 +107,7 @@ class Sizes:
         kind, layer, (sequence, width) = spec.kind, spec.layer, spec.grid
         if kind is Kind.STATS:
             each = self.stats * (spec.sums.bit_count() or width)
-        elif kind is Kind.RESIDUAL:
+        elif kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
             each = self.residual
         elif kind is Kind.SAVED:
             each = self.saved[layer]

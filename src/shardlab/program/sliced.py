@@ -66,24 +66,22 @@ def norm_forward(
 
 
 def norm_backward(
-    layer: int, layers: int, branch: Spec, gradient: Spec, weight: Spec, residual_gradient: Spec | None = None
-) -> tuple[Spec, Spec]:
-    """The gradient of the norm's parameters, and that of its branch, which is the residual's as well."""
+    layer: int, layers: int, branch: Spec, gradient: Spec, weight: Spec, grad_residual: Spec | None = None
+) -> tuple[Spec, ...]:
+    """The gradients of the norm's parameters, of its branch, and of the residual that it was given, if any."""
     op = f"backward_norm(layer {layer})"
     _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
     _want_gradient(op, layer, branch, gradient, 0)
-    if (residual_gradient is None) != (layer == layers - 2):
+    if (grad_residual is None) != (layer == layers - 2):
         must = "the last norm hands on no residual" if layer == layers - 2 else "the residual's gradient is missing"
-        raise Refused(f"{op}: {must}; every norm but the last is given grad_activations[{layer + 2}] as well.")
-    if residual_gradient is not None:
-        _want_input(op, "residual's gradient", residual_gradient, Kind.GRAD_ACTIVATION, layer + 2)
-        _want_same(op, "residual's gradient", residual_gradient, "branch", branch)
+        raise Refused(f"{op}: {must}; every norm but the last is given grad_residuals[{layer + 2}] as well.")
+    if grad_residual is not None:
+        _want_input(op, "residual's gradient", grad_residual, Kind.GRAD_RESIDUAL, layer + 2)
+        _want_same(op, "residual's gradient", grad_residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
-    step, grid = branch.step, branch.grid
-    return (
-        Spec(Kind.GRAD_WEIGHT, layer, weight.holds, branch.holds.mask, step, grid),
-        Spec(Kind.GRAD_ACTIVATION, layer, branch.holds, 0, step, grid),
-    )
+    made = Spec(Kind.GRAD_ACTIVATION, layer, branch.holds, 0, branch.step, branch.grid)
+    own = made._replace(kind=Kind.GRAD_WEIGHT, holds=weight.holds, sums=branch.holds.mask)
+    return (own, made) if layer == 1 else (own, made, made._replace(kind=Kind.GRAD_RESIDUAL))
 
 
 def loss_stats(layers: int, logits: Spec) -> Spec:

@@ -64,11 +64,12 @@ class Op(NamedTuple):
         kind: what is done.
         layer: the layer computed on or communicated for (WAIT and FREE: -1).
         inputs: numbers of the values read. FORWARD (activation, weight[, residual]); BACKWARD (activation, gradient,
-            weight, saved[, gradient of the residual]), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
+            weight, saved[, gradient of the next residual]), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
             gradient, saved for weight); LOSS (activation[, stats]); UPDATE (gradient, weight, optimizer state[, norm]);
             the others as their names say.
         outputs: numbers of the values made. FORWARD (activation[, residual][, saved]); BACKWARD (weight gradient,
-            gradient of the activation); BACKWARD_INPUT (gradient of the activation, saved for weight); UPDATE (weight,
+            gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of the
+            residual], saved for weight); UPDATE (weight,
             optimizer state).
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.

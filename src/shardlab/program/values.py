@@ -22,6 +22,7 @@ class Kind(Enum):
     GRAD_ACTIVATION = "grad_activations"
     GRAD_WEIGHT = "grad_weights"
     RESIDUAL = "residuals"
+    GRAD_RESIDUAL = "grad_residuals"
     STATS = "stats"
     SCALAR = "scalars"
     SAVED = "saved"
@@ -31,7 +32,15 @@ class Kind(Enum):
 
 
 ROW_KINDS = frozenset(
-    {Kind.ACTIVATION, Kind.GRAD_ACTIVATION, Kind.RESIDUAL, Kind.STATS, Kind.SAVED, Kind.SAVED_FOR_WEIGHT}
+    {
+        Kind.ACTIVATION,
+        Kind.GRAD_ACTIVATION,
+        Kind.RESIDUAL,
+        Kind.GRAD_RESIDUAL,
+        Kind.STATS,
+        Kind.SAVED,
+        Kind.SAVED_FOR_WEIGHT,
+    }
 )
 """Kinds whose pieces are batch rows; the pieces of the others are slices of a layer's flat parameters (of a scalar,
 of all layers' one after the other)."""

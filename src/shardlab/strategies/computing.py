@@ -93,41 +93,43 @@ class Halves:
 
     async def backward(self, layer: int, m: int, weight: Value) -> Value:
         rank, grads = self.rank, self.rank.grad_activations
-        x = rank.activations.pop((layer, m))
+        x, gradient = rank.activations.pop((layer, m)), grads.pop((layer + 1, m))
         if rank.kinds[layer] is LayerKind.NORM:
-            above = grads.pop((layer + 2, m)) if layer < rank.layers[-2] else None
-            grad_weight, grads[layer, m] = rank.backward_norm(layer, x, grads.pop((layer + 1, m)), above, weight)
-            return grad_weight
-        grad_weight, terms = rank.backward(layer, x, await self._of_output(layer, m), weight)
-        await self._keep(layer, m, terms)
+            above = self._from_above(layer, m)
+            grad_weight, grads[layer, m], below = rank.backward_norm(layer, x, gradient, above, weight)
+            self._hand_down(layer, m, below)
+        else:
+            grad_weight, terms = rank.backward(layer, x, await self._of_output(layer, gradient), weight)
+            await self._keep(layer, m, terms)
         return grad_weight
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
         rank, grads = self.rank, self.rank.grad_activations
         x = rank.activations[layer, m]
         if rank.kinds[layer] is LayerKind.NORM:
-            above = grads.pop((layer + 2, m)) if layer < rank.layers[-2] else None
-            grads[layer, m] = rank.backward_norm_input(layer, x, grads[layer + 1, m], above, weight)
-            return
-        grads["whole", layer, m] = await self._of_output(layer, m)
-        terms = rank.backward_input(layer, x, grads["whole", layer, m], weight)
-        await self._keep(layer, m, terms)
+            above = self._from_above(layer, m)
+            grads[layer, m], below = rank.backward_norm_input(layer, x, grads[layer + 1, m], above, weight)
+            self._hand_down(layer, m, below)
+        else:
+            grads[layer + 1, m] = await self._of_output(layer, grads[layer + 1, m])
+            await self._keep(layer, m, rank.backward_input(layer, x, grads[layer + 1, m], weight))
 
     def backward_weight(self, layer: int, m: int) -> Value:
-        rank, grads = self.rank, self.rank.grad_activations
-        gradient = grads.pop((layer + 1, m) if rank.kinds[layer] is LayerKind.NORM else ("whole", layer, m))
-        return rank.backward_weight(layer, rank.activations.pop((layer, m)), gradient)
+        rank = self.rank
+        return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)))
 
     def drop_gradient_of_tokens(self, m: int) -> None:
         """They have none, and it was not kept."""
 
-    async def _of_output(self, layer: int, m: int) -> Value:
-        """The gradient of a body's output; the norm below will want that of the residual too, which is the same."""
-        grads, is_head = self.rank.grad_activations, layer == self.rank.layers[-1]
-        if is_head:
-            return grads.pop((layer + 1, m))
-        gradient = grads[layer + 1, m] if layer else grads.pop((layer + 1, m))
-        return await self._whole(gradient)
+    def _from_above(self, layer: int, m: int) -> Value | None:
+        return self.rank.grad_residuals.pop((layer + 2, m)) if layer < self.rank.layers[-2] else None
+
+    def _hand_down(self, layer: int, m: int, grad_residual: Value | None) -> None:
+        if grad_residual is not None:
+            self.rank.grad_residuals[layer, m] = grad_residual
+
+    async def _of_output(self, layer: int, gradient: Value) -> Value:
+        return gradient if layer == self.rank.layers[-1] else await self._whole(gradient)
 
     async def _keep(self, layer: int, m: int, terms: Value) -> None:
         if layer:

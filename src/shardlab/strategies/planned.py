@@ -119,7 +119,8 @@ class Follower:
         if after == len(self.rank.layers):
             await self.compute.loss(m)
         else:
-            await self.arrive("grad_activations", after, m)
+            for store in self.carried(after, forward=False):
+                await self.arrive(store, after, m)
 
     async def add(self, stage: int, layer: int, gradient: Value) -> None:
         await self.gradients.add(layer, gradient)
@@ -128,9 +129,8 @@ class Follower:
 
     def carried(self, layer: int, *, forward: bool) -> list[str]:
         """The stores whose values travel between the stages that meet before a layer."""
-        if not forward:
-            return ["grad_activations"]
-        return ["activations", "residuals"] if self.rank.kinds[layer] is LayerKind.NORM else ["activations"]
+        stores = ["activations", "residuals"] if self.rank.kinds[layer] is LayerKind.NORM else ["activations"]
+        return stores if forward else [f"grad_{store}" for store in stores]
 
     async def arrive(self, store: str, layer: int, m: int) -> None:
         """Wait for a value, unless this rank has made it itself."""

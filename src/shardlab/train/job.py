@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.check import Checked, check
-from shardlab.models import Model
+from shardlab.models import Blocks, Halves, Model
 from shardlab.program import Sizes, trace
 from shardlab.strategies.load import load
 
@@ -27,7 +27,7 @@ class Job:
         strategy: a built-in name or path/to/file.py:function.
         ranks: how many processes.
         microbatches: of the global batch.
-        model: what is trained; its layers are the program's.
+        model: what is trained; its blocks are the program's layers (see `cut`).
         rows: sequences of a microbatch.
         dtype: of weights, activations and gradients.
         seed: of weights, data and dropout.
@@ -36,7 +36,7 @@ class Job:
     strategy: str
     ranks: int
     microbatches: int
-    model: Model
+    model: Blocks
     rows: int
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -53,9 +53,19 @@ class Job:
             return check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
 
     @property
+    def cut(self) -> Model:
+        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel.
+
+        Raises:
+            UserError: when the model does not divide.
+        """
+        slices = load(self.strategy).grid(self.ranks).tp
+        return Halves(self.model, slices) if slices > 1 else self.model
+
+    @property
     def sizes(self) -> Sizes:
         """Elements of the program's values."""
-        return self.model.sizes(self.rows, self.dtype.itemsize)
+        return self.cut.sizes(self.rows, self.dtype.itemsize)
 
     @property
     def tokens(self) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
-from shardlab.models import Model
-from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, views
+from shardlab.models import Halves, Model
+from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, to_blocks, views
 from shardlab.train.data import Batches, Corpus, default_text, read_text
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job, agree
@@ -96,7 +96,8 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     checked = job.checked()
     agree(checked, text)
     settings = Settings(job.seed, job.dtype, device, run.optimizer)
-    executor = Executor(checked, rank, job.model, batches, settings, backend_of(device))
+    model = job.cut
+    executor = Executor(checked, rank, model, batches, settings, backend_of(device))
     folder = progress = None
     before = 0.0
     if rank == 0:
@@ -121,6 +122,8 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     flats = collect(executor.state, executor.state.kept)
     if folder is None or progress is None or flats is None:
         return None
+    if isinstance(model, Halves):
+        flats = to_blocks(model, flats)
     progress.stop()
     after = validate(job.model, batches, flats)
     folder.write_weights(job.model, flats)

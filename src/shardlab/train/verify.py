@@ -15,6 +15,8 @@ from torch import Tensor
 
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.state import State
+from shardlab.models import Halves, Model
+from shardlab.models.tensors import lengthened, to_halves
 from shardlab.program import Holds, OpKind
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job, agree
@@ -78,7 +80,8 @@ def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdic
     def observe(layer: int, holds: Holds, gradient: Tensor) -> None:
         seen[layer, holds] = gradient.clone()
 
-    executor = Executor(checked, rank, job.model, batches, settings, backend_of(device), observe)
+    model = job.cut
+    executor = Executor(checked, rank, model, batches, settings, backend_of(device), observe)
     expected = train_reference(job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer)
     loss_errors: list[float] = []
     gradient_errors: list[tuple[float, int]] = []
@@ -87,8 +90,8 @@ def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdic
         dist.all_reduce(loss)
         mean = float(loss[0] / loss[1])
         loss_errors.append(_number(abs(mean - expected.losses[step]) / abs(expected.losses[step])))
-        gradient_errors.append(_worst(executor.state, seen, expected.gradients[step]))
-    weights = _worst(executor.state, executor.state.kept, expected.weights)
+        gradient_errors.append(_worst(executor.state, seen, _as_cut(model, expected.gradients[step])))
+    weights = _worst(executor.state, executor.state.kept, _as_cut(model, expected.weights))
     return Verdict(max(loss_errors), *max(gradient_errors), *weights)
 
 
@@ -96,8 +99,7 @@ def _worst(state: State, slices: Mapping[tuple[int, Holds], Tensor], expected: S
     """The largest error of a layer over all ranks' slices, and the layer."""
     errors = torch.zeros(len(expected), dtype=torch.float64)
     for (layer, holds), ours in slices.items():
-        whole = torch.zeros(state.shapes.flat[layer], dtype=ours.dtype)
-        whole[: len(expected[layer])] = expected[layer]
+        whole = lengthened(state.shapes.layouts[layer], expected[layer], state.shapes.flat[layer])
         theirs = torch.cat([whole[start:stop] for start, stop in state.shapes.ranges(layer, holds)])
         error = float((ours.cpu() - theirs).abs().max() / whole.abs().max())
         errors[layer] = max(float(errors[layer]), _number(error))
@@ -105,6 +107,11 @@ def _worst(state: State, slices: Mapping[tuple[int, Holds], Tensor], expected: S
     dist.all_reduce(errors, dist.ReduceOp.MAX)
     layer = int(errors.argmax())
     return float(errors[layer]), layer
+
+
+def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Every layer's flat buffer, from every block's."""
+    return to_halves(model, blocks) if isinstance(model, Halves) else blocks
 
 
 def _number(error: float) -> float:
