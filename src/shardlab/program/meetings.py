@@ -16,7 +16,7 @@ from shardlab.program.values import Kind, Spec
 from shardlab.program.waiting import Wait
 
 if TYPE_CHECKING:
-    from shardlab.program.rank import Rank
+    from shardlab.program.recorder import Recorder
 
 Wake = Callable[[Handle[Any]], None]
 
@@ -27,7 +27,7 @@ IN_FLIGHT = Spec(Kind.SAVED, -1, transfer.WHOLE)
 class CollectiveHandle(Handle[Value]):
     """A member's part in a collective."""
 
-    def __init__(self, rank: Rank, kind: OpKind, value: Value, group: Group, turn: int, meeting: Meeting) -> None:
+    def __init__(self, rank: Recorder, kind: OpKind, value: Value, group: Group, turn: int, meeting: Meeting) -> None:
         super().__init__(rank, rank.make(IN_FLIGHT), value)
         self.kind = kind
         self.spec = value.spec
@@ -54,7 +54,7 @@ class Collectives:
         self._turns: dict[tuple[int, Group], int] = defaultdict(int)
         self._open: dict[tuple[Group, int], Meeting] = {}
 
-    def issue(self, rank: Rank, kind: OpKind, value: Value, group: Group) -> CollectiveHandle:
+    def issue(self, rank: Recorder, kind: OpKind, value: Value, group: Group) -> CollectiveHandle:
         """This rank's part in the group's next collective that it has not joined yet."""
         turn = self._turns[rank.index, group]
         self._turns[rank.index, group] = turn + 1
@@ -91,7 +91,7 @@ class Collectives:
 class SendHandle(Handle[None]):
     """A message on its way; while tracing it is buffered, so the sender never waits."""
 
-    def __init__(self, rank: Rank, value: Value) -> None:
+    def __init__(self, rank: Recorder, value: Value) -> None:
         super().__init__(rank, None, value)
         self.spec = value.spec
         self.ready = True
@@ -100,7 +100,7 @@ class SendHandle(Handle[None]):
 class RecvHandle(Handle[Value]):
     """A receive that waits for its message."""
 
-    def __init__(self, rank: Rank, source: int, expect: Message | None) -> None:
+    def __init__(self, rank: Recorder, source: int, expect: Message | None) -> None:
         super().__init__(rank, rank.make(IN_FLIGHT), None)
         self.source = source
         self.expect = expect
@@ -118,12 +118,12 @@ class Channels:
         self._sent: dict[tuple[int, int], deque[SendHandle]] = defaultdict(deque)
         self._wanted: dict[tuple[int, int], deque[RecvHandle]] = defaultdict(deque)
 
-    def post_send(self, rank: Rank, value: Value, to: int) -> SendHandle:
+    def post_send(self, rank: Recorder, value: Value, to: int) -> SendHandle:
         handle = SendHandle(rank, value)
         self._sent[rank.index, to].append(handle)
         return handle
 
-    def post_recv(self, rank: Rank, source: int, expect: Message | None) -> RecvHandle:
+    def post_recv(self, rank: Recorder, source: int, expect: Message | None) -> RecvHandle:
         handle = RecvHandle(rank, source, expect)
         self._wanted[source, rank.index].append(handle)
         return handle

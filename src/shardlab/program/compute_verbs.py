@@ -1,0 +1,265 @@
+"""The verbs that compute: plain calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from shardlab.program import sliced, transfer
+from shardlab.program.errors import Refused
+from shardlab.program.place import Place
+from shardlab.program.sizes import LayerKind
+from shardlab.program.tape import Op, OpKind
+from shardlab.program.value import Value
+from shardlab.program.values import Holds, Kind, Spec, mask_of
+
+
+class ComputeVerbs(Place):
+    """Loading, forward and backward passes, sums, updates."""
+
+    def load_weights(self, layer: int, shard: int = 0, of: int = 1) -> tuple[Value, Value]:
+        """This step's weight and optimizer state of a layer: slice `shard` of `of` equal ones."""
+        return self.load_weight(layer, shard, of), self.load_opt_state(layer, shard, of)
+
+    def load_weight(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+        """This step's weight alone."""
+        return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of)
+
+    def load_opt_state(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+        """This step's optimizer state alone; its slice may be smaller than the weight's."""
+        return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of)
+
+    def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int) -> Value:
+        name = kind.value
+        self._check_layer(name, layer)
+        if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.refuse(f"{name}(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
+        if not 0 <= shard < of:
+            self.refuse(f"{name}(layer {layer}): shard {shard} of {of} does not exist; shards count from 0.")
+        holds = Holds(1 << shard, of)
+        key = (what, layer, holds)
+        if key in self._loaded:
+            self.refuse(f"{name}(layer {layer}): the same slice was loaded by op {self._loaded[key]} already.")
+        self._loaded[key] = len(self.ops)
+        value = self.make(Spec(what, layer, holds))
+        self.ops.append(Op(kind, layer, (), (value.number,), holds=holds))
+        return value
+
+    def load_batch(self, microbatches: Iterable[int]) -> Value:
+        """Activation 0 of some microbatches: the input rows."""
+        numbers = list(microbatches)
+        total = len(self.microbatches)
+        if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= n < total for n in numbers):
+            self.refuse(f"load_batch({numbers}): give one or more of the microbatches 0-{total - 1}, each once.")
+        holds = Holds(mask_of(numbers), total)
+        spec = Spec(Kind.ACTIVATION, 0, holds.refined(total * self._grid.sequence), 0, 0, self._grid)
+        value = self.make(spec)
+        self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))
+        return value
+
+    def forward(self, layer: int, activation: Value, weight: Value, *, save: bool = True) -> Value:
+        """Activation l through layer l: activation l + 1.
+
+        What autograd needs for the backward pass is kept with the input activation; with `save=False` it is not,
+        and `backward` computes it again.
+        """
+        self._check_layer("forward", layer)
+        spec = self._read(activation)
+        rule = self._rule("forward", layer, forward=True)
+        try:
+            made = rule(layer, spec, self._read(weight))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        number = output.number
+        if save:
+            outputs = (number, number + 1)
+            self._values.append(None)
+            activation.saved, activation.saved_slices = number + 1, made.sums
+        else:
+            outputs = (number,)
+        self.ops.append(Op(OpKind.FORWARD, layer, (activation.number, weight.number), outputs))
+        if not weight.keys:
+            self._used(weight)
+        if not activation.keys:
+            self._used(activation)
+        return output
+
+    def loss(self, activation: Value, stats: Value | None = None) -> Value:
+        """The gradient of the loss with respect to the last activation.
+
+        Slices of it take the gathered `loss_stats` of all slices as well, and give these slices of the gradient.
+        """
+        read = (activation,) if stats is None else (activation, stats)
+        specs = [self._read(value) for value in read]
+        try:
+            if self._grid.width > 1:
+                made = sliced.loss(len(self.layers), specs[0], specs[1] if stats is not None else None)
+            else:
+                made = transfer.loss(len(self.layers), *specs)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.LOSS, made.layer, tuple([value.number for value in read]), (output.number,)))
+        for value in read:
+            if not value.keys:
+                self._used(value)
+        return output
+
+    def loss_stats(self, logits: Value) -> Value:
+        """What the loss needs of some slices of the logits: all_gather it over the ranks that have the others."""
+        try:
+            made = sliced.loss_stats(len(self.layers), self._read(logits))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.LOSS_STATS, made.layer, (logits.number,), (output.number,)))
+        if not logits.keys:
+            self._used(logits)
+        return output
+
+    def backward(self, layer: int, activation: Value, gradient: Value, weight: Value) -> tuple[Value, Value]:
+        """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
+        self._check_layer("backward", layer)
+        rule = self._rule("backward", layer, forward=False)
+        try:
+            specs = rule(layer, self._read(activation), self._read(gradient), self._read(weight))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        saved = self._saved(layer, activation, weight, specs[1].sums)
+        grad_weight, grad_activation = self.make(specs[0]), self.make(specs[1])
+        inputs = (activation.number, gradient.number, weight.number, saved)
+        self.ops.append(Op(OpKind.BACKWARD, layer, inputs, (grad_weight.number, grad_activation.number)))
+        for value in (activation, gradient, weight):
+            if not value.keys:
+                self._used(value)
+        return grad_weight, grad_activation
+
+    def backward_input(self, layer: int, activation: Value, gradient: Value, weight: Value) -> Value:
+        """The half of `backward` that the layer below waits for: the gradient of activation l.
+
+        The other half, `backward_weight`, reads the same activation and gradient: keep both in their stores until then.
+        """
+        self._check_layer("backward_input", layer)
+        rule = self._rule("backward_input", layer, forward=False)
+        try:
+            specs = rule(layer, self._read(activation), self._read(gradient), self._read(weight))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        saved = self._saved(layer, activation, weight, specs[1].sums)
+        grad_activation = self.make(specs[1])
+        activation.saved_for_weight, activation.half_slices = grad_activation.number + 1, specs[1].sums
+        self._values.append(None)
+        inputs = (activation.number, gradient.number, weight.number, saved)
+        outputs = (grad_activation.number, activation.saved_for_weight)
+        self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, outputs))
+        for value in (activation, gradient, weight):
+            if not value.keys:
+                self._used(value)
+        return grad_activation
+
+    def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
+        """The other half of `backward`, at any time after `backward_input`: the weight's gradient."""
+        self._check_layer("backward_weight", layer)
+        specs = self._read(activation), self._read(gradient)
+        try:
+            if self.kinds[layer] is LayerKind.WHOLE:
+                made = transfer.backward_weight(layer, *specs)
+            else:
+                made = sliced.backward_weight(layer, len(self.layers), *specs, activation.half_slices)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        if activation.saved_for_weight < 0:
+            self.refuse(
+                f"backward_weight(layer {layer}): no backward_input has come before it for {activation.spec}; "
+                "that leaves what this half needs."
+            )
+        grad_weight = self.make(made)
+        inputs = (activation.number, gradient.number, activation.saved_for_weight)
+        activation.saved_for_weight = -1
+        self.ops.append(Op(OpKind.BACKWARD_WEIGHT, layer, inputs, (grad_weight.number,)))
+        for value in (activation, gradient):
+            if not value.keys:
+                self._used(value)
+        return grad_weight
+
+    def _rule(self, op: str, layer: int, *, forward: bool) -> Callable[..., Any]:
+        """What a layer's kind makes of its inputs; refuses the verbs that are not for it."""
+        kind = self.kinds[layer]
+        if (kind is LayerKind.NORM) != ("norm" in op):
+            which = "a norm: use forward_norm and backward_norm" if kind is LayerKind.NORM else "no norm"
+            self.refuse(f"{op}(layer {layer}): this layer is {which}.")
+        if kind is LayerKind.SLICED:
+            return sliced.forward if forward else partial(sliced.backward, layers=len(self.layers))
+        return transfer.forward if forward else transfer.backward
+
+    def _saved(self, layer: int, activation: Value, weight: Value, slices: int) -> int:
+        """What autograd saved from an activation's forward, for its backward; computed again if nothing was."""
+        saved = activation.saved
+        if saved >= 0 and activation.saved_slices != slices:
+            self.refuse(
+                f"backward(layer {layer}): the forward pass was by other slices of the layer than {weight.spec}."
+            )
+        if saved < 0:
+            saved = len(self._values)
+            self._values.append(None)
+            self.ops.append(Op(OpKind.RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
+        activation.saved = -1
+        return saved
+
+    def add(self, a: Value, b: Value) -> Value:
+        """The sum of two weight gradients, or of two scalars; also written `a + b`."""
+        try:
+            made = transfer.add(self._read(a), self._read(b))
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.ADD, made.layer, (a.number, b.number), (output.number,)))
+        for value in (a, b):
+            if not value.keys:
+                self._used(value)
+        return output
+
+    def norm(self, layer: int, gradient: Value) -> Value:
+        """The sum of the squares of a finished gradient, a scalar: this layer's, or slice's, part of the model's.
+
+        Add the parts up over layers, and over the ranks that have others; `update` takes the whole.
+        """
+        self._check_layer("norm", layer)
+        try:
+            made = transfer.norm(layer, len(self.layers), self._read(gradient), self._cells)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.NORM, layer, (gradient.number,), (output.number,)))
+        if not gradient.keys:
+            self._used(gradient)
+        return output
+
+    def update(
+        self, layer: int, gradient: Value, weight: Value, opt_state: Value, norm: Value | None = None
+    ) -> tuple[Value, Value]:
+        """The optimizer's step on a slice: the new (weight, optimizer state). The old ones end here, in place.
+
+        Weight and gradient may hold more than the state's slice; the new weight is that slice alone. With the squared
+        `norm` of the whole model's gradient, the gradient is clipped to the optimizer's limit, and the update is left
+        out if the norm is not finite.
+        """
+        self._check_layer("update", layer)
+        read = (gradient, weight, opt_state) if norm is None else (gradient, weight, opt_state, norm)
+        specs = [self._read(value) for value in read]
+        try:
+            made = transfer.update(layer, specs[0], specs[1], specs[2], self._cells, *specs[3:])
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        self._end_in_place(weight)
+        self._end_in_place(opt_state)
+        new_weight, new_state = self.make(made[0]), self.make(made[1])
+        inputs = tuple([value.number for value in read])
+        self.ops.append(Op(OpKind.UPDATE, layer, inputs, (new_weight.number, new_state.number)))
+        if not gradient.keys:
+            self._used(gradient)
+        if norm is not None and not norm.keys:
+            self._used(norm)
+        return new_weight, new_state

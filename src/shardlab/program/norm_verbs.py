@@ -1,0 +1,88 @@
+"""The verbs of a model in half-blocks, which tensor parallelism cuts: norms, and the loss over slices."""
+
+from __future__ import annotations
+
+from shardlab.program import sliced
+from shardlab.program.compute_verbs import ComputeVerbs
+from shardlab.program.errors import Refused
+from shardlab.program.tape import Op, OpKind
+from shardlab.program.value import Value
+from shardlab.program.values import Spec
+
+
+class NormVerbs(ComputeVerbs):
+    """Passes through norms, which carry the residual from one to the next."""
+
+    def forward_norm(
+        self, layer: int, residual: Value | None, branch: Value, weight: Value
+    ) -> tuple[Value | None, Value]:
+        """A norm of a model in half-blocks: (the residual for the next norm, the normalised activation l + 1).
+
+        The branch, activation l, is added to the residual that the norm before has handed on. The first norm is given
+        no residual, the last one hands none on.
+        """
+        self._check_layer("forward_norm", layer)
+        self._rule("forward_norm", layer, forward=True)
+        read = (branch, weight) if residual is None else (branch, weight, residual)
+        specs = [self._read(value) for value in read]
+        try:
+            made, handed_on = sliced.norm_forward(layer, len(self.layers), *specs)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        outputs = [self.make(spec) for spec in (made, handed_on) if spec is not None]
+        branch.saved, branch.saved_slices = len(self._values), 0
+        self._values.append(None)
+        numbers = (*(value.number for value in outputs), branch.saved)
+        self.ops.append(Op(OpKind.FORWARD, layer, tuple([value.number for value in read]), numbers))
+        for value in read:
+            if not value.keys:
+                self._used(value)
+        return outputs[1] if handed_on is not None else None, outputs[0]
+
+    def backward_norm(
+        self, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
+    ) -> tuple[Value, Value, Value | None]:
+        """A norm's backward pass: the gradients of (its weight, its branch, the residual that it was given).
+
+        `gradient` is that of activation l + 1, `grad_residual` that of the residual that it has handed on.
+        """
+        specs, inputs, read = self._norm_backward("backward_norm", layer, branch, gradient, grad_residual, weight)
+        made = [self.make(spec) for spec in specs]
+        self.ops.append(Op(OpKind.BACKWARD, layer, inputs, tuple([value.number for value in made])))
+        for value in read:
+            if not value.keys:
+                self._used(value)
+        return made[0], made[1], made[2] if len(made) > 2 else None
+
+    def backward_norm_input(
+        self, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
+    ) -> tuple[Value, Value | None]:
+        """The half of `backward_norm` that others wait for; `backward_weight` is the other half."""
+        specs, inputs, read = self._norm_backward("backward_norm_input", layer, branch, gradient, grad_residual, weight)
+        made = [self.make(spec) for spec in specs[1:]]
+        branch.saved_for_weight, branch.half_slices = len(self._values), 0
+        self._values.append(None)
+        outputs = (*(value.number for value in made), branch.saved_for_weight)
+        self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, outputs))
+        for value in read:
+            if not value.keys:
+                self._used(value)
+        return made[0], made[1] if len(made) > 1 else None
+
+    def _norm_backward(
+        self, op: str, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
+    ) -> tuple[tuple[Spec, ...], tuple[int, ...], list[Value]]:
+        self._check_layer(op, layer)
+        self._rule(op, layer, forward=False)
+        extra = [] if grad_residual is None else [grad_residual]
+        read = [branch, gradient, weight, *extra]
+        b, g, w, *r = (self._read(value) for value in read)
+        try:
+            specs = sliced.norm_backward(layer, len(self.layers), b, g, w, *r)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        if branch.saved < 0:
+            self.refuse(f"{op}(layer {layer}): no forward_norm has come before it for {b}; a norm is not recomputed.")
+        saved, branch.saved = branch.saved, -1
+        inputs = (branch.number, gradient.number, weight.number, saved, *(value.number for value in extra))
+        return specs, inputs, read

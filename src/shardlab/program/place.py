@@ -1,0 +1,88 @@
+"""Where a rank stands, what it keeps, and its share of the work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardlab.program.errors import UserError
+from shardlab.program.mesh import WORLD, Group, Mesh, group_of
+from shardlab.program.recorder import Recorder
+from shardlab.program.value import Store
+from shardlab.program.values import Kind
+
+if TYPE_CHECKING:
+    from shardlab.program.world import World
+
+
+class Place(Recorder):
+    """A rank's place in its world, and its stores.
+
+    Attributes:
+        index: this rank's number, from 0.
+        world: how many ranks there are.
+        layers: `range` of the model's layers.
+        microbatches: `range` of the step's microbatches.
+        mesh: the ranks' grid.
+        kinds: each layer's kind.
+        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, grad_residuals, stats:
+            the stores, a program's only memory.
+    """
+
+    def __init__(self, index: int, world: World) -> None:
+        super().__init__(index, world.sizes, world.watch)
+        self.world = world.mesh.world
+        self.layers = range(world.sizes.layers)
+        self.kinds = [world.sizes.kind(layer) for layer in self.layers]
+        self.microbatches = range(world.microbatches)
+        self.mesh: Mesh = world.mesh
+        self.weights = Store(self, Kind.WEIGHT)
+        self.opt_states = Store(self, Kind.OPT_STATE)
+        self.activations = Store(self, Kind.ACTIVATION)
+        self.grad_activations = Store(self, Kind.GRAD_ACTIVATION)
+        self.grad_weights = Store(self, Kind.GRAD_WEIGHT)
+        self.scalars = Store(self, Kind.SCALAR)
+        self.residuals = Store(self, Kind.RESIDUAL)
+        self.grad_residuals = Store(self, Kind.GRAD_RESIDUAL)
+        self.stats = Store(self, Kind.STATS)
+        self._world = world
+        self._grid = world.grid
+        self._cells = (1 << world.microbatches * world.grid.sequence) - 1
+        self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
+        self._batches = 0
+
+    def coordinate(self, axis: str) -> int:
+        """Where this rank stands along a mesh axis."""
+        return self.group(axis).ranks.index(self.index)
+
+    def group(self, axis: str | None = None) -> Group:
+        """The ranks along an axis that this rank meets; without one, all ranks."""
+        group = self._groups.get(axis)
+        if group is None:
+            assert axis is not None
+            try:
+                group = self._groups[axis] = self.mesh.group(self.index, axis)
+            except UserError as error:
+                self.refuse(f"{error}.")
+        return group
+
+    def share(self, axis: str | None = None) -> range:
+        """This rank's microbatches when they are dealt evenly, in order, to the ranks along an axis."""
+        return self._deal(self.microbatches, "microbatches", axis)
+
+    def stage_layers(self, axis: str | None = None) -> range:
+        """This rank's layers when they are dealt evenly, in order, to the ranks along an axis: a pipeline's stage."""
+        return self._deal(self.layers, "layers", axis)
+
+    def _deal(self, numbers: range, what: str, axis: str | None) -> range:
+        ranks = self.group(axis).ranks
+        each, rest = divmod(len(numbers), len(ranks))
+        if rest:
+            raise UserError(
+                f"{len(numbers)} {what} do not divide among {len(ranks)} ranks; give a multiple of {len(ranks)} {what}"
+            )
+        place = ranks.index(self.index)
+        return numbers[place * each : (place + 1) * each]
+
+    def _check_layer(self, op: str, layer: int) -> None:
+        if layer.__class__ is not int or layer not in self.layers:
+            self.refuse(f"{op}: layer {layer} does not exist; the model has layers 0-{len(self.layers) - 1}.")
