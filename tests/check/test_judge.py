@@ -12,7 +12,17 @@ from shardlab.program import OpKind, Program, trace
 from shardlab.strategies import STRATEGIES
 from tests.check.programs import built_in, exchanged, gradients_swapped
 from tests.support import interpreter
-from tests.support.interpreter import PRIME, WIDTH, Outcome, backward_layer, batch_rows, forward_layer, initial, judge
+from tests.support.interpreter import (
+    PRIME,
+    WIDTH,
+    Outcome,
+    backward_input,
+    backward_weight,
+    batch_rows,
+    forward_layer,
+    initial,
+    judge,
+)
 from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
 
 SIZES = {  # ranks, layers, microbatches
@@ -52,7 +62,8 @@ def test_the_toy_networks_backward_is_the_derivative_of_its_forward() -> None:
     weight, x = initial(0)[0], batch_rows((0, 1))
     _, z = forward_layer(0, x, weight)
     dy = batch_rows((5, 6))
-    dw, dx = backward_layer(x, z, dy, weight)
+    dx, dz = backward_input(z, dy, weight)
+    dw = backward_weight(x, dz)
     half = pow(2, -1, PRIME)
 
     def change(step_x: np.ndarray, step_w: np.ndarray) -> int:
