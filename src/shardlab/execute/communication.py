@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import chain
 
@@ -55,11 +56,10 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
 def _places(state: State, op: Op) -> list[int]:
     """For each piece, in the order in which the group's members give them, its place in the whole."""
     checked = state.checked
-    of = state.specs[op.outputs[0]].holds.of
-    given: list[list[int]] = []
-    for rank, _, at in checked.meetings[checked.meeting_of[state.rank][op.handle]].members:
-        holds = checked.specs[rank][checked.program.tapes[rank][at].inputs[0]].holds
-        given.append(list(bits(holds.refined(of).mask)))
+    members = checked.meetings[checked.meeting_of[state.rank][op.handle]].members
+    holds = [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]].holds for rank, _, at in members]
+    of = math.lcm(*(each.of for each in holds))  # the whole may be counted in larger pieces
+    given = [list(bits(each.refined(of).mask)) for each in holds]
     order = sorted(chain(*given))
     return [order.index(piece) for piece in chain(*given)]
 
