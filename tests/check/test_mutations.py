@@ -23,11 +23,11 @@ from tests.support.random_programs import Shape, random_program
 SAMPLE = 60
 """Mutants of one kind and program that are tried; there may be thousands."""
 
-RANDOM_SHAPES = [
-    Shape(pp=2, dp_replicate=1, dp_shard=2, layers=3, microbatches=5, seed=11),
-    Shape(pp=1, dp_replicate=2, dp_shard=2, layers=2, microbatches=6, seed=12),
-    Shape(pp=3, dp_replicate=1, dp_shard=1, layers=3, microbatches=3, seed=13),
-    Shape(pp=2, dp_replicate=1, dp_shard=1, layers=2, microbatches=4, seed=14),
+RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
+    Shape(pp=2, dp_replicate=1, dp_shard=2, layers=3, microbatches=5, seed=15),
+    Shape(pp=1, dp_replicate=2, dp_shard=2, layers=2, microbatches=6, seed=13),
+    Shape(pp=3, dp_replicate=1, dp_shard=1, layers=3, microbatches=3, seed=20),
+    Shape(pp=2, dp_replicate=1, dp_shard=1, layers=2, microbatches=4, seed=20),
 ]
 
 UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its update"}
