@@ -54,6 +54,7 @@ class Graph:
             y = layer(weight.leaves, self._x, dropout)
         self._edge: GradientEdge = get_gradient_edge(y)
         self._entries: list[Entry] = []
+        self._whole: dict[int, Tensor] = {}
         self.output: Tensor | None = y.detach()
 
     def take_output(self) -> Tensor:
@@ -75,13 +76,19 @@ class Graph:
     def backward_input(self, gradient: Tensor, flat: Tensor) -> Tensor | None:
         """The input's gradient alone; keeps the gradients that arrive where the parameters enter the graph.
 
-        Tokens have no gradient; in their place stands the first thing that is made of them.
+        Tokens have no gradient; in their place stands the first thing that is made of them. The gradient of a parameter
+        that enters at several nodes (a tied embedding) is not put off.
         """
         self._flat = flat
         start = get_gradient_edge(self._x) if self._x.requires_grad else deepest(self._edge, self._leaves)
         self._entries = entries(self._edge, start, self._leaves)
+        entered = {place for entry in self._entries for place in entry.leaves}
+        rest = [place for place in range(len(self._leaves)) if place not in entered]
         hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
-        (grad_start,) = torch.autograd.grad(self._edge, start, gradient, retain_graph=True)
+        wanted = [start, *(get_gradient_edge(self._leaves[place]) for place in rest)]
+        gradients: tuple[Tensor, ...] = torch.autograd.grad(self._edge, wanted, gradient, retain_graph=True)
+        grad_start = gradients[0]
+        self._whole = dict(zip(rest, gradients[1:], strict=True))
         for hook in hooks:
             hook.remove()
         if self._x.requires_grad:
@@ -94,6 +101,8 @@ class Graph:
     def backward_weight(self, into: Sequence[Tensor]) -> None:
         """Add the parameters' gradients to the views `into`, from what `backward_input` kept."""
         self._flat = None
+        for place, gradient in self._whole.items():
+            into[place].add_(gradient)
         for entry in self._entries:
             leaves = [self._leaves[place] for place in entry.leaves]
             edges = [GradientEdge(entry.node, output) for output in entry.caught]
