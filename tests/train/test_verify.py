@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlab.execute import Executor
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.optimizer import Slice
 from shardlab.models import GPT, MLP, Model
+from shardlab.program import OpKind
 from shardlab.train import verify
+from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
 from shardlab.train.verify import TOLERANCE, Verdict, verify_rank
 from tests.support.ranks import Ranks
@@ -276,6 +279,108 @@ def test_what_a_user_writes_gives_the_numbers_of_one_device(
     file.write_text(OVERLAPPED)
     verdict = verdict_of(ranks, f"{file}:{function}", count, microbatches, small_gpt(3, dropout=0.1))
     assert verdict.ok, verdict
+
+
+USER = Path(__file__).with_name("user_programs.py")
+
+NEW_PROGRAMS = [
+    ("zero_1", 2, 4),
+    ("zero_1", 3, 3),
+    ("zero_2", 2, 4),
+    ("zero_2_in_turned_order", 3, 3),
+    ("partly_sharded", 4, 4),
+    ("split", 2, 4),
+    ("split_fsdp", 2, 4),
+    ("split_fsdp", 3, 3),
+    ("split_fsdp_recomputed", 2, 2),
+    ("split_pipeline", 3, 2),
+]
+
+
+@pytest.mark.parametrize(("function", "count", "microbatches"), NEW_PROGRAMS)
+def test_halves_and_slices_and_clipping_give_the_numbers_of_one_device(
+    ranks: World, function: str, count: int, microbatches: int
+) -> None:
+    verdict = verdict_of(ranks, f"{USER}:{function}", count, microbatches, small_gpt(3, dropout=0.1))
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("function", ["zero_1", "split", "split_fsdp"])
+def test_a_model_of_one_layer_and_one_without_biases_have_halves_and_slices(ranks: World, function: str) -> None:
+    for model in (
+        GPT(layers=1, width=16, heads=2, block=8, tied=True),
+        GPT(layers=2, width=16, heads=2, block=8, bias=False),
+        MLP(layers=2, width=16, block=8),
+    ):
+        verdict = verdict_of(ranks, f"{USER}:{function}", 2, 2, model)
+        assert verdict.ok, (model, verdict)
+
+
+def without_clipping(rank: int, job: Job) -> Verdict | None:
+    """The same, but what updates do with the norm is left out."""
+
+    def update(self: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None) -> None:
+        plain(self, gradient, step)
+
+    plain = Slice.update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slice, "update", update)
+        return verify_rank(rank, CPU, job, 3)
+
+
+def test_clipping_left_out_is_noticed(ranks: World) -> None:
+    """Adam divides a gradient's scale out, but not where it differs from step to step."""
+    job = Job(f"{USER}:zero_1", 2, 4, small_gpt(2), 2, torch.float64)
+    verdict = ranks(2).call(without_clipping, job)[0]
+    assert verdict.gradient_error > TOLERANCE
+    assert verdict.weight_error > 1e-8
+
+
+def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> tuple[bool, bool, bool]:
+    """Whether a step with such a gradient on rank 1 alone changed weights and states, and whether the next step did."""
+    checked = job.checked()
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.block)
+    batches = Batches(corpus, job.model.block, job.rows, 0)
+    settings = Settings(0, torch.float64, optimizer=AdamW(steps=3, clip=1.0))
+    executor = Executor(checked, rank, job.model, batches, settings)
+    state = executor.state
+
+    def everything() -> list[torch.Tensor]:
+        moments = [m for part in state.opt_states.values() for m in part.optimizer.state.values()]
+        tensors = [tensor for moment in moments for tensor in moment.values()]
+        return [tensor.clone() for tensor in [*state.kept.values(), *tensors]]
+
+    def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+        return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+    executor.step()
+    before = everything()
+    at, op = next((at, op) for at, op in enumerate(state.tape) if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT))
+    healthy = executor.instructions[at]
+
+    def poisoned() -> None:
+        healthy()
+        state.values[op.outputs[0]][3] = poison
+
+    if rank == 1:
+        executor.instructions[at] = poisoned
+    executor.step()
+    after = everything()
+    executor.instructions[at] = healthy
+    executor.step()
+    return same(before, after), same(after, everything()), all(t.isfinite().all() for t in everything())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("function", ["zero_1", "split_fsdp", "split_pipeline"])
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_every_rank_as_it_was(
+    ranks: World, function: str, poison: float
+) -> None:
+    job = Job(f"{USER}:{function}", 2, 2, small_gpt(2), 2, torch.float64)
+    for unchanged, stuck, finite in ranks(2).call(after_a_gradient_that_is_not_finite, job, poison):
+        assert unchanged, "the step was left out"
+        assert not stuck, "the next one was not"
+        assert finite
 
 
 def wrong_on_one_replica(rank: int, job: Job) -> Verdict | None:
