@@ -8,7 +8,7 @@ import inspect
 import numpy as np
 import pytest
 
-from shardlab.program import OpKind, Program, trace
+from shardlab.program import OpKind, Program, Strategy, trace
 from shardlab.strategies import STRATEGIES
 from tests.check.programs import built_in, exchanged, gradients_swapped
 from tests.support import interpreter
@@ -24,6 +24,7 @@ from tests.support.interpreter import (
     judge,
 )
 from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
+from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
 SIZES = {  # ranks, layers, microbatches
     "single": [(1, 1, 1), (1, 3, 4)],
@@ -131,6 +132,27 @@ def test_an_update_with_the_gradient_of_another_layer_is_wrong() -> None:
     tape[b] = other._replace(inputs=(one.inputs[0], *other.inputs[1:]))
     ends = [op for op in program.tapes[0] if op.inputs in (one.inputs[:1], other.inputs[:1])]
     assert judge(with_tape(program, 0, [*tape, *ends])).outcome is Outcome.WRONG
+
+
+@pytest.mark.parametrize(
+    ("kind", "user", "outcome"),
+    [
+        ("weight half of another microbatch", split_pipeline, Outcome.BROKEN),
+        ("weight half before its input half", split_fsdp, Outcome.BROKEN),
+        ("whole backward and a weight half", split_fsdp, Outcome.BROKEN),
+        ("norm without a layer", zero_1, Outcome.WRONG),
+        ("part of the norm twice", zero_1, Outcome.WRONG),
+        ("norm of an unfinished gradient", zero_1, Outcome.WRONG),
+        ("update with a part of the norm", split_fsdp, Outcome.WRONG),
+        ("update without the norm", zero_1, Outcome.WRONG),
+        ("state of another shard", zero_1, Outcome.BROKEN),
+        ("new weight not gathered", zero_1, Outcome.WRONG),
+    ],
+)
+def test_mistakes_in_halves_slices_and_norms_are_found(kind: str, user: Strategy, outcome: Outcome) -> None:
+    program = trace(user, 2, 2, 2)
+    assert judge(program).right
+    assert outcome in outcomes(kind, program)
 
 
 def test_a_slice_that_nobody_updates_is_wrong() -> None:
