@@ -207,7 +207,7 @@ def test_swapped_sends_are_refused_by_name() -> None:
         check(mutant)
     assert not isinstance(refused.value, Deadlock)
     assert str(refused.value) == (
-        "rank 1, op 1 recv from rank 0: expected activations[1] of microbatch 0, but the next message on this channel "
+        "rank 1, op 2 recv from rank 0: expected activations[1] of microbatch 0, but the next message on this channel "
         "is activations[1] of microbatch 1; messages between two ranks arrive in the order they were sent. Make rank "
         "0's sends and this rank's receives agree."
     )

@@ -8,12 +8,23 @@ import inspect
 import numpy as np
 import pytest
 
-from shardlab.program import OpKind, Program, trace
+from shardlab.program import OpKind, Program, Strategy, trace
 from shardlab.strategies import STRATEGIES
 from tests.check.programs import built_in, exchanged, gradients_swapped
 from tests.support import interpreter
-from tests.support.interpreter import PRIME, WIDTH, Outcome, backward_layer, batch_rows, forward_layer, initial, judge
+from tests.support.interpreter import (
+    PRIME,
+    WIDTH,
+    Outcome,
+    backward_input,
+    backward_weight,
+    batch_rows,
+    forward_layer,
+    initial,
+    judge,
+)
 from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
+from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
 SIZES = {  # ranks, layers, microbatches
     "single": [(1, 1, 1), (1, 3, 4)],
@@ -52,7 +63,8 @@ def test_the_toy_networks_backward_is_the_derivative_of_its_forward() -> None:
     weight, x = initial(0)[0], batch_rows((0, 1))
     _, z = forward_layer(0, x, weight)
     dy = batch_rows((5, 6))
-    dw, dx = backward_layer(x, z, dy, weight)
+    dx, dz = backward_input(z, dy, weight)
+    dw = backward_weight(x, dz)
     half = pow(2, -1, PRIME)
 
     def change(step_x: np.ndarray, step_w: np.ndarray) -> int:
@@ -120,6 +132,27 @@ def test_an_update_with_the_gradient_of_another_layer_is_wrong() -> None:
     tape[b] = other._replace(inputs=(one.inputs[0], *other.inputs[1:]))
     ends = [op for op in program.tapes[0] if op.inputs in (one.inputs[:1], other.inputs[:1])]
     assert judge(with_tape(program, 0, [*tape, *ends])).outcome is Outcome.WRONG
+
+
+@pytest.mark.parametrize(
+    ("kind", "user", "outcome"),
+    [
+        ("weight half of another microbatch", split_pipeline, Outcome.BROKEN),
+        ("weight half before its input half", split_fsdp, Outcome.BROKEN),
+        ("whole backward and a weight half", split_fsdp, Outcome.BROKEN),
+        ("norm without a layer", zero_1, Outcome.WRONG),
+        ("part of the norm twice", zero_1, Outcome.WRONG),
+        ("norm of an unfinished gradient", zero_1, Outcome.WRONG),
+        ("update with a part of the norm", split_fsdp, Outcome.WRONG),
+        ("update without the norm", zero_1, Outcome.WRONG),
+        ("state of another shard", zero_1, Outcome.BROKEN),
+        ("new weight not gathered", zero_1, Outcome.WRONG),
+    ],
+)
+def test_mistakes_in_halves_slices_and_norms_are_found(kind: str, user: Strategy, outcome: Outcome) -> None:
+    program = trace(user, 2, 2, 2)
+    assert judge(program).right
+    assert outcome in outcomes(kind, program)
 
 
 def test_a_slice_that_nobody_updates_is_wrong() -> None:

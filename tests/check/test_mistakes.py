@@ -242,13 +242,13 @@ PLACES = r"rank \d, op \d+ "
         (
             dropped_microbatch,
             1,
-            "rank 0, op 9 update(layer 1): microbatch 1 is missing from grad_weights[1] (microbatch 0); an update "
+            "rank 0, op 11 update(layer 1): microbatch 1 is missing from grad_weights[1] (microbatch 0); an update "
             "wants every microbatch exactly once",
         ),
         (
             dropped_update,
             1,
-            "rank 0, op 1 load_weights(layer 1): the step ends without weights[1] (step 1); every slice that is loaded "
+            "rank 0, op 2 load_weight(layer 1): the step ends without weights[1] (step 1); every slice that is loaded "
             "must be updated once",
         ),
         (
@@ -258,13 +258,13 @@ PLACES = r"rank \d, op \d+ "
         ),
         (dropped_recv, 2, "send(weights[0] (step 1)) to rank 0: no receive on rank 0 takes this message"),
         (duplicated_gradient, 1, "add(grad_weights[1]): microbatches 0-1 would be counted twice"),
-        (duplicated_load, 1, "rank 0, op 2 load_weights(layer 0): the same slice was loaded by op 0 already"),
+        (duplicated_load, 1, "rank 0, op 4 load_weight(layer 0): the same slice was loaded by op 0 already"),
         (
             duplicated_microbatch,
             2,
             "all_reduce(grad_weights[0]): microbatch 0 would be counted twice (rank 0 and rank 1 both summed it)",
         ),
-        (swapped_layers, 1, "rank 0, op 3 forward(layer 1): the activation given is activations[0] (microbatches 0-1)"),
+        (swapped_layers, 1, "rank 0, op 5 forward(layer 1): the activation given is activations[0] (microbatches 0-1)"),
         (swapped_backward, 1, "backward(layer 0): the gradient given is grad_activations[2] (microbatches 0-1)"),
         (wrong_layers_weight, 1, "forward(layer 0): the weight given is weights[1]; layer 0 computes with weights[0]"),
         (wrong_layers_gradient, 1, "update(layer 0): grad_weights[1] (microbatches 0-1) was given; layer 0 is updated"),
@@ -304,25 +304,26 @@ PLACES = r"rank \d, op \d+ "
         (
             shards_update_the_wrong_slice,
             2,
-            "update(layer 0): the gradient holds slices 1 of 2, but the weight holds 0 of 1; the gradient must contain",
+            "update(layer 0): the gradient holds slices 1 of 2, but the optimizer state holds 0 of 1; the"
+            " gradient must contain",
         ),
         (
             swapped_sends,
             2,
-            "rank 1, op 2 recv from rank 0: expected activations[1] of microbatch 0, but the next message on this "
+            "rank 1, op 4 recv from rank 0: expected activations[1] of microbatch 0, but the next message on this "
             "channel is activations[1] of microbatch 1",
         ),
         (
             collectives_of_two_kinds,
             2,
             "all_reduce(grad_weights[1] (microbatch 1)) on world: rank 0 meets it with reduce_scatter(grad_weights[1] "
-            "(microbatch 0)) (its op 9)",
+            "(microbatch 0)) (its op 11)",
         ),
         (
             collectives_of_two_layers,
             2,
             "all_reduce(grad_weights[1] (microbatch 1)) on world: rank 0 meets it with all_reduce(grad_weights[0] "
-            "(microbatch 0)) (its op 9); all members of a group must issue its collectives in one order",
+            "(microbatch 0)) (its op 11); all members of a group must issue its collectives in one order",
         ),
     ],
 )

@@ -13,21 +13,22 @@ from random import Random
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Op, OpKind, Program, Refused
+from shardlab.program import Op, OpKind, Program, Refused, trace
 from shardlab.strategies import STRATEGIES
 from tests.check.programs import PLACE, built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
 from tests.support.random_programs import Shape, random_program
+from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
 SAMPLE = 60
 """Mutants of one kind and program that are tried; there may be thousands."""
 
-RANDOM_SHAPES = [
-    Shape(pp=2, dp_replicate=1, dp_shard=2, layers=3, microbatches=5, seed=11),
-    Shape(pp=1, dp_replicate=2, dp_shard=2, layers=2, microbatches=6, seed=12),
-    Shape(pp=3, dp_replicate=1, dp_shard=1, layers=3, microbatches=3, seed=13),
-    Shape(pp=2, dp_replicate=1, dp_shard=1, layers=2, microbatches=4, seed=14),
+RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
+    Shape(pp=2, dp_replicate=1, dp_shard=2, layers=3, microbatches=5, seed=15),
+    Shape(pp=1, dp_replicate=2, dp_shard=2, layers=2, microbatches=6, seed=13),
+    Shape(pp=3, dp_replicate=1, dp_shard=1, layers=3, microbatches=3, seed=20),
+    Shape(pp=2, dp_replicate=1, dp_shard=1, layers=2, microbatches=4, seed=20),
 ]
 
 UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its update"}
@@ -38,6 +39,7 @@ UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its up
 def subjects() -> dict[str, Program]:
     """The programs that mistakes are put into."""
     programs = {name: built_in(name) for name in STRATEGIES}
+    programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     return programs | {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
 
 
@@ -120,10 +122,34 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("wrong group", "fsdp", "a group has rank 0 itself and others of 0-1, each once"),
         ("wrong peer", "pipeline", "the world has ranks 0-1, and a rank does not message itself"),
         ("malformed op", "ddp", "update: has 2 inputs and 2 outputs"),
+        (
+            "weight half left out",
+            "split_pipeline",
+            "norm(layer 1): microbatch 0 missing from grad_weights[1] (microbatch",
+        ),
+        ("weight half done twice", "split_fsdp", "is not what the first half of this activation's backward left for"),
+        ("weight half done twice", "split_fsdp", "add(grad_weights[1]): microbatch 0 would be counted twice"),
+        ("weight half of another microbatch", "split_pipeline", "is not what the first half of this activation's"),
+        (
+            "weight half of another microbatch",
+            "split_pipeline",
+            "the activation is of microbatch 1 and the gradient of",
+        ),
+        ("weight half before its input half", "split_fsdp", "is not what the first half of this activation's backward"),
+        ("whole backward and a weight half", "split_fsdp", "is not what the first half of this activation's backward"),
+        ("state of another shard", "zero_1", "slice 1 of 2 comes from rank 1 and from an earlier rank as well"),
+        ("new weight not gathered", "zero_1", "load_weight(layer 0): the step ends without weights[0] (step 1)"),
+        ("norm without a layer", "zero_1", "the norm given lacks parts 0 of 2 of the model's parameters"),
+        ("part of the norm twice", "zero_1", "add(scalars): parts 0 of 2 of the model come from the second value"),
+        ("norm of an unfinished gradient", "zero_1", "squares do not add up over microbatches"),
+        ("update with a part of the norm", "split_fsdp", "the norm given lacks parts 1, 3 of 4 of the model"),
+        ("update without the norm", "zero_1", "some updates of this rank are given the gradient's norm and some are"),
+        ("update without the norm", "zero_1", "is not given the gradient's norm, but rank 0's updates are"),
+        ("double reduce", "split_fsdp", "all_reduce(scalars): parts 0-3 of 4 of the model come from rank 1"),
     ],
 )
 def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, words: str) -> None:
-    sentences = [refusal(mutant) for mutant in MUTATIONS[kind](built_in(name))]
+    sentences = [refusal(mutant) for mutant in MUTATIONS[kind](subjects()[name])]
     assert any(sentence and words in sentence for sentence in sentences), sorted({s for s in sentences if s})
 
 
@@ -146,7 +172,7 @@ def test_swapped_sends_are_refused_by_name() -> None:
         else:
             assert not judge(mutant).right
             assert refusal(mutant) == (
-                "rank 1, op 1 recv from rank 0: expected activations[1] of microbatch 0, but the next message on this "
+                "rank 1, op 2 recv from rank 0: expected activations[1] of microbatch 0, but the next message on this "
                 "channel is activations[1] of microbatch 1; messages between two ranks arrive in the order they were "
                 "sent. Make rank 0's sends and this rank's receives agree."
             )

@@ -49,11 +49,17 @@ def test_every_microbatch_passes_every_layer_once_in_each_direction(shape: Shape
     """Counted on the tapes: the specs that the check derived, not what tracing believed."""
     program = random_program(shape)
     checked = check(program)
-    done: dict[tuple[OpKind, int], int] = {}
+    done: dict[tuple[str, int], int] = {}
+    halves = {
+        OpKind.BACKWARD: ("input", "weight"),
+        OpKind.BACKWARD_INPUT: ("input",),
+        OpKind.BACKWARD_WEIGHT: ("weight",),
+    }
     for tape, specs in zip(program.tapes, checked.specs, strict=True):
         for op in tape:
-            if op.kind is OpKind.BACKWARD:
+            for half in halves.get(op.kind, ()):
                 mask = specs[op.inputs[0]].microbatches
-                assert not done.get((op.kind, op.layer), 0) & mask
-                done[op.kind, op.layer] = done.get((op.kind, op.layer), 0) | mask
-    assert done == {(OpKind.BACKWARD, layer): (1 << shape.microbatches) - 1 for layer in range(shape.layers)}
+                assert not done.get((half, op.layer), 0) & mask
+                done[half, op.layer] = done.get((half, op.layer), 0) | mask
+    every = (1 << shape.microbatches) - 1
+    assert done == {(half, layer): every for half in ("input", "weight") for layer in range(shape.layers)}

@@ -11,10 +11,11 @@ from shardlab.check import ChannelModel, check
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.analysis import Analysis
 from shardlab.models import GPT
-from shardlab.program import OpKind, Rank, Refused, trace
+from shardlab.program import OpKind, Rank, Refused, Strategy, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.train.data import Batches, Corpus
 from tests.support.ranks import Ranks
+from tests.train import user_programs
 
 World = Callable[[int], Ranks]
 MODEL = GPT(layers=3, width=16, heads=2, block=8)
@@ -49,6 +50,53 @@ def test_all_reduce_works_in_place_when_nobody_reads_its_input_again() -> None:
     assert {at for at, op in enumerate(found.tape) if op.kind is OpKind.ALL_REDUCE} <= found.in_place.first_input
 
 
+def analysis_of(function: Strategy, ranks: int, layers: int, microbatches: int) -> Analysis:
+    return Analysis(check(trace(function, ranks, layers, microbatches)), 0)
+
+
+def test_a_weight_that_is_gathered_may_go_between_the_halves() -> None:
+    """Even if it is the same one in the forward pass and in the first half: its graph keeps places, not tensors."""
+    found = analysis_of(user_programs.split_fsdp, 2, 3, 2)
+    assert found.slots == 1
+    assert len(found.regathered) == 3
+    kept_whole = analysis_of(gathered_once, 2, 2, 2)
+    assert len(kept_whole.regathered) == 2
+    assert not analysis_of(user_programs.split, 2, 3, 2).regathered
+
+
+async def gathered_once(rank: Rank) -> None:
+    """One gather a layer, for both passes; the weight is freed before its second half."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, rank.index, rank.world)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.weights["full", l] = await rank.all_gather(rank.weights[l])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights["full", l])
+    last = len(rank.layers)
+    rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        given = rank.activations[l], rank.grad_activations[l + 1]
+        rank.grad_activations[l] = rank.backward_input(l, *given, rank.weights.pop(("full", l)))
+    for l in rank.layers:
+        gradient = rank.backward_weight(l, rank.activations.pop(l), rank.grad_activations.pop(l + 1))
+        total = await rank.reduce_scatter(gradient)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
+def test_a_new_weight_is_gathered_into_the_place_of_the_old_one() -> None:
+    found = analysis_of(user_programs.zero_1, 2, 3, 2)
+    gathers = [op.outputs[0] for op in found.tape if op.kind is OpKind.ALL_GATHER]
+    assert found.in_kept == set(gathers) == set(found.final)
+    assert found.slots == 0
+
+
+def test_weight_halves_accumulate_where_they_are_made() -> None:
+    found = analysis_of(user_programs.split, 2, 2, 6)
+    adds = {at for at, op in enumerate(found.tape) if op.kind is OpKind.ADD}
+    assert len(adds) == 2 * 2
+    assert set(found.in_place.fused) == adds
+
+
 async def reads_the_sum_and_the_part(rank: Rank) -> None:
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
     rank.activations[0] = rank.load_batch(rank.share())
@@ -66,10 +114,9 @@ def test_all_reduce_copies_what_is_read_again() -> None:
     assert [at in found.in_place.first_input for at in reduces] == [False, True]
 
 
-def live_tensors_after_a_step(rank: int, name: str, ranks: int) -> list[str]:
+def live_tensors_after_a_step(rank: int, strategy: Strategy, ranks: int) -> list[str]:
     """Kinds of the values that still have a tensor once a step has ended."""
-    entry = STRATEGIES[name]
-    checked = check(trace(entry.program, entry.mesh(ranks), MODEL.sizes(2, 4), 4))
+    checked = check(trace(strategy, ranks, MODEL.sizes(2, 4), 4))
     corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
     executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.block, 2, 0), Settings(optimizer=AdamW(steps=2)))
     executor.step()
@@ -79,9 +126,12 @@ def live_tensors_after_a_step(rank: int, name: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "wsdp"])
-def test_a_step_leaves_weights_and_optimizer_states_alone(ranks: World, name: str) -> None:
-    for kinds in ranks(2).call(live_tensors_after_a_step, name, 2):
+@pytest.mark.parametrize(
+    "strategy",
+    [*(STRATEGIES[name].program for name in ("ddp", "fsdp", "wsdp")), user_programs.zero_1, user_programs.split_fsdp],
+)
+def test_a_step_leaves_weights_and_optimizer_states_alone(ranks: World, strategy: Strategy) -> None:
+    for kinds in ranks(2).call(live_tensors_after_a_step, strategy, 2):
         assert kinds == ["opt_states", "weights"]
 
 

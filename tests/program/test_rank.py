@@ -11,12 +11,12 @@ from tests.program.tapes import alone, refusal, refused, says, sentence, togethe
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 7])
-@pytest.mark.parametrize("verb", ["load_weights", "forward", "backward", "update"])
+@pytest.mark.parametrize("verb", ["load_weight", "load_opt_state", "forward", "backward", "update"])
 def test_a_layer_that_does_not_exist_is_refused(verb: str, layer: int) -> None:
     def lines(rank: Rank) -> None:
         weight, state = rank.load_weights(0)
-        arguments = {"load_weights": (), "forward": (weight, weight), "backward": (weight,) * 3, "update": (state,) * 3}
-        getattr(rank, verb)(layer, *arguments[verb])
+        arguments = {"forward": (weight, weight), "backward": (weight,) * 3, "update": (state,) * 3}
+        getattr(rank, verb)(layer, *arguments.get(verb, ()))
 
     assert sentence(refused(lines, f"{verb}: layer {layer} does not exist", "the model has layers 0-1"))
 
@@ -25,7 +25,7 @@ def test_a_layer_that_does_not_exist_is_refused(verb: str, layer: int) -> None:
 def test_a_shard_that_does_not_exist_is_refused(shard: int, of: int) -> None:
     refused(
         lambda rank: rank.load_weights(1, shard=shard, of=of),
-        f"load_weights(layer 1): shard {shard} of {of} does not exist",
+        f"load_weight(layer 1): shard {shard} of {of} does not exist",
         "count from 0",
     )
 
@@ -38,7 +38,7 @@ def test_loading_a_slice_twice_is_refused_with_the_op_that_had_it() -> None:
         rank.load_weights(0, shard=1, of=2)
         rank.load_weights(1, shard=1, of=2)
 
-    refused(lines, "rank 0, op 4 load_weights(layer 1)", "the same slice was loaded by op 1 already")
+    refused(lines, "rank 0, op 7 load_weight(layer 1)", "the same slice was loaded by op 1 already")
 
 
 @pytest.mark.parametrize("numbers", [[], [2], [-1], [0, 0], [0, 1, 2]])
@@ -51,8 +51,9 @@ def test_loads_say_on_the_tape_what_they_load() -> None:
         rank.load_weights(1, shard=1, of=4)
         rank.load_batch(iter([2, 0]))
 
-    weights, batch, *_ = trace(strategy, 1, 2, 3).tapes[0]
-    assert (weights.kind, weights.layer, weights.holds) == (OpKind.LOAD_WEIGHTS, 1, Holds(0b0010, 4))
+    weight, state, batch, *_ = trace(strategy, 1, 2, 3).tapes[0]
+    assert (weight.kind, weight.layer, weight.holds) == (OpKind.LOAD_WEIGHT, 1, Holds(0b0010, 4))
+    assert (state.kind, state.layer, state.holds) == (OpKind.LOAD_OPT_STATE, 1, Holds(0b0010, 4))
     assert (batch.kind, batch.layer, batch.holds) == (OpKind.LOAD_BATCH, 0, Holds(0b101, 3))
 
 
@@ -263,9 +264,9 @@ def test_members_that_issue_other_collectives_are_refused_with_both() -> None:
     error = refusal(kinds)
     says(
         error,
-        "rank 1, op 1 all_gather(weights[0]",
+        "rank 1, op 2 all_gather(weights[0]",
         "rank 0 meets it with all_reduce(weights[0]",
-        "its op 1",
+        "its op 2",
         "one order",
     )
     says(refusal(layers), "all_gather(weights[1]) on world", "rank 0 meets it with all_gather(weights[0])")
@@ -288,5 +289,5 @@ def test_a_refusal_of_the_rules_carries_rank_and_op() -> None:
             rank.forward(0, rank.load_batch([0]), rank.weights[0])
 
     error = refusal(strategy)
-    assert (error.rank, error.op) == (1, 2)
-    says(error, "rank 1, op 2 forward(layer 0): the weight given is partial", "slices 0 of 2 are missing")
+    assert (error.rank, error.op) == (1, 3)
+    says(error, "rank 1, op 3 forward(layer 0): the weight given is partial", "slices 0 of 2 are missing")

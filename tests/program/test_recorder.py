@@ -18,7 +18,7 @@ def test_awaiting_puts_one_wait_on_the_tape_however_often_it_is_done() -> None:
         rank.load_batch([0])
 
     for tape in together(strategy):
-        assert tape[:4] == ["load_weights -> 0 1", "all_gather 0 h0 -> 2", "wait h0", "load_batch -> 3"]
+        assert tape[2:5] == ["all_gather 0 h0 -> 2", "wait h0", "load_batch -> 3"]
 
 
 def test_a_value_in_flight_stays_live_until_its_wait() -> None:
@@ -29,7 +29,7 @@ def test_a_value_in_flight_stays_live_until_its_wait() -> None:
         rank.load_batch([1])
 
     for tape in together(strategy):
-        assert tape[1:6] == ["all_gather 0 h0 -> 2", "load_batch -> 3", "wait h0", "free 0", "load_batch -> 4"]
+        assert tape[2:7] == ["all_gather 0 h0 -> 2", "load_batch -> 3", "wait h0", "free 0", "load_batch -> 4"]
 
 
 def test_an_op_that_uses_a_value_in_flight_does_not_free_it() -> None:
@@ -42,7 +42,7 @@ def test_an_op_that_uses_a_value_in_flight_does_not_free_it() -> None:
         await handle
 
     for tape in together(strategy):
-        assert tape[3:7] == ["forward 2 0 -> 4 5", "load_batch -> 6", "wait h0", "free 2"]
+        assert tape[4:8] == ["forward 2 0 -> 4 5", "load_batch -> 6", "wait h0", "free 2"]
 
 
 def test_a_value_read_twice_lives_until_the_second_wait() -> None:
@@ -53,7 +53,7 @@ def test_a_value_read_twice_lives_until_the_second_wait() -> None:
         rank.weights["a"] = await first
 
     for tape in together(strategy):
-        assert tape[3:6] == ["wait h1", "wait h0", "free 0"]
+        assert tape[4:7] == ["wait h1", "wait h0", "free 0"]
 
 
 def test_del_of_a_value_in_flight_waits_first() -> None:
@@ -64,7 +64,7 @@ def test_del_of_a_value_in_flight_waits_first() -> None:
         rank.weights[0] = await handle
 
     for tape in together(strategy):
-        assert tape[:4] == ["load_weights -> 0 1", "all_gather 0 h0 -> 2", "wait h0", "free 0"]
+        assert tape[2:5] == ["all_gather 0 h0 -> 2", "wait h0", "free 0"]
         assert tape.count("wait h0") == 1
 
 
@@ -75,7 +75,7 @@ def test_overwriting_a_value_in_flight_waits_first() -> None:
         rank.weights[0] = rank.load_weights(1)[0]
 
     for tape in together(strategy):
-        assert tape[1:5] == ["all_gather 0 h0 -> 2", "load_weights -> 3 4", "wait h0", "free 0"]
+        assert tape[2:7] == ["all_gather 0 h0 -> 2", "load_weight -> 3", "load_opt_state -> 4", "wait h0", "free 0"]
 
 
 def test_update_waits_for_what_still_reads_the_weight_and_the_state() -> None:
@@ -243,7 +243,7 @@ def test_the_place_of_a_refusal_is_the_op_that_would_have_come_next() -> None:
         rank.load_batch([1])
         rank.load_weights(7)
 
-    error = refused(lines, "rank 0, op 2 load_weights: layer 7 does not exist")
+    error = refused(lines, "rank 0, op 2 load_weight: layer 7 does not exist")
     assert (error.rank, error.op) == (0, 2)
 
 
@@ -263,7 +263,8 @@ def test_compute_verbs_put_exactly_their_own_op_on_the_tape() -> None:
         )
 
     assert alone(lines, layers=1) == [
-        "load_weights -> 0 1",
+        "load_weight -> 0",
+        "load_opt_state -> 1",
         "load_batch -> 2",
         "forward 2 0 -> 3 4",
         "loss 3 -> 5",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,8 @@ SQUARE, ROW = 512 * 512, 512 * 256
         (Spec(Kind.ACTIVATION, 2, Holds(0b0111, 4)), 3 * ROW),
         (Spec(Kind.GRAD_ACTIVATION, 2, Holds(0b1111, 4)), 4 * ROW),
         (Spec(Kind.SAVED, 1, Holds(0b1111, 4)), 0),
+        (Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b1111, 4)), 0),
+        (Spec(Kind.SCALAR, 0, Holds(0b01, 2)), 1),
     ],
 )
 def test_the_puzzles_sizes(spec: Spec, elements: int) -> None:
@@ -60,6 +64,12 @@ SIZES = Sizes(
 def test_each_kind_has_its_own_table_and_element_size(spec: Spec, elements: int, size: int) -> None:
     assert SIZES.elements(spec) == elements
     assert SIZES.bytes(spec) == size
+
+
+def test_what_is_kept_between_the_halves_has_a_table_or_is_what_was_saved() -> None:
+    spec = Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b011, 3))
+    assert SIZES.elements(spec) == 2 * 6
+    assert replace(SIZES, saved_for_weight=(8, 9)).elements(spec) == 2 * 9
 
 
 def test_uneven_shares_round_up() -> None:

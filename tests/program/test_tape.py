@@ -82,7 +82,7 @@ def test_a_program_knows_its_ranks_and_layers() -> None:
 @pytest.mark.parametrize(
     ("op", "text"),
     [
-        (Op(OpKind.LOAD_WEIGHTS, 2), "load_weights(layer 2)"),
+        (Op(OpKind.LOAD_WEIGHT, 2), "load_weight(layer 2)"),
         (Op(OpKind.LOAD_BATCH, 0), "load_batch(batch)"),
         (Op(OpKind.FORWARD, 3), "forward(layer 3)"),
         (Op(OpKind.WAIT, -1, handle=7), "wait(handle 7)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,10 @@ def grad_weight(sums: int = ALL, holds: Holds = WHOLE, layer: int = 1, step: int
     return Spec(Kind.GRAD_WEIGHT, layer, holds, sums, step)
 
 
+def scalar(parts: int, of: int = 4, step: int = 0) -> Spec:
+    return Spec(Kind.SCALAR, 0, Holds(parts, of), 0, step)
+
+
 def shard(n: int, of: int) -> Holds:
     return Holds(1 << n, of)
 
@@ -62,6 +67,16 @@ def test_backward_makes_the_weights_gradient_and_the_inputs() -> None:
     assert made == (grad_weight(0b11), grad_activation(1))
 
 
+def test_backward_weight_makes_the_weights_gradient_as_backward_does() -> None:
+    assert transfer.backward_weight(1, activation(), grad_activation()) == grad_weight(0b11)
+    whole = transfer.backward(1, activation(step=1), grad_activation(step=1), weight(step=1))
+    assert transfer.backward_weight(1, activation(step=1), grad_activation(step=1)) == whole[0]
+
+
+def test_what_is_kept_between_the_halves_is_of_the_same_rows() -> None:
+    assert transfer.saved(1, activation(), Kind.SAVED_FOR_WEIGHT) == Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b11, 4))
+
+
 def test_add_unites_sums() -> None:
     assert transfer.add(grad_weight(0b01), grad_weight(0b100)) == grad_weight(0b101)
     half, quarters = Holds(0b1, 2), Holds(0b11, 4)
@@ -77,12 +92,60 @@ def test_update_moves_weight_and_state_one_step_on(gradient: Holds) -> None:
 
 def test_update_compares_slices_whatever_they_are_counted_in() -> None:
     made = transfer.update(1, grad_weight(), weight(holds=Holds(0b1, 2)), state(holds=Holds(0b11, 4)), ALL)
-    assert made == (weight(holds=Holds(0b1, 2), step=1), state(holds=Holds(0b11, 4), step=1))
+    assert made == (weight(holds=Holds(0b11, 4), step=1), state(holds=Holds(0b11, 4), step=1))
+
+
+@pytest.mark.parametrize("gradient", [WHOLE, shard(1, 2), shard(3, 4)])
+@pytest.mark.parametrize("held", [WHOLE, shard(1, 2), shard(3, 4)])
+def test_update_makes_the_states_slice_of_a_weight_that_holds_more(held: Holds, gradient: Holds) -> None:
+    mine = shard(3, 4)
+    made = transfer.update(1, grad_weight(holds=gradient), weight(holds=held), state(holds=mine), ALL)
+    assert made == (weight(holds=mine, step=1), state(holds=mine, step=1))
+
+
+def test_the_new_slices_gathered_are_the_weight_that_was_loaded() -> None:
+    """Four states of two slices each hold; the gather counts in the slices that there were before."""
+    new = [weight(holds=shard(n, 8), step=1) for n in (2, 3)]
+    assert transfer.collective(OpKind.ALL_GATHER, new, [0, 1]) == [weight(holds=shard(1, 4), step=1)] * 2
+
+
+def test_update_takes_the_norm_of_the_whole_model() -> None:
+    assert transfer.update(1, grad_weight(), weight(), state(), ALL, scalar(0b1111)) == (weight(step=1), state(step=1))
+
+
+@pytest.mark.parametrize(
+    ("holds", "parts"),
+    [(WHOLE, Holds(0b010, 3)), (shard(1, 2), Holds(0b001000, 6)), (Holds(0b11, 2), Holds(0b1100, 6))],
+)
+def test_norm_is_of_the_layers_part_of_the_model(holds: Holds, parts: Holds) -> None:
+    made = transfer.norm(1, 3, grad_weight(holds=holds), ALL)
+    assert (made.kind, made.holds, made.step) == (Kind.SCALAR, parts, 0)
+
+
+def test_scalars_are_summed_part_by_part() -> None:
+    assert transfer.add(scalar(0b0001), scalar(0b0110)) == scalar(0b0111)
+    assert transfer.add(scalar(0b01, 2), scalar(0b0100, 4)) == scalar(0b0111)
+    parts = [scalar(0b1000), scalar(0b0001), scalar(0b0110)]
+    assert transfer.collective(OpKind.ALL_REDUCE, parts, range(3)) == [scalar(0b1111)] * 3
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.data())
+def test_the_norms_of_all_slices_of_all_layers_are_the_whole_models(layers: int, of: int, data: st.DataObject) -> None:
+    """In any order, and never before the last of them."""
+    cells = [(layer, n) for layer in range(layers) for n in range(of)]
+    order = data.draw(st.permutations(cells))
+    total: Spec | None = None
+    for layer, n in order:
+        assert total is None or not total.holds.complete
+        part = transfer.norm(layer, layers, grad_weight(holds=shard(n, of), layer=layer), ALL)
+        total = part if total is None else transfer.add(total, part)
+    assert total is not None
+    assert total.holds.complete
 
 
 def test_all_gather_unites_holds() -> None:
     pieces = [weight(holds=shard(n, 3)) for n in (2, 0, 1)]
-    assert transfer.collective(OpKind.ALL_GATHER, pieces, [0, 1, 2]) == [weight(holds=Holds(0b111, 3))] * 3
+    assert transfer.collective(OpKind.ALL_GATHER, pieces, [0, 1, 2]) == [weight()] * 3
     assert (
         transfer.collective(OpKind.ALL_GATHER, [activation(1, 0b01), activation(1, 0b10)], [0, 1])
         == [activation(1, 0b11)] * 2
@@ -168,8 +231,8 @@ def test_a_gathered_value_holds_every_piece_once(members: list[Spec]) -> None:
         total = transfer.collective(OpKind.ALL_GATHER, members, range(len(members)))[0]
     except Refused:
         return
-    pieces = sum(member.holds.refined(total.holds.of).pieces for member in members)
-    assert total.holds.pieces == pieces
+    shares = sum(Fraction(member.holds.pieces, member.holds.of) for member in members)
+    assert Fraction(total.holds.pieces, total.holds.of) == shares
     assert all(total.holds.contains(member.holds) for member in members)
 
 
@@ -295,11 +358,75 @@ REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "update, gradient's slices": (
         lambda: transfer.update(1, grad_weight(holds=shard(0, 2)), weight(), state(), ALL),
-        ["the gradient holds slices 0 of 2, but the weight holds 0 of 1", "must contain every slice"],
+        ["the gradient holds slices 0 of 2, but the optimizer state holds 0 of 1", "must contain every slice"],
     ),
     "update, state's slices": (
         lambda: transfer.update(1, grad_weight(), weight(holds=shard(0, 2)), state(holds=shard(1, 2)), ALL),
-        ["the weight holds slices 0 of 2, the optimizer state 1 of 2", "the same slices"],
+        ["the weight holds slices 0 of 2, but the optimizer state holds 1 of 2", "must contain every slice"],
+    ),
+    "backward_weight, activation's layer": (
+        lambda: transfer.backward_weight(1, activation(2), grad_activation()),
+        ["backward_weight(layer 1)", "activations[2] (microbatches 0-1)", "was fed activations[1]"],
+    ),
+    "backward_weight, gradient's kind": (
+        lambda: transfer.backward_weight(1, activation(), grad_weight()),
+        ["backward_weight(layer 1)", "the gradient given is grad_weights[1]", "a value of grad_activations"],
+    ),
+    "backward_weight, gradient's layer": (
+        lambda: transfer.backward_weight(1, activation(), grad_activation(1)),
+        ["backward_weight(layer 1)", "turns grad_activations[2] into grad_activations[1]"],
+    ),
+    "backward_weight, microbatches": (
+        lambda: transfer.backward_weight(1, activation(1, 0b1), grad_activation(2, 0b10)),
+        ["backward_weight(layer 1)", "activation is of microbatch 0 and the gradient of microbatch 1"],
+    ),
+    "norm, kind": (
+        lambda: transfer.norm(1, 2, weight(), ALL),
+        ["norm(layer 1)", "the gradient given is weights[1]", "a value of grad_weights"],
+    ),
+    "norm, layer": (
+        lambda: transfer.norm(0, 2, grad_weight(), ALL),
+        ["norm(layer 0)", "grad_weights[1] (microbatches 0-3) was given", "a gradient of layer 0"],
+    ),
+    "norm, microbatches": (
+        lambda: transfer.norm(1, 2, grad_weight(0b0101), ALL),
+        ["norm(layer 1): microbatches 1, 3 missing from", "squares do not add up", "Add or reduce the missing"],
+    ),
+    "update, part of the norm": (
+        lambda: transfer.update(1, grad_weight(), weight(), state(), ALL, scalar(0b0110)),
+        ["update(layer 1): the norm given lacks parts 0, 3 of 4 of the model's parameters", "each once"],
+    ),
+    "update, norm's kind": (
+        lambda: transfer.update(1, grad_weight(), weight(), state(), ALL, grad_weight()),
+        ["update(layer 1): the norm given is grad_weights[1]", "a value of scalars"],
+    ),
+    "update, norm's step": (
+        lambda: transfer.update(1, grad_weight(), weight(), state(), ALL, scalar(0b1111, step=1)),
+        ["update(layer 1): the norm given is of step 1, the gradient of step 0"],
+    ),
+    "update, a slice that the weight lacks": (
+        lambda: transfer.update(1, grad_weight(), weight(holds=shard(0, 2)), state(), ALL),
+        ["the weight holds slices 0 of 2, but the optimizer state holds 0 of 1", "every slice that is updated"],
+    ),
+    "add, a scalar and a gradient": (
+        lambda: transfer.add(scalar(0b1), grad_weight()),
+        ["add(scalars): the first value gave scalars", "only scalars of one step are summed"],
+    ),
+    "add, a replica's squares": (
+        lambda: transfer.add(scalar(0b0011), scalar(0b0110)),
+        ["add(scalars): parts 1 of 4 of the model come from the second value", "each parameter's square counts once"],
+    ),
+    "all_reduce, replicas' squares": (
+        lambda: transfer.collective(OpKind.ALL_REDUCE, [scalar(0b1, 2)] * 2, [4, 6]),
+        ["all_reduce(scalars): parts 0 of 2 of the model come from rank 6 and from an earlier one", "Sum replicas on"],
+    ),
+    "all_gather, scalars": (
+        lambda: transfer.collective(OpKind.ALL_GATHER, [scalar(0b01, 2), scalar(0b10, 2)], [0, 1]),
+        ["all_gather(scalars): a scalar has no slices; all_reduce it"],
+    ),
+    "reduce_scatter, scalars": (
+        lambda: transfer.collective(OpKind.REDUCE_SCATTER, [scalar(0b01, 2)], [0]),
+        ["reduce_scatter(scalars): a scalar has no slices"],
     ),
     "all_reduce, twice": (
         lambda: transfer.collective(OpKind.ALL_REDUCE, [grad_weight(0b1), grad_weight(2), grad_weight(3)], [0, 2, 4]),

@@ -62,6 +62,23 @@ def test_complete_means_that_nothing_is_missing(holds: Holds) -> None:
 
 
 @given(some_holds(), st.integers(1, 6))
+def test_simplified_counts_the_same_slices_in_the_largest_pieces_there_are(holds: Holds, times: int) -> None:
+    simple = holds.refined(holds.of * times).simplified()
+    assert simple.same(holds)
+    assert simple == holds.simplified()
+    if holds.mask:
+        coarser = [of for of in range(1, simple.of) if simple.of % of == 0]
+        assert not any(Holds(mask, of).same(holds) for of in coarser for mask in range(1 << of))
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.data())
+def test_pieces_cut_and_put_together_are_the_shard_that_they_were(of: int, parts: int, data: st.DataObject) -> None:
+    shard = Holds(1 << data.draw(st.integers(0, of - 1)), of)
+    cut = shard.split(parts)
+    assert Holds(sum(part.mask for part in cut), cut[0].of).simplified() == shard
+
+
+@given(some_holds(), st.integers(1, 6))
 def test_split_cuts_into_equal_slices_in_order_that_together_are_the_whole(holds: Holds, parts: int) -> None:
     cut = holds.split(parts)
     assert len(cut) == parts
@@ -128,6 +145,9 @@ def test_one_microbatch_is_named_in_the_singular(mask: int, text: str) -> None:
         (Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0b101), "grad_weights[0] (microbatches 0, 2)"),
         (Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0), "grad_weights[0] (zero)"),
         (Spec(Kind.GRAD_WEIGHT, 0, Holds(0b10, 2), 0b1), "grad_weights[0] (microbatch 0, shard 1 of 2)"),
+        (Spec(Kind.SCALAR, 0, WHOLE), "scalars"),
+        (Spec(Kind.SCALAR, 0, Holds(0b101, 4)), "scalars (parts 0, 2 of 4 of the model)"),
+        (Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b1, 2)), "saved_for_weight[1] (microbatch 0)"),
     ],
 )
 def test_a_spec_says_what_the_value_is_and_what_it_lacks(spec: Spec, text: str) -> None:
@@ -138,6 +158,7 @@ def test_microbatches_are_rows_for_activations_and_sums_for_gradients() -> None:
     assert Spec(Kind.ACTIVATION, 0, Holds(0b110, 3)).microbatches == 0b110
     assert Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0b011).microbatches == 0b011
     assert Spec(Kind.WEIGHT, 0, Holds(0b110, 3)).microbatches == 0
+    assert Spec(Kind.SCALAR, 0, Holds(0b110, 3)).microbatches == 0
 
 
 def test_a_negative_bit_set_has_no_numbers_and_can_be_said() -> None:

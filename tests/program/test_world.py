@@ -159,7 +159,7 @@ def test_what_programs_do_while_they_are_closed_does_not_hide_the_error() -> Non
             rank.load_weights(8)
 
     says(refusal(awaits), "deadlock: rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 0.")
-    says(refusal(computes), "rank 1, op 0 load_weights: layer 9")
+    says(refusal(computes), "rank 1, op 0 load_weight: layer 9")
     gc.collect()
 
 
@@ -410,8 +410,8 @@ def test_a_refusal_is_raised_where_it_happens_and_stops_the_others() -> None:
 
     other, refused = outcomes(strategy, 2)
     assert (refused.rank, refused.op) == (1, 4)
-    says(refused, "rank 1, op 4 load_weights: layer 9")
-    says(other, "rank 1 raised Refused: rank 1, op 4 load_weights: layer 9", "the other ranks stop.")
+    says(refused, "rank 1, op 4 load_weight: layer 9")
+    says(other, "rank 1 raised Refused: rank 1, op 4 load_weight: layer 9", "the other ranks stop.")
 
 
 def test_a_cancelled_rank_stops_the_others() -> None:

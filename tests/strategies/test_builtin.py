@@ -132,7 +132,7 @@ def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str)
 def test_a_ddp_rank_holds_every_weight_whole_and_an_fsdp_rank_its_slice() -> None:
     for name, share in (("ddp", 1), ("fsdp", 4)):
         program = traced(name, 4, 2, 4)
-        loads = [op for op in program.tapes[1] if op.kind is OpKind.LOAD_WEIGHTS]
+        loads = [op for op in program.tapes[1] if op.kind is OpKind.LOAD_WEIGHT]
         assert [op.holds.of for op in loads if op.holds] == [share, share]
 
 

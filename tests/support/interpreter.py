@@ -380,7 +380,7 @@ class Interpreter:
         """The final slices against one device's, and nothing left over."""
         if any(self.channels.values()):
             raise BrokenTape("a message was never received")
-        clips = any(op.kind is OpKind.NORM for rank in self.ranks for op in rank.ops)
+        clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for rank in self.ranks for op in rank.ops)
         final = reference(self.program.layers, self.program.microbatches, clips)
         covered: set[tuple[int, int]] = set()
         for rank in self.ranks:

@@ -3,55 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlab.program import Group, Holds, Mesh, Op, OpKind, Program, Sizes
 from shardlab.program.mesh import group_of
 from shardlab.program.tape import COLLECTIVES, COMMUNICATION
+from tests.support import mutations_of_halves, mutations_of_norms
+from tests.support.mutating import (
+    MUTATIONS,
+    changed,
+    fresh_number,
+    moved,
+    mutation,
+    places,
+    renamed,
+    wait_of,
+    with_tape,
+)
 
-Mutation = Callable[[Program], Iterator[Program]]
-MUTATIONS: dict[str, Mutation] = {}
+__all__ = ["MUTATIONS", "changed", "moved", "mutations_of_halves", "mutations_of_norms", "places", "with_tape"]
 
 REDUCES = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
-
-
-def mutation(function: Mutation) -> Mutation:
-    MUTATIONS[function.__name__.replace("_", " ")] = function
-    return function
-
-
-def with_tape(program: Program, rank: int, ops: list[Op]) -> Program:
-    return replace(program, tapes=[ops if r == rank else tape for r, tape in enumerate(program.tapes)])
-
-
-def places(program: Program, *kinds: OpKind) -> Iterator[tuple[int, int, Op]]:
-    """(rank, index, op) of every op, or of those of some kinds."""
-    for rank, tape in enumerate(program.tapes):
-        for at, op in enumerate(tape):
-            if not kinds or op.kind in kinds:
-                yield rank, at, op
-
-
-def changed(program: Program, rank: int, at: int, *ops: Op) -> Program:
-    """One op replaced by others (or by none)."""
-    tape = program.tapes[rank]
-    return with_tape(program, rank, [*tape[:at], *ops, *tape[at + 1 :]])
-
-
-def moved(program: Program, rank: int, at: int, to: int) -> Program:
-    tape = list(program.tapes[rank])
-    tape.insert(to, tape.pop(at))
-    return with_tape(program, rank, tape)
-
-
-def wait_of(program: Program, rank: int, handle: int) -> int:
-    return next(at for at, op in enumerate(program.tapes[rank]) if op.kind is OpKind.WAIT and op.handle == handle)
-
-
-def renamed(ops: list[Op], old: int, new: int) -> list[Op]:
-    """Later ops read another value."""
-    return [op._replace(inputs=tuple(new if n == old else n for n in op.inputs)) for op in ops]
 
 
 # Ops dropped, doubled and out of order.
@@ -74,7 +47,7 @@ def duplicated_op_with_new_numbers(program: Program) -> Iterator[Program]:
     """The same thing done again, and its result used in place of the first one."""
     for rank, at, op in places(program):
         tape = program.tapes[rank]
-        fresh = 1 + max(n for o in tape for n in (*o.inputs, *o.outputs))
+        fresh = fresh_number(tape)
         handle = 1 + max(o.handle for o in tape) if op.handle >= 0 and op.kind is not OpKind.WAIT else op.handle
         again = op._replace(outputs=tuple(range(fresh, fresh + len(op.outputs))), handle=handle)
         rest = tape[at + 1 :]
@@ -200,7 +173,7 @@ def weight_read_after_its_update(program: Program) -> Iterator[Program]:
     """A forward pass is done once more, with the new weight; its activation is kept until then."""
     for rank, _, update in places(program, OpKind.UPDATE):
         tape = program.tapes[rank]
-        fresh = 1 + max(n for o in tape for n in (*o.inputs, *o.outputs))
+        fresh = fresh_number(tape)
         for op in [o for o in tape if o.kind is OpKind.FORWARD and o.inputs[1] == update.inputs[1]]:
             free = Op(OpKind.FREE, -1, op.inputs[:1])
             rest = [o for o in tape if o != free]
@@ -220,7 +193,7 @@ def weight_left_stale(program: Program) -> Iterator[Program]:
 @mutation
 def second_update(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.UPDATE):
-        fresh = 1 + max(n for o in program.tapes[rank] for n in (*o.inputs, *o.outputs))
+        fresh = fresh_number(program.tapes[rank])
         again = op._replace(inputs=(op.inputs[0], *op.outputs), outputs=(fresh, fresh + 1))
         yield changed(program, rank, at, op, again)
 
@@ -275,7 +248,7 @@ def double_reduce(program: Program) -> Iterator[Program]:
         for rank, at in members:
             tape = mutant.tapes[rank]
             op, wait = tape[at], wait_of(mutant, rank, tape[at].handle)
-            fresh = 1 + max(n for o in tape for n in (*o.inputs, *o.outputs))
+            fresh = fresh_number(tape)
             handle = 1 + max(o.handle for o in tape)
             again = op._replace(kind=OpKind.ALL_REDUCE, inputs=op.outputs, outputs=(fresh,), handle=handle)
             free = Op(OpKind.FREE, -1, op.outputs)

@@ -1,78 +1,18 @@
 """Random programs that are right by construction: data parallel, sharded and pipelined in one, with free choices.
 
 What all ranks must agree on (the split of layers and microbatches, the schedule, the order of collectives) is drawn
-from one seed; what each may do as it likes (when to await, which keys to use, what to store, free or recompute)
-from a seed of its own.
+from one seed; what each may do as it likes (when to await, which keys to use, what to store, free or recompute, when to
+do the weight's half of a backward pass) from a seed of its own.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
 from random import Random
 
-from hypothesis import strategies as st
+from shardlab.program import Handle, Program, Rank, Strategy, Value, trace
+from tests.support.random_plan import Plan, Shape, schedule, shapes
 
-from shardlab.program import Handle, Mesh, Program, Rank, Strategy, Value, trace
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How large a random program is; `seed` decides everything else."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    layers: int
-    microbatches: int
-    seed: int
-
-    @property
-    def mesh(self) -> Mesh:
-        return Mesh(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard)
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    """1-4 ranks, 1-4 layers, 1-6 microbatches; at least a layer a stage and a microbatch a data-parallel rank."""
-    pp, replicate, shard = draw(
-        st.sampled_from([(p, r, s) for p in range(1, 5) for r in range(1, 5) for s in range(1, 5) if p * r * s <= 4])
-    )
-    layers = draw(st.integers(pp, 4))
-    microbatches = draw(st.integers(replicate * shard, 6))
-    return Shape(pp, replicate, shard, layers, microbatches, draw(st.integers(0, 10**6)))
-
-
-class Plan:
-    """What all ranks agree on."""
-
-    def __init__(self, shape: Shape) -> None:
-        random = Random(shape.seed)
-        columns = shape.dp_replicate * shape.dp_shard
-        cuts = sorted(random.sample(range(1, shape.layers), shape.pp - 1))
-        bounds = [0, *cuts, shape.layers]
-        self.stages = [range(a, b) for a, b in itertools.pairwise(bounds)]
-        self.units = random.randint(1, shape.microbatches // columns)
-        order = random.sample(range(shape.microbatches), shape.microbatches)
-        cuts = sorted(random.sample(range(1, shape.microbatches), columns * self.units - 1))
-        parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, shape.microbatches], strict=True)]
-        self.batches = [parts[c * self.units : (c + 1) * self.units] for c in range(columns)]
-        self.forwards = random.sample(range(self.units), self.units)
-        self.backwards = self.forwards
-        self.warmups = sorted((random.randint(1, self.units) for _ in range(shape.pp)), reverse=True)
-        if shape.pp == 1 and random.random() < 0.5:
-            self.backwards, self.warmups = random.sample(range(self.units), self.units), [self.units]
-        axes: list[str | None] = ["dp_shard", "dp_replicate"] + ([None] if shape.pp == 1 else [])
-        self.sharded = [random.choice([True, True, False]) for _ in range(shape.layers)]
-        self.axis = [random.choice(axes) for _ in range(shape.layers)]
-        """The axis over which a layer is sharded; its gradient is reduced over this one, then over the rest."""
-        self.gather_once = [random.random() < 0.3 for _ in range(shape.layers)]
-        self.reduce_each_unit = [random.random() < 0.4 for _ in range(shape.layers)]
-        self.scatter = [random.random() < 0.7 for _ in range(shape.layers)]
-        self.idle_gather = [random.random() < 0.2 for _ in range(shape.layers)]
-        self.checkpoint = random.random() < 0.3
-        self.update_order = random.sample(range(shape.layers), shape.layers)
+__all__ = ["Shape", "program_of", "random_program", "shapes"]
 
 
 class Writer:
@@ -89,6 +29,8 @@ class Writer:
         self.is_first, self.is_last = self.position == 0, self.position == len(self.column) - 1
         self.full: dict[int, Handle[Value]] = {}
         self.grads: dict[int, list[Value | Handle[Value]]] = {l: [] for l in self.stage}
+        self.halves: list[tuple[int, int]] = []
+        """(layer, unit) of the backward passes whose weight's half is still to be done."""
         self.loose: list[Handle[None]] = []
         self.asked: dict[str, list[Handle[Value]]] = {"activations": [], "grad_activations": []}
         self.taken = 0
@@ -108,35 +50,54 @@ class Writer:
     async def run(self) -> None:
         rank, plan = self.rank, self.plan
         for l in self.random.sample(self.stage, len(self.stage)):
-            shard, of = 0, 1
-            if plan.sharded[l]:
-                group = rank.group(plan.axis[l]).ranks
-                shard, of = group.index(rank.index), len(group)
-            rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard=shard, of=of)
+            rank.weights[l] = rank.load_weight(l, *self.slice_of(plan.cuts[l].weight))
+            rank.opt_states[l] = rank.load_opt_state(l, *self.slice_of(plan.cuts[l].state))
             if self.maybe(0.2):
                 rank.weights[l, "second key"] = rank.weights[l]
         for l in self.stage:
-            if plan.sharded[l] and plan.gather_once[l]:
-                self.full[l] = rank.all_gather(rank.weights[l], axis=plan.axis[l])
+            if plan.cuts[l].weight and plan.gather_once[l]:
+                self.full[l] = await self.gather(rank.weights[l], plan.cuts[l].weight)
         for action, unit in schedule(plan, self.position):
             await (self.forward(unit) if action == "F" else self.backward(unit))
             await self.settle_some()
+            while self.halves and self.maybe(0.3):
+                self.backward_weight(*self.halves.pop(self.random.randrange(len(self.halves))))
+        for l, unit in self.random.sample(self.halves, len(self.halves)):
+            self.backward_weight(l, unit)
         for l in self.stage:
             if not plan.reduce_each_unit[l]:
                 total = await self.summed(l)
                 self.grads[l] = [await self.reduce(l, total)]
-        for l in plan.update_order:
-            if l in self.stage:
-                await self.update(l)
+        mine = [l for l in plan.update_order if l in self.stage]
+        if plan.clips:
+            await self.norm(mine)
+        handles = {l: await self.update(l) for l in mine}
+        for l, handle in self.random.sample(list(handles.items()), len(mine)):
+            if handle is not None:
+                rank.weights[l] = await handle
 
     # Weights.
 
+    def slice_of(self, cut: list[str | None]) -> tuple[int, int]:
+        """This rank's slice of what is cut along some axes, one after the other."""
+        shard, of = 0, 1
+        for axis in cut:
+            group = self.rank.group(axis).ranks
+            shard, of = shard * len(group) + group.index(self.rank.index), of * len(group)
+        return shard, of
+
+    async def gather(self, value: Value, cut: list[str | None]) -> Handle[Value]:
+        """Back from the finest slices; the last gather is left in flight."""
+        for axis in reversed(cut[1:]):
+            value = await self.rank.all_gather(value, axis=axis)
+        return self.rank.all_gather(value, axis=cut[0])
+
     async def weight(self, l: int) -> Value:
         rank, plan = self.rank, self.plan
-        if not plan.sharded[l]:
+        if not plan.cuts[l].weight:
             return rank.weights[l]
         if not plan.gather_once[l]:
-            return await rank.all_gather(rank.weights[l], axis=plan.axis[l])
+            return await (await self.gather(rank.weights[l], plan.cuts[l].weight))
         full = await self.full[l]
         if full.keys == 0:
             rank.weights[l, "full"] = full
@@ -206,26 +167,48 @@ class Writer:
             if self.maybe():
                 rank.grad_activations[unit] = gradient
                 gradient = rank.grad_activations.pop(unit)
-            grad_weight, gradient = rank.backward(l, rank.activations.pop((l, unit)), gradient, weight)
+            if self.maybe(0.4):
+                rank.grad_activations["for weight", l, unit] = gradient
+                gradient = rank.backward_input(l, rank.activations[l, unit], gradient, weight)
+                if not self.plan.reduce_each_unit[l]:
+                    self.halves.append((l, unit))
+                    continue
+                grad_weight = self.weight_half(l, unit)
+            else:
+                grad_weight, gradient = rank.backward(l, rank.activations.pop((l, unit)), gradient, weight)
             if self.plan.reduce_each_unit[l]:
                 self.grads[l].append(await self.reduce(l, grad_weight))
             else:
-                rank.grad_weights[self.new_key()] = grad_weight
-                self.grads[l].append(grad_weight)
+                self.keep_gradient(l, grad_weight)
         if not self.is_first:
             self.send(gradient, "activations")
+
+    def weight_half(self, l: int, unit: int) -> Value:
+        rank = self.rank
+        return rank.backward_weight(
+            l, rank.activations.pop((l, unit)), rank.grad_activations.pop(("for weight", l, unit))
+        )
+
+    def backward_weight(self, l: int, unit: int) -> None:
+        self.keep_gradient(l, self.weight_half(l, unit))
+
+    def keep_gradient(self, l: int, gradient: Value) -> None:
+        self.rank.grad_weights[self.new_key()] = gradient
+        self.grads[l].append(gradient)
 
     # Gradients.
 
     async def reduce(self, l: int, value: Value) -> Value | Handle[Value]:
-        """Over the axis that shards the layer, then over the other one; the last is left in flight."""
-        rank, axis = self.rank, self.plan.axis[l]
-        reduce = rank.reduce_scatter if self.plan.sharded[l] and self.plan.scatter[l] else rank.all_reduce
-        handle = reduce(value, axis=axis)
-        if axis is None:
-            return handle
-        other = "dp_replicate" if axis == "dp_shard" else "dp_shard"
-        return rank.all_reduce(await handle, axis=other)
+        """Over the layer's axes in turn, scattered along those that cut its gradient; the last is left in flight."""
+        rank, cut = self.rank, self.plan.cuts[l]
+        *before, last = [
+            (rank.reduce_scatter if place < len(cut.gradient) else rank.all_reduce, axis)
+            for place, axis in enumerate(cut.axes)
+        ]
+        for verb, axis in before:
+            value = await verb(value, axis=axis)
+        verb, axis = last
+        return verb(value, axis=axis)
 
     async def summed(self, l: int) -> Value:
         """All that came, added in any order."""
@@ -242,26 +225,44 @@ class Writer:
             self.rank.grad_weights[self.new_key()] = parts[-1]
         return parts[0]
 
-    async def update(self, l: int) -> None:
-        rank = self.rank
+    async def norm(self, layers: list[int]) -> None:
+        """The squared norm of the whole model's gradient, in the key 0: each layer's slices, then the stages' sums."""
+        rank, plan = self.rank, self.plan
+        for l in layers:
+            total = await self.summed(l)
+            self.grads[l] = [total]
+            part = rank.norm(l, total)
+            for axis in plan.cuts[l].gradient:
+                part = await rank.all_reduce(part, axis=axis)
+            rank.scalars[0] = rank.scalars[0] + part if l != layers[0] else part
+        if not plan.norm_by_messages:
+            rank.scalars[0] = await rank.all_reduce(rank.scalars[0], axis="pp")
+            return
+        if not self.is_last:
+            rank.scalars[0] = rank.scalars[0] + await rank.recv(source=self.column[self.position + 1])
+        if not self.is_first:
+            before = self.column[self.position - 1]
+            await rank.send(rank.scalars.pop(0), to=before)
+            rank.scalars[0] = await rank.recv(source=before, expect=("scalars", 0, None))
+        if not self.is_last:
+            self.loose.append(rank.send(rank.scalars[0], to=self.column[self.position + 1]))
+
+    async def update(self, l: int) -> Handle[Value] | None:
+        """The layer's update; gives the gather of its new weight, if the state's slice is smaller than the weight's."""
+        rank, cut = self.rank, self.plan.cuts[l]
         total = await self.summed(l)
         if self.plan.idle_gather[l]:
             rank.all_gather(rank.opt_states[l], axis="tp")  # never awaited, and the update must not pass it
-            if self.plan.sharded[l]:
-                rank.all_gather(rank.weights[l], axis=self.plan.axis[l])
+            if cut.weight:
+                rank.all_gather(rank.weights[l], axis=cut.weight[-1])
         weight = rank.weights.pop(l) if self.maybe() else rank.weights[l]
-        made = rank.update(l, total, weight, rank.opt_states[l])
-        rank.weights[l], rank.opt_states[l] = made
-
-
-def schedule(plan: Plan, position: int) -> Iterator[tuple[str, int]]:
-    """Some forwards ahead, then in turns: never fewer ahead than the next stage, so nobody starves."""
-    ahead = plan.warmups[position]
-    for i in range(plan.units + ahead):
-        if i < plan.units:
-            yield "F", plan.forwards[i]
-        if i >= ahead - 1 and i - ahead + 1 < plan.units:
-            yield "B", plan.backwards[i - ahead + 1]
+        norm = (rank.scalars[0],) if self.plan.clips else ()
+        new, rank.opt_states[l] = rank.update(l, total, weight, rank.opt_states[l], *norm)
+        finer = cut.state[len(cut.weight) :]
+        if finer:
+            return await self.gather(new, finer)
+        rank.weights[l] = new
+        return None
 
 
 def program_of(shape: Shape) -> Strategy:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardlab.execute import Executor
+from shardlab.execute.optimizer import Slice
 from shardlab.models import GPT, MLP, Model
 from shardlab.train import verify
 from shardlab.train.job import Job
@@ -278,6 +279,61 @@ def test_what_a_user_writes_gives_the_numbers_of_one_device(
     assert verdict.ok, verdict
 
 
+USER = Path(__file__).with_name("user_programs.py")
+
+NEW_PROGRAMS = [
+    ("zero_1", 2, 4),
+    ("zero_1", 3, 3),
+    ("zero_2", 2, 4),
+    ("zero_2_in_turned_order", 3, 3),
+    ("partly_sharded", 4, 4),
+    ("split", 2, 4),
+    ("split_fsdp", 2, 4),
+    ("split_fsdp", 3, 3),
+    ("split_fsdp_recomputed", 2, 2),
+    ("split_pipeline", 3, 2),
+]
+
+
+@pytest.mark.parametrize(("function", "count", "microbatches"), NEW_PROGRAMS)
+def test_halves_and_slices_and_clipping_give_the_numbers_of_one_device(
+    ranks: World, function: str, count: int, microbatches: int
+) -> None:
+    verdict = verdict_of(ranks, f"{USER}:{function}", count, microbatches, small_gpt(3, dropout=0.1))
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("function", ["zero_1", "split", "split_fsdp"])
+def test_a_model_of_one_layer_and_one_without_biases_have_halves_and_slices(ranks: World, function: str) -> None:
+    for model in (
+        GPT(layers=1, width=16, heads=2, block=8, tied=True),
+        GPT(layers=2, width=16, heads=2, block=8, bias=False),
+        MLP(layers=2, width=16, block=8),
+    ):
+        verdict = verdict_of(ranks, f"{USER}:{function}", 2, 2, model)
+        assert verdict.ok, (model, verdict)
+
+
+def without_clipping(rank: int, job: Job) -> Verdict | None:
+    """The same, but what updates do with the norm is left out."""
+
+    def update(self: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None) -> None:
+        plain(self, gradient, step)
+
+    plain = Slice.update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slice, "update", update)
+        return verify_rank(rank, CPU, job, 3)
+
+
+def test_clipping_left_out_is_noticed(ranks: World) -> None:
+    """Adam divides a gradient's scale out, but not where it differs from step to step."""
+    job = Job(f"{USER}:zero_1", 2, 4, small_gpt(2), 2, torch.float64)
+    verdict = ranks(2).call(without_clipping, job)[0]
+    assert verdict.gradient_error > TOLERANCE
+    assert verdict.weight_error > 1e-8
+
+
 def wrong_on_one_replica(rank: int, job: Job) -> Verdict | None:
     """The same, but one rank's weights move by themselves before they are compared."""
 
@@ -285,7 +341,7 @@ def wrong_on_one_replica(rank: int, job: Job) -> Verdict | None:
         def step(self) -> torch.Tensor:
             loss = super().step()
             if rank == 1:
-                next(iter(self.state.slices.values())).flat[0] += 1e-6
+                next(iter(self.state.kept.values()))[0] += 1e-6
             return loss
 
     with pytest.MonkeyPatch.context() as patch:

@@ -147,8 +147,8 @@ def update(state: RankState, op: Op) -> None:
     gradient, weight, opt_state, *norms = op[2]
     new_weight, new_state = op[3]
     live = state.live
-    given = [live[number] for number in norms]
-    made = transfer.update(op[1], live[gradient], live[weight], live[opt_state], state.cells, *given)
+    (norm,) = [live[number] for number in norms] or [None]
+    made = transfer.update(op[1], live[gradient], live[weight], live[opt_state], state.cells, norm)
     if state.clips is not None and state.clips != bool(norms):
         state.refuse(f"{op}: some updates of this rank are given the gradient's norm and some are not; give it to all.")
     state.clips = bool(norms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.check.rank_state import RankState
-from shardlab.program import Holds, Kind, Refused, Spec
+from shardlab.program import Holds, Kind, OpKind, Refused, Spec
 from shardlab.program.values import bits, common, listed
 
 
@@ -43,13 +43,16 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     """Together the ranks load every slice of every layer, and all clip its gradient or none does.
 
     Raises:
-        Refused: naming the first slice that nobody loads.
+        Refused: naming the first slice that nobody loads, or an update that does not clip as others do.
     """
     clips = {state.clips: state for state in reversed(states) if state.clips is not None}
     if len(clips) > 1:
-        raise Refused(
-            f"rank {clips[True].index} updates with the gradient's norm and rank {clips[False].index} without it; "
-            "replicas would drift apart and layers learn at different rates. Give the norm to all updates."
+        plain = clips[False]
+        at, op = next((at, op) for at, op in enumerate(plain.ops) if op.kind is OpKind.UPDATE)
+        plain.refuse(
+            f"{op}: is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift "
+            "apart and layers learn at different rates. Give the norm to all updates.",
+            at,
         )
     held = [Holds(0, 1)] * layers
     for state in states:

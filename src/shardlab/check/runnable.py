@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from shardlab.check.checked import Meeting
-from shardlab.program import Kind, OpKind, Program, Spec
+from shardlab.program import Holds, Kind, Op, OpKind, Program, Spec
+from shardlab.program.values import common
 
 
 def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> str | None:
-    """The first communication that has no tensors, or uneven ones; None if there is none."""
+    """The first op that has no tensors, or uneven ones, or reads what is no more; None if there is none."""
     for meeting in meetings:
         rank, _, at = meeting.members[0]  # of a message the sender
         op = program.tapes[rank][at]
@@ -27,4 +28,38 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
                 why = f"the members give {shares} of the whole; only equal pieces are gathered"
         if why is not None:
             return f"rank {rank}, op {at} {op}: {why}."
+    return next(
+        (why for rank, tape in enumerate(program.tapes) if (why := _overwritten(rank, tape, specs[rank]))), None
+    )
+
+
+def _overwritten(rank: int, tape: Sequence[Op], specs: dict[int, Spec]) -> str | None:
+    """The first read of a loaded weight that is no more: an update writes over it, whatever copy it is given."""
+    loaded: set[int] = set()
+    written: dict[int, int] = {}  # by which update
+    reading: dict[int, int] = {}  # handle to what its communication reads
+    for at, op in enumerate(tape):
+        if op.kind is OpKind.LOAD_WEIGHT:
+            loaded.add(op.outputs[0])
+        elif op.kind is OpKind.WAIT:
+            reading.pop(op.handle, None)
+        elif op.kind is not OpKind.FREE:
+            if op.handle >= 0 and op.inputs:
+                reading[op.handle] = op.inputs[0]
+            if op.kind is OpKind.UPDATE:
+                slices = specs[op.inputs[2]].holds
+                others = [n for n in loaded - {op.inputs[1]} if specs[n].layer == op.layer]
+                written |= {n: at for n in others if _overlap(specs[n].holds, slices)}
+            late = [n for n in (*op.inputs, *reading.values()) if n in written] if written else []
+            if late:
+                update = written[late[0]]
+                return (
+                    f"rank {rank}, op {at} {op}: {specs[late[0]]} is read here, but op {update} {tape[update]} was "
+                    "given another copy of it and has written over it; read it before that, or update it itself."
+                )
     return None
+
+
+def _overlap(a: Holds, b: Holds) -> bool:
+    mine, theirs = common(a, b)
+    return mine.mask & theirs.mask != 0

@@ -7,7 +7,7 @@ layer's input and the gradient of its output, and nobody waits for it).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +35,10 @@ class Entry:
 
 
 def entries(outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Sequence[Tensor]) -> list[Entry]:
-    """The nodes where parameters meet the path from where the layer starts to its outputs, with those of each."""
+    """The nodes where parameters meet the path from where the layer starts to its outputs, with those of each.
+
+    A parameter that meets it at several nodes (a tied embedding) is not among them.
+    """
     parameters = {get_gradient_edge(leaf).node: place for place, leaf in enumerate(leaves)}
     on_path = {start.node}
     fed_by: dict[Node, set[int]] = {}
@@ -48,9 +51,10 @@ def entries(outputs: Sequence[GradientEdge], start: GradientEdge, leaves: Sequen
         fed_by[node] = mine.union(*(fed_by[after] for after in below if after not in on_path))
         if node in on_path and fed_by[node]:
             found.append(Entry(node, sorted(fed_by[node])))
-    entered = [place for entry in found for place in entry.leaves]
-    assert len(set(entered)) == len(entered) == len(leaves), "each parameter enters a layer at one node"
-    return found
+    times = Counter(place for entry in found for place in entry.leaves)
+    for entry in found:
+        entry.leaves = [place for place in entry.leaves if times[place] == 1]
+    return [entry for entry in found if entry.leaves]
 
 
 def deepest(outputs: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> GradientEdge:
@@ -62,7 +66,7 @@ def deepest(outputs: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> Gradie
         for after, _ in node.next_functions:
             if after is not None:
                 depth[after] = max(depth[after], depth[node] + 1)
-                if after in parameters and depth[node] >= depth[found]:
+                if after in parameters and depth[node] > depth[found]:
                     found = node
     return GradientEdge(found, 0)
 

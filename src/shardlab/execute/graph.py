@@ -62,6 +62,7 @@ class Graph:
         outputs = [y for y in made if y is not None]
         self._edges: list[GradientEdge] = [get_gradient_edge(y) for y in outputs]
         self._entries: list[Entry] = []
+        self._whole: dict[int, Tensor] = {}
         self._outputs = [y.detach() for y in outputs]
 
     def take_outputs(self) -> list[Tensor]:
@@ -83,17 +84,22 @@ class Graph:
     def backward_input(self, gradients: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
         """The inputs' gradients alone; keeps the gradients that arrive where the parameters enter the graph.
 
-        Tokens have no gradient; in their place stands the first thing that is made of them.
+        Tokens have no gradient; in their place stands the first thing that is made of them. The gradient of a parameter
+        that enters at several nodes (a tied embedding) is not put off.
         """
         self._flat = flat
         starts = [get_gradient_edge(x) for x in self._inputs] or [deepest(self._edges, self._leaves)]
         self._entries = entries(self._edges, starts[0], self._leaves)
+        entered = {place for entry in self._entries for place in entry.leaves}
+        rest = [place for place in range(len(self._leaves)) if place not in entered]
         hooks = [entry.node.register_prehook(entry.catch) for entry in self._entries]
-        made = torch.autograd.grad(self._edges, starts, gradients, retain_graph=True)
+        wanted = [*starts, *(get_gradient_edge(self._leaves[place]) for place in rest)]
+        made: tuple[Tensor, ...] = torch.autograd.grad(self._edges, wanted, gradients, retain_graph=True)
+        self._whole = dict(zip(rest, made[len(starts) :], strict=True))
         for hook in hooks:
             hook.remove()
         if self._inputs:
-            return list(made)
+            return list(made[: len(starts)])
         for entry in self._entries:
             if entry.node is starts[0].node:  # where the walk ended: no hook is called there
                 entry.caught = {starts[0].output_nr: made[0]}
@@ -102,6 +108,8 @@ class Graph:
     def backward_weight(self, into: Sequence[Tensor]) -> None:
         """Add the parameters' gradients to the views `into`, from what `backward_input` kept."""
         self._flat = None
+        for place, gradient in self._whole.items():
+            into[place].add_(gradient)
         for entry in self._entries:
             leaves = [self._leaves[place] for place in entry.leaves]
             edges = [GradientEdge(entry.node, output) for output in entry.caught]

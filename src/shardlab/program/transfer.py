@@ -333,7 +333,7 @@ def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:
     """What `unite_holds` or `unite_sums` makes of pieces that are alike but for the set that is united, else None."""
     what, layer, (mask, of), sums, step, _ = specs[0]
     gathers = kind is OpKind.ALL_GATHER
-    if (what is Kind.STATS) if gathers else (what is not _GRAD_WEIGHT):
+    if what is _SCALAR or ((what is Kind.STATS) if gathers else (what is not _GRAD_WEIGHT)):
         return None
     for spec in specs[1:]:
         other, other_layer, (other_mask, other_of), other_sums, other_step, _ = spec

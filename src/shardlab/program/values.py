@@ -83,10 +83,11 @@ class Holds(NamedTuple):
         mask, of = self
         if mask == (1 << of) - 1:
             return WHOLE
-        for times in range(of // 2, 1, -1):
-            coarse = Holds(mask_of({piece // times for piece in bits(mask)}), of // times)
-            if of % times == 0 and coarse.refined(of).mask == mask:
-                return coarse
+        for pieces in range(1, of):
+            if of % pieces == 0:
+                coarse = Holds(mask_of({piece * pieces // of for piece in bits(mask)}), pieces)
+                if coarse.refined(of).mask == mask:
+                    return coarse
         return self
 
     def contains(self, other: Holds) -> bool:

@@ -62,8 +62,13 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec, microbatches: 
             f"update(layer {layer}): {gradient} has {microbatches_text(surplus)} in it, but the step's microbatches "
             f"are 0-{microbatches - 1}."
         )
+    if state.layer == weight.layer == layer and not state.holds.contains(weight.holds):
+        raise Refused(
+            f"update(layer {layer}): the weight holds slices {weight.holds}, but the optimizer state only "
+            f"{state.holds}; give the state of the same slices."
+        )
     given = state
-    if state.holds.contains(weight.holds) and gradient.holds.contains(state.holds):
+    if gradient.holds.contains(state.holds):
         given = state._replace(holds=weight.holds)
     transfer.update(layer, gradient, weight, given, cells)
 

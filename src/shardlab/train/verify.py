@@ -72,7 +72,7 @@ def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdic
     batches = Batches(_random_corpus(job), job.model.block, job.rows, job.seed)
     checked = job.checked()
     agree(checked, b"")
-    clips = any(op.kind is OpKind.NORM for tape in checked.program.tapes for op in tape)
+    clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for tape in checked.program.tapes for op in tape)
     optimizer = AdamW(steps=steps, warmup=1, clip=SMALL_NORM if clips else None)
     settings = Settings(job.seed, job.dtype, device, optimizer)
     seen: dict[tuple[int, Holds], Tensor] = {}

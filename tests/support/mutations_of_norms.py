@@ -1,0 +1,78 @@
+"""Mistakes in the norm of the gradient and in what updates make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardlab.program import Op, OpKind, Program
+from tests.support.mutating import changed, fresh_number, living_on, mutation, places, renamed, with_tape
+from tests.support.mutations_of_halves import without_summand
+
+
+def scalars(tape: list[Op]) -> set[int]:
+    """The numbers of a tape's norms and of their sums."""
+    found: set[int] = set()
+    for op in tape:
+        summed = op.kind in (OpKind.ADD, OpKind.ALL_REDUCE) and op.inputs[0] in found
+        if op.kind is OpKind.NORM or summed or (op.kind is OpKind.RECV and op.expect and not op.expect.microbatches):
+            found |= set(op.outputs)
+    return found
+
+
+@mutation
+def norm_without_a_layer(program: Program) -> Iterator[Program]:
+    for rank, _, op in places(program, OpKind.NORM):
+        rest = without_summand(program.tapes[rank], op.outputs[0])
+        if rest is not None:
+            yield with_tape(program, rank, [o for o in rest if o != op])
+
+
+@mutation
+def part_of_the_norm_twice(program: Program) -> Iterator[Program]:
+    """A part is added to itself; or another layer's stands in its place."""
+    for rank, at, op in places(program, OpKind.NORM):
+        tape, (part,) = program.tapes[rank], op.outputs
+        fresh = fresh_number(tape)
+        twice = [op, Op(OpKind.ADD, 0, (part, part), (fresh,)), Op(OpKind.FREE, -1, (part,))]
+        rest = [o for o in tape[at + 1 :] if o != Op(OpKind.FREE, -1, (part,))]
+        yield with_tape(program, rank, [*tape[:at], *twice, *renamed(rest, part, fresh)])
+        for other in [o for o in tape if o.kind is OpKind.NORM and o != op]:
+            kept = living_on(tape, other.inputs[0])
+            yield with_tape(program, rank, [op._replace(inputs=other.inputs) if o == op else o for o in kept])
+            moved = op._replace(inputs=other.inputs, layer=other.layer)
+            yield with_tape(program, rank, [moved if o == op else o for o in kept])
+
+
+@mutation
+def norm_of_an_unfinished_gradient(program: Program) -> Iterator[Program]:
+    """It reads what is reduced, or added to, later."""
+    for rank, _, op in places(program, OpKind.NORM):
+        tape = program.tapes[rank]
+        for number in sorted({n for o in tape if o.kind not in (OpKind.FREE, OpKind.WAIT) for n in o.inputs}):
+            makers = {o.kind for o in tape if number in o.outputs}
+            if makers & {OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT, OpKind.ADD, OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE}:
+                kept = living_on(tape, number)
+                if number != op.inputs[0]:
+                    again = op._replace(inputs=(number,))
+                    yield with_tape(program, rank, [again if o == op else o for o in kept])
+
+
+@mutation
+def update_with_a_part_of_the_norm(program: Program) -> Iterator[Program]:
+    for rank, _, op in places(program, OpKind.UPDATE):
+        tape = program.tapes[rank]
+        for number in sorted(scalars(tape) - set(op.inputs)):
+            given = op._replace(inputs=(*op.inputs[:3], number))
+            yield with_tape(program, rank, [given if o == op else o for o in living_on(tape, number)])
+
+
+@mutation
+def update_without_the_norm(program: Program) -> Iterator[Program]:
+    """One update, or all of a rank's."""
+    for rank, at, op in places(program, OpKind.UPDATE):
+        if len(op.inputs) == 4:
+            yield changed(program, rank, at, op._replace(inputs=op.inputs[:3]))
+    for rank, tape in enumerate(program.tapes if program.ranks > 1 else []):
+        plain = [op._replace(inputs=op.inputs[:3]) if op.kind is OpKind.UPDATE else op for op in tape]
+        if plain != tape:
+            yield with_tape(program, rank, plain)
