@@ -16,8 +16,8 @@ class Analysis:
 
     Attributes:
         in_place: which ops write over what they read.
-        regathered: indices of FORWARDs and RECOMPUTEs whose BACKWARD is given another weight value than they were, or
-            whose weight may be gone when BACKWARD_WEIGHT comes.
+        hooked: indices of FORWARDs and RECOMPUTEs whose BACKWARD is given another weight value than they were, or comes
+            in two halves: the executor has a hand in what autograd saves.
         saved_of: number of an activation to those of what autograd saved from its forward passes.
         final: number of a weight that the step leaves to (layer, slices): the next step begins with it.
         in_kept: those of them that arrive by a communication after the old weight has ended, and so take its place.
@@ -36,7 +36,7 @@ class Analysis:
         self.final, self.in_kept = self._kept()
         self.slot: dict[int, int] = {}
         self.slots = self._share_buffers()
-        self.regathered = self._regathered()
+        self.hooked = self._hooked()
 
     def _kept(self) -> tuple[dict[int, tuple[int, Holds]], set[int]]:
         """What becomes of the weights that the rank keeps."""
@@ -60,15 +60,15 @@ class Analysis:
                         in_kept.add(number)
         return final, in_kept
 
-    def _regathered(self) -> set[int]:
-        moved: set[int] = set()
+    def _hooked(self) -> set[int]:
+        hooked: set[int] = set()
         made = {op.outputs[-1]: at for at, op in enumerate(self.tape) if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
         for op in self.tape:
             if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
-                weight = self.tape[made[op.inputs[3]]].inputs[1]
-                if weight != op.inputs[2] or (op.kind is OpKind.BACKWARD_INPUT and weight in self.slot):
-                    moved.add(made[op.inputs[3]])
-        return moved
+                at = made[op.inputs[3]]
+                if op.kind is OpKind.BACKWARD_INPUT or self.tape[at].inputs[1] != op.inputs[2]:
+                    hooked.add(at)
+        return hooked
 
     def _share_buffers(self) -> int:
         """Give each weight that arrives the first buffer that is free while it lives."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardlab.execute.graph import Graph
 from shardlab.execute.optimizer import Slice
+from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
 from shardlab.models import tensors
 from shardlab.models.tensors import Dropout, loss_of, views
@@ -46,7 +47,7 @@ def load_batch(state: State, at: int, op: Op) -> Instruction:
 def forward(state: State, at: int, op: Op) -> Instruction:
     """A layer; with its graph, if the tape saves one."""
     layer, (x, weight, *residual), values = state.layers[op.layer], op.inputs, state.values
-    share, regathered = state.share(op), at in state.analysis.regathered
+    share, hooked = state.share(op), at in state.analysis.hooked
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
     outputs = op.outputs[: len(op.outputs) - saves]
     is_norm = state.checked.program.sizes.kind(op.layer) is LayerKind.NORM
@@ -55,7 +56,8 @@ def forward(state: State, at: int, op: Op) -> Instruction:
         return [values[residual[0]] if residual else None, values[x]] if is_norm else [values[x]]
 
     def run() -> None:
-        graph = Graph(layer, inputs(), state.flat_weight(op.layer, weight), share, _dropout(state, op), regathered)
+        flat = state.flat_weight(op.layer, weight)
+        graph = Graph(layer, inputs(), flat, share, _dropout(state, op), Saved(flat.flat) if hooked else None)
         for number, made in zip(outputs, reversed(graph.take_outputs()), strict=True):  # a residual is made first
             values[number] = made
         values[op.outputs[-1]] = graph
@@ -71,10 +73,11 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 def recompute(state: State, at: int, op: Op) -> Instruction:
     """A layer again, for its graph alone."""
     layer, (x, weight), saved, values = state.layers[op.layer], op.inputs, op.outputs[0], state.values
-    share, regathered = state.share(op), at in state.analysis.regathered
+    share, hooked = state.share(op), at in state.analysis.hooked
 
     def run() -> None:
-        graph = Graph(layer, [values[x]], state.flat_weight(op.layer, weight), share, _dropout(state, op), regathered)
+        flat = state.flat_weight(op.layer, weight)
+        graph = Graph(layer, [values[x]], flat, share, _dropout(state, op), Saved(flat.flat) if hooked else None)
         graph.take_outputs()
         values[saved] = graph
 
@@ -156,8 +159,9 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
     def run() -> None:
         graph: Graph = values[saved]
         gradients = [values[number] for number in (*residual, gradient)]
-        for number, made in zip(outputs, graph.backward_input(gradients, values[weight]), strict=False):
-            values[number] = made
+        made = graph.backward_input(gradients, values[weight], state.reads.get(op.layer))
+        for number, gradient_made in zip(outputs, made, strict=False):
+            values[number] = gradient_made
         values[saved], values[half] = None, graph
 
     return run
@@ -172,7 +176,8 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
         graph: Graph = values[half]
         values[half] = None
         into = room()
-        graph.backward_weight(views(layout, into))
+        reads = graph.backward_weight(views(layout, into))
+        state.reads.setdefault(op.layer, reads)
         values[grad_weight] = into
 
     return run

@@ -1,23 +1,16 @@
-"""One layer's forward and backward pass on tensors, with the graph that autograd keeps between them.
-
-The weight that a FORWARD used may be freed before its BACKWARD and gathered again, elsewhere. Autograd would keep it
-alive; instead, whatever it saves of the weight's buffer is kept as a place (size, stride, offset) and looked up in
-the buffer that BACKWARD is given (torch.autograd.graph.saved_tensors_hooks).
-"""
+"""One layer's forward and backward pass on tensors, with the graph that autograd keeps between them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from shardlab.execute.entries import Entry, deepest, entries
+from shardlab.execute.saved import Saved
 from shardlab.models import LayerLayout
 from shardlab.models.tensors import Dropout, Layer, Share, views
 
@@ -30,15 +23,6 @@ class FlatWeight:
         self.leaves = [view.detach().requires_grad_() for view in views(layout, flat)]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A tensor that autograd saved, as its place in the weight's buffer."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
 class Graph:
     """What is kept between a layer's forward and backward."""
 
@@ -49,15 +33,17 @@ class Graph:
         weight: FlatWeight,
         share: Share,
         dropout: Dropout | None,
-        regathered: bool,
+        saved: Saved | None = None,
     ) -> None:
-        """Run the layer on its inputs: (x,) or, of a norm, (residual or None, branch)."""
-        self._flat: Tensor | None = weight.flat
+        """Run the layer on its inputs: (x,) or, of a norm, (residual or None, branch).
+
+        `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves.
+        """
+        self._saved = saved
         self._leaves = weight.leaves
         given = [x if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         self._inputs = [x for x in reversed(given) if x is not None and x.requires_grad]  # the branch, the residual
-        hooks = saved_tensors_hooks(self._pack, self._unpack) if regathered else nullcontext()
-        with hooks:
+        with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
             made = layer.run(weight.leaves, tuple(given), share, dropout)
         outputs = [y for y in made if y is not None]
         self._edges: list[GradientEdge] = [get_gradient_edge(y) for y in outputs]
@@ -75,19 +61,22 @@ class Graph:
 
         `gradients` are those of the outputs, `flat` is the weight's buffer now.
         """
-        self._flat = flat
+        if self._saved is not None:
+            self._saved.flat = flat
         with _gradients_into(self._leaves, into):
             torch.autograd.backward(self._edges, gradients, inputs=[*self._leaves, *self._inputs])
         made = [x.grad for x in self._inputs]
         return [gradient for gradient in made if gradient is not None]
 
-    def backward_input(self, gradients: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    def backward_input(self, gradients: Sequence[Tensor], flat: Tensor, reads: Set[int] | None = None) -> list[Tensor]:
         """The inputs' gradients alone; keeps the gradients that arrive where the parameters enter the graph.
 
         Tokens have no gradient; in their place stands the first thing that is made of them. The gradient of a parameter
-        that enters at several nodes (a tied embedding) is not put off.
+        that enters at several nodes (a tied embedding) is not put off. If it is known which saved tensors
+        `backward_weight` reads, only those stay.
         """
-        self._flat = flat
+        assert self._saved is not None, "a backward pass in halves is announced"
+        self._saved.flat = flat
         starts = [get_gradient_edge(x) for x in self._inputs] or [deepest(self._edges, self._leaves)]
         self._entries = entries(self._edges, starts[0], self._leaves)
         entered = {place for entry in self._entries for place in entry.leaves}
@@ -98,6 +87,8 @@ class Graph:
         self._whole = dict(zip(rest, made[len(starts) :], strict=True))
         for hook in hooks:
             hook.remove()
+        if reads is not None:
+            self._saved.keep_only(reads)
         if self._inputs:
             return list(made[: len(starts)])
         for entry in self._entries:
@@ -105,9 +96,11 @@ class Graph:
                 entry.caught = {starts[0].output_nr: made[0]}
         return []
 
-    def backward_weight(self, into: Sequence[Tensor]) -> None:
-        """Add the parameters' gradients to the views `into`, from what `backward_input` kept."""
-        self._flat = None
+    def backward_weight(self, into: Sequence[Tensor]) -> Set[int]:
+        """Add the parameters' gradients to the views `into`; gives the numbers of the saved tensors that it read."""
+        assert self._saved is not None, "a backward pass in halves is announced"
+        self._saved.flat = None
+        self._saved.read.clear()
         for place, gradient in self._whole.items():
             into[place].add_(gradient)
         for entry in self._entries:
@@ -115,19 +108,7 @@ class Graph:
             edges = [GradientEdge(entry.node, output) for output in entry.caught]
             with _gradients_into(leaves, [into[place] for place in entry.leaves]):
                 torch.autograd.backward(edges, list(entry.caught.values()), inputs=leaves)
-
-    def _pack(self, tensor: Tensor) -> Any:
-        assert self._flat is not None
-        if tensor.untyped_storage().data_ptr() != self._flat.untyped_storage().data_ptr():
-            return tensor
-        return _Place(tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - self._flat.storage_offset())
-
-    def _unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, _Place):
-            return kept
-        if self._flat is None:  # the weight may be gone: an op hands it on, but no parameter's gradient depends on it
-            return self._leaves[0].new_full((), math.nan).expand(kept.size)
-        return self._flat.as_strided(kept.size, kept.stride, self._flat.storage_offset() + kept.offset)
+        return self._saved.read
 
 
 @contextmanager

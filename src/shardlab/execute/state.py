@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,6 +71,7 @@ class State:
         batch: this step's tokens and targets, by microbatch.
         tokens: this step's targets that count, of all microbatches.
         loss_owners: microbatch to (rank, op) of the first LOSS on it, which reports it for all.
+        reads: layer to the numbers of the saved tensors that its BACKWARD_WEIGHT reads, once that is known.
         loss: (2,) float64: the loss summed over the tokens that this rank reports, and their number.
     """
 
@@ -105,6 +106,7 @@ class State:
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens = 0
         self.loss = torch.zeros(2, dtype=torch.float64)
+        self.reads: dict[int, Set[int]] = {}
         self._weights: dict[tuple[int, int], FlatWeight] = {}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:

@@ -58,5 +58,13 @@ class Blocks(Model):
         between = (len(parts) - 1) * self.block * self.width  # the residual stream, where one part meets the next
         return between + sum(part.saved() for part in parts)
 
+    def saved_for_weight(self, layer: int) -> int:
+        *others, last = self.parts(layer)
+        between = len(others) * self.block * self.width
+        given = (
+            self.block * self.width if not last.drops and layer < self.layers - 1 else 0
+        )  # the output's own gradient
+        return between + sum(part.saved_for_weight() for part in (*others, last)) - given
+
     def forward_flops(self, layer: int) -> int:
         return sum(part.flops() for part in self.parts(layer))

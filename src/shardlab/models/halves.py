@@ -40,6 +40,11 @@ class Norm:
         """The residual that it hands on, each token's mean and 1/deviation, and dropout's mask."""
         return self.before.stream + 2 * self.before.block + self.before.drops * self.before.stream
 
+    def saved_for_weight(self) -> int:
+        """Without the mask; with the gradient of what is added, if anything is."""
+        added = any(p.name == self.before.added for p in self.before.parameters())
+        return self.before.stream + 2 * self.before.block + added * self.before.stream
+
     def flops(self) -> int:
         return 0
 
@@ -65,6 +70,9 @@ class Body:
 
     def saved(self) -> int:
         return self.part.body_saved()
+
+    def saved_for_weight(self) -> int:
+        return self.part.body_saved_for_weight()
 
     def flops(self) -> int:
         return self.part.flops()
@@ -145,6 +153,9 @@ class Halves(Model):
 
     def saved_elements(self, layer: int) -> int:
         return self.half(layer).saved()
+
+    def saved_for_weight(self, layer: int) -> int:
+        return self.half(layer).saved_for_weight()
 
     def forward_flops(self, layer: int) -> int:
         return self.half(layer).flops()

@@ -62,6 +62,14 @@ class Model(ABC):
         """
 
     @abstractmethod
+    def saved_for_weight(self, layer: int) -> int:
+        """Elements that are left of that between the halves of a split backward pass, for one sequence.
+
+        With the gradients that the first half leaves for the second, beyond that of the layer's output. So it is from
+        the second time on: in the first, it is not yet known what the second half reads, and all stays.
+        """
+
+    @abstractmethod
     def forward_flops(self, layer: int) -> int:
         """FLOPs of the layer's matrix products for one sequence; a backward pass takes twice as many."""
 
@@ -89,6 +97,7 @@ class Model(ABC):
             opt_states=tuple(2 * elements for elements in weights),
             activations=tuple(rows * math.prod(self.activation_shape(i)) for i in range(self.layers + 1)),
             saved=tuple(rows * self.saved_elements(layer) for layer in range(self.layers)),
+            saved_for_weight=tuple(rows * self.saved_for_weight(layer) for layer in range(self.layers)),
             element_bytes=dict.fromkeys(Kind, element_bytes),
             kinds=self.kinds,
             residual=rows * self.block * self.width if LayerKind.NORM in self.kinds else 0,

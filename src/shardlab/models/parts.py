@@ -51,6 +51,16 @@ class Part(ABC):
         """Elements that autograd keeps for the backward pass beyond the part's input and parameters."""
 
     @abstractmethod
+    def saved_for_weight(self) -> int:
+        """What is left of that between the halves of a split backward pass: the inputs of norms and linear maps and the
+        gradients of their outputs; the part's input does not count.
+        """
+
+    def body_saved_for_weight(self) -> int:
+        """The same for the body alone: what linear maps after the first one read, and the gradient of the first."""
+        return 0
+
+    @abstractmethod
     def body_saved(self) -> int:
         """Elements that autograd keeps for the body, beyond its input and parameters; slices share them equally."""
 
@@ -103,6 +113,9 @@ class Embedding(Part):
     def saved(self) -> int:
         return self.drops * self.stream
 
+    def saved_for_weight(self) -> int:
+        return self.stream
+
     def body_saved(self) -> int:
         return 0
 
@@ -137,6 +150,13 @@ class Attention(Part):
 
     def saved(self) -> int:
         return self.norm_saved + self.body_saved() + self.drops * self.stream
+
+    def saved_for_weight(self) -> int:
+        return self.norm_saved + self.body_saved_for_weight() + 2 * self.stream
+
+    def body_saved_for_weight(self) -> int:
+        mixed, queries_keys_values = self.stream, self.stream + 2 * self.block * self.kv_width
+        return mixed + queries_keys_values
 
     def body_saved(self) -> int:
         queries_keys_values, mixed = 3 * self.stream, self.stream  # shared keys and values are kept once for each head
@@ -174,6 +194,12 @@ class FeedForward(Part):
     def saved(self) -> int:
         return self.norm_saved + self.body_saved() + self.drops * self.stream
 
+    def saved_for_weight(self) -> int:
+        return self.norm_saved + self.body_saved_for_weight() + 2 * self.stream
+
+    def body_saved_for_weight(self) -> int:
+        return 2 * self.block * self.hidden
+
     def body_saved(self) -> int:
         return 2 * self.block * self.hidden
 
@@ -203,6 +229,9 @@ class Head(Part):
 
     def saved(self) -> int:
         return self.norm_saved
+
+    def saved_for_weight(self) -> int:
+        return self.norm_saved + self.stream
 
     def body_saved(self) -> int:
         return 0
