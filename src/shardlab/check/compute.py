@@ -22,7 +22,7 @@ def free(state: RankState, op: Op) -> None:
 
 
 def forward(state: RankState, op: Op) -> None:
-    kind = state.program.sizes.kind(op[1])
+    kind = LayerKind.WHOLE if state.all_whole else state.program.sizes.kind(op[1])
     if kind is LayerKind.NORM:
         _forward_norm(state, op)
         return
@@ -101,7 +101,8 @@ def backward_input(state: RankState, op: Op) -> None:
 def _backward(state: RankState, op: Op) -> tuple[Spec, ...]:
     """What both halves of a backward pass make, whichever of it the op keeps."""
     activation, gradient, weight, saved, *residual = op[2]
-    live, layer, kind = state.live, op[1], state.program.sizes.kind(op[1])
+    live, layer = state.live, op[1]
+    kind = LayerKind.WHOLE if state.all_whole else state.program.sizes.kind(layer)
     specs = live[activation], live[gradient]
     if kind is LayerKind.NORM:
         read = [live[number] for number in residual]

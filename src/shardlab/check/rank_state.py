@@ -13,6 +13,7 @@ class RankState:
     """What is live, in flight and loaded on a rank, up to the op at hand.
 
     Attributes:
+        all_whole: whether no layer is of a special kind.
         cells, grid: what every gradient must have summed, and in what slices values are counted.
         at: index of the op at hand.
         specs: the spec of every value made so far, by number.
@@ -34,6 +35,7 @@ class RankState:
         self.program = program
         self.ops = program.tapes[index]
         self.cells = program.cells
+        self.all_whole = not program.sizes.kinds
         self.grid = program.grid
         self.at = 0
         self.specs: dict[int, Spec] = {}

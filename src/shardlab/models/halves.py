@@ -8,7 +8,7 @@ from functools import cached_property
 from shardlab.models.blocks import Blocks
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.model import Model
-from shardlab.models.parts import Part
+from shardlab.models.parts import Attention, Part
 from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 
@@ -159,6 +159,11 @@ class Halves(Model):
 
     def forward_flops(self, layer: int) -> int:
         return self.half(layer).flops()
+
+    @property
+    def selective(self) -> tuple[int, ...]:
+        """The bodies of attention."""
+        return tuple(2 * unit for unit, (_, part) in enumerate(self.units) if isinstance(part, Attention))
 
     @property
     def parameter_count(self) -> int:

@@ -83,6 +83,11 @@ class Model(ABC):
         """What each layer makes of its input."""
         return (LayerKind.WHOLE,) * self.layers
 
+    @property
+    def selective(self) -> tuple[int, ...]:
+        """The layers that selective recomputation computes again."""
+        return ()
+
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """Elements of every value in a program whose microbatches are `rows` sequences.
 
@@ -100,5 +105,7 @@ class Model(ABC):
             saved_for_weight=tuple(rows * self.saved_for_weight(layer) for layer in range(self.layers)),
             element_bytes=dict.fromkeys(Kind, element_bytes),
             kinds=self.kinds,
+            selective=self.selective,
+            stats=3 * rows * self.block,
             residual=rows * self.block * self.width if LayerKind.NORM in self.kinds else 0,
         )

@@ -66,7 +66,7 @@ class ComputeVerbs(Place):
         """
         self._check_layer("forward", layer)
         spec = self._read(activation)
-        rule = self._rule("forward", layer, forward=True)
+        rule = transfer.forward if self._all_whole else self._rule("forward", layer, forward=True)
         try:
             made = rule(layer, spec, self._read(weight))
         except Refused as refusal:
@@ -122,7 +122,7 @@ class ComputeVerbs(Place):
     def backward(self, layer: int, activation: Value, gradient: Value, weight: Value) -> tuple[Value, Value]:
         """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
         self._check_layer("backward", layer)
-        rule = self._rule("backward", layer, forward=False)
+        rule = transfer.backward if self._all_whole else self._rule("backward", layer, forward=False)
         try:
             specs = rule(layer, self._read(activation), self._read(gradient), self._read(weight))
         except Refused as refusal:
@@ -142,7 +142,7 @@ class ComputeVerbs(Place):
         The other half, `backward_weight`, reads the same activation and gradient: keep both in their stores until then.
         """
         self._check_layer("backward_input", layer)
-        rule = self._rule("backward_input", layer, forward=False)
+        rule = transfer.backward if self._all_whole else self._rule("backward_input", layer, forward=False)
         try:
             specs = rule(layer, self._read(activation), self._read(gradient), self._read(weight))
         except Refused as refusal:

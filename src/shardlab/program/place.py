@@ -46,6 +46,7 @@ class Place(Recorder):
         self.stats = Store(self, Kind.STATS)
         self._world = world
         self._grid = world.grid
+        self._all_whole = not world.sizes.kinds
         self._cells = (1 << world.microbatches * world.grid.sequence) - 1
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
         self._batches = 0

@@ -40,6 +40,7 @@ class Sizes:
         element_bytes: bytes of one element, by kind.
         kinds: each layer's kind (empty: all WHOLE).
         residual: elements of the residual stream for one microbatch, which NORM layers hand on beside the activations.
+        selective: the layers that selective recomputation computes again: the bodies of attention.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
     """
 
@@ -52,6 +53,7 @@ class Sizes:
     kinds: tuple[LayerKind, ...] = ()
     residual: int = 0
     stats: int = 0
+    selective: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -70,8 +72,12 @@ class Sizes:
 
     @classmethod
     def half_blocks(cls, blocks: int) -> Sizes:
-        """The same layer in half-blocks, for tensor parallelism: each block's body is a matrix, each norm a vector."""
-        bodies = 2 + blocks
+        """The same layer in half-blocks, for tensor parallelism: each body is a matrix, each norm a vector.
+
+        A block has two bodies, of attention and of an MLP; before and after the blocks are the embedding's and the
+        head's.
+        """
+        bodies = 2 + 2 * blocks
         layers = 2 * bodies - 1
         square = PUZZLE_HIDDEN * PUZZLE_HIDDEN
         weights = tuple(square if layer % 2 == 0 else PUZZLE_HIDDEN for layer in range(layers))
@@ -83,6 +89,7 @@ class Sizes:
             kinds=tuple(LayerKind.NORM if layer % 2 else LayerKind.SLICED for layer in range(layers)),
             residual=PUZZLE_HIDDEN * PUZZLE_LENGTH,
             stats=3 * PUZZLE_LENGTH,
+            selective=tuple(range(2, layers - 1, 4)),
         )
 
     def grid(self, tensor_parallel: int) -> Grid:

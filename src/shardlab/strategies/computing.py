@@ -5,6 +5,7 @@ Both keep the same keys: activations[l, m] enters layer l, grad_activations[l, m
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from shardlab.program import LayerKind, Rank, Value
@@ -27,11 +28,11 @@ class Whole:
 
     def __init__(self, rank: Rank, plan: Plan) -> None:
         self.rank = rank
-        self.save = plan.recompute == "none"
+        self.keeps = partial(plan.keeps, selective=())
 
     async def forward(self, layer: int, m: int, weight: Value) -> None:
         rank = self.rank
-        rank.activations[layer + 1, m] = rank.forward(layer, rank.activations[layer, m], weight, save=self.save)
+        rank.activations[layer + 1, m] = rank.forward(layer, rank.activations[layer, m], weight, save=self.keeps(layer))
 
     async def loss(self, m: int) -> None:
         rank, last = self.rank, len(self.rank.layers)
@@ -67,7 +68,7 @@ class Halves:
 
     def __init__(self, rank: Rank, plan: Plan) -> None:
         self.rank = rank
-        self.save = plan.recompute == "none"
+        self.keeps = partial(plan.keeps, selective=rank.sizes.selective)
         self.sliced = plan.mesh.tp > 1
         self.sequence = plan.sequence_parallel
 
@@ -81,7 +82,7 @@ class Halves:
                 rank.residuals[layer + 2, m] = handed_on
             rank.activations[layer + 1, m] = await self._whole(normalised)
         else:
-            terms = rank.forward(layer, x, weight, save=self.save)
+            terms = rank.forward(layer, x, weight, save=self.keeps(layer))
             is_head = layer == rank.layers[-1]
             rank.activations[layer + 1, m] = terms if is_head else await self._reduced(terms)
 

@@ -15,7 +15,7 @@ DATA_AXES = ("dp_shard", "dp_replicate")
 """The axes over which the batch is dealt."""
 
 Reshard = Literal["layer", "stage", "step"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 
 Kinds = Sequence[LayerKind]
 """Each layer's kind."""
@@ -56,7 +56,8 @@ class Plan:
         reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
             work stays on the stage), or when its last use in the step is over.
         sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
-        recompute: layers keep everything for the backward pass, or only their input.
+        recompute: what layers compute again in the backward pass, of which they then keep only the input: nothing, the
+            attention of half-blocks, everything, or the layers that are numbered. Norms are never recomputed.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -69,7 +70,7 @@ class Plan:
     reduce_each: tuple[str, ...] | None = None
     reshard_after: Reshard = "layer"
     sequence_parallel: bool = False
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[int, ...] = "none"
 
     def __post_init__(self) -> None:
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
@@ -91,6 +92,16 @@ class Plan:
                 f"shard_gradients is {_said(self.shard_gradients)} but reduce_each is {_said(self.reduced_each)}; a "
                 "gradient that is cut is reduced at each microbatch: name its axes in reduce_each as well"
             )
+
+    @property
+    def half_blocks(self) -> bool:
+        """Whether the model must be cut into half-blocks."""
+        return self.mesh.tp > 1 or self.recompute == "selective"
+
+    def keeps(self, layer: int, selective: Sequence[int]) -> bool:
+        """Whether a layer keeps what its backward pass needs; `selective` are the layers of attention."""
+        named = {"none": (), "selective": selective, "full": (layer,)}
+        return layer not in (named[self.recompute] if isinstance(self.recompute, str) else self.recompute)
 
     @property
     def reduced_each(self) -> tuple[str, ...]:

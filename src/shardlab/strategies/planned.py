@@ -29,10 +29,11 @@ class Follower:
     def __init__(self, rank: Rank, plan: Plan) -> None:
         if rank.mesh != plan.mesh:
             raise UserError(f"the plan is for the mesh {plan.mesh}, but the ranks stand on {rank.mesh}")
-        if plan.mesh.tp > 1 and LayerKind.SLICED not in rank.kinds:
+        if plan.half_blocks and LayerKind.SLICED not in rank.kinds:
+            what = f"the mesh has tp {plan.mesh.tp}" if plan.mesh.tp > 1 else "selective recomputation was asked for"
             raise UserError(
-                f"the mesh has tp {plan.mesh.tp}, which cuts half-blocks, but this model's layers are whole; "
-                "give Sizes.half_blocks or those of models.Halves"
+                f"{what}, which works on half-blocks, but this model's layers are whole; give Sizes.half_blocks or "
+                "those of models.Halves"
             )
         here = rank.coordinate("pp")
         steps = plan.steps(rank.kinds, len(rank.microbatches))
