@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -35,20 +36,21 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
 
 def _overwritten(rank: int, tape: Sequence[Op], specs: dict[int, Spec]) -> str | None:
     """The first read of a loaded weight that is no more: an update writes over it, whatever copy it is given."""
-    loaded: set[int] = set()
+    loaded: dict[int, list[int]] = defaultdict(list)
     written: dict[int, int] = {}  # by which update
     reading: dict[int, int] = {}  # handle to what its communication reads
     for at, op in enumerate(tape):
-        if op.kind is OpKind.LOAD_WEIGHT:
-            loaded.add(op.outputs[0])
-        elif op.kind is OpKind.WAIT:
+        kind = op[0]
+        if kind is OpKind.LOAD_WEIGHT:
+            loaded[op.layer].append(op.outputs[0])
+        elif kind is OpKind.WAIT:
             reading.pop(op.handle, None)
-        elif op.kind is not OpKind.FREE:
+        elif kind is not OpKind.FREE:
             if op.handle >= 0 and op.inputs:
                 reading[op.handle] = op.inputs[0]
-            if op.kind is OpKind.UPDATE:
+            if kind is OpKind.UPDATE and loaded[op.layer] != [op.inputs[1]]:
                 slices = specs[op.inputs[2]].holds
-                others = [n for n in loaded - {op.inputs[1]} if specs[n].layer == op.layer]
+                others = [n for n in loaded[op.layer] if n != op.inputs[1]]
                 written |= {n: at for n in others if _overlap(specs[n].holds, slices)}
             late = [n for n in (*op.inputs, *reading.values()) if n in written] if written else []
             if late:
