@@ -41,9 +41,9 @@ def test_each_layer_that_is_recomputed_takes_one_more_forward_pass_and_keeps_onl
 
 def test_selective_recomputes_attention_alone() -> None:
     halves = Halves(GPT(layers=2, width=16, heads=2, block=8))
-    sizes = halves.sizes(1, 8)
+    sizes = halves.sizes(64, 8)  # so many rows that activations outweigh the weights
     program = traced("selective", sizes)
-    assert recomputed(program) == [6 + 4 - 4 * i for i in (1, 2)] == list(reversed(sizes.selective))
+    assert recomputed(program) == list(reversed(sizes.selective))
     assert simulate(check(program)).peak_memory < simulate(check(traced("none", sizes))).peak_memory
 
 
