@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast, get_args
 
-from shardlab.program import Mesh, UserError
+from shardlab.program import AXES, Mesh, UserError
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of
 
 DATA_AXES = ("dp_shard", "dp_replicate")
 """The axes over which the batch is dealt."""
+
+PLAN_AXES = ("pp", *DATA_AXES)
+"""The axes over which a plan lays a model."""
 
 Reshard = Literal["layer", "stage", "step"]
 Recompute = Literal["none", "full"]
@@ -64,6 +67,15 @@ class Plan:
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
+        for axis in AXES:
+            size = self.mesh.sizes()[axis]
+            if size > 1 and axis not in PLAN_AXES:
+                raise UserError(f"the mesh has {axis} {size}, but a plan lays a model over {', '.join(PLAN_AXES)} only")
+        for name, words in (("reshard_after", get_args(Reshard)), ("recompute", get_args(Recompute))):
+            if getattr(self, name) not in words:
+                raise UserError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(words)}")
+        if self.stages_per_rank is not None and self.stages_per_rank < 1:
+            raise UserError(f"stages_per_rank is {self.stages_per_rank}; give 1 or more")
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
             axes: tuple[str, ...] = getattr(self, name) or ()
             for axis in axes:
@@ -143,6 +155,17 @@ class Plan:
             raise UserError(f"{layers} layers do not reach {stages} pipeline stages; give at least one layer a stage")
         return [stage * layers // stages for stage in range(stages + 1)]
 
+    def natural_layers(self) -> int:
+        """How many layers a model has that gives each stage one, or as many as the plan says.
+
+        Raises:
+            UserError: if there is no such schedule, or it must have another number of stages than was asked for.
+        """
+        order = self.order
+        if self.layers_per_stage:
+            return sum(self.layers_per_stage)
+        return order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_of_a_rank(2 * self.mesh.pp)
+
     def stages_of_a_rank(self, layers: int) -> int:
         """Stages on each pipeline rank: as asked, as the schedule must have, or else 2 if the layers reach.
 
@@ -158,8 +181,20 @@ class Plan:
                 f"{order.name} has {must} stage{'s' * (must > 1)} on each rank, but stages_per_rank is "
                 f"{self.stages_per_rank}; leave it out, or take a looped schedule such as interleaved-1f1b"
             )
-        return must or self.stages_per_rank or max(1, min(2, layers // self.mesh.pp))
+        return must or self.stages_per_rank or max(1, min(2 if self.mesh.pp > 1 else 1, layers // self.mesh.pp))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as words and numbers, as they would stand in a file; those that are nothing are left out."""
+        sizes = {axis: size for axis, size in self.mesh.sizes().items() if size > 1}
+        schedule = self.schedule if isinstance(self.schedule, str) else self.schedule.name
+        written: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        written |= {"mesh": sizes, "schedule": schedule}
+        return {name: _listed(value) for name, value in written.items() if value not in (None, ())}
 
 
 def _said(items: tuple[object, ...]) -> str:
     return ", ".join(map(str, items)) or "nothing"
+
+
+def _listed(value: Any) -> Any:
+    return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value

@@ -33,7 +33,9 @@ def read_plan(path: Path) -> Plan:
     _check_names(path, "axis", sizes, AXES)
     for name, value in (*written.items(), *sizes.items()):
         _check_value(path, name, value)
-    values = {name: tuple(cast(list[Any], v)) if isinstance(v, list) else v for name, v in written.items()}
+    values: dict[str, Any] = {
+        name: tuple(cast(list[Any], v)) if isinstance(v, list) else v for name, v in written.items()
+    }
     try:
         return Plan(mesh=Mesh(**sizes), **values)
     except UserError as error:

@@ -17,6 +17,7 @@ from shardlab.check import Checked, check
 from shardlab.models import Model
 from shardlab.program import Sizes, trace
 from shardlab.strategies.load import load
+from shardlab.strategies.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,28 @@ class Job:
     """A strategy on a model.
 
     Attributes:
-        strategy: a built-in name or path/to/file.py:function.
+        strategy: a built-in name, path/to/file.py:function, or a plan.
         ranks: how many processes.
         microbatches: of the global batch.
         model: what is trained; its layers are the program's.
         rows: sequences of a microbatch.
         dtype: of weights, activations and gradients.
         seed: of weights, data and dropout.
+        name: what to call the strategy (nothing: its own name).
     """
 
-    strategy: str
+    strategy: str | Plan
     ranks: int
     microbatches: int
     model: Model
     rows: int
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.name or (self.strategy if isinstance(self.strategy, str) else "plan")
 
     def checked(self) -> Checked:
         """The strategy traced for this job, and checked.
