@@ -118,7 +118,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
     ("arguments", "sentence"),
     [
         ("simulate fdsp", "there is no strategy 'fdsp'; did you mean fsdp?"),
-        ("simulate qqq", "Built in: single, grad_accum, ddp, wsdp, fsdp, pipeline, gpipe, 1f1b, interleaved-1f1b"),
+        ("simulate qqq", "Built in: single, grad_accum, ddp, wsdp, fsdp, pipeline, zero-1, zero-2, zero-3, hsdp"),
         ("simulate none.py:right", "none.py is not a file"),
         ("simulate folder.py:right", "folder.py is not a file"),
         ("simulate user.py:rigth", "user.py has no function 'rigth'; did you mean 'right'?"),
@@ -127,7 +127,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate user.py:plain", "plain in user.py is not a strategy; write it as `async def plain(rank): ...`"),
         ("simulate user.py:two", "two cannot be called with the rank alone"),
         ("simulate fsdp --ranks 3", "4 microbatches do not divide among 3 ranks; give a multiple of 3 microbatches"),
-        ("simulate gpipe --layers 6", "6 layers do not divide among 4 ranks; give a multiple of 4 layers"),
+        ("simulate gpipe --layers 3", "3 layers do not reach 4 pipeline stages; give at least one layer a stage"),
         ("simulate user.py:right --microbatches 6", "6 microbatches do not divide among 4 ranks"),
         ("simulate single --ranks 2", "one device, but 2 ranks were asked for; give 1"),
         ("simulate fsdp --svg missing/fsdp.svg", "--svg missing/fsdp.svg: the folder missing does not exist"),
@@ -166,7 +166,6 @@ def test_counts_are_whole_and_at_least_one(option: str, value: str, sentence: st
     [
         ("simulate fsdp --rankz 4", "Unrecognized options: --rankz"),
         ("simulate fsdp ddp", "Unrecognized options: ddp"),
-        ("simulate", "STRATEGY"),
         ("simulat fsdp", "simulate"),
         ("strategies --svg x", "--svg"),
         ("simulate fsdp --svg", "--svg"),
@@ -182,7 +181,7 @@ def test_a_wrong_option_exits_with_2(arguments: str, words: str, capsys: Capture
     ("function", "sentence"),
     [
         ("raises", "user.py:<divides>: rank 2, op 1 the program raised ZeroDivisionError: division by zero"),
-        ("forgets_the_update", "user.py:<loads>: rank 0, op 0 load_weights(layer 0): the step ends without weights[0]"),
+        ("forgets_the_update", "user.py:<loads>: rank 0, op 0 load_weight(layer 0): the step ends without weights[0]"),
         ("reduces_twice", "user.py:<again>: rank "),
         ("reduces_twice", "microbatches 0-3 would be counted twice"),
         ("sends_too_much", "user.py:<surplus>: rank 0, op "),
