@@ -9,7 +9,7 @@ from typing import Any
 from shardlab.check import ChannelModel, Checked
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Count, Flag, Layers, NewFile, Ranks, StrategyName
-from shardlab.cli.picture import check_picture, save_picture
+from shardlab.cli.picture import check_new_file, save_picture
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
@@ -49,7 +49,7 @@ class Simulate:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        check_picture(self.svg)
+        check_new_file("--svg", self.svg, "timeline.svg")
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
         entry, ranks = self.layout.entry(self.strategy, self.ranks)
         layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)

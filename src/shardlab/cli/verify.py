@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,6 +13,7 @@ from rich.table import Table
 from shardlab.cli.options import Count, Flag, Layers, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
+from shardlab.program import UserError
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,17 @@ class Verify:
     dropout: float = 0.0
     """Dropout's probability in the model."""
 
+    all: Flag = False
+    """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
+
     json: Flag = False
     """Print JSON alone."""
 
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
+        if self.all:
+            return self._all()
         import torch
 
         from shardlab.cli.ranks import failures_as_exit, refuse_hanging
@@ -83,3 +90,23 @@ class Verify:
             )
             console.print(table)
         return 0 if verdict.ok else 1
+
+    def _all(self) -> int:
+        from shardlab.cli.ranks import failures_as_exit
+        from shardlab.cli.verify_table import print_json, print_tables
+        from shardlab.train.cases import CASES
+        from shardlab.train.verify_all import verify_all
+
+        if replace(self, all=False, steps=3, json=False) != Verify():
+            raise UserError(
+                "verify --all has its own table of strategies and sizes; give only --steps and --json with it"
+            )
+        start = time.monotonic()
+        with failures_as_exit():
+            results = verify_all(CASES, self.steps)
+        seconds = time.monotonic() - start
+        if self.json:
+            print_json(results, seconds)
+        else:
+            print_tables(results, seconds, Console(highlight=False))
+        return 0 if all(result.ok for result in results) else 1

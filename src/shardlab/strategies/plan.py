@@ -164,7 +164,8 @@ class Plan:
         order = self.order
         if self.layers_per_stage:
             return sum(self.layers_per_stage)
-        return order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_of_a_rank(2 * self.mesh.pp)
+        on_a_rank = self.stages_of_a_rank(2 * self.mesh.pp)
+        return order.stages if isinstance(order, Steps) else self.mesh.pp * on_a_rank
 
     def stages_of_a_rank(self, layers: int) -> int:
         """Stages on each pipeline rank: as asked, as the schedule must have, or else 2 if the layers reach.
@@ -174,7 +175,13 @@ class Plan:
         """
         order = self.order
         if isinstance(order, Steps):
-            return max(1, order.stages // len(order.of_ranks))
+            stages = order.stages // len(order.of_ranks)
+            if self.stages_per_rank not in (None, stages):
+                raise UserError(
+                    f"{self.schedule} has {order.stages} stages on {len(order.of_ranks)} ranks, but stages_per_rank is "
+                    f"{self.stages_per_rank}; leave it out"
+                )
+            return stages
         must = order.stages_per_rank
         if must is not None and self.stages_per_rank not in (None, must):
             raise UserError(

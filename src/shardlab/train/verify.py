@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
 from shardlab.program import Holds, OpKind
 from shardlab.train.data import Batches, Corpus
@@ -65,7 +66,7 @@ def verify(job: Job, steps: int) -> Verdict | None:
     return run_ranks(job.ranks, verify_rank, job, steps)
 
 
-def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdict | None:
+def verify_rank(rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None) -> Verdict | None:
     """One rank's part: it compares every slice that it holds, so that replicas are judged as well."""
     batches = Batches(_random_corpus(job), job.model.block, job.rows, job.seed)
     checked = job.checked()
@@ -78,7 +79,7 @@ def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdic
     def observe(layer: int, holds: Holds, gradient: Tensor) -> None:
         seen[layer, holds] = gradient.clone()
 
-    executor = Executor(checked, rank, job.model, batches, settings, backend_of(device), observe)
+    executor = Executor(checked, rank, job.model, batches, settings, backend_of(device), observe, groups)
     expected = train_reference(job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer)
     loss_errors: list[float] = []
     gradient_errors: list[tuple[float, int]] = []
