@@ -80,7 +80,7 @@ class Plan:
             axes: tuple[str, ...] = getattr(self, name) or ()
             for axis in axes:
                 if axis not in DATA_AXES or axes.count(axis) > 1:
-                    raise UserError(f"{name} is {', '.join(axes)}; give some of {', '.join(DATA_AXES)}, each once")
+                    raise UserError(f"{name} is {_said(axes)}; give some of {', '.join(DATA_AXES)}, each once")
         for name in ("shard_parameters", "shard_gradients"):
             axes = getattr(self, name)
             if self.shard_optimizer[: len(axes)] != axes:
