@@ -82,7 +82,7 @@ def test_layers_are_one_for_each_stage_unless_somebody_says(words: list[str], la
 def test_a_generator_in_a_file_is_a_schedule(capsys: Captured) -> None:
     own = facts_of(capsys, "--pp", "4", "--schedule", f"{EXAMPLE}:one_at_a_time")
     assert own["backends"] == ["gloo", "nccl"]
-    assert own["bubble"] == pytest.approx(0.75, abs=0.05)  # one of four ranks works at a time
+    assert own["bubble"] >= 0.75  # one of four ranks works at a time
     assert own["end"] > facts_of(capsys, "1f1b")["end"]
 
 
