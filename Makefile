@@ -1,13 +1,15 @@
-# `make train` trains a small GPT on four processes; `make test` checks everything. Both first make .venv.
+# `make train` trains a small GPT on four processes; `make test` checks everything. All first make .venv.
 
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help train test clean
+.PHONY: help train test verify-all clean
 
 help:
 	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
 	@echo "make test    lint, types and all tests"
+	@echo "make verify-all"
+	@echo "             every strategy and every pair of strategies against one device, in minutes"
 	@echo "make clean   remove .venv and caches"
 
 train: .venv/installed
@@ -18,6 +20,9 @@ test: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/pytest
+
+verify-all: .venv/installed
+	$(BIN)/shardlab verify --all
 
 # Made once, and again when the dependencies change. torch comes first, so that nothing else chooses its version.
 .venv/installed: pyproject.toml constraints.txt

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from shardlab.cli import COMMANDS, main
+from shardlab.cli.strategies import print_table, sent_by
 from shardlab.strategies import STRATEGIES
 
 Captured = pytest.CaptureFixture[str]
 
 
-def test_every_strategy_is_listed_with_what_it_splits_and_its_source(capsys: Captured) -> None:
-    assert main(["strategies"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_says_of_every_strategy_what_it_splits_sends_and_keeps_and_fits_the_terminal(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    print_table(console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    assert text.isascii()
     for entry in STRATEGIES.values():
-        assert entry.name in out
-    assert "the batch Li et al. 2020" in out
+        assert entry.name in text
+        assert entry.memory in text
+        assert str(sent_by(entry)) in " ".join(text.split()) or width == 160
+    assert "sends 2.25 W in 24 collectives" in text or width == 160
 
 
 def test_json_lists_the_same_alone(capsys: Captured) -> None:
     assert main(["strategies", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == list(STRATEGIES)
-    assert all(set(row) == {"name", "splits", "source"} for row in rows)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == list(STRATEGIES)
+    assert all(set(row) == {"name", "splits", "sends", "keeps", "source"} for row in rows.values())
+    assert all(row["keeps"] and row["source"] and row["splits"] for row in rows.values())
+    assert rows["ddp"]["sends"]["weights"] == 1.5
+    assert rows["gpipe"]["sends"]["messages"] == rows["gpipe"]["sends"]["activations"] == 16
+    assert rows["single"]["sends"]["bytes"] == 0
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -77,7 +77,7 @@ def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.Monk
     [
         ("train --strategy fsqp", "did you mean fsdp?"),
         ("train --strategy fsdp --microbatches 3", "3 microbatches do not divide among 4 ranks"),
-        ("train --strategy gpipe --layers 6", "6 layers do not divide among 4 ranks"),
+        ("train --strategy gpipe --layers 3", "3 layers do not reach 4 pipeline stages"),
         ("train --width 30 --heads 4", "width 30 does not divide by 4 heads"),
         ("train --tied", "tied embeddings need"),
         ("train --dropout 1.5", "dropout is 1.5"),

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Mesh, Message, Op, OpKind, Program, Sizes, trace
-from shardlab.strategies import STRATEGIES, gpipe, pipeline_fsdp
+from shardlab.strategies import STRATEGIES
 
-PROGRAM = trace(pipeline_fsdp, Mesh(pp=2, dp_shard=2), 2, 4)
+PROGRAM = trace(STRATEGIES["pipeline_fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 4)
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
@@ -75,7 +75,7 @@ def test_another_world_has_another_fingerprint(changed: Program) -> None:
 
 
 def test_a_program_knows_its_ranks_and_layers() -> None:
-    program = trace(gpipe, Mesh(pp=2), 6, 3)
+    program = trace(STRATEGIES["gpipe"].program, Mesh(pp=2), 6, 3)
     assert (program.ranks, program.layers, program.microbatches) == (2, 6, 3)
 
 

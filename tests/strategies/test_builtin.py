@@ -13,9 +13,7 @@ from shardlab.program import Kind, OpKind, Program, UserError, trace
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES, find
 
-LAYERS_DIVIDED = {"pipeline", "gpipe", "pipeline_fsdp"}
-LAYERS_REACH = {"1f1b", "interleaved-1f1b", "breadth-first"}
-BATCH_DIVIDED = {"ddp", "wsdp", "fsdp", "pipeline_fsdp"}
+WEIGHT_HALF = OpKind.BACKWARD_WEIGHT
 
 
 def traced(name: str, ranks: int, layers: int, microbatches: int) -> Program:
@@ -33,11 +31,15 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
     name = draw(st.sampled_from(list(STRATEGIES)))
     entry = STRATEGIES[name]
     ranks = 1 if entry.ranks == 1 else draw(st.integers(1, 9))
+    if name in ("hsdp", "partially-sharded"):
+        ranks += ranks % 2
     sizes = entry.mesh(ranks).sizes()
-    layers = draw(st.integers(1, 4)) * (sizes["pp"] if name in LAYERS_DIVIDED else 1)
-    layers += sizes["pp"] if name in LAYERS_REACH else 0
-    microbatches = draw(st.integers(1, 4)) * (sizes["dp_shard"] if name in BATCH_DIVIDED else 1)
-    return name, ranks, layers, microbatches
+    if name == "pipeline":
+        layers = ranks * draw(st.integers(1, 4))
+    else:
+        layers = entry.default_layers(ranks, at_least=1) + draw(st.integers(0, 3))
+    data_ranks = ranks if name in ("ddp", "wsdp", "fsdp") else sizes["dp_shard"] * sizes["dp_replicate"]
+    return name, ranks, layers, data_ranks * draw(st.integers(1, 4))
 
 
 @settings(deadline=None, max_examples=150)
@@ -57,9 +59,10 @@ def test_every_strategy_passes_all_four_channel_models(case: tuple[str, int, int
         ("wsdp", 4, 4, 2, "2 microbatches do not divide among 4 ranks"),
         ("fsdp", 3, 4, 4, "4 microbatches do not divide among 3 ranks"),
         ("pipeline", 4, 6, 4, "6 layers do not divide among 4 ranks"),
-        ("gpipe", 4, 3, 4, "3 layers do not divide among 4 ranks"),
-        ("pipeline_fsdp", 16, 6, 4, "6 layers do not divide among 4 ranks"),
-        ("pipeline_fsdp", 16, 4, 6, "6 microbatches do not divide among 4 ranks"),
+        ("gpipe", 4, 3, 4, "3 layers do not reach 4 pipeline stages; give at least one layer a stage"),
+        ("zb-v", 4, 7, 4, "7 layers do not reach 8 pipeline stages"),
+        ("pipeline_fsdp", 16, 4, 6, "6 microbatches do not divide among 4 data-parallel ranks; give a multiple of 4"),
+        ("hsdp", 3, 4, 6, "3 ranks do not make two replicas; give an even number, or a mesh by --dp-replicate"),
         ("single", 2, 4, 4, "2 ranks were asked for; give 1"),
         ("grad_accum", 4, 4, 4, "4 ranks were asked for; give 1"),
     ],
@@ -91,16 +94,29 @@ def test_fsdp_gathers_each_layer_twice() -> None:
         ("wsdp", 4, 5, 8, {OpKind.ALL_GATHER: 4 * 5 * 2, OpKind.ALL_REDUCE: 4 * 5}),
         ("fsdp", 4, 5, 8, {OpKind.ALL_GATHER: 4 * 5 * 2, OpKind.REDUCE_SCATTER: 4 * 5}),
         ("pipeline", 4, 8, 3, {OpKind.SEND: 3 * 2, OpKind.RECV: 3 * 2}),
-        ("gpipe", 4, 8, 3, {OpKind.SEND: 3 * 2 * 3, OpKind.RECV: 3 * 2 * 3}),
-        # 2 x 2 ranks, 2 layers a stage, 3 microbatches a column
+        # a plan also reduces the gradient's norm over the pipeline, and over what shards the optimizer's state
+        ("gpipe", 4, 8, 3, {OpKind.SEND: 3 * 2 * 3, OpKind.RECV: 3 * 2 * 3, OpKind.ALL_REDUCE: 4}),
+        ("zero-1", 4, 5, 8, {OpKind.REDUCE_SCATTER: 4 * 5, OpKind.ALL_GATHER: 4 * 5, OpKind.ALL_REDUCE: 4}),
+        ("zero-2", 4, 5, 8, {OpKind.REDUCE_SCATTER: 4 * 5 * 2, OpKind.ALL_GATHER: 4 * 5, OpKind.ALL_REDUCE: 4}),
+        # 2 x 2 ranks, 3 microbatches each: the replicas meet once for each layer, not for each microbatch, and a weight
+        # that is used twice in a row (at the top three times, at the bottom twice) is gathered once
+        (
+            "hsdp",
+            4,
+            5,
+            12,
+            {OpKind.ALL_GATHER: 4 * (2 * 5 * 3 - 5), OpKind.REDUCE_SCATTER: 4 * 5 * 3, OpKind.ALL_REDUCE: 4 * (5 + 1)},
+        ),
+        # 2 x 2 ranks, 2 layers a stage, 3 microbatches a column; a rank stays on its stage and gathers it once
         (
             "pipeline_fsdp",
             4,
             4,
             6,
             {
-                OpKind.ALL_GATHER: 4 * 2 * 3 * 2,
+                OpKind.ALL_GATHER: 4 * 2,
                 OpKind.REDUCE_SCATTER: 4 * 2 * 3,
+                OpKind.ALL_REDUCE: 4 * 2,
                 OpKind.SEND: 2 * 3 * 2,
                 OpKind.RECV: 2 * 3 * 2,
             },
@@ -117,16 +133,16 @@ def test_each_strategy_communicates_as_often_as_it_should(
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str) -> None:
-    program = traced(name, STRATEGIES[name].ranks, 4, 4)
+    program = traced(name, STRATEGIES[name].ranks, 8, 4)
     checked = check(program)
-    for kind in (OpKind.FORWARD, OpKind.BACKWARD):
+    for kinds in ((OpKind.FORWARD,), (OpKind.BACKWARD, OpKind.BACKWARD_INPUT), (OpKind.BACKWARD, WEIGHT_HALF)):
         done: Counter[tuple[int, int]] = Counter()
         for tape, specs in zip(program.tapes, checked.specs, strict=True):
             for op in tape:
-                if op.kind is kind:
+                if op.kind in kinds:
                     mask = specs[op.inputs[0]].microbatches
                     done.update((op.layer, m) for m in range(4) if mask >> m & 1)
-        assert done == {(layer, m): 1 for layer in range(4) for m in range(4)}
+        assert done == {(layer, m): 1 for layer in range(8) for m in range(4)}
 
 
 def test_a_ddp_rank_holds_every_weight_whole_and_an_fsdp_rank_its_slice() -> None:
@@ -157,4 +173,4 @@ def test_a_name_like_no_other_lists_all() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_is_traced_to_the_same_tapes_every_time(name: str) -> None:
     ranks = STRATEGIES[name].ranks
-    assert traced(name, ranks, 4, 4).fingerprint() == traced(name, ranks, 4, 4).fingerprint()
+    assert traced(name, ranks, 8, 4).fingerprint() == traced(name, ranks, 8, 4).fingerprint()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ import torch
 from shardlab.execute import Executor
 from shardlab.execute.optimizer import Slice
 from shardlab.models import GPT, MLP, Model
+from shardlab.program import Mesh
+from shardlab.strategies import Plan
+from shardlab.strategies.schedules import SCHEDULES
+from shardlab.strategies.schedules.csv_schedule import Form, csv_of
 from shardlab.train import verify
+from shardlab.train.cases import SHARDINGS
 from shardlab.train.job import Job
 from shardlab.train.verify import TOLERANCE, Verdict, verify_rank
 from tests.support.ranks import Ranks
@@ -37,6 +43,8 @@ SIZES = [  # strategy, ranks, layers, microbatches
     ("gpipe", 4, 8, 4),
     ("1f1b", 4, 5, 3),
     ("1f1b", 2, 2, 5),
+    ("zb-h2", 4, 4, 2),
+    ("dualpipe-v", 2, 6, 3),
     ("interleaved-1f1b", 2, 4, 5),
     ("breadth-first", 2, 5, 2),
     ("pipeline_fsdp", 4, 4, 4),
@@ -48,7 +56,9 @@ def small_gpt(layers: int, dropout: float = 0.0) -> GPT:
     return GPT(layers=layers, width=16, heads=2, block=8, dropout=dropout)
 
 
-def verdict_of(world: World, strategy: str, ranks: int, microbatches: int, model: Model, steps: int = 3) -> Verdict:
+def verdict_of(
+    world: World, strategy: str | Plan, ranks: int, microbatches: int, model: Model, steps: int = 3
+) -> Verdict:
     job = Job(strategy, ranks, microbatches, model, 2, torch.float64)
     return world(ranks).call(verify_rank, CPU, job, steps)[0]
 
@@ -60,6 +70,24 @@ def test_strategies_give_the_numbers_of_one_device(
     verdict = verdict_of(ranks, strategy, count, microbatches, small_gpt(layers))
     assert verdict.ok, verdict
     assert verdict.weight_error <= TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_an_imported_schedule_gives_the_numbers_of_one_device(
+    ranks: World, tmp_path: Path, name: str, sharding: str, form: Form
+) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text(csv_of(SCHEDULES[name], 2, 3, SCHEDULES[name].stages_per_rank or 1, form=form))
+    plan = replace(SHARDINGS[sharding], mesh=Mesh(pp=2, dp_shard=2), schedule=str(file))
+    assert verdict_of(ranks, plan, 4, 6, small_gpt(5), steps=2).ok
+
+
+def test_a_schedule_of_ones_own_gives_the_numbers_of_one_device(ranks: World) -> None:
+    file = Path(__file__).parents[2] / "examples" / "my_schedule.py"
+    plan = Plan(Mesh(pp=2, dp_replicate=2), f"{file}:one_at_a_time")
+    assert verdict_of(ranks, plan, 4, 4, small_gpt(3, dropout=0.1), steps=2).ok
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "gpipe", "pipeline_fsdp"])

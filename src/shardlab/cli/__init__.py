@@ -9,6 +9,7 @@ from typing import Protocol
 
 import tyro
 
+from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
 from shardlab.cli.train import Train
@@ -32,6 +33,7 @@ class Command(Protocol):
 COMMANDS: dict[str, type[Command]] = {
     "strategies": Strategies,
     "simulate": Simulate,
+    "schedule": Schedule,
     "train": Train,
     "verify": Verify,
 }

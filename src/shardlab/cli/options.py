@@ -37,11 +37,11 @@ Count = Annotated[int, _COUNT]
 OptionalCount = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="")]
 """1 or more, or not given."""
 
-Ranks = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or 1 on one device)")]
-"""1 or more; without it 4, or 1 for a strategy of one device."""
+Ranks = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: the plan's, or 4, or 1)")]
+"""1 or more; without it as many as the plan has, or 4, or 1 for a strategy of one device."""
 
 Layers = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or one for each stage)")]
-"""1 or more; without it 4, or one for each stage of a pipeline schedule."""
+"""1 or more; without it 4, or one for each stage if a pipeline has more stages."""
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """`--flag`, without a `--no-flag`."""

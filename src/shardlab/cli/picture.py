@@ -1,4 +1,4 @@
-"""`--svg FILE`: refused before any work is done if it cannot be written, and then written whole or not at all."""
+"""Files to be written: refused before any work is done if they cannot be, and then written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from shardlab.program import UserError
 from shardlab.simulate import Timeline
 
 
-def check_picture(path: Path | None) -> None:
-    """Refuse a picture that has no folder to go to.
+def check_new_file(option: str, path: Path | None, example: str) -> None:
+    """Refuse a file that has no folder to go to.
+
+    Args:
+        option: the option that names it.
+        path: the file; None if none is wanted.
+        example: a name that it could have.
 
     Raises:
         UserError: if the folder is missing, or the file is one.
@@ -17,9 +22,9 @@ def check_picture(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise UserError(f"--svg {path}: this is a folder; give a file in it, such as {path / 'timeline.svg'}")
+        raise UserError(f"{option} {path}: this is a folder; give a file in it, such as {path / example}")
     if not path.parent.is_dir():
-        raise UserError(f"--svg {path}: the folder {path.parent} does not exist; make it first")
+        raise UserError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
 
 
 def save_picture(timeline: Timeline, path: Path | None, title: str) -> None:

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardlab.cli.options import OptionalCount
+from shardlab.cli.options import Flag, OptionalCount
 from shardlab.program import AXES, Mesh, UserError
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import Entry, planned_entry
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Plan, Recompute, Reshard
+from shardlab.strategies.plan import Plan, Reshard
 from shardlab.strategies.plan_file import read_plan
 
 Axes = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="AXIS ...", help_behavior_hint="")]
@@ -22,7 +22,10 @@ Word = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint=""
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """A plan by flags: they change the plan that the strategy's name or --plan stands for."""
+    """A plan by flags, which change the plan that the strategy's name or --plan stands for.
+
+    The mesh has the axes that are given here, if any is.
+    """
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan."""
@@ -34,10 +37,16 @@ class PlanOptions:
     """Replicas of the model."""
 
     dp_shard: OptionalCount = None
-    """Data-parallel ranks among which parameters, gradients or optimizer state may be cut."""
+    """Data-parallel ranks that may share weights, gradients or optimizer state."""
+
+    tp: OptionalCount = None
+    """Tensor-parallel ranks, over which the matrices of half-blocks are cut."""
+
+    sequence_parallel: Flag = False
+    """Cut what lies between the matrices along the sequence, over the same ranks."""
 
     schedule: Word = None
-    """The pipeline's order of work."""
+    """The pipeline's order of work: a built-in one, path/to/file.py:generator, or a CSV of PyTorch's."""
 
     stages_per_rank: OptionalCount = None
     """Pipeline stages on each rank."""
@@ -57,27 +66,32 @@ class PlanOptions:
     reduce_each: Axes = None
     """Axes over which gradients are reduced at each microbatch rather than once a step."""
 
-    reshard_after: Annotated[Reshard | None, tyro.conf.arg(help_behavior_hint="")] = None
+    reshard_after: Annotated[Reshard | None, tyro.conf.arg(metavar="{layer,stage,step}", help_behavior_hint="")] = None
     """When gathered weights are freed."""
 
-    recompute: Annotated[Recompute | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """What the backward pass computes again."""
-
-    def given(self) -> dict[str, Any]:
-        """The fields that somebody has set."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+    recompute: Annotated[
+        tuple[str, ...] | None, tyro.conf.arg(metavar="{none,selective,full,LAYER ...}", help_behavior_hint="")
+    ] = None
+    """What the backward pass computes again: nothing, attention (in half-blocks), everything, or layers by number."""
 
     def entry(self, name: str | None, ranks: int | None) -> tuple[Entry, int]:
         """The strategy that is meant, and on how many ranks.
 
+        Args:
+            name: a strategy's, if one is given.
+            ranks: how many were asked for, or are there; None if nobody says.
+
         Raises:
             UserError: when the flags contradict the strategy, the number of ranks or each other.
         """
-        given = self.given()
-        path = given.pop("plan", None)
+        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {field: value for field, value in given.items() if value not in (None, False)}
+        path: Path | None = given.pop("plan", None)
+        if "recompute" in given:
+            given["recompute"] = _recomputed(given["recompute"])
         if name is None and path is None and not given:
             raise UserError(
-                "no strategy is named; give a name (see shardlab strategies), --plan FILE or a plan's flags"
+                "no strategy is named; give one (shardlab strategies lists them), --plan FILE, or flags such as --pp 2"
             )
         if name is not None and path is not None:
             raise UserError(f"both {name} and --plan {path} were given; give one of them")
@@ -85,14 +99,14 @@ class PlanOptions:
             entry = load(name)
             return entry, ranks or entry.ranks
         axes = {axis: given.pop(axis) for axis in AXES if axis in given}
-        plan = replace(_base(name, path, Mesh(**axes).world if axes else ranks), **given)
-        if axes:
-            plan = replace(plan, mesh=Mesh(**axes))
+        plan = _base(name, path, None if axes else ranks)
+        plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **given)
         if ranks not in (None, plan.mesh.world):
+            sizes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "1 rank"
             raise UserError(
-                f"{ranks} ranks were asked for, but the plan's mesh has {plan.mesh.world}; leave out --ranks"
+                f"there are to be {ranks} ranks, but the plan's mesh is {sizes}; leave out --ranks or change the mesh"
             )
-        return planned_entry(plan, name or (str(path) if path else "a plan")), plan.mesh.world
+        return planned_entry(plan, name or (str(path) if path else "plan")), plan.mesh.world
 
 
 def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
@@ -104,5 +118,21 @@ def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
     entry = load(name)
     if entry.plan is None:
         plans = ", ".join(known for known, row in STRATEGIES.items() if row.plan is not None)
-        raise UserError(f"{name} is a program of its own, which flags do not change; plans are {plans}")
+        raise UserError(
+            f"{name} is a program of its own, which flags do not change; leave out the name, or start from one of "
+            f"{plans}"
+        )
     return entry.plan(ranks or entry.ranks)
+
+
+NO_FLAGS = PlanOptions()
+
+Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
+"""The flags, as a command's field; their names stand alone."""
+
+
+def _recomputed(words: tuple[str, ...]) -> str | tuple[int, ...]:
+    """A word for the plan to judge, or the numbers of layers."""
+    if words and all(word.isdecimal() for word in words):
+        return tuple(int(word) for word in words)
+    return " ".join(words)

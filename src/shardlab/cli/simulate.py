@@ -9,12 +9,12 @@ from typing import Any
 from shardlab.check import ChannelModel, Checked
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Count, Flag, Layers, NewFile, Ranks, StrategyName
-from shardlab.cli.picture import check_picture, save_picture
+from shardlab.cli.picture import check_new_file, save_picture
+from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
 from shardlab.simulate import UNIT_COSTS, Timeline, bubble, simulate
-from shardlab.strategies.load import load
-from shardlab.strategies.schedules import SCHEDULES
+from shardlab.strategies.entry import Entry
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Simulate:
     One microbatch through one layer takes 1, an update 0.5, a collective 0.3, a send or a receive 0.2.
     """
 
-    strategy: StrategyName
-    """A built-in name, or path/to/file.py:function."""
+    strategy: StrategyName = None
+    """A built-in name, or path/to/file.py:function; or none, for a plan by flags or --plan."""
 
     ranks: Ranks = None
     """How many ranks."""
@@ -46,33 +46,29 @@ class Simulate:
     json: Flag = False
     """Print JSON alone."""
 
+    layout: Layout = NO_FLAGS
+
     def run(self) -> int:
-        check_picture(self.svg)
+        check_new_file("--svg", self.svg, "timeline.svg")
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
-        entry = load(self.strategy)
-        ranks = self.ranks or entry.ranks
-        proof = checked(entry, ranks, self.layers or self.default_layers(entry.name, ranks), self.microbatches)
+        entry, ranks = self.layout.entry(self.strategy, self.ranks)
+        layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
+        proof = checked(entry, ranks, layers, self.microbatches)
         timeline = simulate(proof, costs)
         save_picture(timeline, self.svg, entry.name)
         if self.json:
-            print(json_format.dumps(as_json(entry.name, proof, timeline), indent=2))
+            print(json_format.dumps(as_json(entry, proof, timeline), indent=2))
         else:
             print_report(entry.name, proof, timeline, self.svg)
         return 0
 
-    def default_layers(self, name: str, ranks: int) -> int:
-        """One for each stage of a schedule, but without --costs no fewer than every other strategy has."""
-        if name not in SCHEDULES:
-            return 4
-        stages = ranks * (SCHEDULES[name].stages_per_rank or 1)
-        return stages if self.costs else max(stages, 4)
 
-
-def as_json(name: str, proof: Checked, timeline: Timeline) -> dict[str, Any]:
+def as_json(entry: Entry, proof: Checked, timeline: Timeline) -> dict[str, Any]:
     """What is known of a strategy, for other programs."""
     program = proof.program
     return {
-        "strategy": name,
+        "strategy": entry.name,
+        **({"plan": entry.plan(program.ranks).as_dict()} if entry.plan else {}),
         "ranks": program.ranks,
         "mesh": {axis: size for axis, size in program.mesh.sizes().items() if size > 1},
         "layers": program.layers,

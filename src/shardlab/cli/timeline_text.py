@@ -14,6 +14,8 @@ SIGNS = {
     OpKind.FORWARD: ("F", "green"),
     OpKind.RECOMPUTE: ("R", "green"),
     OpKind.BACKWARD: ("B", "blue"),
+    OpKind.BACKWARD_INPUT: ("I", "blue"),
+    OpKind.BACKWARD_WEIGHT: ("W", "cyan"),
     OpKind.UPDATE: ("U", "bold"),
     OpKind.ALL_GATHER: ("+", "yellow"),
     OpKind.REDUCE_SCATTER: ("/", "magenta"),

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.options import Count, Flag, Ranks
+from shardlab.cli.options import Count, Flag, Layers, Ranks
+from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
-from shardlab.strategies.load import load
 
 if TYPE_CHECKING:
-    from shardlab.models import Model
+    from shardlab.models import Blocks, Model
     from shardlab.train.loop import Summary
 
 
@@ -29,8 +29,10 @@ class Train:
     Ranks are processes of this machine; under torchrun, srun or mpiexec the command joins their world instead.
     """
 
-    strategy: Annotated[str, tyro.conf.arg(metavar="STRATEGY")] = "fsdp"
-    """A built-in name, or path/to/file.py:function."""
+    strategy: Annotated[
+        str | None, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="(default: fsdp, or the plan)")
+    ] = None
+    """A built-in name, or path/to/file.py:function; or none, for a plan by flags or --plan."""
 
     ranks: Ranks = None
     """How many ranks."""
@@ -41,7 +43,7 @@ class Train:
     model: Literal["gpt", "mlp"] = "gpt"
     """A GPT, or an MLP that sees one byte at a time."""
 
-    layers: Count = 4
+    layers: Layers = None
     """Layers of the model; the embedding is part of the first, the head of the last."""
 
     width: Count = 64
@@ -86,6 +88,8 @@ class Train:
     json: Flag = False
     """Print JSON alone."""
 
+    layout: Layout = NO_FLAGS
+
     def run(self) -> int:
         from shardlab.cli.ranks import failures_as_exit, refuse_hanging
         from shardlab.execute import AdamW
@@ -94,12 +98,13 @@ class Train:
         from shardlab.train.loop import Run, train_rank
         from shardlab.train.output import free_folder
 
-        chosen = load(self.strategy)
-        ranks = self.ranks or ranks_here(chosen.ranks)
-        out = self.out or free_folder(Path("runs"), self.strategy.rpartition(":")[2])
+        name = "fsdp" if self.strategy is None and self.layout == NO_FLAGS else self.strategy
+        chosen, ranks = self.layout.entry(name, self.ranks or ranks_here(0) or None)
+        out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         if out.exists():
             raise UserError(f"--out {out} exists; name a new folder, so that nothing is overwritten")
-        job = Job(self.strategy, ranks, self.microbatches, self.make_model(), self.rows, seed=self.seed)
+        model = self.make_model(self.layers or chosen.default_layers(ranks))
+        job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.rows, seed=self.seed, name=chosen.name)
         optimizer = AdamW(
             self.learning_rate, weight_decay=self.weight_decay, warmup=-(-self.steps // 20), steps=self.steps
         )
@@ -112,7 +117,7 @@ class Train:
             self._print(summary, job.model)
         return 0
 
-    def make_model(self) -> Model:
+    def make_model(self, layers: int) -> Blocks:
         """The model that the options describe.
 
         Raises:
@@ -121,9 +126,9 @@ class Train:
         from shardlab.models import GPT, MLP
 
         if self.model == "mlp":
-            return MLP(layers=self.layers, width=self.width, block=self.block, bias=self.bias, dropout=self.dropout)
+            return MLP(layers=layers, width=self.width, block=self.block, bias=self.bias, dropout=self.dropout)
         return GPT(
-            layers=self.layers,
+            layers=layers,
             heads=self.heads,
             width=self.width,
             block=self.block,

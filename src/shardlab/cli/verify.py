@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from shardlab.cli.options import Count, Flag, Ranks, StrategyName
+from shardlab.cli.options import Count, Flag, Layers, Ranks, StrategyName
+from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
-from shardlab.strategies.load import load
+from shardlab.program import UserError
 
 
 @dataclass(frozen=True)
@@ -20,13 +23,13 @@ class Verify:
     An error is max|a - b| / max|b| over all parameters of a layer; the worst layer counts. Up to 1e-12 is ok.
     """
 
-    strategy: StrategyName
-    """A built-in name, or path/to/file.py:function."""
+    strategy: StrategyName = None
+    """A built-in name, or path/to/file.py:function; or none, for a plan by flags or --plan."""
 
     ranks: Ranks = None
     """How many ranks."""
 
-    layers: Count = 4
+    layers: Layers = None
     """How many layers the model has."""
 
     microbatches: Count = 4
@@ -38,10 +41,17 @@ class Verify:
     dropout: float = 0.0
     """Dropout's probability in the model."""
 
+    all: Flag = False
+    """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
+
     json: Flag = False
     """Print JSON alone."""
 
+    layout: Layout = NO_FLAGS
+
     def run(self) -> int:
+        if self.all:
+            return self._all()
         import torch
 
         from shardlab.cli.ranks import failures_as_exit, refuse_hanging
@@ -50,10 +60,10 @@ class Verify:
         from shardlab.train.launch import ranks_here
         from shardlab.train.verify import TOLERANCE, verify
 
-        chosen = load(self.strategy)
-        ranks = self.ranks or ranks_here(chosen.ranks)
-        model = GPT(layers=self.layers, width=32, heads=4, block=16, dropout=self.dropout)
-        job = Job(self.strategy, ranks, self.microbatches, model, 2, torch.float64)
+        chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
+        layers = self.layers or chosen.default_layers(ranks)
+        model = GPT(layers=layers, width=32, heads=4, block=16, dropout=self.dropout)
+        job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
         refuse_hanging(checked(chosen, ranks, job.sizes, self.microbatches))
         with failures_as_exit():
             verdict = verify(job, self.steps)
@@ -61,9 +71,9 @@ class Verify:
             return 0
         if self.json:
             facts = {
-                "strategy": self.strategy,
+                "strategy": chosen.name,
                 "ranks": ranks,
-                "layers": self.layers,
+                "layers": layers,
                 "microbatches": self.microbatches,
             }
             print(json_format.dumps({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}, indent=2))
@@ -76,7 +86,27 @@ class Verify:
             table.add_row("ok", "[green]yes[/]" if verdict.ok else "[red]no[/]", limit)
             console = Console(highlight=False)
             console.print(
-                f"[bold cyan]{self.strategy}[/] on {ranks} ranks against one device, float64, {self.steps} steps"
+                f"[bold cyan]{escape(chosen.name)}[/] on {ranks} ranks against one device, float64, {self.steps} steps"
             )
             console.print(table)
         return 0 if verdict.ok else 1
+
+    def _all(self) -> int:
+        from shardlab.cli.ranks import failures_as_exit
+        from shardlab.cli.verify_table import print_json, print_tables
+        from shardlab.train.cases import CASES
+        from shardlab.train.verify_all import verify_all
+
+        if replace(self, all=False, steps=3, json=False) != Verify():
+            raise UserError(
+                "verify --all has its own table of strategies and sizes; give only --steps and --json with it"
+            )
+        start = time.monotonic()
+        with failures_as_exit():
+            results = verify_all(CASES, self.steps)
+        seconds = time.monotonic() - start
+        if self.json:
+            print_json(results, seconds)
+        else:
+            print_tables(results, seconds, Console(highlight=False))
+        return 0 if all(result.ok for result in results) else 1

@@ -15,6 +15,9 @@ from shardlab.program import Group, Program
 
 Wait = Callable[[], Any]
 
+Groups = dict[Group, dist.ProcessGroup]
+"""Process groups that exist already."""
+
 
 def _newest(*names: str) -> Callable[..., Any]:
     """The first of these functions that this torch has: 2.13 renamed some and warns at the old names."""
@@ -29,12 +32,17 @@ class Communicator:
     """The process groups of a program, on a default process group that already exists.
 
     Programs may use fewer ranks than there are processes; only members take part in making a group.
+
+    Args:
+        program: the tapes.
+        rank: whose.
+        groups: where groups are kept for further programs of the same processes, all of which must keep them.
     """
 
-    def __init__(self, program: Program, rank: int) -> None:
-        groups = {op.group for op in program.tapes[rank] if op.group is not None}
-        self._groups: dict[Group, dist.ProcessGroup] = {}
-        for group in sorted(groups, key=lambda group: (group.axis, group.ranks)):
+    def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:
+        wanted = {op.group for op in program.tapes[rank] if op.group is not None}
+        self._groups = {} if groups is None else groups
+        for group in sorted(wanted - set(self._groups), key=lambda group: (group.axis, group.ranks)):
             made = dist.new_group(list(group.ranks), use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup), f"rank {rank} is not in {group.ranks}"
             self._groups[group] = made

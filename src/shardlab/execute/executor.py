@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.execute.communication import START
-from shardlab.execute.communicator import Communicator, Wait
+from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compute import COMPUTE, Instruction
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
@@ -28,6 +28,7 @@ class Executor:
         settings: seed, dtype, device, optimizer.
         backend: of the process group; the program must pass its channel model.
         observer: sees every gradient before its update.
+        groups: where process groups are kept for further programs (see `Communicator`).
 
     Attributes:
         state: the rank's tensors.
@@ -47,6 +48,7 @@ class Executor:
         settings: Settings,
         backend: str = "gloo",
         observer: GradientObserver | None = None,
+        groups: Groups | None = None,
     ) -> None:
         why_not = checked.why_not(backend)
         if why_not is not None:
@@ -54,7 +56,7 @@ class Executor:
         self.state = State(checked, rank, model, batches.rows, settings, observer)
         self.batches = batches
         self._microbatches = checked.program.microbatches
-        self._links = Communicator(checked.program, rank)
+        self._links = Communicator(checked.program, rank, groups)
         self._waits: dict[int, Wait] = {}
         self.instructions = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
 

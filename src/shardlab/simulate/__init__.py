@@ -5,5 +5,6 @@ from shardlab.simulate.clocks import simulate
 from shardlab.simulate.costs import UNIT_COSTS, Costs
 from shardlab.simulate.memory import live_memory
 from shardlab.simulate.timeline import Event, Timeline
+from shardlab.simulate.traffic import Traffic, traffic
 
-__all__ = ["UNIT_COSTS", "Costs", "Event", "Timeline", "bubble", "live_memory", "simulate"]
+__all__ = ["UNIT_COSTS", "Costs", "Event", "Timeline", "Traffic", "bubble", "live_memory", "simulate", "traffic"]

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
 from shardlab.program import Kind, Op, OpKind
 
 
-def live_memory(checked: Checked) -> list[list[int]]:
+def live_memory(checked: Checked, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
     """For each rank and op, the elements that are live when the op starts, before its own result is stored.
+
+    Only values of some kinds are counted, if `of` names them.
 
     Results of communication count from issue, what autograd saves goes with its BACKWARD or with its activation,
     and an update's results take the place of what it was given. A gradient that BACKWARD adds to an older one takes no
     room of its own, and neither does their sum.
     """
-    return [_of_rank(checked, rank) for rank in range(checked.program.ranks)]
+    return [_of_rank(checked, rank, of) for rank in range(checked.program.ranks)]
 
 
-def _of_rank(checked: Checked, rank: int) -> list[int]:
+def _of_rank(checked: Checked, rank: int, of: Collection[Kind]) -> list[int]:
     tape, specs = checked.program.tapes[rank], checked.specs[rank]
     elements = checked.program.sizes.elements
     fused = InPlace(tape).fused
-    room = {number: elements(spec) for number, spec in specs.items()}
+    room = {number: elements(spec) if spec.kind in of else 0 for number, spec in specs.items()}
     for _, newer in fused.values():
         room[newer] = 0
     owned: dict[int, dict[Kind, int]] = defaultdict(dict)

@@ -1,54 +1,131 @@
-"""The built-in strategies, one short file each: read them in the order of this table."""
+"""The built-in strategies: read the short files in the order of this table; the rest are plans, rows of one program."""
 
 from __future__ import annotations
 
 import difflib
 
 from shardlab.program import UserError
+from shardlab.strategies import presets
 from shardlab.strategies.ddp import ddp
-from shardlab.strategies.entry import Entry, data_parallel_mesh, one_device_mesh, pipeline_mesh
+from shardlab.strategies.entry import Entry, data_parallel_mesh, one_device_mesh, pipeline_mesh, preset_entry
 from shardlab.strategies.fsdp import fsdp
-from shardlab.strategies.gpipe import gpipe
 from shardlab.strategies.grad_accum import grad_accum
 from shardlab.strategies.pipeline import pipeline
-from shardlab.strategies.pipeline_fsdp import pipeline_fsdp, pipeline_fsdp_mesh
-from shardlab.strategies.scheduled import scheduled
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.planned import planned
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.single import single
+from shardlab.strategies.tensor_parallel import tensor_parallel, tensor_parallel_mesh
 from shardlab.strategies.wsdp import wsdp
 
-one_f_one_b = scheduled(SCHEDULES["1f1b"])
-interleaved_one_f_one_b = scheduled(SCHEDULES["interleaved-1f1b"])
-breadth_first = scheduled(SCHEDULES["breadth-first"])
+ALL = "W + G + O"
+ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
 
-STRATEGIES = {
-    entry.name: entry
-    for entry in (
-        Entry("single", single, "nothing", "LLM Training Puzzles, puzzle 0", one_device_mesh, 1),
-        Entry("grad_accum", grad_accum, "nothing; one microbatch at a time", "puzzle 1", one_device_mesh, 1),
-        Entry("ddp", ddp, "the batch", "Li et al. 2020, arXiv 2006.15704"),
-        Entry("wsdp", wsdp, "the batch, weights and optimizer state", "puzzle 3"),
-        Entry("fsdp", fsdp, "the batch, weights, gradients and optimizer state", "ZeRO-3, arXiv 1910.02054"),
-        Entry("pipeline", pipeline, "the layers", "puzzle 5", pipeline_mesh),
-        Entry("gpipe", gpipe, "the layers; the batch over time", "Huang et al. 2019, arXiv 1811.06965", pipeline_mesh),
-        Entry("1f1b", one_f_one_b, "the layers; the batch over time", "arXiv 2104.04473, fig. 4, top", pipeline_mesh),
-        Entry(
-            "interleaved-1f1b",
-            interleaved_one_f_one_b,
-            "the layers, in loops; the batch over time",
-            "arXiv 2104.04473, fig. 4, bottom",
-            pipeline_mesh,
-        ),
-        Entry(
-            "breadth-first",
-            breadth_first,
-            "the layers, in loops; the batch over time",
-            "arXiv 2211.05953, fig. 4",
-            pipeline_mesh,
-        ),
-        Entry("pipeline_fsdp", pipeline_fsdp, "the layers, and all that fsdp splits", "puzzle 7", pipeline_fsdp_mesh),
+PAGES = (
+    Entry("single", single, "nothing", "LLM Training Puzzles, puzzle 0", one_device_mesh, 1, memory=ALL),
+    Entry(
+        "grad_accum",
+        grad_accum,
+        "nothing; the batch over time",
+        "LLM Training Puzzles, puzzle 1",
+        one_device_mesh,
+        1,
+        memory=ALL,
+    ),
+    Entry("ddp", ddp, "the batch", "Li et al. 2020, arXiv 2006.15704", memory=ALL),
+    Entry(
+        "wsdp",
+        wsdp,
+        "the batch, weights and optimizer state",
+        "LLM Training Puzzles, puzzle 3",
+        memory="G + (W + O)/n",
+    ),
+    Entry(
+        "fsdp", fsdp, "the batch, weights, gradients and optimizer state", f"{ZERO}, stage 3", memory="(W + G + O)/n"
+    ),
+    Entry(
+        "tensor_parallel",
+        tensor_parallel,
+        "the matrices of every layer",
+        "Shoeybi et al. 2019, arXiv 1909.08053",
+        tensor_parallel_mesh,
+        2,
+        memory="(W + G + O)/t",
+    ),
+    Entry("pipeline", pipeline, "the layers", "LLM Training Puzzles, puzzle 5", pipeline_mesh, memory="(W + G + O)/p"),
+)
+"""Programs to read, each a short file of its own."""
+
+SHARDED = (
+    preset_entry("zero-1", presets.zero_1, "the batch and optimizer state", "W + G + O/n", f"{ZERO}, stage 1"),
+    preset_entry(
+        "zero-2", presets.zero_2, "the batch, gradients and optimizer state", "W + (G + O)/n", f"{ZERO}, stage 2"
+    ),
+    preset_entry("zero-3", presets.zero_3, "as fsdp, with microbatches", "(W + G + O)/n", f"{ZERO}, stage 3"),
+    preset_entry(
+        "hsdp",
+        presets.hsdp,
+        "the batch; all else within each of two replicas",
+        "(W + G + O)/s",
+        "Zhao et al. 2023, arXiv 2304.11277",
+    ),
+    preset_entry(
+        "partially-sharded",
+        presets.partially_sharded,
+        "as hsdp; optimizer state over all ranks",
+        "(W + G)/s + O/n",
+        "Levanter, issue 325",
+    ),
+)
+"""Ways to shard over data-parallel ranks."""
+
+PIPELINES = tuple(
+    preset_entry(
+        schedule.name,
+        presets.pipelined(schedule.name),
+        f"the layers{'' if schedule.stages_per_rank == 1 else ', in loops'}; the batch over time",
+        "(W + G + O)/p",
+        schedule.source,
     )
-}
+    for schedule in SCHEDULES.values()
+)
+"""Every schedule, on a pipeline of all ranks."""
+
+COMPOSED = (
+    preset_entry(
+        "pipeline_fsdp",
+        presets.pipeline_fsdp,
+        "the layers, and all that fsdp splits",
+        "W/p + (W + G + O)/n",
+        "LLM Training Puzzles, puzzle 7",
+    ),
+    preset_entry(
+        "breadth-first-fsdp",
+        presets.breadth_first_fsdp,
+        "the layers, in loops, and all that fsdp splits",
+        "W/(p*v) + (W + G + O)/n",
+        "Lamy-Poirier 2022, arXiv 2211.05953",
+    ),
+    preset_entry(
+        "3d",
+        presets.three_dimensional,
+        "the batch, the layers and their matrices",
+        "(W + G + O)/(p*t)",
+        "Narayanan et al. 2021, arXiv 2104.04473",
+        8,
+    ),
+    preset_entry(
+        "4d",
+        presets.four_dimensional,
+        "as 3d, and sequences between the matrices",
+        "(W + G + O)/(p*t)",
+        "Korthikanti et al. 2022, arXiv 2205.05198",
+        8,
+    ),
+)
+"""Products of both."""
+
+STRATEGIES = {entry.name: entry for entry in (*PAGES, *SHARDED, *PIPELINES, *COMPOSED)}
 """Every built-in strategy by name."""
 
 
@@ -66,20 +143,22 @@ def find(name: str) -> Entry:
 
 
 __all__ = [
+    "COMPOSED",
+    "PAGES",
+    "PIPELINES",
+    "SHARDED",
     "STRATEGIES",
     "Entry",
-    "breadth_first",
+    "Plan",
     "data_parallel_mesh",
     "ddp",
     "find",
     "fsdp",
-    "gpipe",
     "grad_accum",
-    "interleaved_one_f_one_b",
     "one_device_mesh",
-    "one_f_one_b",
     "pipeline",
-    "pipeline_fsdp",
+    "planned",
     "single",
+    "tensor_parallel",
     "wsdp",
 ]

@@ -45,6 +45,9 @@ class Entry:
         mesh: the grid that it uses for a number of ranks.
         ranks: how many ranks it gets if nobody says.
         plan: the plan that it is for a number of ranks (None: a program of its own).
+        memory: what a rank keeps of the weights W, the gradients G and the optimizer's state O, where there are n
+            ranks, p of them along the pipeline with v stages each, s along dp_shard and t along tp. Activations come on
+            top, and for a while a layer or two that are whole.
     """
 
     name: str
@@ -54,6 +57,18 @@ class Entry:
     mesh: Callable[[int], Mesh] = data_parallel_mesh
     ranks: int = 4
     plan: Preset | None = None
+    memory: str = ""
+
+    def for_job(self, ranks: int) -> str | Plan:
+        """What every process can make the same strategy of."""
+        return self.name if self.plan is None else self.plan(ranks)
+
+    def default_layers(self, ranks: int, at_least: int = 4) -> int:
+        """How many layers a model has if nobody says: 4, or for a pipeline one a stage and `at_least` so many."""
+        plan = self.plan and self.plan(ranks)
+        if plan is None or not (plan.mesh.pp > 1 or plan.layers_per_stage):
+            return 4
+        return plan.natural_layers() if plan.layers_per_stage else max(plan.natural_layers(), at_least)
 
     def grid(self, ranks: int) -> Mesh:
         """The grid for a number of ranks.
@@ -73,17 +88,16 @@ class Entry:
         return mesh
 
 
-def preset_entry(name: str, plan: Preset, splits: str, source: str, ranks: int = 4) -> Entry:
+def preset_entry(name: str, plan: Preset, splits: str, memory: str, source: str, ranks: int = 4) -> Entry:
     """A plan by name."""
 
     async def strategy(rank: Rank) -> None:
         await planned(plan(rank.world))(rank)
 
-    return Entry(name, strategy, splits, source, lambda count: plan(count).mesh, ranks, plan)
+    return Entry(name, strategy, splits, source, lambda count: plan(count).mesh, ranks, plan, memory)
 
 
 def planned_entry(plan: Plan, name: str) -> Entry:
     """One plan."""
-    return Entry(
-        name, planned(plan), "as the plan says", "a plan", lambda _: plan.mesh, plan.mesh.world, lambda _: plan
-    )
+    mesh = plan.mesh
+    return Entry(name, planned(plan), "as the plan says", "a plan", lambda _: mesh, mesh.world, lambda _: plan)

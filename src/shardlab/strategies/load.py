@@ -1,4 +1,4 @@
-"""Finding a strategy by what a user calls it: a built-in name, or a function in a file."""
+"""Finding a strategy by what a user calls it: a built-in name, a function in a file, or a plan."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 from shardlab.program import UserError
 from shardlab.strategies import find
-from shardlab.strategies.entry import Entry, data_parallel_mesh
+from shardlab.strategies.entry import Entry, data_parallel_mesh, planned_entry
+from shardlab.strategies.plan import Plan
 from shardlab.strategies.user_file import file_and_function, member, module_of
 
 
-def load(name: str) -> Entry:
-    """The strategy called `name`: a built-in name or `path/to/file.py:function`.
+def load(name: str | Plan) -> Entry:
+    """The strategy called `name`: a built-in name or `path/to/file.py:function`; or the one that follows a plan.
 
     A file whose strategy needs another grid than one axis of data-parallel ranks says so with a second function,
     `<strategy>_mesh(ranks) -> Mesh`.
@@ -20,6 +21,8 @@ def load(name: str) -> Entry:
     Raises:
         UserError: when there is no such name, file or function, the file cannot be run, or the function is not async.
     """
+    if isinstance(name, Plan):
+        return planned_entry(name, "plan")
     path, function = file_and_function(name)
     if path is not None:
         return _from_file(name, path, function)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast, get_args
 
-from shardlab.program import LayerKind, Mesh, UserError
+from shardlab.program import AXES, LayerKind, Mesh, UserError
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of
 
 DATA_AXES = ("dp_shard", "dp_replicate")
 """The axes over which the batch is dealt."""
+
+PLAN_AXES = ("pp", *DATA_AXES, "tp")
+"""The axes over which a plan lays a model."""
 
 Reshard = Literal["layer", "stage", "step"]
 Recompute = Literal["none", "selective", "full"]
@@ -73,11 +76,21 @@ class Plan:
     recompute: Recompute | tuple[int, ...] = "none"
 
     def __post_init__(self) -> None:
+        for axis in AXES:
+            size = self.mesh.sizes()[axis]
+            if size > 1 and axis not in PLAN_AXES:
+                raise UserError(f"the mesh has {axis} {size}, but a plan lays a model over {', '.join(PLAN_AXES)} only")
+        for name, words in (("reshard_after", get_args(Reshard)), ("recompute", get_args(Recompute))):
+            said = getattr(self, name)
+            if said not in words and not (name == "recompute" and isinstance(said, tuple)):
+                raise UserError(f"{name} is {said!r}; give one of {', '.join(words)}")
+        if self.stages_per_rank is not None and self.stages_per_rank < 1:
+            raise UserError(f"stages_per_rank is {self.stages_per_rank}; give 1 or more")
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
             axes: tuple[str, ...] = getattr(self, name) or ()
             for axis in axes:
                 if axis not in DATA_AXES or axes.count(axis) > 1:
-                    raise UserError(f"{name} is {', '.join(axes)}; give some of {', '.join(DATA_AXES)}, each once")
+                    raise UserError(f"{name} is {_said(axes)}; give some of {', '.join(DATA_AXES)}, each once")
         for name in ("shard_parameters", "shard_gradients"):
             axes = getattr(self, name)
             if self.shard_optimizer[: len(axes)] != axes:
@@ -166,6 +179,18 @@ class Plan:
             raise UserError(f"{layers} layers do not reach {stages} pipeline stages; give at least one layer a stage")
         return [places[stage * layers // stages] for stage in range(stages + 1)]
 
+    def natural_layers(self) -> int:
+        """How many layers a model has that gives each stage one, or as many as the plan says.
+
+        Raises:
+            UserError: if there is no such schedule, or it must have another number of stages than was asked for.
+        """
+        order = self.order
+        if self.layers_per_stage:
+            return sum(self.layers_per_stage)
+        on_a_rank = self.stages_of_a_rank([LayerKind.WHOLE] * 2 * self.mesh.pp)
+        return order.stages if isinstance(order, Steps) else self.mesh.pp * on_a_rank
+
     def stages_of_a_rank(self, kinds: Kinds) -> int:
         """Stages on each pipeline rank: as asked, as the schedule must have, or else 2 if the layers reach.
 
@@ -174,14 +199,29 @@ class Plan:
         """
         order = self.order
         if isinstance(order, Steps):
-            return max(1, order.stages // len(order.of_ranks))
+            stages = order.stages // len(order.of_ranks)
+            if self.stages_per_rank not in (None, stages):
+                raise UserError(
+                    f"{self.schedule} has {order.stages} stages on {len(order.of_ranks)} ranks, but stages_per_rank is "
+                    f"{self.stages_per_rank}; leave it out"
+                )
+            return stages
         must = order.stages_per_rank
         if must is not None and self.stages_per_rank not in (None, must):
             raise UserError(
                 f"{order.name} has {must} stage{'s' * (must > 1)} on each rank, but stages_per_rank is "
                 f"{self.stages_per_rank}; leave it out, or take a looped schedule such as interleaved-1f1b"
             )
-        return must or self.stages_per_rank or max(1, min(2, (len(cuts(kinds)) - 1) // self.mesh.pp))
+        fitting = (len(cuts(kinds)) - 1) // self.mesh.pp
+        return must or self.stages_per_rank or max(1, min(2 if self.mesh.pp > 1 else 1, fitting))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as words and numbers, as they would stand in a file; those that are nothing are left out."""
+        sizes = {axis: size for axis, size in self.mesh.sizes().items() if size > 1}
+        schedule = self.schedule if isinstance(self.schedule, str) else self.schedule.name
+        written: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        written |= {"mesh": sizes, "schedule": schedule}
+        return {name: _listed(value) for name, value in written.items() if value not in (None, (), False)}
 
 
 def cuts(kinds: Kinds) -> list[int]:
@@ -194,3 +234,7 @@ def cuts(kinds: Kinds) -> list[int]:
 
 def _said(items: tuple[object, ...]) -> str:
     return ", ".join(map(str, items)) or "nothing"
+
+
+def _listed(value: Any) -> Any:
+    return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value

@@ -33,7 +33,9 @@ def read_plan(path: Path) -> Plan:
     _check_names(path, "axis", sizes, AXES)
     for name, value in (*written.items(), *sizes.items()):
         _check_value(path, name, value)
-    values = {name: tuple(cast(list[Any], v)) if isinstance(v, list) else v for name, v in written.items()}
+    values: dict[str, Any] = {
+        name: tuple(cast(list[Any], v)) if isinstance(v, list) else v for name, v in written.items()
+    }
     try:
         return Plan(mesh=Mesh(**sizes), **values)
     except UserError as error:
@@ -53,7 +55,9 @@ def _check_value(path: Path, name: str, value: Any) -> None:
     """Whether a value is of the kind that its field wants."""
     if name in AXES or name == "stages_per_rank":
         good, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    elif name == "layers_per_stage":
+    elif name == "sequence_parallel":
+        good, wanted = isinstance(value, bool), "true or false"
+    elif name == "layers_per_stage" or (name == "recompute" and isinstance(value, list)):
         good, wanted = isinstance(value, list) and all(isinstance(v, int) for v in cast(list[Any], value)), "numbers"
     elif name.startswith("shard_") or name == "reduce_each":
         good, wanted = isinstance(value, list), "a list of axes, such as ['dp_shard']"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from shardlab.program import Mesh, UserError
 from shardlab.strategies.plan import Plan
@@ -53,6 +54,18 @@ def pipeline_fsdp(ranks: int) -> Plan:
 def breadth_first_fsdp(ranks: int) -> Plan:
     """The same with looped stages that take all microbatches at once, so that weights are gathered once a visit."""
     return _fully_sharded(_square(ranks), "breadth-first")
+
+
+def three_dimensional(ranks: int) -> Plan:
+    """Pipeline and tensor parallelism over two ranks each, data parallelism over the rest."""
+    if ranks % 4:
+        raise UserError(f"{ranks} ranks do not divide by pp 2 x tp 2; give a multiple of 4, or a mesh by --pp and --tp")
+    return Plan(Mesh(pp=2, dp_shard=ranks // 4, tp=2))
+
+
+def four_dimensional(ranks: int) -> Plan:
+    """The same, with sequences cut over the tensor-parallel ranks."""
+    return replace(three_dimensional(ranks), sequence_parallel=True)
 
 
 def _fully_sharded(mesh: Mesh, schedule: str = "1f1b") -> Plan:

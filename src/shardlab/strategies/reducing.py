@@ -36,7 +36,7 @@ class Gradients:
 
     async def add(self, layer: int, gradient: Value) -> None:
         """A microbatch's gradient of a layer."""
-        await self._settle(layer)
+        await self._settle()
         if self._each:
             self._arriving[layer] = self._reduce(gradient, self._each[0]), self._each[1:]
         else:
@@ -44,7 +44,7 @@ class Gradients:
 
     async def finish(self, layer: int) -> None:
         """All microbatches of a layer are in: reduce the sum over the axes that are reduced once a step."""
-        await self._settle(layer)
+        await self._settle()
         once = [*self._once]
         if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM:
             once.append("tp")  # each of its ranks has seen other tokens
@@ -55,8 +55,7 @@ class Gradients:
     async def update(self, layers: Sequence[int]) -> None:
         """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
         rank, plan = self._rank, self._plan
-        for l in layers:
-            await self._settle(l)
+        await self._settle()
         await self._norm([l for l in layers if rank.kinds[l] is LayerKind.SLICED], ("tp",))
         await self._norm([l for l in layers if rank.kinds[l] is not LayerKind.SLICED], (*plan.shard_optimizer, "pp"))
         again = [axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters]
@@ -66,8 +65,7 @@ class Gradients:
             )
         for axis in again:
             if len(rank.group(axis).ranks) > 1:
-                for l, gathered in [(l, rank.all_gather(rank.weights[l], axis=axis)) for l in layers]:
-                    rank.weights[l] = await gathered
+                await self._gather(layers, axis)
 
     async def _norm(self, layers: Sequence[int], axes: Sequence[str]) -> None:
         """Add some layers' squares to the norm, and then those of the ranks along some axes, which have others."""
@@ -79,14 +77,26 @@ class Gradients:
             if "norm" in rank.scalars and len(rank.group(axis).ranks) > 1:
                 rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
 
-    async def _settle(self, layer: int) -> None:
-        """Wait for a layer's reduction under way, and add what it gives."""
-        if layer in self._arriving:
-            handle, axes = self._arriving.pop(layer)
+    async def _gather(self, layers: Sequence[int], axis: str) -> None:
+        """Put updated slices together again; two on their way bound the memory."""
+        rank = self._rank
+        arriving: dict[int, Handle[Value]] = {}
+        for l in layers:
+            if len(arriving) == 2:
+                first = next(iter(arriving))
+                rank.weights[first] = await arriving.pop(first)
+            arriving[l] = rank.all_gather(rank.weights[l], axis=axis)
+        for l, gathered in arriving.items():
+            rank.weights[l] = await gathered
+
+    async def _settle(self) -> None:
+        """Wait for the reduction under way, and add what it gives: one at a time bounds the memory."""
+        for layer, (handle, axes) in self._arriving.items():
             gradient = await handle
             for axis in axes:
                 gradient = await self._reduce(gradient, axis)
             self._sum(layer, gradient)
+        self._arriving.clear()
 
     def _reduce(self, gradient: Value, axis: str) -> Handle[Value]:
         cut = self._plan.shard_gradients if axis in self._each else self._plan.shard_optimizer

@@ -17,6 +17,7 @@ from shardlab.check import Checked, check
 from shardlab.models import Blocks, Halves, Model
 from shardlab.program import Sizes, trace
 from shardlab.strategies.load import load
+from shardlab.strategies.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,28 @@ class Job:
     """A strategy on a model.
 
     Attributes:
-        strategy: a built-in name or path/to/file.py:function.
+        strategy: a built-in name, path/to/file.py:function, or a plan.
         ranks: how many processes.
         microbatches: of the global batch.
         model: what is trained; its blocks are the program's layers (see `cut`).
         rows: sequences of a microbatch.
         dtype: of weights, activations and gradients.
         seed: of weights, data and dropout.
+        name: what to call the strategy (nothing: its own name).
     """
 
-    strategy: str
+    strategy: str | Plan
     ranks: int
     microbatches: int
     model: Blocks
     rows: int
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.name or (self.strategy if isinstance(self.strategy, str) else "plan")
 
     def checked(self) -> Checked:
         """The strategy traced for this job, and checked.
@@ -54,13 +61,15 @@ class Job:
 
     @property
     def cut(self) -> Model:
-        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel.
+        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel or the plan says so.
 
         Raises:
             UserError: when the model does not divide.
         """
-        slices = load(self.strategy).grid(self.ranks).tp
-        return Halves(self.model, slices) if slices > 1 else self.model
+        entry = load(self.strategy)
+        slices = entry.grid(self.ranks).tp
+        halves = slices > 1 or (entry.plan is not None and entry.plan(self.ranks).half_blocks)
+        return Halves(self.model, slices) if halves else self.model
 
     @property
     def sizes(self) -> Sizes:

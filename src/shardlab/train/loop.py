@@ -106,7 +106,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
         first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
         before = validate(job.model, batches, first)
         print(
-            f"{job.strategy} on {job.ranks} ranks: {sum(map(len, checked.program.tapes))} ops checked, "
+            f"{job.title} on {job.ranks} ranks: {sum(map(len, checked.program.tapes))} ops checked, "
             f"drawn in {run.out}/strategy.svg",
             file=sys.stderr,
         )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
 from shardlab.models import Halves, Model
 from shardlab.models.tensors import lengthened, to_halves
@@ -67,7 +68,7 @@ def verify(job: Job, steps: int) -> Verdict | None:
     return run_ranks(job.ranks, verify_rank, job, steps)
 
 
-def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdict | None:
+def verify_rank(rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None) -> Verdict | None:
     """One rank's part: it compares every slice that it holds, so that replicas are judged as well."""
     batches = Batches(_random_corpus(job), job.model.block, job.rows, job.seed)
     checked = job.checked()
@@ -81,7 +82,7 @@ def verify_rank(rank: int, device: torch.device, job: Job, steps: int) -> Verdic
         seen[layer, holds] = gradient.clone()
 
     model = job.cut
-    executor = Executor(checked, rank, model, batches, settings, backend_of(device), observe)
+    executor = Executor(checked, rank, model, batches, settings, backend_of(device), observe, groups)
     expected = train_reference(job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer)
     loss_errors: list[float] = []
     gradient_errors: list[tuple[float, int]] = []

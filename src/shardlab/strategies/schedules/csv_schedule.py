@@ -13,7 +13,7 @@ from shardlab.strategies.schedules.csv_format import ACTIONS, Cell, cells, write
 from shardlab.strategies.schedules.csv_messages import has_messages
 from shardlab.strategies.schedules.messages import Send, Step, with_messages
 from shardlab.strategies.schedules.sharding import ShardedStep, with_sharding
-from shardlab.strategies.schedules.steps import Steps
+from shardlab.strategies.schedules.steps import Steps, steps_of
 
 Form = Literal["compute_only", "compute_comms"]
 """Only the actions, or also the messages between them and the steps of sharded stages, in torch's words."""
@@ -93,8 +93,16 @@ def csv_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: i
         stages_per_rank: how many stages each rank has.
         form: "compute_only", or "compute_comms" with messages and the steps of sharded stages.
     """
-    todo = [list(schedule.actions(rank, ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
+    return csv_of_steps(steps_of(schedule, ranks, microbatches, stages_per_rank), form=form)
+
+
+def csv_of_steps(steps: Steps, *, form: Form) -> str:
+    """The same of a schedule that is made out; sharding is added only if the steps have none."""
     if form == "compute_only":
-        return write_csv(todo)
-    steps = with_messages(todo, ranks * stages_per_rank, lambda stage: schedule.placement(stage, ranks))
-    return write_csv([with_sharding(row) for row in steps])
+        return write_csv([[step for step in row if isinstance(step, Action)] for row in steps.of_ranks])
+    return write_csv([_sharded(row) for row in steps.of_ranks])
+
+
+def _sharded(row: Sequence[ShardedStep]) -> Sequence[ShardedStep]:
+    plain = [step for step in row if isinstance(step, Step)]
+    return with_sharding(plain) if len(plain) == len(row) else row

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
-from shardlab.program import UserError
 from shardlab.strategies.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.phases import in_phases, passes
 
@@ -14,18 +13,12 @@ from shardlab.strategies.schedules.phases import in_phases, passes
 def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """On a V as ZB-V, but a forward always meets a backward, for one to hide the other's communication.
 
-    Backward passes are in halves only where somebody waits: before the first whole ones and after the last.
-
-    Raises:
-        UserError: for fewer microbatches than stages.
+    Backward passes are in halves only where somebody waits: before the first whole ones and after the last. The source
+    wants 2 * ranks microbatches or more, one for each stage; of fewer, the order is what is left of that for 2 * ranks.
     """
-    if microbatches < 2 * ranks:
-        raise UserError(
-            f"dualpipe-v on {ranks} ranks needs at least {2 * ranks} microbatches, one for each of its {2 * ranks} "
-            f"stages, but got {microbatches}: until a microbatch is in every stage, forward and backward passes "
-            "cannot meet; give more microbatches or take zb-v"
-        )
-    return _in_order(rank, ranks, microbatches)
+    for action in _in_order(rank, ranks, max(microbatches, 2 * ranks)):
+        if action.microbatch < microbatches:
+            yield action
 
 
 def _in_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from shardlab.strategies.schedules.actions import Schedule
+from shardlab.program import UserError
+from shardlab.strategies.schedules.actions import Action, Schedule
 from shardlab.strategies.schedules.messages import with_messages
 from shardlab.strategies.schedules.sharding import ShardedStep
 
@@ -36,7 +39,32 @@ def steps_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank:
     Raises:
         UserError: when the schedule cannot be followed, or not with these numbers.
     """
-    todo = [list(schedule.actions(rank, ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
     placed = tuple(schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank))
+    todo = [_actions(schedule, rank, placed, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
     sent = with_messages(todo, len(placed), placed.__getitem__)
     return Steps(tuple(tuple(steps) for steps in sent), microbatches, placed)
+
+
+def _actions(
+    schedule: Schedule, rank: int, ranks_of_stages: Sequence[int], sizes: tuple[int, int, int]
+) -> list[Action]:
+    """What a rank does; a user's generator may give anything, or fail."""
+    name, microbatches = f"the schedule {schedule.name}", sizes[1]
+    actions: list[Action] = []
+    try:
+        given = list[object](schedule.actions(rank, *sizes))
+    except UserError:
+        raise
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        raise UserError(f"{name}, rank {rank}, line {line}: {type(error).__name__}: {error}") from error
+    for action in given:
+        if not isinstance(action, Action):
+            raise UserError(f"{name} gave rank {rank} {action!r}; yield Forward, Backward, BackwardInput, ...")
+        if not 0 <= action.microbatch < microbatches:
+            raise UserError(f"{name} gave rank {rank} {action}, but microbatches are numbered 0 to {microbatches - 1}")
+        if not 0 <= action.stage < len(ranks_of_stages) or ranks_of_stages[action.stage] != rank:
+            have = ", ".join(str(stage) for stage, place in enumerate(ranks_of_stages) if place == rank)
+            raise UserError(f"{name} gave rank {rank} {action}, but that rank has stage {have}")
+        actions.append(action)
+    return actions

@@ -1,0 +1,101 @@
+"""What `shardlab verify --all` verifies: every strategy alone, and every sharding with every pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardlab.models import GPT
+from shardlab.program import Mesh
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.schedules import SCHEDULES
+from shardlab.train.job import Job
+
+SHARD = ("dp_shard",)
+TWO = Mesh(dp_shard=2)
+FOUR = Mesh(dp_replicate=2, dp_shard=2)
+FSDP = Plan(TWO, shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
+
+SHARDINGS = {
+    "ddp": Plan(TWO),
+    "zero-1": Plan(TWO, shard_optimizer=SHARD),
+    "zero-2": Plan(TWO, shard_gradients=SHARD, shard_optimizer=SHARD),
+    "fsdp": FSDP,
+    "hsdp": replace(FSDP, mesh=FOUR),
+    "partial": replace(FSDP, mesh=FOUR, shard_optimizer=("dp_shard", "dp_replicate")),
+    "tp": Plan(Mesh(tp=2)),
+    "tp+sp+zero-1": Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True),
+    "tp+fsdp": replace(FSDP, mesh=Mesh(dp_shard=2, tp=2)),
+}
+"""The columns: each is put on every pipeline. A new one is one line here."""
+
+NO_PIPELINE = "none"
+PIPELINES = (NO_PIPELINE, *SCHEDULES)
+"""The rows."""
+
+ALONE = "alone"
+"""The column of strategies by name."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to verify.
+
+    Attributes:
+        row, column: its place in the table.
+        strategy: a name or a plan.
+        ranks: how many processes it takes.
+        layers: of the model.
+        microbatches: of the step.
+        dropout: the model's.
+    """
+
+    row: str
+    column: str
+    strategy: str | Plan
+    ranks: int
+    layers: int
+    microbatches: int
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.row}, {self.column}, {self.microbatches} microbatches"
+
+    def job(self) -> Job:
+        model = GPT(layers=self.layers, width=16, heads=2, block=8, dropout=self.dropout)
+        return Job(self.strategy, self.ranks, self.microbatches, model, 2, torch.float64, name=str(self))
+
+
+def alone() -> Iterator[Case]:
+    """Every strategy by name on its usual number of ranks."""
+    for entry in STRATEGIES.values():
+        layers = entry.default_layers(entry.ranks)
+        yield Case(entry.name, ALONE, entry.name, entry.ranks, layers, 4)
+
+
+def pairs() -> Iterator[Case]:
+    """Every sharding with every pipeline of two ranks, at 2 to 4 microbatches on each data-parallel rank.
+
+    With 3 microbatches the stages are uneven, weights are kept for a whole visit of a stage, and there is dropout; with
+    4 layers keep only their input for the backward pass.
+    """
+    for column, sharding in SHARDINGS.items():
+        for row in PIPELINES:
+            plan = sharding
+            if row != NO_PIPELINE:
+                plan = replace(plan, mesh=replace(plan.mesh, pp=2), schedule=row)
+            for each in (2, 3, 4):
+                uneven = each == 3
+                plan = replace(
+                    plan, reshard_after="stage" if uneven else "layer", recompute="full" if each == 4 else "none"
+                )
+                layers = max(plan.natural_layers(), 2) + uneven
+                dropout = 0.1 if uneven else 0.0
+                yield Case(row, column, plan, plan.mesh.world, layers, each * plan.data_ranks, dropout)
+
+
+CASES = [*alone(), *pairs()]
+"""Everything."""

@@ -1,0 +1,93 @@
+"""Plans by flags: what they make of a strategy's name, of a file, and of nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.cli.plan_options import PlanOptions
+from shardlab.program import Mesh
+from shardlab.strategies import STRATEGIES, Plan
+from shardlab.strategies.entry import Entry
+
+Captured = pytest.CaptureFixture[str]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_schedule.py"
+
+
+def facts_of(capsys: Captured, *words: str) -> dict[str, Any]:
+    assert main(["simulate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def plan_of(entry: tuple[Entry, int]) -> Plan:
+    assert entry[0].plan is not None
+    return entry[0].plan(entry[1])
+
+
+def test_flags_alone_are_a_plan() -> None:
+    options = PlanOptions(pp=2, dp_shard=3, schedule="gpipe", shard_optimizer=("dp_shard",), recompute="full")
+    plan = Plan(Mesh(pp=2, dp_shard=3), "gpipe", shard_optimizer=("dp_shard",), recompute="full")
+    assert plan_of(options.entry(None, None)) == plan_of(options.entry(None, 6)) == plan
+
+
+def test_flags_change_a_plan_that_has_a_name() -> None:
+    assert plan_of(PlanOptions(recompute="full").entry("zero-3", 8)).mesh == Mesh(dp_shard=8)
+    changed = plan_of(PlanOptions(pp=2, dp_shard=2).entry("zero-3", None))
+    assert changed.mesh == Mesh(pp=2, dp_shard=2)
+    assert changed.shard_parameters == ("dp_shard",)
+    assert plan_of(PlanOptions(dp_replicate=3).entry("hsdp", None)).mesh == Mesh(dp_replicate=3)
+    assert plan_of(PlanOptions(shard_optimizer=()).entry("zero-1", None)).shard_optimizer == ()
+
+
+def test_without_flags_a_name_is_itself() -> None:
+    assert PlanOptions().entry("fsdp", None) == (STRATEGIES["fsdp"], 4)
+    assert PlanOptions().entry("single", None) == (STRATEGIES["single"], 1)
+
+
+def test_flags_change_a_plan_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('mesh = { pp = 2 }\nschedule = "gpipe"\n')
+    assert plan_of(PlanOptions(plan=file, schedule="zb-h1").entry(None, None)) == Plan(Mesh(pp=2), "zb-h1")
+
+
+def test_json_names_the_plan_that_was_simulated(capsys: Captured) -> None:
+    facts = facts_of(capsys, "--pp", "2", "--dp-shard", "2", "--shard-optimizer", "dp_shard")
+    assert facts["strategy"] == "plan"
+    assert facts["mesh"] == facts["plan"]["mesh"] == {"pp": 2, "dp_shard": 2}
+    assert facts["plan"]["shard_optimizer"] == ["dp_shard"]
+    assert "plan" not in facts_of(capsys, "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        (["zb-h1", "--pp", "2"], 4),
+        (["zb-h1", "--pp", "6"], 6),
+        (["zb-v", "--pp", "3"], 6),
+        (["interleaved-1f1b", "--pp", "2", "--stages-per-rank", "5"], 10),
+        (["gpipe", "--pp", "2", "--layers-per-stage", "1", "1"], 2),
+        (["zero-3"], 4),
+        (["zero-3", "--costs", "forward=1"], 4),
+        (["zb-h1", "--pp", "2", "--costs", "forward=1"], 2),
+    ],
+)
+def test_layers_are_one_for_each_stage_unless_somebody_says(words: list[str], layers: int, capsys: Captured) -> None:
+    assert facts_of(capsys, *words)["layers"] == layers
+
+
+def test_a_generator_in_a_file_is_a_schedule(capsys: Captured) -> None:
+    own = facts_of(capsys, "--pp", "4", "--schedule", f"{EXAMPLE}:one_at_a_time")
+    assert own["backends"] == ["gloo", "nccl"]
+    assert own["bubble"] >= 0.75  # one of four ranks works at a time
+    assert own["end"] > facts_of(capsys, "1f1b")["end"]
+
+
+def test_the_report_shows_both_halves_of_a_backward_pass(capsys: Captured) -> None:
+    assert main(["simulate", "zb-h1", "--pp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "I backward-input" in out
+    assert "W backward-weight" in out

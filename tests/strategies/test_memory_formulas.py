@@ -1,0 +1,43 @@
+"""What the table says that a rank keeps is what its tape keeps, but for a few whole layers on their way."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.check import Checked, check
+from shardlab.program import Kind, OpKind, trace
+from shardlab.simulate import live_memory
+from shardlab.strategies import STRATEGIES
+
+LAYERS = 32
+ON_THEIR_WAY = 3
+"""Whole layers that may come on top for a while."""
+
+UNITS = {"W": Kind.WEIGHT, "G": Kind.GRAD_WEIGHT, "O": Kind.OPT_STATE}
+
+
+def checked(name: str) -> Checked:
+    entry = STRATEGIES[name]
+    return check(trace(entry.program, entry.grid(entry.ranks), LAYERS, 16))
+
+
+def formula(name: str, unit: str) -> float:
+    """What the formula comes to in layers, where only this unit is counted."""
+    mesh = STRATEGIES[name].grid(STRATEGIES[name].ranks)
+    names = {"n": mesh.world, "p": mesh.pp, "s": mesh.dp_shard, "v": 2, **dict.fromkeys(UNITS, 0), unit: LAYERS}
+    return float(eval(STRATEGIES[name].memory, {"__builtins__": {}}, names))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_a_rank_keeps_is_what_the_formula_says(name: str) -> None:
+    program = checked(name)
+    layer = program.program.sizes.weights[0]
+    for unit, kind in UNITS.items():
+        peak = max(max(memory) for memory in live_memory(program, [kind])) / layer
+        assert formula(name, unit) <= peak <= formula(name, unit) + ON_THEIR_WAY, unit
+
+
+def test_loading_is_the_part_that_is_never_gathered() -> None:
+    for name, whole in (("ddp", 1), ("fsdp", 4), ("zero-3", 4), ("hsdp", 2), ("zero-1", 1)):
+        loads = [op for op in checked(name).program.tapes[0] if op.kind is OpKind.LOAD_WEIGHT]
+        assert sum(1 / op.holds.of for op in loads if op.holds) == LAYERS / whole == formula(name, "W")

@@ -1,0 +1,99 @@
+"""What a plan says, and which plans are refused in a sentence."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from shardlab.program import Mesh, UserError
+from shardlab.strategies import STRATEGIES, Plan
+from shardlab.strategies.schedules import SCHEDULES
+from shardlab.strategies.schedules.find import find_schedule
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"shard_parameters": ("tp",)}, "shard_parameters is tp; give some of dp_shard, dp_replicate, each once"),
+        ({"shard_optimizer": ("dp_shard", "dp_shard")}, "shard_optimizer is dp_shard, dp_shard; give some of"),
+        ({"shard_parameters": ("dp_shard",)}, "let shard_optimizer begin with dp_shard"),
+        (
+            {"shard_optimizer": ("dp_replicate", "dp_shard"), "shard_gradients": ("dp_shard",)},
+            "shard_gradients is dp_shard but shard_optimizer is dp_replicate, dp_shard",
+        ),
+        (
+            {"shard_optimizer": ("dp_shard",), "shard_gradients": ("dp_shard",), "reduce_each": ()},
+            "shard_gradients is dp_shard but reduce_each is nothing",
+        ),
+        ({"reshard_after": "never"}, "reshard_after is 'never'; give one of layer, stage, step"),
+        ({"recompute": "some"}, "recompute is 'some'; give one of none, full"),
+        ({"stages_per_rank": 0}, "stages_per_rank is 0; give 1 or more"),
+        ({"mesh": Mesh(cp=2)}, "the mesh has cp 2, but a plan lays a model over pp, "),
+    ],
+)
+def test_fields_that_do_not_fit_each_other_are_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        Plan(**fields)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers", "sentence"),
+    [
+        (Plan(Mesh(pp=4)), 3, "3 layers do not reach 4 pipeline stages"),
+        (Plan(Mesh(pp=2), layers_per_stage=(1, 2)), 4, "layers_per_stage is 1, 2, but 4 layers are to be cut into 2"),
+        (Plan(Mesh(pp=2), layers_per_stage=(4, 0)), 4, "give 2 numbers of 1 or more that add up to 4"),
+        (Plan(Mesh(pp=2), "zb-v", stages_per_rank=3), 9, "zb-v has 2 stages on each rank, but stages_per_rank is 3"),
+        (Plan(Mesh(pp=2), "1f2b"), 4, "there is no schedule '1f2b'; did you mean 1f1b?"),
+    ],
+)
+def test_layers_that_do_not_fit_are_one_sentence(plan: Plan, layers: int, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        plan.bounds(layers)
+    assert sentence in str(refused.value)
+
+
+def test_microbatches_must_divide_among_the_data_parallel_ranks() -> None:
+    with pytest.raises(UserError, match="6 microbatches do not divide among 4 data-parallel ranks; give a multiple"):
+        Plan(Mesh(dp_replicate=2, dp_shard=2)).steps(4, 6)
+
+
+def test_layers_are_as_even_as_can_be_or_as_named() -> None:
+    assert Plan(Mesh(pp=3)).bounds(8) == [0, 2, 5, 8]
+    assert Plan(Mesh(pp=3), layers_per_stage=(1, 1, 6)).bounds(8) == [0, 1, 2, 8]
+    assert Plan(Mesh(pp=2), "interleaved-1f1b").bounds(8) == [0, 2, 4, 6, 8]
+    assert Plan(Mesh(pp=2), "interleaved-1f1b", stages_per_rank=4).bounds(8) == list(range(9))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_layer_for_each_stage_is_enough(name: str, ranks: int) -> None:
+    plan = Plan(Mesh(pp=ranks), name)
+    layers = plan.natural_layers()
+    assert plan.bounds(layers) == list(range(layers + 1))
+    assert plan.steps(layers, 3).stages == layers
+
+
+def test_a_plan_by_name_is_the_same_in_every_process() -> None:
+    for entry in STRATEGIES.values():
+        if entry.plan is not None:
+            plan = entry.plan(entry.ranks)
+            assert pickle.loads(pickle.dumps(plan)) == plan
+            assert entry.grid(entry.ranks) == plan.mesh
+
+
+def test_a_plan_as_words_leaves_out_what_is_nothing() -> None:
+    plan = Plan(Mesh(pp=2, dp_shard=3), SCHEDULES["gpipe"], shard_optimizer=("dp_shard",))
+    assert plan.as_dict() == {
+        "mesh": {"pp": 2, "dp_shard": 3},
+        "schedule": "gpipe",
+        "shard_optimizer": ["dp_shard"],
+        "reshard_after": "layer",
+        "recompute": "none",
+    }
+
+
+def test_a_schedule_that_is_an_object_needs_no_name() -> None:
+    assert Plan(schedule=SCHEDULES["zb-h1"]).order is find_schedule("zb-h1")
