@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from shardlab.program import Mesh, UserError
+from shardlab.program import LayerKind, Mesh, Sizes, UserError
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.find import find_schedule
@@ -28,7 +29,7 @@ from shardlab.strategies.schedules.find import find_schedule
             "shard_gradients is dp_shard but reduce_each is nothing",
         ),
         ({"reshard_after": "never"}, "reshard_after is 'never'; give one of layer, stage, step"),
-        ({"recompute": "some"}, "recompute is 'some'; give one of none, full"),
+        ({"recompute": "some"}, "recompute is 'some'; give one of none, selective, full"),
         ({"stages_per_rank": 0}, "stages_per_rank is 0; give 1 or more"),
         ({"mesh": Mesh(cp=2)}, "the mesh has cp 2, but a plan lays a model over pp, "),
     ],
@@ -37,6 +38,10 @@ def test_fields_that_do_not_fit_each_other_are_one_sentence(fields: dict[str, An
     with pytest.raises(UserError) as refused:
         Plan(**fields)
     assert sentence in str(refused.value)
+
+
+def whole(layers: int) -> list[LayerKind]:
+    return [LayerKind.WHOLE] * layers
 
 
 @pytest.mark.parametrize(
@@ -51,20 +56,20 @@ def test_fields_that_do_not_fit_each_other_are_one_sentence(fields: dict[str, An
 )
 def test_layers_that_do_not_fit_are_one_sentence(plan: Plan, layers: int, sentence: str) -> None:
     with pytest.raises(UserError) as refused:
-        plan.bounds(layers)
+        plan.bounds(whole(layers))
     assert sentence in str(refused.value)
 
 
 def test_microbatches_must_divide_among_the_data_parallel_ranks() -> None:
     with pytest.raises(UserError, match="6 microbatches do not divide among 4 data-parallel ranks; give a multiple"):
-        Plan(Mesh(dp_replicate=2, dp_shard=2)).steps(4, 6)
+        Plan(Mesh(dp_replicate=2, dp_shard=2)).steps(whole(4), 6)
 
 
 def test_layers_are_as_even_as_can_be_or_as_named() -> None:
-    assert Plan(Mesh(pp=3)).bounds(8) == [0, 2, 5, 8]
-    assert Plan(Mesh(pp=3), layers_per_stage=(1, 1, 6)).bounds(8) == [0, 1, 2, 8]
-    assert Plan(Mesh(pp=2), "interleaved-1f1b").bounds(8) == [0, 2, 4, 6, 8]
-    assert Plan(Mesh(pp=2), "interleaved-1f1b", stages_per_rank=4).bounds(8) == list(range(9))
+    assert Plan(Mesh(pp=3)).bounds(whole(8)) == [0, 2, 5, 8]
+    assert Plan(Mesh(pp=3), layers_per_stage=(1, 1, 6)).bounds(whole(8)) == [0, 1, 2, 8]
+    assert Plan(Mesh(pp=2), "interleaved-1f1b").bounds(whole(8)) == [0, 2, 4, 6, 8]
+    assert Plan(Mesh(pp=2), "interleaved-1f1b", stages_per_rank=4).bounds(whole(8)) == list(range(9))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -72,8 +77,16 @@ def test_layers_are_as_even_as_can_be_or_as_named() -> None:
 def test_a_layer_for_each_stage_is_enough(name: str, ranks: int) -> None:
     plan = Plan(Mesh(pp=ranks), name)
     layers = plan.natural_layers()
-    assert plan.bounds(layers) == list(range(layers + 1))
-    assert plan.steps(layers, 3).stages == layers
+    assert plan.bounds(whole(layers)) == list(range(layers + 1))
+    assert plan.steps(whole(layers), 3).stages == layers
+
+
+def test_half_blocks_are_cut_before_a_norm() -> None:
+    kinds = Sizes.half_blocks(2).kinds  # 11 layers: a body, then five pairs of a norm and a body
+    plan = Plan(Mesh(pp=2, tp=2))
+    assert plan.bounds(kinds) == [0, 5, 11]
+    assert all(kinds[cut] is LayerKind.NORM for cut in plan.bounds(kinds)[1:-1])
+    assert replace(plan, layers_per_stage=(1, 4)).bounds(kinds) == [0, 3, 11]
 
 
 def test_a_plan_by_name_is_the_same_in_every_process() -> None:

@@ -61,7 +61,7 @@ def test_an_empty_file_is_one_device(tmp_path: Path) -> None:
         ("shard_optimizer = ['pp']", "shard_optimizer is pp; give some of dp_shard, dp_replicate, each once"),
         ("shard_optimizer = [1]", "shard_optimizer is 1; give some of dp_shard, dp_replicate, each once"),
         ("schedule = 3", "schedule is 3; give a word in quotes"),
-        ("recompute = 'half'", "recompute is 'half'; give one of none, full"),
+        ("recompute = 'half'", "recompute is 'half'; give one of none, selective, full"),
         ("mesh = ", "is not TOML: "),
     ],
 )

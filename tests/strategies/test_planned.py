@@ -29,7 +29,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
     """Any sharding on any pipeline, with layers and microbatches that fit."""
     shape = SHARDINGS[draw(st.sampled_from(list(SHARDINGS)))]
     sizes = st.integers(1, 3)
-    mesh = Mesh(pp=draw(sizes), dp_shard=draw(sizes), dp_replicate=draw(st.integers(1, 2)))
+    mesh = Mesh(pp=draw(sizes), dp_shard=draw(sizes), dp_replicate=draw(st.integers(1, 2)), tp=shape.mesh.tp)
     plan = replace(
         shape,
         mesh=mesh,
