@@ -118,7 +118,10 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
     ("arguments", "sentence"),
     [
         ("simulate fdsp", "there is no strategy 'fdsp'; did you mean fsdp?"),
-        ("simulate qqq", "Built in: single, grad_accum, ddp, wsdp, fsdp, pipeline, zero-1, zero-2, zero-3, hsdp"),
+        (
+            "simulate qqq",
+            "Built in: single, grad_accum, ddp, wsdp, fsdp, tensor_parallel, pipeline, zero-1, zero-2, zero-3, hsdp",
+        ),
         ("simulate none.py:right", "none.py is not a file"),
         ("simulate folder.py:right", "folder.py is not a file"),
         ("simulate user.py:rigth", "user.py has no function 'rigth'; did you mean 'right'?"),

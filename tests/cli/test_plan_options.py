@@ -29,13 +29,13 @@ def plan_of(entry: tuple[Entry, int]) -> Plan:
 
 
 def test_flags_alone_are_a_plan() -> None:
-    options = PlanOptions(pp=2, dp_shard=3, schedule="gpipe", shard_optimizer=("dp_shard",), recompute="full")
+    options = PlanOptions(pp=2, dp_shard=3, schedule="gpipe", shard_optimizer=("dp_shard",), recompute=("full",))
     plan = Plan(Mesh(pp=2, dp_shard=3), "gpipe", shard_optimizer=("dp_shard",), recompute="full")
     assert plan_of(options.entry(None, None)) == plan_of(options.entry(None, 6)) == plan
 
 
 def test_flags_change_a_plan_that_has_a_name() -> None:
-    assert plan_of(PlanOptions(recompute="full").entry("zero-3", 8)).mesh == Mesh(dp_shard=8)
+    assert plan_of(PlanOptions(recompute=("full",)).entry("zero-3", 8)).mesh == Mesh(dp_shard=8)
     changed = plan_of(PlanOptions(pp=2, dp_shard=2).entry("zero-3", None))
     assert changed.mesh == Mesh(pp=2, dp_shard=2)
     assert changed.shard_parameters == ("dp_shard",)

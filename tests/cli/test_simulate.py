@@ -60,9 +60,10 @@ def test_ops_counts_every_entry_of_the_tapes(capsys: Captured) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_simulates_without_options(name: str, capsys: Captured) -> None:
     facts = json_of(capsys, name)
-    assert facts["ranks"] == (1 if name in ("single", "grad_accum") else 4)
+    assert facts["ranks"] == STRATEGIES[name].ranks
     assert facts["microbatches"] == 4
-    assert facts["layers"] == (8 if name in TWO_STAGES else 4)
+    half_blocks = 4 * 4 + 3  # of four blocks
+    assert facts["layers"] == (half_blocks if "tp" in facts["mesh"] else 8 if name in TWO_STAGES else 4)
 
 
 def test_a_users_file_is_simulated(capsys: Captured) -> None:
