@@ -1,7 +1,8 @@
 """The README is true: its commands print what it shows, and its Python runs.
 
 A comment before a console block says how much of its output is fixed: `test: the same`, `test: the same up to
-numbers` (which differ between machines), or `test: it runs`.
+numbers` (which differ between machines), `test: the same where it is shown` (`...` stands for the rest), or `test: it
+runs`.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ def test_a_command_prints_what_the_readme_shows(command: Command, elsewhere: Pat
     printed = "".join(line.rstrip() + "\n" for line in (done.stdout + done.stderr).splitlines())
     if command.comment == "test: the same up to numbers":
         assert squeezed(printed) == squeezed(command.output)
+    elif command.comment == "test: the same where it is shown":
+        rest = printed
+        for shown in command.output.split("...\n"):
+            before, found, rest = rest.partition(shown)
+            assert found == shown, f"{shown!r} is not in what follows {before!r}"
     else:
         assert command.comment == "test: the same"
         assert printed == command.output
