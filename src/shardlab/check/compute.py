@@ -89,7 +89,7 @@ def backward(state: RankState, op: Op) -> None:
 
 def backward_input(state: RankState, op: Op) -> None:
     *outputs, half = op[3]
-    activation = op[2][0]
+    activation, *_ = op[2]
     spec = state.live[activation]
     _, *made = _backward(state, op)
     for number, output in zip(outputs, made, strict=True):
