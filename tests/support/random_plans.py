@@ -8,14 +8,14 @@ from random import Random
 from hypothesis import strategies as st
 
 from shardlab.program import Mesh, Program, Sizes, trace
-from shardlab.strategies.plan import DATA_AXES, Plan
+from shardlab.strategies.plan import DATA_AXES, Plan, cuts
 from shardlab.strategies.planned import planned
 from shardlab.strategies.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for a model of so many pairs of half-blocks, or of so many whole layers."""
+    """A plan for a model of so many whole layers, or of one block fewer in half-blocks."""
 
     plan: Plan
     layers: int
@@ -47,9 +47,10 @@ def random_plan(seed: int, halves: bool | None = None, ranks: int = 8) -> Planne
     schedule = SCHEDULES[random.choice(list(SCHEDULES))]
     looped = schedule.stages_per_rank is None
     stages = schedule.stages_per_rank or random.choice([1, 2])
-    cuts = pp * stages + random.randint(0, 2)
+    layers = pp * stages + random.randint(0, 2)
+    units = len(cuts(Sizes.half_blocks(layers - 1).kinds)) - 1 if halves else layers
     of_stages = [1] * (pp * stages)
-    for _ in range(cuts - len(of_stages)):
+    for _ in range(units - len(of_stages)):
         of_stages[random.randrange(len(of_stages))] += 1
     axes = random.sample(DATA_AXES, random.randint(0, 2))
     parameters = axes[: random.randint(0, len(axes))]
@@ -70,7 +71,7 @@ def random_plan(seed: int, halves: bool | None = None, ranks: int = 8) -> Planne
         recompute=random.choice(["none", "none", "full"]),
     )
     microbatches = replicate * shard * random.randint(most, max(3, most))
-    return Planned(plan, cuts, halves, microbatches)
+    return Planned(plan, layers, halves, microbatches)
 
 
 def plans() -> st.SearchStrategy[Planned]:
