@@ -13,15 +13,17 @@ from random import Random
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Op, OpKind, Program, Refused, trace
+from shardlab.program import Mesh, Op, OpKind, Program, Refused, trace
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.plan import Plan
 from tests.check.programs import PLACE, built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
+from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE = 60
+SAMPLE, SAMPLE_OF_HALVES = 60, 20
 """Mutants of one kind and program that are tried; there may be thousands."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
@@ -30,6 +32,15 @@ RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two h
     Shape(pp=3, dp_replicate=1, dp_shard=1, layers=3, microbatches=3, seed=20),
     Shape(pp=2, dp_replicate=1, dp_shard=1, layers=2, microbatches=4, seed=20),
 ]
+
+SHARD = ("dp_shard",)
+HALVES = {  # half-blocks: with and without slices of sequences, states, pipelines, halves of backward passes
+    "tensor": Planned(Plan(Mesh(tp=2), "gpipe"), 2, True, 1),
+    "sequence": Planned(Plan(Mesh(tp=2), "zb-h1", sequence_parallel=True), 2, True, 2),
+    "tensor zero_1": Planned(Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True), 2, True, 2),
+    "tensor fsdp": Planned(Plan(Mesh(dp_shard=2, tp=2), "gpipe", None, (), SHARD, SHARD, SHARD), 1, True, 2),
+    "tensor pipeline": Planned(Plan(Mesh(pp=2, tp=2), "zb-h1", sequence_parallel=True), 3, True, 2),
+}
 
 UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its update"}
 """Kinds that leave the numbers right when sends are buffered: the check refuses them for what they say."""
@@ -40,13 +51,15 @@ def subjects() -> dict[str, Program]:
     """The programs that mistakes are put into."""
     programs = {name: built_in(name) for name in STRATEGIES}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
-    return programs | {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
+    programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
+    return programs | {name: plan.program for name, plan in HALVES.items()}
 
 
 def mutants(kind: str, name: str) -> list[Program]:
     """A sample of a program's mutants, the same every time."""
     found = list(MUTATIONS[kind](subjects()[name]))
-    return found if len(found) <= SAMPLE else Random(f"{kind} {name}").sample(found, SAMPLE)
+    sample = SAMPLE_OF_HALVES if name in HALVES else SAMPLE
+    return found if len(found) <= sample else Random(f"{kind} {name}").sample(found, sample)
 
 
 def refusal(program: Program) -> str | None:
@@ -145,6 +158,22 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("update with a part of the norm", "split_fsdp", "the norm given lacks parts 1, 3 of 4 of the model"),
         ("update without the norm", "zero_1", "some updates of this rank are given the gradient's norm and some are"),
         ("update without the norm", "zero_1", "is not given the gradient's norm, but rank 0's updates are"),
+        (
+            "missing reduce",
+            "tensor",
+            "the terms of slices 1 are missing. Reduce it over the ranks that have them first",
+        ),
+        ("missing reduce", "sequence", "norm(layer 1): sequence slice 1 of microbatch"),
+        ("missing gather", "sequence", "this layer wants whole sequences. Gather their slices first"),
+        ("missing gather", "tensor", "the stats given is stats[5] (microbatch 0, slices 0 of 2 alone)"),
+        ("double reduce", "tensor", "which is complete; summing it again would count it twice"),
+        ("collective too many", "tensor", "slices of the logits are no terms of a sum"),
+        ("collective too many", "tensor", "gave slices 0 of 2 and rank 1 1 of 2; only equal slices can be summed"),
+        ("collective over another axis", "tensor zero_1", "only terms of one value are put together"),
+        ("residual for branch", "sequence", "the branch given is residuals[3]"),
+        ("residual for branch", "sequence", "the gradient given is grad_residuals[3]"),
+        ("slice of another rank", "tensor", "slice 1 would be counted twice (rank 1 and an earlier rank both have it)"),
+        ("squares counted on every rank", "tensor", "of the model come from rank 1 and from an earlier one as well"),
         ("double reduce", "split_fsdp", "all_reduce(scalars): parts 0-3 of 4 of the model come from rank 1"),
     ],
 )

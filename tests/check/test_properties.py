@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from shardlab.check import ChannelModel, check
 from shardlab.program import OpKind
 from tests.support.interpreter import judge
+from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
 
 
@@ -19,6 +20,18 @@ def test_right_programs_pass_and_compute_the_right_numbers(shape: Shape) -> None
     assert verdict.right, verdict.reason
     assert checked.models[ChannelModel.BUFFERED] is None
     assert checked.models[ChannelModel.IN_ORDER] is None
+
+
+@settings(max_examples=30)
+@given(plans())
+def test_any_plan_is_right_on_any_channel(shape: Planned) -> None:
+    """Whole layers and half-blocks, every mapping of shards to axes, every schedule."""
+    program = shape.program
+    checked = check(program)
+    verdict = judge(program)
+    assert verdict.right, verdict.reason
+    assert set(checked.models.values()) == {None}
+    assert checked.not_runnable is None
 
 
 @settings(max_examples=60)

@@ -9,7 +9,7 @@ import torch
 
 from shardlab.execute.graph import FlatWeight, Graph
 from shardlab.models import GPT
-from shardlab.models.tensors import initial_weights, layers_of, views
+from shardlab.models.tensors import Share, initial_weights, layers_of, views
 
 MODEL = GPT(layers=2, width=16, heads=2, block=8)
 LAYER, LAYOUT = layers_of(MODEL)[1], MODEL.layout(1)
@@ -21,15 +21,14 @@ def run(regathered: bool, move: bool) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     flat = FLAT.clone()
-    graph = Graph(LAYER, x, FlatWeight(flat, LAYOUT), None, regathered)
-    output = graph.take_output()
+    graph = Graph(LAYER, [x], FlatWeight(flat, LAYOUT), Share(), None, regathered)
+    (output,) = graph.take_outputs()
     if move:
         elsewhere = flat.clone()
         flat.fill_(float("nan"))
         flat = elsewhere
     into = torch.zeros_like(FLAT)
-    x_gradient = graph.backward(torch.ones_like(output), flat, views(LAYOUT, into))
-    assert x_gradient is not None
+    (x_gradient,) = graph.backward([torch.ones_like(output)], flat, views(LAYOUT, into))
     return into, x_gradient
 
 
@@ -44,14 +43,15 @@ def test_backward_adds_to_what_the_gradient_holds_already() -> None:
     into = torch.ones_like(FLAT)
     fresh = torch.zeros_like(FLAT)
     for target in (into, fresh):
-        graph = Graph(LAYER, x, FlatWeight(FLAT.clone(), LAYOUT), None, regathered=False)
-        graph.backward(torch.ones_like(graph.take_output()), FLAT, views(LAYOUT, target))
+        graph = Graph(LAYER, [x], FlatWeight(FLAT.clone(), LAYOUT), Share(), None, regathered=False)
+        graph.backward([torch.ones_like(y) for y in graph.take_outputs()], FLAT, views(LAYOUT, target))
     assert torch.allclose(into - 1, fresh, atol=1e-12)
 
 
 def test_the_graph_keeps_neither_its_output_nor_a_regathered_weight_alive() -> None:
     flat = FLAT.clone()
-    graph = Graph(LAYER, torch.randn(3, 8, 16, dtype=torch.float64), FlatWeight(flat, LAYOUT), None, regathered=True)
-    output = weakref.ref(graph.take_output())
+    x = torch.randn(3, 8, 16, dtype=torch.float64)
+    graph = Graph(LAYER, [x], FlatWeight(flat, LAYOUT), Share(), None, regathered=True)
+    output = weakref.ref(graph.take_outputs()[0])
     gc.collect()
     assert output() is None

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardlab.execute.graph import FlatWeight, Graph
 from shardlab.models import GPT, MLP, Model
-from shardlab.models.tensors import Dropout, initial_weights, layers_of, views
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 
 MODELS: list[Model] = [
     GPT(layers=3, width=16, heads=2, block=8),
@@ -30,23 +30,30 @@ CASES = [(model, layer) for model in MODELS for layer in range(model.layers)]
 every_layer = pytest.mark.parametrize(("model", "layer"), CASES, ids=str)
 
 
-def graph_of(model: Model, layer: int, regathered: bool = False) -> tuple[Graph, Tensor, Tensor]:
-    """A layer's graph on random input, its flat weight, and a gradient of its output."""
+def input_of(model: Model, layer: int) -> Tensor:
+    """Random, but always the same; tokens for the first layer."""
     torch.manual_seed(layer)
     shape = (ROWS, *model.activation_shape(layer))
-    x = torch.randn(shape, dtype=torch.float64) if layer else torch.randint(model.vocabulary, shape)
+    return torch.randn(shape, dtype=torch.float64) if layer else torch.randint(model.vocabulary, shape)
+
+
+def graph_of(
+    model: Model, layer: int, regathered: bool = False, x: Tensor | None = None
+) -> tuple[Graph, Tensor, list[Tensor]]:
+    """A layer's graph on random input, its flat weight, and the gradients of its outputs."""
+    x = input_of(model, layer) if x is None else x
     flat = initial_weights(model, layer, 0, torch.float64)
     dropout = Dropout(model.dropout, 0, 0, layer, (0,)) if model.dropout else None
-    graph = Graph(layers_of(model)[layer], x, FlatWeight(flat, model.layout(layer)), dropout, regathered)
-    return graph, flat, torch.randn_like(graph.take_output())
+    graph = Graph(layers_of(model)[layer], [x], FlatWeight(flat, model.layout(layer)), Share(), dropout, regathered)
+    return graph, flat, [torch.randn_like(y) for y in graph.take_outputs()]
 
 
-def whole(model: Model, layer: int) -> tuple[Tensor, Tensor | None]:
-    """Gradients of weight and input, in one backward pass."""
-    graph, flat, gradient = graph_of(model, layer)
+def whole(model: Model, layer: int) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of weight and inputs, in one backward pass."""
+    graph, flat, gradients = graph_of(model, layer)
     into = torch.zeros_like(flat)
-    x_gradient = graph.backward(gradient, flat, views(model.layout(layer), into))
-    return into, x_gradient
+    x_gradients = graph.backward(gradients, flat, views(model.layout(layer), into))
+    return into, x_gradients
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -56,24 +63,20 @@ def equal(a: Tensor, b: Tensor) -> bool:
 @every_layer
 @pytest.mark.parametrize("regathered", [False, True])
 def test_two_halves_give_the_gradients_of_the_whole(model: Model, layer: int, regathered: bool) -> None:
-    graph, flat, gradient = graph_of(model, layer, regathered)
-    x_gradient = graph.backward_input(gradient, flat)
+    graph, flat, gradients = graph_of(model, layer, regathered)
+    x_gradients = graph.backward_input(gradients, flat)
     into = torch.zeros_like(flat)
     graph.backward_weight(views(model.layout(layer), into))
     expected, x_expected = whole(model, layer)
     assert equal(into, expected)
-    if layer == 0:
-        assert x_gradient is None, "tokens have no gradient"
-    else:
-        assert x_gradient is not None
-        assert x_expected is not None
-        assert equal(x_gradient, x_expected)
+    assert len(x_gradients) == (layer > 0), "tokens have no gradient"
+    assert all(equal(a, b) for a, b in zip(x_gradients, x_expected, strict=True))
 
 
 @every_layer
 def test_the_weights_half_adds_to_what_the_gradient_holds_already(model: Model, layer: int) -> None:
-    graph, flat, gradient = graph_of(model, layer)
-    graph.backward_input(gradient, flat)
+    graph, flat, gradients = graph_of(model, layer)
+    graph.backward_input(gradients, flat)
     into = torch.ones_like(flat)
     parameters = views(model.layout(layer), into)
     graph.backward_weight(parameters)
@@ -84,10 +87,10 @@ def test_the_weights_half_adds_to_what_the_gradient_holds_already(model: Model, 
 @every_layer
 def test_between_the_halves_the_weight_may_go(model: Model, layer: int) -> None:
     """It is gathered elsewhere for the first half, and nowhere for the second."""
-    graph, flat, gradient = graph_of(model, layer, regathered=True)
+    graph, flat, gradients = graph_of(model, layer, regathered=True)
     elsewhere = flat.clone()
     flat.fill_(float("nan"))
-    graph.backward_input(gradient, elsewhere)
+    graph.backward_input(gradients, elsewhere)
     elsewhere.fill_(float("nan"))
     into = torch.zeros_like(flat)
     graph.backward_weight(views(model.layout(layer), into))
@@ -114,12 +117,13 @@ def kept_between_the_halves(model: Model, layer: int) -> int:
         found.append(weakref.ref(kept))
         return kept
 
+    x = input_of(model, layer)
     with saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        graph, flat, gradient = graph_of(model, layer)
-    graph.backward_input(gradient, flat)
+        graph, flat, gradients = graph_of(model, layer, x=x)
+    graph.backward_input(gradients, flat)
     alive = [kept.tensor for reference in found if (kept := reference()) is not None]
     caught = [tensor for entry in graph._entries for tensor in entry.caught.values()]
-    given = storages(iter([flat, gradient, graph._x]))
+    given = storages(iter([flat, *gradients, x]))
     sizes = {place: size for place, size in storages(iter([*alive, *caught])).items() if place not in given}
     return sum(sizes.values()) // 8 // ROWS
 

@@ -24,7 +24,7 @@ def test_equal_traces_have_one_fingerprint(name: str) -> None:
 
 
 def test_every_builtin_strategy_has_its_own_fingerprint() -> None:
-    programs = [trace(entry.program, entry.mesh(entry.ranks), 4, 4) for entry in STRATEGIES.values()]
+    programs = [trace(entry.program, entry.mesh(entry.ranks), 8, 4) for entry in STRATEGIES.values()]
     assert len({program.fingerprint() for program in programs}) == len(programs)
 
 

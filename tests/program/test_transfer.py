@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Message, OpKind, Refused, Spec, transfer
-from shardlab.program.values import WHOLE
+from shardlab.program.values import ONE, WHOLE
 from tests.program.tapes import says
 
 ALL = 0b1111
 """The step's four microbatches."""
+
+
+LAYERS = 2
+"""Of the model that the values belong to."""
 
 
 def weight(layer: int = 1, holds: Holds = WHOLE, step: int = 0) -> Spec:
@@ -74,7 +78,7 @@ def test_backward_weight_makes_the_weights_gradient_as_backward_does() -> None:
 
 
 def test_what_is_kept_between_the_halves_is_of_the_same_rows() -> None:
-    assert transfer.saved(1, activation(), Kind.SAVED_FOR_WEIGHT) == Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b11, 4))
+    assert transfer.saved(1, activation(), 0, Kind.SAVED_FOR_WEIGHT) == Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b11, 4))
 
 
 def test_add_unites_sums() -> None:
@@ -106,7 +110,7 @@ def test_update_makes_the_states_slice_of_a_weight_that_holds_more(held: Holds, 
 def test_the_new_slices_gathered_are_the_weight_that_was_loaded() -> None:
     """Four states of two slices each hold; the gather counts in the slices that there were before."""
     new = [weight(holds=shard(n, 8), step=1) for n in (2, 3)]
-    assert transfer.collective(OpKind.ALL_GATHER, new, [0, 1]) == [weight(holds=shard(1, 4), step=1)] * 2
+    assert transfer.collective(OpKind.ALL_GATHER, new, [0, 1], LAYERS) == [weight(holds=shard(1, 4), step=1)] * 2
 
 
 def test_update_takes_the_norm_of_the_whole_model() -> None:
@@ -126,7 +130,7 @@ def test_scalars_are_summed_part_by_part() -> None:
     assert transfer.add(scalar(0b0001), scalar(0b0110)) == scalar(0b0111)
     assert transfer.add(scalar(0b01, 2), scalar(0b0100, 4)) == scalar(0b0111)
     parts = [scalar(0b1000), scalar(0b0001), scalar(0b0110)]
-    assert transfer.collective(OpKind.ALL_REDUCE, parts, range(3)) == [scalar(0b1111)] * 3
+    assert transfer.collective(OpKind.ALL_REDUCE, parts, range(3), LAYERS) == [scalar(0b1111)] * 3
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.data())
@@ -145,23 +149,23 @@ def test_the_norms_of_all_slices_of_all_layers_are_the_whole_models(layers: int,
 
 def test_all_gather_unites_holds() -> None:
     pieces = [weight(holds=shard(n, 3)) for n in (2, 0, 1)]
-    assert transfer.collective(OpKind.ALL_GATHER, pieces, [0, 1, 2]) == [weight()] * 3
+    assert transfer.collective(OpKind.ALL_GATHER, pieces, [0, 1, 2], LAYERS) == [weight()] * 3
     assert (
-        transfer.collective(OpKind.ALL_GATHER, [activation(1, 0b01), activation(1, 0b10)], [0, 1])
+        transfer.collective(OpKind.ALL_GATHER, [activation(1, 0b01), activation(1, 0b10)], [0, 1], LAYERS)
         == [activation(1, 0b11)] * 2
     )
     mixed = [weight(holds=Holds(0b1, 2)), weight(holds=Holds(0b1000, 4)), weight(holds=Holds(0b0100, 4))]
-    assert transfer.collective(OpKind.ALL_GATHER, mixed, [0, 1, 2])[0].holds.complete
+    assert transfer.collective(OpKind.ALL_GATHER, mixed, [0, 1, 2], LAYERS)[0].holds.complete
 
 
 def test_all_reduce_unites_sums() -> None:
     pieces = [grad_weight(1 << n) for n in range(4)]
-    assert transfer.collective(OpKind.ALL_REDUCE, pieces, range(4)) == [grad_weight(ALL)] * 4
+    assert transfer.collective(OpKind.ALL_REDUCE, pieces, range(4), LAYERS) == [grad_weight(ALL)] * 4
 
 
 def test_reduce_scatter_unites_sums_and_splits_holds() -> None:
     pieces = [grad_weight(1 << n) for n in range(4)]
-    assert transfer.collective(OpKind.REDUCE_SCATTER, pieces, range(4)) == [
+    assert transfer.collective(OpKind.REDUCE_SCATTER, pieces, range(4), LAYERS) == [
         grad_weight(ALL, shard(n, 4)) for n in range(4)
     ]
 
@@ -170,9 +174,9 @@ def test_reduce_scatter_unites_sums_and_splits_holds() -> None:
 def test_gathering_what_was_scattered_gives_the_reduced_gradient(order: list[int], members: int) -> None:
     pieces = [grad_weight(1 << n) for n in order[:members]]
     ranks = range(members)
-    scattered = transfer.collective(OpKind.REDUCE_SCATTER, pieces, ranks)
-    gathered = transfer.collective(OpKind.ALL_GATHER, scattered, ranks)[0]
-    reduced = transfer.collective(OpKind.ALL_REDUCE, pieces, ranks)[0]
+    scattered = transfer.collective(OpKind.REDUCE_SCATTER, pieces, ranks, LAYERS)
+    gathered = transfer.collective(OpKind.ALL_GATHER, scattered, ranks, LAYERS)[0]
+    reduced = transfer.collective(OpKind.ALL_REDUCE, pieces, ranks, LAYERS)[0]
     assert gathered.sums == reduced.sums
     assert gathered.holds.same(reduced.holds)
 
@@ -184,6 +188,7 @@ specs = st.builds(
     st.integers(1, 3).flatmap(lambda of: st.integers(1, (1 << of) - 1).map(lambda mask: Holds(mask, of))),
     st.integers(0, 7),
     st.integers(0, 1),
+    st.just(ONE),
 )
 alike = specs.flatmap(
     lambda first: st.lists(
@@ -204,7 +209,7 @@ def test_a_collective_says_what_the_rule_for_its_members_says(kind: OpKind, memb
     rule = transfer.unite_holds if kind is OpKind.ALL_GATHER else transfer.unite_sums
     name = f"{kind.value}({members[0].kind.value}[{members[0].layer}])"
     assert outcome(lambda: [rule(name, members, names)] * len(members)) == outcome(
-        lambda: transfer.collective(kind, members, range(len(members)))
+        lambda: transfer.collective(kind, members, range(len(members)), LAYERS)
     )
 
 
@@ -218,7 +223,7 @@ def outcome(call: Callable[[], list[Spec]]) -> list[Spec] | str:
 @given(alike)
 def test_a_sum_counts_every_contribution_once(members: list[Spec]) -> None:
     try:
-        total = transfer.collective(OpKind.ALL_REDUCE, members, range(len(members)))[0]
+        total = transfer.collective(OpKind.ALL_REDUCE, members, range(len(members)), LAYERS)[0]
     except Refused:
         return
     assert total.sums == sum(member.sums for member in members), "a sum of disjoint bit sets is their union"
@@ -228,7 +233,7 @@ def test_a_sum_counts_every_contribution_once(members: list[Spec]) -> None:
 @given(alike)
 def test_a_gathered_value_holds_every_piece_once(members: list[Spec]) -> None:
     try:
-        total = transfer.collective(OpKind.ALL_GATHER, members, range(len(members)))[0]
+        total = transfer.collective(OpKind.ALL_GATHER, members, range(len(members)), LAYERS)[0]
     except Refused:
         return
     shares = sum(Fraction(member.holds.pieces, member.holds.of) for member in members)
@@ -417,46 +422,48 @@ REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["add(scalars): parts 1 of 4 of the model come from the second value", "each parameter's square counts once"],
     ),
     "all_reduce, replicas' squares": (
-        lambda: transfer.collective(OpKind.ALL_REDUCE, [scalar(0b1, 2)] * 2, [4, 6]),
+        lambda: transfer.collective(OpKind.ALL_REDUCE, [scalar(0b1, 2)] * 2, [4, 6], LAYERS),
         ["all_reduce(scalars): parts 0 of 2 of the model come from rank 6 and from an earlier one", "Sum replicas on"],
     ),
     "all_gather, scalars": (
-        lambda: transfer.collective(OpKind.ALL_GATHER, [scalar(0b01, 2), scalar(0b10, 2)], [0, 1]),
+        lambda: transfer.collective(OpKind.ALL_GATHER, [scalar(0b01, 2), scalar(0b10, 2)], [0, 1], LAYERS),
         ["all_gather(scalars): a scalar has no slices; all_reduce it"],
     ),
     "reduce_scatter, scalars": (
-        lambda: transfer.collective(OpKind.REDUCE_SCATTER, [scalar(0b01, 2)], [0]),
+        lambda: transfer.collective(OpKind.REDUCE_SCATTER, [scalar(0b01, 2)], [0], LAYERS),
         ["reduce_scatter(scalars): a scalar has no slices"],
     ),
     "all_reduce, twice": (
-        lambda: transfer.collective(OpKind.ALL_REDUCE, [grad_weight(0b1), grad_weight(2), grad_weight(3)], [0, 2, 4]),
+        lambda: transfer.collective(
+            OpKind.ALL_REDUCE, [grad_weight(0b1), grad_weight(2), grad_weight(3)], [0, 2, 4], LAYERS
+        ),
         ["all_reduce(grad_weights[1])", "would be counted twice", "rank 4 both summed it"],
     ),
     "all_reduce, kind": (
-        lambda: transfer.collective(OpKind.ALL_REDUCE, [activation(1, 1), activation(1, 2)], [0, 1]),
+        lambda: transfer.collective(OpKind.ALL_REDUCE, [activation(1, 1), activation(1, 2)], [0, 1], LAYERS),
         ["all_reduce(activations[1])", "rank 0 gave activations[1] (microbatch 0)", "only weight gradients"],
     ),
     "reduce_scatter, twice": (
-        lambda: transfer.collective(OpKind.REDUCE_SCATTER, [grad_weight(), grad_weight()], [3, 5]),
+        lambda: transfer.collective(OpKind.REDUCE_SCATTER, [grad_weight(), grad_weight()], [3, 5], LAYERS),
         ["reduce_scatter(grad_weights[1])", "microbatches 0-3 would be counted twice (rank 3 and rank 5 both"],
     ),
     "all_gather, slices overlap": (
-        lambda: transfer.collective(OpKind.ALL_GATHER, [weight(holds=shard(1, 2))] * 2, [0, 1]),
+        lambda: transfer.collective(OpKind.ALL_GATHER, [weight(holds=shard(1, 2))] * 2, [0, 1], LAYERS),
         ["all_gather(weights[1])", "slice 1 of 2 comes from rank 1", "must not overlap"],
     ),
     "all_gather, rows overlap": (
-        lambda: transfer.collective(OpKind.ALL_GATHER, [activation()] * 2, [0, 1]),
+        lambda: transfer.collective(OpKind.ALL_GATHER, [activation()] * 2, [0, 1], LAYERS),
         ["all_gather(activations[1])", "microbatch 0-1 of 4 comes from rank 1", "must not overlap"],
     ),
     "all_gather, steps": (
         lambda: transfer.collective(
-            OpKind.ALL_GATHER, [weight(holds=shard(0, 2)), weight(holds=shard(1, 2), step=1)], [0, 1]
+            OpKind.ALL_GATHER, [weight(holds=shard(0, 2)), weight(holds=shard(1, 2), step=1)], [0, 1], LAYERS
         ),
         ["rank 0 gave weights[1] (shard 0 of 2)", "rank 1 weights[1] (shard 1 of 2, step 1)", "pieces of one value"],
     ),
     "all_gather, sums": (
         lambda: transfer.collective(
-            OpKind.ALL_GATHER, [grad_weight(0b1, shard(0, 2)), grad_weight(0b10, shard(1, 2))], [0, 1]
+            OpKind.ALL_GATHER, [grad_weight(0b1, shard(0, 2)), grad_weight(0b10, shard(1, 2))], [0, 1], LAYERS
         ),
         ["the pieces sum different microbatches", "Reduce before gathering"],
     ),

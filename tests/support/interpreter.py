@@ -12,44 +12,43 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardlab.program import Op, OpKind, Program
+from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape, Piece, combined, summed
+from tests.support.toy_halves import Halves
+from tests.support.toy_layers import Whole
 
-PRIME = 2**29 - 3
-WIDTH = 12
-ELEMENTS = WIDTH * WIDTH
-"""Elements of a layer: divisible by every number of slices that up to 4 x 4 ranks make."""
-
-ARITY: dict[OpKind, tuple[int, tuple[int, ...]]] = {
-    OpKind.LOAD_WEIGHT: (0, (1,)),
-    OpKind.LOAD_OPT_STATE: (0, (1,)),
-    OpKind.LOAD_BATCH: (0, (1,)),
-    OpKind.FORWARD: (2, (1, 2)),
-    OpKind.RECOMPUTE: (2, (1,)),
-    OpKind.LOSS: (1, (1,)),
-    OpKind.BACKWARD: (4, (2,)),
-    OpKind.BACKWARD_INPUT: (4, (2,)),
-    OpKind.BACKWARD_WEIGHT: (3, (1,)),
-    OpKind.ADD: (2, (1,)),
-    OpKind.NORM: (1, (1,)),
-    OpKind.UPDATE: (3, (2,)),
-    OpKind.ALL_REDUCE: (1, (1,)),
-    OpKind.ALL_GATHER: (1, (1,)),
-    OpKind.REDUCE_SCATTER: (1, (1,)),
-    OpKind.SEND: (1, (0,)),
-    OpKind.RECV: (0, (1,)),
-    OpKind.WAIT: (0, (0,)),
-    OpKind.FREE: (1, (0,)),
+ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    OpKind.LOAD_WEIGHT: ((0,), (1,)),
+    OpKind.LOAD_OPT_STATE: ((0,), (1,)),
+    OpKind.LOAD_BATCH: ((0,), (1,)),
+    OpKind.FORWARD: ((2, 3), (1, 2, 3)),
+    OpKind.RECOMPUTE: ((2, 3), (1,)),
+    OpKind.LOSS_STATS: ((1,), (1,)),
+    OpKind.LOSS: ((1, 2), (1,)),
+    OpKind.BACKWARD: ((4, 5), (2, 3)),
+    OpKind.BACKWARD_INPUT: ((4, 5), (2, 3)),
+    OpKind.BACKWARD_WEIGHT: ((3,), (1,)),
+    OpKind.ADD: ((2,), (1,)),
+    OpKind.NORM: ((1,), (1,)),
+    OpKind.UPDATE: ((3, 4), (2,)),
+    OpKind.ALL_REDUCE: ((1,), (1,)),
+    OpKind.ALL_GATHER: ((1,), (1,)),
+    OpKind.REDUCE_SCATTER: ((1,), (1,)),
+    OpKind.SEND: ((1,), (0,)),
+    OpKind.RECV: ((0,), (1,)),
+    OpKind.WAIT: ((0,), (0,)),
+    OpKind.FREE: ((1,), (0,)),
 }
-"""How many values each op reads, and may make."""
+"""How many values each op may read, and make; layers take and give as many as they are made for."""
 
 PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
 """Where the weight and its state stand in what a layer has."""
 
-Array = NDArray[np.int64]
+Network = Whole | Halves
 
 
 class Outcome(Enum):
@@ -71,41 +70,7 @@ class Verdict:
         return self.outcome is Outcome.RIGHT
 
 
-class BrokenTape(Exception):
-    """An op cannot be executed."""
-
-
-@dataclass
-class Piece:
-    """Numbers, and where they belong: `data[i]` is element or microbatch `where[i]`."""
-
-    where: tuple[int, ...]
-    data: Array
-
-
-# The toy network: z = x W + b, y = z + z * z; the optimizer is any function of weight, state and gradient.
-
-
-def forward_layer(layer: int, x: Array, weight: Array) -> tuple[Array, Array]:
-    """The output, and z, which is kept for the backward pass."""
-    z = (x @ weight.reshape(WIDTH, WIDTH) + 17 * layer + 5) % PRIME
-    return (z + z * z) % PRIME, z
-
-
-def backward_input(z: Array, dy: Array, weight: Array) -> tuple[Array, Array]:
-    """The gradient of the input, and dz, which is kept for the weight's."""
-    dz = dy * ((1 + 2 * z) % PRIME) % PRIME
-    return dz @ weight.reshape(WIDTH, WIDTH).T % PRIME, dz
-
-
-def backward_weight(x: Array, dz: Array) -> Array:
-    """The gradient of the weight, summed over the rows."""
-    dw = sum((np.outer(a, b) % PRIME for a, b in zip(x, dz, strict=True)), np.zeros((WIDTH, WIDTH), np.int64)) % PRIME
-    return dw.reshape(-1)
-
-
-def loss_gradient(y: Array, microbatches: tuple[int, ...]) -> Array:
-    return (3 * y + 1000 * np.array(microbatches, np.int64)[:, None] + 7) % PRIME
+# The optimizer is any function of weight, state and gradient.
 
 
 def update_slice(layer: int, weight: Array, state: Array, gradient: Array, norm: int = 0) -> tuple[Array, Array]:
@@ -119,35 +84,43 @@ def initial(layer: int) -> tuple[Array, Array]:
     return places**3 % PRIME, places**2 % PRIME
 
 
-def batch_rows(microbatches: tuple[int, ...]) -> Array:
-    places = 100 * (np.array(microbatches, np.int64)[:, None] + 1) + np.arange(WIDTH, dtype=np.int64)
-    return places**3 % PRIME
-
-
 def squares(layer: int, places: tuple[int, ...], gradient: Array) -> int:
     """A part of the norm; places count, so that another slice's squares are another number."""
     where = np.array(places, np.int64) + 1000 * layer
     return int((gradient * gradient % PRIME * where % PRIME).sum() % PRIME)
 
 
+def network_of(norms: tuple[bool, ...]) -> Network:
+    """The network of a model in half-blocks; of one in whole layers, if nothing is said."""
+    return Halves(norms) if norms else Whole()
+
+
 @cache
-def reference(layers: int, microbatches: int, clips: bool) -> list[tuple[Array, Array]]:
+def reference(norms: tuple[bool, ...], layers: int, microbatches: int, clips: bool) -> list[tuple[Array, Array]]:
     """Each layer's weight and state after the step on one device."""
-    everything = tuple(range(microbatches))
-    weights = [initial(layer) for layer in range(layers)]
-    inputs, kept = [batch_rows(everything)], []
-    for layer, (weight, _) in enumerate(weights):
-        y, z = forward_layer(layer, inputs[-1], weight)
-        inputs.append(y)
-        kept.append(z)
-    gradient = loss_gradient(inputs.pop(), everything)
+    network, every = network_of(norms), tuple(range(ELEMENTS))
+    weights = [Piece(every, initial(layer)[0]) for layer in range(layers)]
+    value, residual = network.batch(tuple(range(microbatches))), None
+    inputs: list[Piece] = []
+    kept: list[Any] = []
+    for layer, weight in enumerate(weights):
+        is_norm = bool(norms) and norms[layer]
+        (y, *handed_on), saved = network.forward(layer, [value, weight, *([residual] if is_norm and residual else [])])
+        inputs.append(value)
+        kept.append(saved)
+        value, residual = y, handed_on[0] if handed_on else residual
+        if layer == layers - 2 and norms:
+            residual = None
+    gradient, from_above = network.loss([value]), None
     gradients: list[Array] = []
     for layer in reversed(range(layers)):
-        gradient, dz = backward_input(kept[layer], gradient, weights[layer][0])
-        gradients.insert(0, backward_weight(inputs[layer], dz))
-    every = tuple(range(ELEMENTS))
+        above = [from_above] if norms and norms[layer] and from_above else []
+        read = [inputs[layer], gradient, weights[layer], *above]
+        (below, *residuals), half = network.backward_input(layer, read, kept[layer])
+        gradients.insert(0, network.backward_weight(layer, inputs[layer], gradient, half).data)
+        gradient, from_above = below, residuals[0] if residuals else from_above
     norm = sum(squares(layer, every, dw) for layer, dw in enumerate(gradients)) % PRIME if clips else 0
-    return [update_slice(layer, *weights[layer], dw, norm) for layer, dw in enumerate(gradients)]
+    return [update_slice(layer, *initial(layer), dw, norm) for layer, dw in enumerate(gradients)]
 
 
 class Rank:
@@ -158,10 +131,10 @@ class Rank:
         self.ops = ops
         self.at = 0
         self.memory: dict[int, Piece] = {}
-        self.saved: dict[int, tuple[int, Array]] = {}  # number -> (the activation that owns it, z)
+        self.saved: dict[int, tuple[int, Any]] = {}  # number -> (the activation that owns it, what is kept)
         self.in_flight: dict[int, tuple[int | None, int | None]] = {}  # handle -> (value read, value made)
         self.arrived: dict[int, Piece | None] = {}
-        self.halves: dict[int, tuple[int, Array]] = {}  # number -> (the activation that owns it, dz)
+        self.halves: dict[int, tuple[int, Any]] = {}  # the same, between the halves of a backward pass
         self.loaded: list[tuple[OpKind, int, tuple[int, ...]]] = []
 
     def read(self, number: int) -> Piece:
@@ -181,16 +154,16 @@ class Rank:
         self.drop(self.saved, number)
         self.drop(self.halves, number)
 
-    def drop(self, kept: dict[int, tuple[int, Array]], activation: int) -> None:
+    def drop(self, kept: dict[int, tuple[int, Any]], activation: int) -> None:
         for number in [n for n, (owner, _) in kept.items() if owner == activation]:
             del kept[number]
 
-    def keep(self, kept: dict[int, tuple[int, Array]], number: int, activation: int, data: Array) -> None:
+    def keep(self, kept: dict[int, tuple[int, Any]], number: int, activation: int, data: Any) -> None:
         self.is_new(number)
         self.drop(kept, activation)
         kept[number] = activation, data
 
-    def take(self, kept: dict[int, tuple[int, Array]], number: int, activation: int) -> Array:
+    def take(self, kept: dict[int, tuple[int, Any]], number: int, activation: int) -> Any:
         if number not in kept or kept[number][0] != activation:
             raise BrokenTape(f"saved {number} is read but does not live")
         return kept.pop(number)[1]
@@ -205,6 +178,9 @@ class Interpreter:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        kinds = program.sizes.kinds
+        self.norms = tuple(kind.value == "norm" for kind in kinds)
+        self.network = network_of(self.norms)
         self.ranks = [Rank(index, ops) for index, ops in enumerate(program.tapes)]
         self.channels: dict[tuple[int, int], deque[Piece]] = defaultdict(deque)
         self.receives: dict[tuple[int, int], deque[int]] = defaultdict(deque)
@@ -228,8 +204,7 @@ class Interpreter:
         while rank.at < len(rank.ops):
             op = rank.ops[rank.at]
             reads, makes = ARITY[op.kind]
-            reads += op.kind is OpKind.UPDATE and len(op.inputs) == 4  # with the norm
-            if len(op.inputs) != reads or len(op.outputs) not in makes:
+            if len(op.inputs) not in reads or len(op.outputs) not in makes:
                 raise BrokenTape(f"rank {rank.index}, op {rank.at}: {op.kind.value} has other inputs or outputs")
             if op.kind is OpKind.WAIT:
                 if op.handle not in rank.in_flight:
@@ -265,33 +240,40 @@ class Interpreter:
                 if op.holds is None or op.holds.of != self.program.microbatches or op.holds.mask >> op.holds.of:
                     raise BrokenTape("there are no such microbatches")
                 microbatches = tuple(i for i in range(op.holds.of) if op.holds.mask >> i & 1)
-                rank.write(op.outputs[0], Piece(microbatches, batch_rows(microbatches)))
+                rank.write(op.outputs[0], self.network.batch(microbatches))
             case OpKind.FORWARD | OpKind.RECOMPUTE:
-                x, weight = rows(rank.read(op.inputs[0])), whole(rank.read(op.inputs[1]))
-                y, z = forward_layer(op.layer, x.data, weight)
-                outputs = list(op.outputs)
-                if op.kind is OpKind.FORWARD:
-                    rank.write(outputs.pop(0), Piece(x.where, y))
-                if outputs:
-                    rank.keep(rank.saved, outputs[0], op.inputs[0], z)
+                made, kept = self.network.forward(op.layer, [rank.read(number) for number in op.inputs])
+                if op.kind is OpKind.RECOMPUTE:
+                    made = []
+                elif not len(made) <= len(op.outputs) <= len(made) + 1:
+                    raise BrokenTape("a layer makes another number of values")
+                for number, piece in zip(op.outputs, made, strict=False):
+                    rank.write(number, piece)
+                for number in op.outputs[len(made) :]:
+                    rank.keep(rank.saved, number, op.inputs[0], kept)
+            case OpKind.LOSS_STATS:
+                rank.write(op.outputs[0], self.network.stats(rank.read(op.inputs[0])))
             case OpKind.LOSS:
-                y = rows(rank.read(op.inputs[0]))
-                rank.write(op.outputs[0], Piece(y.where, loss_gradient(y.data, y.where)))
+                rank.write(op.outputs[0], self.network.loss([rank.read(number) for number in op.inputs]))
             case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:
-                x, dy = rows(rank.read(op.inputs[0])), rows(rank.read(op.inputs[1]))
-                weight = whole(rank.read(op.inputs[2]))
-                z = rank.take(rank.saved, op.inputs[3], op.inputs[0])
-                dx, dz = backward_input(z, dy.data, weight)
+                activation, gradient, weight, saved, *above = op.inputs
+                read = [rank.read(number) for number in (activation, gradient, weight, *above)]
+                kept = rank.take(rank.saved, saved, activation)
+                made, half = self.network.backward_input(op.layer, read, kept)
                 if op.kind is OpKind.BACKWARD:
-                    rank.write(op.outputs[0], Piece(tuple(range(ELEMENTS)), backward_weight(x.data, dz)))
-                    rank.write(op.outputs[1], Piece(dy.where, dx))
+                    own = self.network.backward_weight(op.layer, read[0], read[1], half)
+                    for number, piece in zip(op.outputs, [own, *made], strict=True):
+                        rank.write(number, piece)
                 else:
-                    rank.write(op.outputs[0], Piece(dy.where, dx))
-                    rank.keep(rank.halves, op.outputs[1], op.inputs[0], dz)
+                    *numbers, last = op.outputs
+                    for number, piece in zip(numbers, made, strict=True):
+                        rank.write(number, piece)
+                    rank.keep(rank.halves, last, activation, half)
             case OpKind.BACKWARD_WEIGHT:
-                x, _ = rows(rank.read(op.inputs[0])), rows(rank.read(op.inputs[1]))
-                dz = rank.take(rank.halves, op.inputs[2], op.inputs[0])
-                rank.write(op.outputs[0], Piece(tuple(range(ELEMENTS)), backward_weight(x.data, dz)))
+                activation, gradient, half = op.inputs
+                read = [rank.read(number) for number in (activation, gradient)]
+                kept = rank.take(rank.halves, half, activation)
+                rank.write(op.outputs[0], self.network.backward_weight(op.layer, read[0], read[1], kept))
             case OpKind.NORM:
                 gradient = rank.read(op.inputs[0])
                 if gradient.data.ndim != 1:
@@ -372,7 +354,7 @@ class Interpreter:
         ordered = [members[index] for index in op.group.ranks]
         if len({kind for kind, _, _ in ordered}) > 1:
             raise BrokenTape("the members of a collective disagree about its kind")
-        results = combined(op.kind, [given for _, _, given in ordered])
+        results = combined(op.kind, [given for _, _, given in ordered], self.network.sequence)
         for index, (_, handle, _), result in zip(op.group.ranks, ordered, results, strict=True):
             self.ranks[index].arrived[handle] = result
 
@@ -381,7 +363,7 @@ class Interpreter:
         if any(self.channels.values()):
             raise BrokenTape("a message was never received")
         clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for rank in self.ranks for op in rank.ops)
-        final = reference(self.program.layers, self.program.microbatches, clips)
+        final = reference(self.norms, self.program.layers, self.program.microbatches, clips)
         covered: set[tuple[int, int]] = set()
         for rank in self.ranks:
             if rank.in_flight:
@@ -400,43 +382,6 @@ class Interpreter:
         if len(covered) < self.program.layers * ELEMENTS:
             return Verdict(Outcome.WRONG, "some elements are updated nowhere")
         return Verdict(Outcome.RIGHT)
-
-
-def rows(piece: Piece) -> Piece:
-    if piece.data.ndim != 2:
-        raise BrokenTape("parameters are given where rows are wanted")
-    return piece
-
-
-def whole(piece: Piece) -> Array:
-    if piece.data.ndim != 1 or piece.where != tuple(range(ELEMENTS)):
-        raise BrokenTape("the weight is not a whole layer")
-    return piece.data
-
-
-def summed(pieces: list[Piece]) -> Piece:
-    if len({piece.data.shape for piece in pieces}) > 1:
-        raise BrokenTape("arrays of other shapes are summed")
-    return Piece(pieces[0].where, sum((piece.data for piece in pieces[1:]), pieces[0].data) % PRIME)
-
-
-def combined(kind: OpKind, pieces: list[Piece]) -> list[Piece]:
-    """What each member of a collective receives."""
-    if kind is OpKind.ALL_GATHER:
-        where = tuple(place for piece in pieces for place in piece.where)
-        if len({piece.data.ndim for piece in pieces}) > 1 or len(set(where)) < len(where):
-            raise BrokenTape("the gathered pieces do not fit side by side")
-        order = sorted(range(len(where)), key=where.__getitem__)
-        data = np.concatenate([piece.data for piece in pieces])[order]
-        return [Piece(tuple(sorted(where)), data)] * len(pieces)
-    total = summed(pieces)
-    if kind is OpKind.ALL_REDUCE:
-        return [total] * len(pieces)
-    size, rest = divmod(len(total.where), len(pieces))
-    if rest:
-        raise BrokenTape("the sum does not divide among the members")
-    cuts = [slice(i * size, (i + 1) * size) for i in range(len(pieces))]
-    return [Piece(total.where[cut], total.data[cut]) for cut in cuts]
 
 
 def judge(program: Program) -> Verdict:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from shardlab.program import Group, Holds, Mesh, Op, OpKind, Program, Sizes
 from shardlab.program.mesh import group_of
 from shardlab.program.tape import COLLECTIVES, COMMUNICATION
-from tests.support import mutations_of_halves, mutations_of_norms
+from tests.support import mutations_of_halves, mutations_of_norms, mutations_of_slices
 from tests.support.mutating import (
     MUTATIONS,
     changed,
@@ -22,7 +22,16 @@ from tests.support.mutating import (
     with_tape,
 )
 
-__all__ = ["MUTATIONS", "changed", "moved", "mutations_of_halves", "mutations_of_norms", "places", "with_tape"]
+__all__ = [
+    "MUTATIONS",
+    "changed",
+    "moved",
+    "mutations_of_halves",
+    "mutations_of_norms",
+    "mutations_of_slices",
+    "places",
+    "with_tape",
+]
 
 REDUCES = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
 

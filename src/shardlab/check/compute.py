@@ -39,9 +39,9 @@ def forward(state: RankState, op: Op) -> None:
 
 def _forward_norm(state: RankState, op: Op) -> None:
     branch, weight, *residual = op[2]
-    read = [state.live[number] for number in residual]
+    (read,) = [state.live[number] for number in residual] or [None]
     spec = state.live[branch]
-    made = sliced.norm_forward(op[1], state.program.layers, spec, state.live[weight], *read)
+    made = sliced.norm_forward(op[1], state.program.layers, spec, state.live[weight], read)
     *outputs, saved = op[3]
     for number, output in zip(outputs, [spec for spec in made if spec is not None], strict=True):
         state.make(number, output)
@@ -68,11 +68,11 @@ def loss(state: RankState, op: Op) -> None:
     (activation, *stats), (gradient,) = op[2], op[3]
     layers = state.program.layers
     state.want_layer(op, layers)
-    read = [state.live[number] for number in stats]
-    if state.grid.width > 1:
-        made = sliced.loss(layers, state.live[activation], *read or [None])
+    (read,) = [state.live[number] for number in stats] or [None]
+    if state.grid.width > 1 or read is not None:
+        made = sliced.loss(layers, state.live[activation], read)
     else:
-        made = transfer.loss(layers, state.live[activation], *read)
+        made = transfer.loss(layers, state.live[activation])
     state.make(gradient, made)
 
 
@@ -89,7 +89,7 @@ def backward(state: RankState, op: Op) -> None:
 
 def backward_input(state: RankState, op: Op) -> None:
     *outputs, half = op[3]
-    activation = op[2][0]
+    activation, *_ = op[2]
     spec = state.live[activation]
     _, *made = _backward(state, op)
     for number, output in zip(outputs, made, strict=True):
@@ -105,8 +105,8 @@ def _backward(state: RankState, op: Op) -> tuple[Spec, ...]:
     kind = LayerKind.WHOLE if state.all_whole else state.program.sizes.kind(layer)
     specs = live[activation], live[gradient]
     if kind is LayerKind.NORM:
-        read = [live[number] for number in residual]
-        made = sliced.norm_backward(layer, state.program.layers, *specs, live[weight], *read)
+        (read,) = [live[number] for number in residual] or [None]
+        made = sliced.norm_backward(layer, state.program.layers, *specs, live[weight], read)
     elif residual:
         state.refuse(f"{op}: is given {len(op[2])} values; only a norm reads a residual's gradient.")
     elif kind is LayerKind.SLICED:

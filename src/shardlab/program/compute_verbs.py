@@ -94,10 +94,10 @@ class ComputeVerbs(Place):
         read = (activation,) if stats is None else (activation, stats)
         specs = [self._read(value) for value in read]
         try:
-            if self._grid.width > 1:
+            if self._grid.width > 1 or stats is not None:
                 made = sliced.loss(len(self.layers), specs[0], specs[1] if stats is not None else None)
             else:
-                made = transfer.loss(len(self.layers), *specs)
+                made = transfer.loss(len(self.layers), specs[0])
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)

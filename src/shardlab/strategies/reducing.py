@@ -17,6 +17,10 @@ class Gradients:
         axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *DATA_AXES)) if len(rank.group(axis).ranks) > 1]
         self._each = [axis for axis in axes if axis in plan.reduced_each]
         self._once = [axis for axis in axes if axis not in plan.reduced_each]
+        # A gradient is scattered along these; once kept whole along an axis, it is not cut along the next ones.
+        kept_whole = [axis in self._each and axis not in plan.shard_gradients for axis in axes]
+        uncut = kept_whole.index(True) if True in kept_whole else len(axes)
+        self._cut = [axis for axis in axes[:uncut] if axis in plan.shard_optimizer]
         self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
 
     def load(self, layers: Sequence[int]) -> None:
@@ -57,7 +61,7 @@ class Gradients:
         rank, plan = self._rank, self._plan
         await self._settle()
         await self._norm([l for l in layers if rank.kinds[l] is LayerKind.SLICED], ("tp",))
-        await self._norm([l for l in layers if rank.kinds[l] is not LayerKind.SLICED], (*plan.shard_optimizer, "pp"))
+        await self._norm([l for l in layers if rank.kinds[l] is not LayerKind.SLICED], (*self._cut, "pp"))
         again = [axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters]
         for l in layers:
             rank.weights[l], rank.opt_states[l] = rank.update(
@@ -99,8 +103,7 @@ class Gradients:
         self._arriving.clear()
 
     def _reduce(self, gradient: Value, axis: str) -> Handle[Value]:
-        cut = self._plan.shard_gradients if axis in self._each else self._plan.shard_optimizer
-        if axis in cut:
+        if axis in self._cut:
             return self._rank.reduce_scatter(gradient, axis=axis)
         return self._rank.all_reduce(gradient, axis=axis)
 

@@ -1,0 +1,66 @@
+"""When a plan's weights are gathered and freed: from the order in which they are used, and counted on the tape."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from shardlab.program import Mesh, OpKind, Program, trace
+from shardlab.strategies.gathering import Use, uses
+from shardlab.strategies.plan import Plan, Reshard
+from shardlab.strategies.planned import planned
+from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
+
+SHARD = ("dp_shard",)
+BOUNDS = [0, 2, 3]
+"""Stage 0 has layers 0 and 1, stage 1 layer 2."""
+
+
+def kept(steps: list[Forward | Backward | BackwardInput | BackwardWeight], reshard_after: Reshard) -> str:
+    """The layers in the order of their uses, each with + where it stays for the next one."""
+    return " ".join(f"{layer}{'+' * keep}" for layer, keep in uses(steps, BOUNDS, reshard_after))
+
+
+TURNS = [Forward(0, 0), Forward(0, 1), Forward(1, 0), Backward(1, 0), Backward(0, 0), Backward(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("reshard_after", "expected"),
+    [
+        ("layer", "0 1 0 1 2+ 2 1 0 1 0"),
+        ("stage", "0+ 1+ 0 1 2+ 2 1+ 0+ 1 0"),
+        ("step", "0+ 1+ 0+ 1+ 2+ 2 1+ 0+ 1 0"),
+    ],
+)
+def test_a_weight_stays_until_the_layers_the_stages_or_the_steps_end(reshard_after: Reshard, expected: str) -> None:
+    assert kept(list(TURNS), reshard_after) == expected
+
+
+def test_the_last_layer_of_a_forward_pass_stays_for_the_backward_pass_that_follows_at_once() -> None:
+    assert kept([Forward(0, 0), Backward(0, 0)], "layer") == "0 1+ 1 0"
+
+
+def test_the_weights_half_of_a_backward_pass_uses_no_weight() -> None:
+    steps = [Forward(1, 0), BackwardInput(1, 0), BackwardWeight(1, 0)]
+    assert uses(steps, BOUNDS, "step") == [Use(2, True), Use(2, False)]
+
+
+def fsdp(reshard_after: Reshard, schedule: str = "gpipe") -> Program:
+    mesh = Mesh(pp=2, dp_shard=2)
+    plan = Plan(mesh, schedule, None, (), SHARD, SHARD, SHARD, reshard_after=reshard_after)
+    return trace(planned(plan), mesh, 4, 6)
+
+
+def gathers(program: Program) -> set[int]:
+    """How often a rank gathers a layer's weight, over all ranks and layers."""
+    counts = [Counter(op.layer for op in tape if op.kind is OpKind.ALL_GATHER) for tape in program.tapes]
+    return {count for of_layers in counts for count in of_layers.values()}
+
+
+def test_gathers_on_the_tape_are_as_many_as_the_plan_says() -> None:
+    """Three microbatches, forward and backward; the last layer's forward and backward follow each other only once."""
+    assert gathers(fsdp("step")) == {1}
+    assert max(gathers(fsdp("layer"))) == 6
+    assert gathers(fsdp("stage")) == {1}, "GPipe never leaves the only stage of a rank"
+    assert 1 < max(gathers(fsdp("stage", "breadth-first"))) < 6

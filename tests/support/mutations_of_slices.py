@@ -1,0 +1,138 @@
+"""Mistakes in half-blocks: in the sums over slices, the pieces of sequences, and the residual beside the branch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from shardlab.program import Op, OpKind, Program
+from shardlab.program.tape import COLLECTIVES
+from tests.support.mutating import changed, fresh_number, mutation, places, renamed, wait_of, with_tape
+from tests.support.mutations_of_norms import scalars
+
+ROWS = (OpKind.FORWARD, OpKind.LOSS_STATS, OpKind.LOSS, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.LOAD_WEIGHT)
+"""Ops whose results a rank might put together with others' although it must not."""
+
+
+@mutation
+def collective_too_many(program: Program) -> Iterator[Program]:
+    """What a layer, the loss or a load has made is reduced or gathered over an axis on all its ranks."""
+    mesh = program.mesh
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        group = mesh.group(0, axis)
+        if len(group.ranks) < 2:
+            continue
+        for at, op in enumerate(program.tapes[0]):
+            if op.kind not in ROWS or any(program.tapes[rank][at].kind is not op.kind for rank in group.ranks):
+                continue
+            outputs = len(op.outputs) - (op.kind in (OpKind.FORWARD, OpKind.BACKWARD_INPUT))
+            for place, kind in itertools.product(range(outputs), sorted(COLLECTIVES, key=lambda kind: kind.value)):
+                mutant = program
+                for rank in group.ranks:
+                    tape = mutant.tapes[rank]
+                    made = tape[at].outputs[place]
+                    fresh, handle = fresh_number(tape), 1 + max(o.handle for o in tape)
+                    layer = op.layer + (op.kind is OpKind.FORWARD) * (1 + place)
+                    more = [
+                        Op(kind, layer, (made,), (fresh,), handle, mesh.group(rank, axis)),
+                        Op(OpKind.WAIT, -1, handle=handle),
+                        Op(OpKind.FREE, -1, (made,)),
+                    ]
+                    rest = renamed(tape[at + 1 :], made, fresh)
+                    mutant = with_tape(mutant, rank, [*tape[: at + 1], *more, *rest])
+                yield mutant
+
+
+@mutation
+def collective_over_another_axis(program: Program) -> Iterator[Program]:
+    """All ranks that meet, and those that they meet instead, take the other axis."""
+    mesh = program.mesh
+    axes = [axis for axis in ("dp_replicate", "dp_shard", "tp") if len(mesh.group(0, axis).ranks) > 1]
+    for at, op in enumerate(program.tapes[0]):
+        if op.kind in COLLECTIVES and op.group is not None:
+            for axis in axes:
+                mutant = program
+                for rank, tape in enumerate(program.tapes):
+                    alike = at < len(tape) and tape[at].kind is op.kind and tape[at].layer == op.layer
+                    if alike and axis != op.group.axis:
+                        mutant = changed(mutant, rank, at, tape[at]._replace(group=mesh.group(rank, axis)))
+                if mutant is not program:
+                    yield mutant
+
+
+@mutation
+def residual_for_branch(program: Program) -> Iterator[Program]:
+    """A norm takes one for the other, or hands one on for the other, forward or backward; on one rank or on all."""
+    swaps = {
+        OpKind.FORWARD: ((3, "inputs", 0, 2), (3, "outputs", 0, 1)),
+        OpKind.BACKWARD: ((5, "inputs", 1, 4), (3, "outputs", 1, 2)),
+        OpKind.BACKWARD_INPUT: ((5, "inputs", 1, 4), (3, "outputs", 0, 1)),
+    }
+    for rank, at, op in places(program, *swaps):
+        for count, field, one, other in swaps[op.kind]:
+            numbers = list(getattr(op, field))
+            if len(numbers) == count:
+                numbers[one], numbers[other] = numbers[other], numbers[one]
+                yield changed(program, rank, at, op._replace(**{field: tuple(numbers)}))
+    for at, op in enumerate(program.tapes[0]):
+        for count, field, one, other in swaps.get(op.kind, ()):
+            mutant = program
+            for rank, tape in enumerate(program.tapes):
+                if at < len(tape) and tape[at].kind is op.kind and len(getattr(tape[at], field)) == count:
+                    numbers = list(getattr(tape[at], field))
+                    numbers[one], numbers[other] = numbers[other], numbers[one]
+                    mutant = changed(mutant, rank, at, tape[at]._replace(**{field: tuple(numbers)}))
+            if mutant is not program:
+                yield mutant
+
+
+@mutation
+def slice_of_another_rank(program: Program) -> Iterator[Program]:
+    """A rank loads another one's slice of a layer, weight and state; or two ranks have changed places."""
+    loads: dict[tuple[int, int], dict[OpKind, tuple[int, Op]]] = {}
+    for rank, at, op in places(program, OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE):
+        loads.setdefault((op.layer, rank), {})[op.kind] = at, op
+    for (layer, rank), mine in loads.items():
+        for (other_layer, other), theirs in loads.items():
+            same = all(mine[kind][1].holds == theirs[kind][1].holds for kind in mine) if layer == other_layer else True
+            if same or rank == other:
+                continue
+            mutant = program
+            for kind, (at, op) in mine.items():
+                mutant = changed(mutant, rank, at, op._replace(holds=theirs[kind][1].holds))
+            yield mutant
+            if rank < other:
+                for kind, (at, op) in theirs.items():
+                    mutant = changed(mutant, other, at, op._replace(holds=mine[kind][1].holds))
+                yield mutant
+
+
+@mutation
+def squares_counted_on_every_rank(program: Program) -> Iterator[Program]:
+    """The sum of squares over an axis comes last, so that squares which all of its ranks have are counted by each."""
+    tape = program.tapes[0]
+    found = scalars(tape)
+    for at, op in enumerate(tape):
+        if op.kind is not OpKind.ALL_REDUCE or op.inputs[0] not in found or op.group is None:
+            continue
+        mutant = program
+        for rank in range(program.ranks):
+            theirs = mutant.tapes[rank]
+            if at < len(theirs) and theirs[at].kind is op.kind and theirs[at].layer == op.layer:
+                mutant = with_tape(mutant, rank, _reduced_last(mutant, rank, theirs[at]))
+        if mutant is not program:
+            yield mutant
+
+
+def _reduced_last(program: Program, rank: int, op: Op) -> list[Op]:
+    tape = program.tapes[rank]
+    wait = tape[wait_of(program, rank, op.handle)]
+    once = Op(OpKind.FREE, -1, op.inputs)
+    tape = renamed([o for o in tape if o not in (op, wait, once)], op.outputs[0], op.inputs[0])
+    first = next((i for i, o in enumerate(tape) if o.kind is OpKind.UPDATE and len(o.inputs) == 4), None)
+    if first is None:
+        return tape
+    norm = tape[first].inputs[3]
+    fresh = fresh_number(tape)
+    again = [op._replace(inputs=(norm,), outputs=(fresh,)), wait, Op(OpKind.FREE, -1, (norm,))]
+    return [*tape[:first], *again, *renamed(tape[first:], norm, fresh)]
