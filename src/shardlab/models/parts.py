@@ -50,6 +50,10 @@ class Part(ABC):
     def saved(self) -> int:
         """Elements that autograd keeps for the backward pass beyond the part's input and parameters."""
 
+    def microbatch_saved(self, rows: int) -> int:
+        """`saved` for a microbatch of `rows` sequences."""
+        return rows * self.saved()
+
     @abstractmethod
     def body_saved(self) -> int:
         """Elements that autograd keeps for the body, beyond its input and parameters; slices share them equally."""

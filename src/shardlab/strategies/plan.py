@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardlab.program import LayerKind, Mesh, UserError
+from shardlab.program.sizes import CARRYING
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of
 
 DATA_AXES = ("dp_shard", "dp_replicate")
-"""The axes over which the batch is dealt."""
+"""The axes over which parameters may be cut; the batch is dealt over these and over `ep`."""
 
 Reshard = Literal["layer", "stage", "step"]
 Recompute = Literal["none", "full"]
@@ -74,9 +75,10 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
             axes: tuple[str, ...] = getattr(self, name) or ()
+            known = (*DATA_AXES, "ep") if name == "reduce_each" else DATA_AXES
             for axis in axes:
-                if axis not in DATA_AXES or axes.count(axis) > 1:
-                    raise UserError(f"{name} is {', '.join(axes)}; give some of {', '.join(DATA_AXES)}, each once")
+                if axis not in known or axes.count(axis) > 1:
+                    raise UserError(f"{name} is {', '.join(axes)}; give some of {', '.join(known)}, each once")
         for name in ("shard_parameters", "shard_gradients"):
             axes = getattr(self, name)
             if self.shard_optimizer[: len(axes)] != axes:
@@ -84,6 +86,11 @@ class Plan:
                     f"{name} is {_said(axes)} but shard_optimizer is {_said(self.shard_optimizer)}; what is updated "
                     f"must be a slice of what is kept: let shard_optimizer begin with {_said(axes)}"
                 )
+        if self.mesh.tp > 1 and self.mesh.ep > 1:
+            raise UserError(
+                f"the mesh has tp {self.mesh.tp} and ep {self.mesh.ep}; tensor parallelism cuts half-blocks and expert "
+                "parallelism mixtures of experts, and no layer is cut by both: set one of them to 1"
+            )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
         if not set(self.shard_gradients) <= set(self.reduced_each):
@@ -99,7 +106,7 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """Among how many ranks the batch is dealt."""
-        return self.mesh.dp_shard * self.mesh.dp_replicate
+        return self.mesh.dp_shard * self.mesh.dp_replicate * self.mesh.ep
 
     @property
     def order(self) -> Schedule | Steps:
@@ -174,11 +181,9 @@ class Plan:
 
 
 def cuts(kinds: Kinds) -> list[int]:
-    """Where a pipeline may cut a model, both ends included: between layers; of half-blocks, before a norm."""
-    if LayerKind.NORM not in kinds:
-        return list(range(len(kinds) + 1))
-    norms = [layer for layer, kind in enumerate(kinds) if kind is LayerKind.NORM]
-    return [0, *norms[1:], len(kinds)]
+    """Where a pipeline may cut a model, both ends included: between layers; before those that carry a residual."""
+    carrying = [layer for layer, kind in enumerate(kinds) if kind in CARRYING]
+    return [0, *carrying[1:], len(kinds)] if carrying else list(range(len(kinds) + 1))
 
 
 def _said(items: tuple[object, ...]) -> str:

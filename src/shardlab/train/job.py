@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardlab.check import Checked, check
-from shardlab.models import Blocks, Halves, Model
-from shardlab.program import Sizes, trace
+from shardlab.models import Blocks, ExpertLayers, Halves, Model, MoE
+from shardlab.program import Sizes, UserError, trace
 from shardlab.strategies.load import load
 
 
@@ -54,13 +54,20 @@ class Job:
 
     @property
     def cut(self) -> Model:
-        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel.
+        """The model as the program's layers are: cut finer where the mesh is tensor or expert parallel.
 
         Raises:
             UserError: when the model does not divide.
         """
-        slices = load(self.strategy).grid(self.ranks).tp
-        return Halves(self.model, slices) if slices > 1 else self.model
+        mesh = load(self.strategy).grid(self.ranks)
+        if mesh.ep > 1:
+            if not isinstance(self.model, MoE):
+                raise UserError(
+                    f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(self.model).__name__} has "
+                    "none; train a MoE, or set ep to 1"
+                )
+            return ExpertLayers(self.model, mesh.ep)
+        return Halves(self.model, mesh.tp) if mesh.tp > 1 else self.model
 
     @property
     def sizes(self) -> Sizes:
