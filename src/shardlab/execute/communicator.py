@@ -22,7 +22,7 @@ def _newest(*names: str) -> Callable[..., Any]:
 
 
 _all_gather = _newest("all_gather_single", "all_gather_into_tensor")
-_all_to_all = dist.all_to_all_single
+_all_to_all = _newest("all_to_all_single")
 _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardlab.models.blocks import Blocks
 from shardlab.models.layout import Parameter
@@ -32,8 +32,9 @@ class CutModel(Model):
     slices: int
 
     def __init__(self, whole: Blocks, slices: int, layers: int) -> None:
-        common = {field.name: getattr(whole, field.name) for field in fields(Model)}
-        super().__init__(**common | {"layers": layers})
+        common: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(Model)}
+        common["layers"] = layers
+        super().__init__(**common)
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "slices", slices)
         self.at_least_one("slices")

@@ -39,11 +39,11 @@ class Dense:
 
     def saved(self, rows: int) -> int:
         """Elements that autograd keeps beyond the inputs."""
-        between = len(self.parts) - (self.before is None) - (self.after is None)  # where one part meets the next
-        elements = rows * between * self.parts[0].stream + sum(rows * part.saved() for part in self.parts)
+        streams = len(self.parts) - (self.after is None) + (self.before is not None)  # what every norm reads
+        elements = rows * streams * self.parts[0].stream + sum(rows * part.saved() for part in self.parts)
         if self.before is not None:
             part = self.before  # the places, and dropout's mask
-            elements += rows * (part.block * part.top_k + part.drops * part.stream + part.stream)
+            elements += rows * (part.block * part.top_k + part.drops * part.stream)
         if self.after is not None:
             elements += self.after.routing_saved(rows)
         return elements

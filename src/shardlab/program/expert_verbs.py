@@ -1,4 +1,4 @@
-"""The verbs of a mixture of experts cut for expert parallelism: its dense layers. Experts take `forward`, `backward`."""
+"""The verbs of a mixture of experts cut for expert parallelism: dense layers. Experts take `forward`, `backward`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class DenseLayer(Layer):
         if half.before is not None:
             assert carried is not None
             before, top_k = half.before, half.before.top_k
-            residual, gates, choices = carried.split([before.width, top_k, top_k], -1)
+            residual, gates, choices = torch.split(carried, [before.width, top_k, top_k], -1)
             slots = slots_of(before, choices.detach(), share.microbatches)
             past = None if dropout is None else replace(dropout, layer=self._block_before)
             x = add_branch(before, p, residual, combine(x, gates, slots), share, past)

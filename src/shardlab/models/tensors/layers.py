@@ -62,7 +62,7 @@ class BlockLayer(Layer):
     def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
         (x,) = inputs
         assert x is not None
-        assert share.of == 1 and share.tokens is None, f"a layer of whole blocks has no share {share}"
+        assert (share.of, share.tokens) == (1, None), f"a layer of whole blocks has no share {share}"
         for part in self.parts:
             x = compute(part, p, x, dropout, share)
         return (x,)

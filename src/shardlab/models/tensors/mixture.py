@@ -117,7 +117,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(slots)
-        return _scattered(x[..., None, :].expand(*slots.shape, -1), slots, shape)
+        return _scattered(x.flatten(0, -2), slots, shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -143,15 +143,17 @@ class _Combine(torch.autograd.Function):
         (gradient,), (buffers, gates, slots) = gradients, ctx.saved_tensors
         weighted = gradient[..., None, :] * gates[..., None].to(gradient.dtype)
         of_gates = (_gathered(buffers, slots) * gradient[..., None, :]).sum(-1).to(gates.dtype)
-        return _scattered(weighted, slots, buffers.shape[:2]), of_gates, None
+        return _scattered(weighted.flatten(0, -2), slots, buffers.shape[:2]), of_gates, None
 
 
 def _scattered(values: Tensor, slots: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Buffers (*shape, C) with values (rows, T, top_k, C) in their slots; no two have the same."""
-    flat = values.new_zeros(shape[0] * shape[1] + 1, values.shape[-1])  # the last place takes what has no slot
-    places = slots.flatten().long()
-    flat[torch.where(places < 0, len(flat) - 1, places)] = values.reshape(-1, values.shape[-1])
-    return flat[:-1].view(*shape, -1)
+    """Buffers (*shape, C) with values (tokens or choices, C) in the slots of their choices; no two have the same."""
+    count = slots.numel()
+    size, choices = shape[0] * shape[1], torch.arange(count, device=slots.device)
+    source = choices.new_full((size + 1,), -1)  # the last place takes what has no slot
+    source[torch.where(slots < 0, size, slots).flatten().long()] = choices
+    found = values[source[:-1].clamp_min(0) // (count // len(values))]
+    return found.masked_fill_((source[:-1] < 0)[:, None], 0).view(*shape, -1)
 
 
 def _gathered(buffers: Tensor, slots: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ class _ExpertLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        outputs = [torch.bmm(part, weight.transpose(1, 2)) for part in x.split(len(weight))]
+        outputs = [torch.bmm(part, weight.transpose(1, 2)) for part in torch.split(x, len(weight))]
         made = torch.cat(outputs)
         if bias is not None:
             made.view(-1, *bias.shape[:1], *made.shape[1:]).add_(bias[:, None])
@@ -189,12 +191,12 @@ class _ExpertLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
         of_x = of_weight = of_bias = None
-        parts = gradient.split(len(weight))
+        parts = torch.split(gradient, len(weight))
         if ctx.needs_input_grad[0]:
             of_x = torch.cat([torch.bmm(part, weight) for part in parts])
         if ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight)
-            for part, its in zip(parts, x.split(len(weight)), strict=True):
+            for part, its in zip(parts, torch.split(x, len(weight)), strict=True):
                 of_weight.baddbmm_(part.transpose(1, 2), its)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.view(-1, len(weight), *gradient.shape[1:]).sum((0, 2))
