@@ -176,8 +176,8 @@ def _want_complete(op: str, what: str, got: Spec) -> None:
     if got.sums:
         missing = listed(i for i in range(got.grid.width) if not got.sums >> i & 1)
         raise Refused(
-            f"{op}: the {what} given is {got}; the terms of slices {missing} are missing. Reduce it over the ranks "
-            "that have them first."
+            f"{op}: the {what} given is {got}; slices {missing} are missing. Put all together first: reduce a body's "
+            "terms over the ranks that have them, or exchange experts' buffers by all_to_all."
         )
 
 
