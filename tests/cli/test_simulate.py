@@ -58,7 +58,7 @@ def test_ops_counts_every_entry_of_the_tapes(capsys: Captured) -> None:
 def test_every_strategy_simulates_without_options(name: str, capsys: Captured) -> None:
     facts = json_of(capsys, name)
     assert facts["ranks"] == (1 if name in ("single", "grad_accum") else 4)
-    assert (facts["layers"], facts["microbatches"]) == (4, 4)
+    assert (facts["layers"], facts["microbatches"]) == (9 if name == "expert_parallel" else 4, 4)
 
 
 def test_a_users_file_is_simulated(capsys: Captured) -> None:

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import check
-from shardlab.program import Kind, OpKind, Program, UserError, trace
+from shardlab.program import Kind, LayerKind, OpKind, Program, UserError, trace
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES, find
 
 LAYERS_DIVIDED = {"pipeline", "gpipe", "pipeline_fsdp"}
 LAYERS_REACH = {"1f1b", "interleaved-1f1b", "breadth-first"}
-BATCH_DIVIDED = {"ddp", "wsdp", "fsdp", "pipeline_fsdp"}
+BATCH_DIVIDED = {"ddp", "wsdp", "fsdp", "pipeline_fsdp", "expert_parallel"}
 
 
 def traced(name: str, ranks: int, layers: int, microbatches: int) -> Program:
@@ -32,11 +32,11 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
     """A strategy with ranks, layers and microbatches that fit it."""
     name = draw(st.sampled_from(list(STRATEGIES)))
     entry = STRATEGIES[name]
-    ranks = 1 if entry.ranks == 1 else draw(st.integers(1, 9))
+    ranks = 1 if entry.ranks == 1 else draw(st.integers(1 + (name == "expert_parallel"), 9))
     sizes = entry.mesh(ranks).sizes()
     layers = draw(st.integers(1, 4)) * (sizes["pp"] if name in LAYERS_DIVIDED else 1)
     layers += sizes["pp"] if name in LAYERS_REACH else 0
-    microbatches = draw(st.integers(1, 4)) * (sizes["dp_shard"] if name in BATCH_DIVIDED else 1)
+    microbatches = draw(st.integers(1, 4)) * (sizes["dp_shard"] * sizes["ep"] if name in BATCH_DIVIDED else 1)
     return name, ranks, layers, microbatches
 
 
@@ -117,6 +117,7 @@ def test_each_strategy_communicates_as_often_as_it_should(
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str) -> None:
+    """Experts on each of 4 ranks compute their part of it."""
     program = traced(name, STRATEGIES[name].ranks, 4, 4)
     checked = check(program)
     for kind in (OpKind.FORWARD, OpKind.BACKWARD):
@@ -126,7 +127,8 @@ def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str)
                 if op.kind is kind:
                     mask = specs[op.inputs[0]].microbatches
                     done.update((op.layer, m) for m in range(4) if mask >> m & 1)
-        assert done == {(layer, m): 1 for layer in range(4) for m in range(4)}
+        experts = [program.sizes.kind(layer) is LayerKind.EXPERTS for layer in range(program.layers)]
+        assert done == {(layer, m): 4 if its else 1 for layer, its in enumerate(experts) for m in range(4)}
 
 
 def test_a_ddp_rank_holds_every_weight_whole_and_an_fsdp_rank_its_slice() -> None:

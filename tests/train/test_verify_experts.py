@@ -70,6 +70,13 @@ def test_whole_mixtures_train_under_every_strategy(ranks: World, strategy: str) 
     assert verdict.ok, verdict
 
 
+@pytest.mark.parametrize("model", [DROPLESS, DROPPING], ids=["dropless", "dropping"])
+def test_microbatches_that_go_through_experts_together_give_the_same_numbers(ranks: World, model: MoE) -> None:
+    there = Job("expert_parallel", 4, 8, model, 2, torch.float64)
+    verdict = ranks(4).call(verify_rank, CPU, there, 2)[0]
+    assert verdict.ok, verdict
+
+
 def test_a_model_without_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "load", plan_of)
     with pytest.raises(UserError, match="ep 2, which cuts mixtures of experts, but GPT has none; train a MoE"):

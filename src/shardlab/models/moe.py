@@ -105,7 +105,8 @@ class MoE(GPT):
         experts: of every layer, each as large as GPT's MLP.
         top_k: how many experts a token is sent to.
         capacity_factor: an expert's places for a microbatch, as a multiple of top_k * tokens / experts (None: dropless,
-            with room for every token at every expert).
+            with room for every token at every expert: experts * tokens * width elements a layer, which is the bound of
+            what can arrive, and is taken whatever does).
         auxiliary: weight of the load-balancing loss, which is the mean over microbatches. It enters the gradient; the
             loss that is reported is the cross-entropy alone.
     """

@@ -6,7 +6,8 @@ import difflib
 
 from shardlab.program import UserError
 from shardlab.strategies.ddp import ddp
-from shardlab.strategies.entry import Entry, data_parallel_mesh, one_device_mesh, pipeline_mesh
+from shardlab.strategies.entry import Entry, data_parallel_mesh, expert_parallel_mesh, one_device_mesh, pipeline_mesh
+from shardlab.strategies.expert_parallel import expert_parallel
 from shardlab.strategies.fsdp import fsdp
 from shardlab.strategies.gpipe import gpipe
 from shardlab.strategies.grad_accum import grad_accum
@@ -47,6 +48,13 @@ STRATEGIES = {
             pipeline_mesh,
         ),
         Entry("pipeline_fsdp", pipeline_fsdp, "the layers, and all that fsdp splits", "puzzle 7", pipeline_fsdp_mesh),
+        Entry(
+            "expert_parallel",
+            expert_parallel,
+            "the batch and the experts",
+            "GShard, arXiv 2006.16668",
+            expert_parallel_mesh,
+        ),
     )
 }
 """Every built-in strategy by name."""
@@ -71,6 +79,7 @@ __all__ = [
     "breadth_first",
     "data_parallel_mesh",
     "ddp",
+    "expert_parallel",
     "find",
     "fsdp",
     "gpipe",

@@ -53,7 +53,7 @@ class Plan:
         shard_gradients: axes over which the gradient that accumulates over microbatches is cut.
         shard_optimizer: axes over which the optimizer's state is cut; the other two must be beginnings of it.
         reduce_each: axes over which each microbatch's gradient is reduced at once (None: those that cut it); over the
-            others it is reduced once a step.
+            others it is reduced once a step. May name `ep`, over which the gradients of all but experts are reduced.
         reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
             work stays on the stage), or when its last use in the step is over.
         sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
