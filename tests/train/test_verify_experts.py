@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from shardlab.execute import AdamW
 from shardlab.models import GPT, MoE
 from shardlab.program import Mesh, UserError
 from shardlab.strategies.entry import Entry, planned_entry
 from shardlab.strategies.plan import Plan
 from shardlab.train import job
 from shardlab.train.job import Job
+from shardlab.train.loop import Run, Summary, train_rank
 from shardlab.train.verify import Verdict, verify_rank
 from tests.support.ranks import Ranks
 
@@ -75,6 +79,20 @@ def test_microbatches_that_go_through_experts_together_give_the_same_numbers(ran
     there = Job("expert_parallel", 4, 8, model, 2, torch.float64)
     verdict = ranks(4).call(verify_rank, CPU, there, 2)[0]
     assert verdict.ok, verdict
+
+
+def test_a_training_run_leaves_all_experts_and_lowers_the_loss(ranks: World, tmp_path: Path) -> None:
+    model = MoE(**SMALL | {"layers": 2})
+    there = Job("expert_parallel", 2, 4, model, 2)
+    plan = Run(there, AdamW(learning_rate=1e-2, steps=20, warmup=2), None, tmp_path / "run")
+    summary = ranks(2).call(train_quietly, plan)[0]
+    assert summary.validation_after < summary.validation_before - 0.3
+    weights = load_file(tmp_path / "run" / "weights.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) == model.parameter_count
+
+
+def train_quietly(rank: int, plan: Run) -> Summary | None:
+    return train_rank(rank, CPU, plan)
 
 
 def test_a_model_without_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

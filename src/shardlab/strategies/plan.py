@@ -42,13 +42,13 @@ class Plan:
     state to both axes.
 
     Attributes:
-        mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard`, layers over `pp`, and the matrices of
-            a model in half-blocks are cut over `tp`.
+        mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard` x `ep`, layers over `pp`, the matrices
+            of a model in half-blocks are cut over `tp`, and the experts of a mixture over `ep`.
         schedule: the pipeline's order of work, a built-in name, a file (see `find_schedule`) or a `Schedule`; on one
             pipeline rank, `1f1b` takes the microbatches one by one.
         stages_per_rank: of the pipeline; a schedule that has a fixed number uses that.
         layers_per_stage: how many layers each stage has (empty: as even as can be); of half-blocks, how many pairs of
-            a norm and a body, the embedding's body not counted.
+            a norm and a body, the embedding's body not counted; of a mixture, how many blocks, the head one of its own.
         shard_parameters: axes over which a layer's weights are cut, outermost cut first.
         shard_gradients: axes over which the gradient that accumulates over microbatches is cut.
         shard_optimizer: axes over which the optimizer's state is cut; the other two must be beginnings of it.
@@ -57,7 +57,8 @@ class Plan:
         reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
             work stays on the stage), or when its last use in the step is over.
         sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
-        recompute: layers keep everything for the backward pass, or only their input.
+        recompute: layers keep everything for the backward pass, or only their input; norms, and the dense layers of a
+            mixture, keep everything in any case.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
