@@ -62,8 +62,9 @@ def test_every_strategy_simulates_without_options(name: str, capsys: Captured) -
     facts = json_of(capsys, name)
     assert facts["ranks"] == STRATEGIES[name].ranks
     assert facts["microbatches"] == 4
-    half_blocks = 4 * 4 + 3  # of four blocks
-    assert facts["layers"] == (half_blocks if "tp" in facts["mesh"] else 8 if name in TWO_STAGES else 4)
+    finer = {"tp": 4 * 4 + 3, "ep": 2 * 4 + 1}  # layers of four blocks
+    cut = [layers for axis, layers in finer.items() if axis in facts["mesh"]]
+    assert facts["layers"] == (cut[0] if cut else 8 if name in TWO_STAGES else 4)
 
 
 def test_a_users_file_is_simulated(capsys: Captured) -> None:

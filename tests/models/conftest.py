@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.models import Model
+from shardlab.models import ExpertLayers, Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 from shardlab.models.tensors.parts import ALL
 from shardlab.program.sizes import LayerKind
@@ -20,11 +20,27 @@ def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Sh
     if share.tokens is not None:
         shape = (len(share.tokens), *shape[1:])
     if layer == 0:
-        return (torch.randint(model.vocabulary, (rows, *shape)),)
+        tokens = torch.randint(model.vocabulary, (rows, *shape))
+        return (None, tokens) if model.kinds[0] is LayerKind.DENSE else (tokens,)
+    if isinstance(model, ExpertLayers):
+        return _inputs_of_expert_layers(model, layer, rows, dtype)
     x = torch.randn(rows, *shape, dtype=dtype).requires_grad_()
     if model.kinds[layer] is not LayerKind.NORM:
         return (x,)
     return (None if layer == 1 else torch.randn_like(x).requires_grad_(), x)
+
+
+def _inputs_of_expert_layers(
+    model: ExpertLayers, layer: int, rows: int, dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """Random buffers; for a dense layer also a residual stream with the gates and different experts for each token."""
+    buffers = torch.randn(model.buffers_shape(rows), dtype=dtype).requires_grad_()
+    if model.kinds[layer] is LayerKind.EXPERTS:
+        return (buffers,)
+    experts, top_k = model.whole.experts, model.whole.top_k
+    carried = torch.rand(rows, model.block, model.residual_width, dtype=dtype)
+    carried[..., -top_k:] = torch.rand(rows, model.block, experts).argsort(-1)[..., :top_k]
+    return carried.requires_grad_(), buffers
 
 
 def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> int:

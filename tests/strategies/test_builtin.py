@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import check
-from shardlab.program import Kind, OpKind, Program, UserError, trace
+from shardlab.program import Kind, LayerKind, OpKind, Program, UserError, trace
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES, find
 
@@ -30,7 +30,7 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
     """A strategy with ranks, layers and microbatches that fit it."""
     name = draw(st.sampled_from(list(STRATEGIES)))
     entry = STRATEGIES[name]
-    ranks = 1 if entry.ranks == 1 else draw(st.integers(1, 9))
+    ranks = 1 if entry.ranks == 1 else draw(st.integers(1 + (name == "expert_parallel"), 9))
     multiple = {"hsdp": 2, "partially-sharded": 2, "tensor_parallel": 2, "3d": 4, "4d": 4}.get(name, 1)
     ranks = -(-ranks // multiple) * multiple
     sizes = entry.mesh(ranks).sizes()
@@ -38,7 +38,7 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
         layers = ranks * draw(st.integers(1, 4))
     else:
         layers = entry.default_layers(ranks, at_least=1) + draw(st.integers(0, 3))
-    data_ranks = ranks if name in ("ddp", "wsdp", "fsdp") else sizes["dp_shard"] * sizes["dp_replicate"]
+    data_ranks = sizes["dp_shard"] * sizes["dp_replicate"] * sizes["ep"] if entry.ranks > 1 else 1
     return name, ranks, layers, data_ranks * draw(st.integers(1, 4))
 
 
@@ -133,6 +133,7 @@ def test_each_strategy_communicates_as_often_as_it_should(
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str) -> None:
+    """Experts on each of 4 ranks compute their part of it."""
     program = traced(name, STRATEGIES[name].ranks, 8, 4)
     checked = check(program)
     for kinds in ((OpKind.FORWARD,), (OpKind.BACKWARD, OpKind.BACKWARD_INPUT), (OpKind.BACKWARD, WEIGHT_HALF)):
@@ -142,7 +143,8 @@ def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str)
                 if op.kind in kinds and program.mesh.coordinate(rank, "tp") == 0:
                     mask = specs[op.inputs[0]].microbatches
                     done.update((op.layer, m) for m in range(4) if mask >> m & 1)
-        assert done == {(layer, m): 1 for layer in range(program.layers) for m in range(4)}
+        experts = [program.sizes.kind(layer) is LayerKind.EXPERTS for layer in range(program.layers)]
+        assert done == {(layer, m): 4 if its else 1 for layer, its in enumerate(experts) for m in range(4)}
 
 
 def test_a_ddp_rank_holds_every_weight_whole_and_an_fsdp_rank_its_slice() -> None:

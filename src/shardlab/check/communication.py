@@ -120,7 +120,9 @@ class Communication:
         if len(meeting) == len(group.ranks):
             del self._open[group, turn]
             members = [meeting[rank] for rank in group.ranks]
-            specs = transfer.collective(op[0], [given for _, given in members], group.ranks, state.program.layers)
+            sizes = state.program.sizes
+            given = [spec for _, spec in members]
+            specs = transfer.collective(op[0], given, group.ranks, sizes.layers, sizes.kinds)
             self._meet(Meeting(group, [m for m, _ in members]), specs)
 
     def _send(self, state: RankState, op: Op) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from shardlab.check.rank_state import RankState
-from shardlab.program import Holds, Kind, LayerKind, Op, OpKind, Spec, sliced, transfer
+from shardlab.program import Holds, Kind, LayerKind, Op, OpKind, Spec, experts, sliced, transfer
+from shardlab.program.sizes import CARRYING
 
 Rule = Callable[[RankState, Op], None]
 
@@ -23,12 +25,12 @@ def free(state: RankState, op: Op) -> None:
 
 def forward(state: RankState, op: Op) -> None:
     kind = LayerKind.WHOLE if state.all_whole else state.program.sizes.kind(op[1])
-    if kind is LayerKind.NORM:
-        _forward_norm(state, op)
+    if kind in CARRYING:
+        _forward_carrying(state, op)
         return
     activation, weight = op[2]
     spec = state.live[activation]
-    made = (sliced if kind is LayerKind.SLICED else transfer).forward(op[1], spec, state.live[weight])
+    made = _rules(kind).forward(op[1], spec, state.live[weight])
     if len(op[3]) == 1:
         state.make(op[3][0], made)
     else:
@@ -37,11 +39,18 @@ def forward(state: RankState, op: Op) -> None:
         _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
-def _forward_norm(state: RankState, op: Op) -> None:
+def _rules(kind: LayerKind) -> Any:
+    """The module with the rules of a kind of layers that carry nothing."""
+    return {LayerKind.SLICED: sliced, LayerKind.EXPERTS: experts}.get(kind, transfer)
+
+
+def _forward_carrying(state: RankState, op: Op) -> None:
     branch, weight, *residual = op[2]
     (read,) = [state.live[number] for number in residual] or [None]
     spec = state.live[branch]
-    made = sliced.norm_forward(op[1], state.program.layers, spec, state.live[weight], read)
+    made = sliced.norm_forward(
+        op[1], state.program.layers, spec, state.live[weight], read, what=state.program.sizes.kind(op[1]).value
+    )
     *outputs, saved = op[3]
     for number, output in zip(outputs, [spec for spec in made if spec is not None], strict=True):
         state.make(number, output)
@@ -51,10 +60,10 @@ def _forward_norm(state: RankState, op: Op) -> None:
 def recompute(state: RankState, op: Op) -> None:
     (activation, weight), (saved,) = op[2], op[3]
     spec = state.live[activation]
-    if state.program.sizes.kind(op[1]) is LayerKind.NORM:
-        state.refuse(f"{op}: a norm is not recomputed; it keeps little.")
-    rules = sliced if state.program.sizes.kind(op[1]) is LayerKind.SLICED else transfer
-    made = rules.forward(op[1], spec, state.live[weight], "recompute")
+    kind = state.program.sizes.kind(op[1])
+    if kind in CARRYING:
+        state.refuse(f"{op}: a {kind.value} layer is not recomputed.")
+    made = _rules(kind).forward(op[1], spec, state.live[weight], "recompute")
     _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
@@ -104,13 +113,15 @@ def _backward(state: RankState, op: Op) -> tuple[Spec, ...]:
     live, layer = state.live, op[1]
     kind = LayerKind.WHOLE if state.all_whole else state.program.sizes.kind(layer)
     specs = live[activation], live[gradient]
-    if kind is LayerKind.NORM:
+    if kind in CARRYING:
         (read,) = [live[number] for number in residual] or [None]
-        made = sliced.norm_backward(layer, state.program.layers, *specs, live[weight], read)
+        made = sliced.norm_backward(layer, state.program.layers, *specs, live[weight], read, what=kind.value)
     elif residual:
-        state.refuse(f"{op}: is given {len(op[2])} values; only a norm reads a residual's gradient.")
+        state.refuse(f"{op}: is given {len(op[2])} values; only a norm or a dense layer reads a residual's gradient.")
     elif kind is LayerKind.SLICED:
         made = sliced.backward(layer, *specs, live[weight], layers=state.program.layers)
+    elif kind is LayerKind.EXPERTS:
+        made = experts.backward(layer, *specs, live[weight])
     else:
         made = transfer.backward(layer, *specs, live[weight])
     if state.saved_of.pop(activation, None) != saved:
@@ -125,8 +136,11 @@ def backward_weight(state: RankState, op: Op) -> None:
     specs = state.live[activation], state.live[gradient]
     if state.half_of.pop(activation, None) != half:
         state.refuse(f"{op}: value {half} is not what the first half of this activation's backward left for it.")
-    if state.program.sizes.kind(op[1]) is LayerKind.WHOLE:
+    kind = state.program.sizes.kind(op[1])
+    if kind is LayerKind.WHOLE:
         made = transfer.backward_weight(op[1], *specs)
+    elif kind is LayerKind.EXPERTS:
+        made = experts.backward_weight(op[1], *specs, state.specs[half].sums)
     else:
         made = sliced.backward_weight(op[1], state.program.layers, *specs, state.specs[half].sums)
     state.make(grad_weight, made)

@@ -20,6 +20,7 @@ SIGNS = {
     OpKind.ALL_GATHER: ("+", "yellow"),
     OpKind.REDUCE_SCATTER: ("/", "magenta"),
     OpKind.ALL_REDUCE: ("=", "red"),
+    OpKind.ALL_TO_ALL: ("x", "cyan"),
     OpKind.SEND: (">", "yellow"),
     OpKind.RECV: ("<", "magenta"),
 }

@@ -55,14 +55,17 @@ class Verify:
         import torch
 
         from shardlab.cli.ranks import failures_as_exit, refuse_hanging
-        from shardlab.models import GPT
+        from shardlab.models import GPT, MoE
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here
         from shardlab.train.verify import TOLERANCE, verify
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
         layers = self.layers or chosen.default_layers(ranks)
-        model = GPT(layers=layers, width=32, heads=4, block=16, dropout=self.dropout)
+        if (ep := chosen.grid(ranks).ep) > 1:
+            model = MoE(layers=layers, width=32, heads=4, block=16, dropout=self.dropout, experts=2 * ep)
+        else:
+            model = GPT(layers=layers, width=32, heads=4, block=16, dropout=self.dropout)
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
         refuse_hanging(checked(chosen, ranks, job.sizes, self.microbatches))
         with failures_as_exit():

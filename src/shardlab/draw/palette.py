@@ -28,6 +28,7 @@ COMMUNICATION_LOOKS = {
     OpKind.ALL_GATHER: Look("#e69f00", "AG", "all-gather"),
     OpKind.REDUCE_SCATTER: Look("#cc79a7", "RS", "reduce-scatter"),
     OpKind.ALL_REDUCE: Look("#d55e00", "AR", "all-reduce"),
+    OpKind.ALL_TO_ALL: Look("#56b4e9", "AA", "all-to-all"),
     OpKind.SEND: Look("#57606a", "→", "send"),
     OpKind.RECV: Look("#a4adb6", "←", "receive"),
 }

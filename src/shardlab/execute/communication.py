@@ -8,6 +8,7 @@ from itertools import chain
 
 import torch
 
+from shardlab.execute import expert_exchange
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
 from shardlab.program import Kind, Op, OpKind, Spec
@@ -133,6 +134,11 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
+def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Experts' buffers, into new room."""
+    return expert_exchange.all_to_all(state, links, op, _given(state, op))
+
+
 def send(state: State, links: Communicator, at: int, op: Op) -> Start:
     """The value's tensor, which the tape keeps unchanged until the wait."""
     given, values, to, batch = op.inputs[0], state.values, op.peer, op.batch
@@ -154,6 +160,7 @@ START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
     OpKind.ALL_REDUCE: all_reduce,
     OpKind.ALL_GATHER: all_gather,
     OpKind.REDUCE_SCATTER: reduce_scatter,
+    OpKind.ALL_TO_ALL: all_to_all,
     OpKind.SEND: send,
     OpKind.RECV: recv,
 }

@@ -25,6 +25,7 @@ def _newest(*names: str) -> Callable[..., Any]:
 
 
 _all_gather = _newest("all_gather_single", "all_gather_into_tensor")
+_all_to_all = _newest("all_to_all_single")
 _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
@@ -64,6 +65,10 @@ class Communicator:
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
         """This member's piece of the sum."""
         return self._wait(_reduce_scatter(output, whole, group=self._groups[group], async_op=True))
+
+    def all_to_all(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
+        """Equal pieces of `whole` to the members in group order, and theirs for this one into `output`."""
+        return self._wait(_all_to_all(output, whole, group=self._groups[group], async_op=True))
 
     def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
         """Send; the tensor must not change until the wait is over."""

@@ -13,7 +13,8 @@ from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
 from shardlab.models import tensors
 from shardlab.models.tensors import Dropout, loss_of, views
-from shardlab.program import Kind, LayerKind, Op, OpKind
+from shardlab.program import Kind, Op, OpKind
+from shardlab.program.sizes import CARRYING
 from shardlab.program.values import bits
 
 Instruction = Callable[[], None]
@@ -50,10 +51,10 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     share, hooked = state.share(op), at in state.analysis.hooked
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
     outputs = op.outputs[: len(op.outputs) - saves]
-    is_norm = state.checked.program.sizes.kind(op.layer) is LayerKind.NORM
+    carries = state.checked.program.sizes.kind(op.layer) in CARRYING
 
     def inputs() -> list[Tensor | None]:
-        return [values[residual[0]] if residual else None, values[x]] if is_norm else [values[x]]
+        return [values[residual[0]] if residual else None, values[x]] if carries else [values[x]]
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)

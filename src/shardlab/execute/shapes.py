@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 
 from shardlab.check import Checked
-from shardlab.models import Model
+from shardlab.models import ExpertLayers, Model
 from shardlab.program import Holds, Kind, Spec, UserError
 from shardlab.program.values import ROW_KINDS, bits
 
@@ -37,10 +37,14 @@ class Shapes:
         return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
 
     def _row_shape(self, spec: Spec) -> tuple[int, ...]:
-        rows = spec.microbatches.bit_count() * self.rows
-        tokens, *features = self.model.activation_shape(
-            1 if spec.kind in (Kind.RESIDUAL, Kind.GRAD_RESIDUAL) else spec.layer
-        )
+        microbatches = spec.microbatches.bit_count()
+        rows = microbatches * self.rows
+        if spec.kind in (Kind.RESIDUAL, Kind.GRAD_RESIDUAL):
+            return (rows, len(self.tokens(spec)), self.model.residual_width)
+        if isinstance(self.model, ExpertLayers) and self.model.is_buffers(spec.layer):
+            experts, *capacity = self.model.buffers_shape(self.rows)
+            return (microbatches * experts * (spec.sums.bit_count() or spec.grid.width) // spec.grid.width, *capacity)
+        tokens, *features = self.model.activation_shape(spec.layer)
         if spec.kind is Kind.STATS:
             return ((spec.sums.bit_count() or spec.grid.width) * rows, tokens, 3)
         if spec.sums and spec.layer == self.model.layers:

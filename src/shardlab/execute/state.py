@@ -133,8 +133,9 @@ class State:
         kind, spec = self.checked.program.sizes.kind(op.layer), self.specs[op.inputs[0]]
         if kind is LayerKind.NORM:
             return Share(tokens=self.shapes.tokens(spec))
-        if kind is LayerKind.WHOLE or spec.grid.width == 1:
-            return Share()
+        whole = Share(microbatches=spec.microbatches.bit_count(), of_step=self.checked.program.microbatches)
+        if kind in (LayerKind.WHOLE, LayerKind.DENSE) or spec.grid.width == 1:
+            return whole
         holds = self.specs[op.inputs[1]].holds
         if holds.of != spec.grid.width or holds.pieces != 1:
             raise UserError(

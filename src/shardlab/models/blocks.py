@@ -54,9 +54,12 @@ class Blocks(Model):
         return (self.block, self.vocabulary if index == self.layers else self.width)
 
     def saved_elements(self, layer: int) -> int:
+        return self.microbatch_saved(layer, 1)
+
+    def microbatch_saved(self, layer: int, rows: int) -> int:
         parts = self.parts(layer)
         between = (len(parts) - 1) * self.block * self.width  # the residual stream, where one part meets the next
-        return between + sum(part.saved() for part in parts)
+        return rows * between + sum(part.microbatch_saved(rows) for part in parts)
 
     def saved_for_weight(self, layer: int) -> int:
         *others, last = self.parts(layer)

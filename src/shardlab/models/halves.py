@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardlab.models.blocks import Blocks
+from shardlab.models.cut import CutModel
 from shardlab.models.layout import LayerLayout, Parameter
-from shardlab.models.model import Model
+from shardlab.models.moe import MoE
 from shardlab.models.parts import Attention, Part
 from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
@@ -79,7 +80,7 @@ class Body:
 
 
 @dataclass(frozen=True, init=False)
-class Halves(Model):
+class Halves(CutModel):
     """A model in half-blocks: bodies (even layers) and norms (odd ones), from the embedding's body to the head's.
 
     Each body is cut into `slices` for tensor parallelism; its flat buffer holds one run after the other. The
@@ -89,20 +90,13 @@ class Halves(Model):
     11
 
     Attributes:
-        whole: the model that is cut; `layers` counts the half-blocks, all other fields are its own.
-        slices: of every body.
+        whole, slices: see `CutModel`; every body is sliced.
     """
 
-    whole: Blocks
-    slices: int
-
     def __init__(self, whole: Blocks, slices: int = 1) -> None:
-        common = {field.name: getattr(whole, field.name) for field in fields(Model)}
-        common["layers"] = 2 * (2 + whole.layers * len(whole.body)) - 1
-        super().__init__(**common)
-        object.__setattr__(self, "whole", whole)
-        object.__setattr__(self, "slices", slices)
-        self.at_least_one("slices")
+        super().__init__(whole, slices, 2 * (2 + whole.layers * len(whole.body)) - 1)
+        if isinstance(whole, MoE):
+            raise UserError("tensor parallelism does not cut mixtures of experts; set tp to 1 and use ep for them")
         if all(parameter.cut is None for parameter in whole.head.parameters()):
             raise UserError(
                 "tied embeddings need the embedding and the head in one layer, but half-blocks have one in the first "
@@ -164,10 +158,6 @@ class Halves(Model):
     def selective(self) -> tuple[int, ...]:
         """The bodies of attention."""
         return tuple(2 * unit for unit, (_, part) in enumerate(self.units) if isinstance(part, Attention))
-
-    @property
-    def parameter_count(self) -> int:
-        return self.whole.parameter_count
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardlab.models.layout import LayerLayout
 from shardlab.program.errors import UserError
-from shardlab.program.sizes import LayerKind, Sizes
+from shardlab.program.sizes import CARRYING, LayerKind, Sizes
 from shardlab.program.values import Kind
 
 
@@ -74,6 +74,19 @@ class Model(ABC):
         """FLOPs of the layer's matrix products for one sequence; a backward pass takes twice as many."""
 
     @property
+    def residual_width(self) -> int:
+        """Features of a token in what is carried from layer to layer beside the activations, if anything is."""
+        return self.width
+
+    def microbatch_elements(self, index: int, rows: int) -> int:
+        """Elements of activation `index` for a microbatch of `rows` sequences."""
+        return rows * math.prod(self.activation_shape(index))
+
+    def microbatch_saved(self, layer: int, rows: int) -> int:
+        """`saved_elements` for a microbatch of `rows` sequences."""
+        return rows * self.saved_elements(layer)
+
+    @property
     def parameter_count(self) -> int:
         """Parameters of the whole model, without padding."""
         return sum(self.layout(layer).parameter_count for layer in range(self.layers))
@@ -100,12 +113,12 @@ class Model(ABC):
         return Sizes(
             weights=weights,
             opt_states=tuple(2 * elements for elements in weights),
-            activations=tuple(rows * math.prod(self.activation_shape(i)) for i in range(self.layers + 1)),
-            saved=tuple(rows * self.saved_elements(layer) for layer in range(self.layers)),
+            activations=tuple(self.microbatch_elements(i, rows) for i in range(self.layers + 1)),
+            saved=tuple(self.microbatch_saved(layer, rows) for layer in range(self.layers)),
             saved_for_weight=tuple(rows * self.saved_for_weight(layer) for layer in range(self.layers)),
             element_bytes=dict.fromkeys(Kind, element_bytes),
             kinds=self.kinds,
             selective=self.selective,
             stats=3 * rows * self.block,
-            residual=rows * self.block * self.width if LayerKind.NORM in self.kinds else 0,
+            residual=rows * self.block * self.residual_width if CARRYING.intersection(self.kinds) else 0,
         )

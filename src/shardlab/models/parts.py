@@ -50,6 +50,10 @@ class Part(ABC):
     def saved(self) -> int:
         """Elements that autograd keeps for the backward pass beyond the part's input and parameters."""
 
+    def microbatch_saved(self, rows: int) -> int:
+        """`saved` for a microbatch of `rows` sequences."""
+        return rows * self.saved()
+
     @abstractmethod
     def saved_for_weight(self) -> int:
         """What is left of that between the halves of a split backward pass: the inputs of norms and linear maps and the

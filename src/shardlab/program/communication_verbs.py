@@ -32,6 +32,14 @@ class CommunicationVerbs(Place):
         """The sum of the members' gradients, slice i of it on the group's i-th member."""
         return self._collective(OpKind.REDUCE_SCATTER, value, axis)
 
+    def all_to_all(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
+        """From every expert's buffers of a rank's microbatches to its own experts' of all members', or back again.
+
+        Which way follows from the value: complete buffers are dispatched, those of some experts are returned, in the
+        group's order of microbatches.
+        """
+        return self._collective(OpKind.ALL_TO_ALL, value, axis)
+
     def _collective(self, kind: OpKind, value: Value, axis: str | None) -> Handle[Value]:
         spec = self._read(value)
         group = self.group(axis)

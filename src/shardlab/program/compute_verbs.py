@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from shardlab.program import sliced, transfer
+from shardlab.program import experts, sliced, transfer
 from shardlab.program.errors import Refused
 from shardlab.program.place import Place
-from shardlab.program.sizes import LayerKind
+from shardlab.program.sizes import CARRYING, LayerKind
 from shardlab.program.tape import Op, OpKind
 from shardlab.program.value import Value
 from shardlab.program.values import Holds, Kind, Spec, mask_of
@@ -166,6 +166,8 @@ class ComputeVerbs(Place):
         try:
             if self.kinds[layer] is LayerKind.WHOLE:
                 made = transfer.backward_weight(layer, *specs)
+            elif self.kinds[layer] is LayerKind.EXPERTS:
+                made = experts.backward_weight(layer, *specs, activation.half_slices)
             else:
                 made = sliced.backward_weight(layer, len(self.layers), *specs, activation.half_slices)
         except Refused as refusal:
@@ -187,9 +189,12 @@ class ComputeVerbs(Place):
     def _rule(self, op: str, layer: int, *, forward: bool) -> Callable[..., Any]:
         """What a layer's kind makes of its inputs; refuses the verbs that are not for it."""
         kind = self.kinds[layer]
-        if (kind is LayerKind.NORM) != ("norm" in op):
-            which = "a norm: use forward_norm and backward_norm" if kind is LayerKind.NORM else "no norm"
-            self.refuse(f"{op}(layer {layer}): this layer is {which}.")
+        meant = next((each for each in CARRYING if each.value in op), None)
+        if meant is not (kind if kind in CARRYING else None):
+            use = f"_{kind.value}" if kind in CARRYING else ""
+            self.refuse(f"{op}(layer {layer}): this layer is {kind.value}; use forward{use} and backward{use}.")
+        if kind is LayerKind.EXPERTS:
+            return experts.forward if forward else experts.backward
         if kind is LayerKind.SLICED:
             return sliced.forward if forward else partial(sliced.backward, layers=len(self.layers))
         return transfer.forward if forward else transfer.backward

@@ -80,7 +80,8 @@ class Collectives:
         members = [meeting[rank] for rank in group.ranks]
         specs = [member.spec for member in members]
         try:
-            results = transfer.collective(handle.kind, specs, group.ranks, handle.rank.sizes.layers)
+            sizes = handle.rank.sizes
+            results = transfer.collective(handle.kind, specs, group.ranks, sizes.layers, sizes.kinds)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
         for member, spec in zip(members, results, strict=True):

@@ -21,12 +21,17 @@ class NormVerbs(ComputeVerbs):
         The branch, activation l, is added to the residual that the norm before has handed on. The first norm is given
         no residual, the last one hands none on.
         """
-        self._check_layer("forward_norm", layer)
-        self._rule("forward_norm", layer, forward=True)
+        return self._carry_forward("forward_norm", layer, residual, branch, weight)
+
+    def _carry_forward(
+        self, op: str, layer: int, residual: Value | None, branch: Value, weight: Value
+    ) -> tuple[Value | None, Value]:
+        self._check_layer(op, layer)
+        self._rule(op, layer, forward=True)
         read = (branch, weight) if residual is None else (branch, weight, residual)
         specs = [self._read(value) for value in read]
         try:
-            made, handed_on = sliced.norm_forward(layer, len(self.layers), *specs)
+            made, handed_on = sliced.norm_forward(layer, len(self.layers), *specs, what=self.kinds[layer].value)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         outputs = [self.make(spec) for spec in (made, handed_on) if spec is not None]
@@ -46,7 +51,12 @@ class NormVerbs(ComputeVerbs):
 
         `gradient` is that of activation l + 1, `grad_residual` that of the residual that it has handed on.
         """
-        specs, inputs, read = self._norm_backward("backward_norm", layer, branch, gradient, grad_residual, weight)
+        return self._carry_backward("backward_norm", layer, branch, gradient, grad_residual, weight)
+
+    def _carry_backward(
+        self, op: str, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
+    ) -> tuple[Value, Value, Value | None]:
+        specs, inputs, read = self._norm_backward(op, layer, branch, gradient, grad_residual, weight)
         made = [self.make(spec) for spec in specs]
         self.ops.append(Op(OpKind.BACKWARD, layer, inputs, tuple([value.number for value in made])))
         for value in read:
@@ -58,7 +68,12 @@ class NormVerbs(ComputeVerbs):
         self, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
     ) -> tuple[Value, Value | None]:
         """The half of `backward_norm` that others wait for; `backward_weight` is the other half."""
-        specs, inputs, read = self._norm_backward("backward_norm_input", layer, branch, gradient, grad_residual, weight)
+        return self._carry_backward_input("backward_norm_input", layer, branch, gradient, grad_residual, weight)
+
+    def _carry_backward_input(
+        self, op: str, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
+    ) -> tuple[Value, Value | None]:
+        specs, inputs, read = self._norm_backward(op, layer, branch, gradient, grad_residual, weight)
         made = [self.make(spec) for spec in specs[1:]]
         branch.saved_for_weight, branch.half_slices = len(self._values), 0
         self._values.append(None)
@@ -78,11 +93,12 @@ class NormVerbs(ComputeVerbs):
         read = [branch, gradient, weight, *extra]
         b, g, w, *r = (self._read(value) for value in read)
         try:
-            specs = sliced.norm_backward(layer, len(self.layers), b, g, w, *r)
+            specs = sliced.norm_backward(layer, len(self.layers), b, g, w, *r, what=self.kinds[layer].value)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if branch.saved < 0:
-            self.refuse(f"{op}(layer {layer}): no forward_norm has come before it for {b}; a norm is not recomputed.")
+            what = self.kinds[layer].value
+            self.refuse(f"{op}(layer {layer}): no forward_{what} has come before it for {b}; it is not recomputed.")
         saved, branch.saved = branch.saved, -1
         inputs = (branch.number, gradient.number, weight.number, saved, *(value.number for value in extra))
         return specs, inputs, read

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardlab.program.communication_verbs import CommunicationVerbs
-from shardlab.program.norm_verbs import NormVerbs
+from shardlab.program.expert_verbs import ExpertVerbs
 
 
-class Rank(NormVerbs, CommunicationVerbs):
+class Rank(ExpertVerbs, CommunicationVerbs):
     """One rank of a strategy program: its place and stores, the verbs that compute and those that communicate."""

@@ -12,17 +12,28 @@ PUZZLE_LENGTH = 256
 
 
 class LayerKind(Enum):
-    """What a layer makes of its input when tensor parallelism slices the model.
+    """What a layer makes of its input when tensor or expert parallelism slices the model.
 
     - WHOLE: not for slicing; activation to activation.
     - NORM: (residual, branch) to (residual, normalised); parameters replicated, any slice of the sequence alone.
     - SLICED: normalised to branch; every parameter sliced, the result a partial sum over the slices (of the last
       layer: a slice of the logits).
+    - DENSE: (carried, combined) to (carried, dispatched); parameters replicated, one buffer for each expert made.
+    - EXPERTS: dispatched to combined; parameters sliced by expert, each on its own buffers.
     """
 
     WHOLE = "whole"
     NORM = "norm"
     SLICED = "sliced"
+    DENSE = "dense"
+    EXPERTS = "experts"
+
+
+CARRYING = frozenset({LayerKind.NORM, LayerKind.DENSE})
+"""Layers that hand a residual to the next one of their kind, beside the activation."""
+
+PARTED = frozenset({LayerKind.SLICED, LayerKind.EXPERTS})
+"""Layers whose parameters are sliced over `tp` or `ep`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,7 @@ class Sizes:
             the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
         element_bytes: bytes of one element, by kind.
         kinds: each layer's kind (empty: all WHOLE).
-        residual: elements of the residual stream for one microbatch, which NORM layers hand on beside the activations.
+        residual: elements of what NORM and DENSE layers hand on beside the activations, for one microbatch.
         selective: the layers that selective recomputation computes again: the bodies of attention.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
     """
@@ -71,6 +82,13 @@ class Sizes:
         )
 
     @classmethod
+    def of_puzzle(cls, layers: int, tensor_parallel: int, expert_parallel: int) -> Sizes:
+        """The puzzles' model with so many layers, or blocks where a mesh slices them."""
+        if expert_parallel > 1:
+            return cls.mixture(layers)
+        return cls.half_blocks(layers) if tensor_parallel > 1 else cls.puzzle(layers)
+
+    @classmethod
     def half_blocks(cls, blocks: int) -> Sizes:
         """The same layer in half-blocks, for tensor parallelism: each body is a matrix, each norm a vector.
 
@@ -92,8 +110,24 @@ class Sizes:
             selective=tuple(range(2, layers - 1, 4)),
         )
 
-    def grid(self, tensor_parallel: int) -> Grid:
-        """In what a program counts on so many tensor-parallel ranks: only layers of half-blocks are ever sliced."""
+    @classmethod
+    def mixture(cls, blocks: int) -> Sizes:
+        """The same layer with experts, for expert parallelism: in each block a dense matrix, and one of all experts."""
+        kinds = (*(LayerKind.DENSE, LayerKind.EXPERTS) * blocks, LayerKind.DENSE)
+        weights = (PUZZLE_HIDDEN * PUZZLE_HIDDEN,) * len(kinds)
+        return cls(
+            weights=weights,
+            opt_states=weights,
+            activations=(PUZZLE_HIDDEN * PUZZLE_LENGTH,) * (len(kinds) + 1),
+            saved=(0,) * len(kinds),
+            kinds=kinds,
+            residual=PUZZLE_HIDDEN * PUZZLE_LENGTH,
+        )
+
+    def grid(self, tensor_parallel: int, expert_parallel: int = 1) -> Grid:
+        """In what a program counts on so many ranks: only half-blocks and experts are ever sliced."""
+        if LayerKind.EXPERTS in self.kinds:
+            return Grid(1, expert_parallel)
         return Grid(tensor_parallel, tensor_parallel) if self.kinds else ONE
 
     def kind(self, layer: int) -> LayerKind:
@@ -123,7 +157,8 @@ class Sizes:
         else:
             each = self.activations[layer]
         elements = each * spec.holds.mask.bit_count()
-        sliced = spec.sums and (kind in AUTOGRAD_KINDS or (layer == self.layers and kind is not Kind.STATS))
+        parts = layer == self.layers or LayerKind.EXPERTS in self.kinds  # slices side by side, not terms of a sum
+        sliced = spec.sums and (kind in AUTOGRAD_KINDS or (parts and kind is not Kind.STATS))
         if sliced:
             return -(-elements * spec.sums.bit_count() // (sequence * width))
         return elements if sequence == 1 else -(-elements // sequence)

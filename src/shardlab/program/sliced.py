@@ -21,7 +21,7 @@ def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> 
     op = f"{op}(layer {layer})"
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
     _want_sequences(op, activation)
-    sums = _slices(op, layer, weight, activation)
+    sums = slices_of(op, layer, weight, activation)
     return Spec(Kind.ACTIVATION, layer + 1, activation.holds, sums, activation.step, activation.grid)
 
 
@@ -30,7 +30,7 @@ def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec, *, laye
     op = f"backward(layer {layer})"
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
     _want_sequences(op, activation)
-    sums = _slices(op, layer, weight, activation)
+    sums = slices_of(op, layer, weight, activation)
     _want_gradient(op, layer, activation, gradient, sums if layer == layers - 1 else 0)
     step, grid = activation.step, activation.grid
     return (
@@ -49,39 +49,56 @@ def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, s
 
 
 def norm_forward(
-    layer: int, layers: int, branch: Spec, weight: Spec, residual: Spec | None = None
+    layer: int, layers: int, branch: Spec, weight: Spec, residual: Spec | None = None, *, what: str = "norm"
 ) -> tuple[Spec, Spec | None]:
-    """(residual, branch) to (normalised, the residual that the next norm reads); both sums must be complete."""
-    op = f"forward_norm(layer {layer})"
+    """(residual, branch) to (normalised, the residual that the next norm reads); both sums must be complete.
+
+    `what` is "norm", or "dense" for the layers between experts, which carry the residual in the same way.
+    """
+    op = f"forward_{what}(layer {layer})"
+    first, last = _ends(what, layers)
     _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
-    if (residual is None) != (layer == 1):
-        must = "the first norm is given no residual" if layer == 1 else "a residual is missing"
-        raise Refused(f"{op}: {must}; every norm but the first adds its branch to residuals[{layer}].")
+    if (residual is None) != (layer == first):
+        must = f"the first {what} layer is given no residual" if layer == first else "a residual is missing"
+        raise Refused(f"{op}: {must}; every {what} layer but the first adds its branch to residuals[{layer}].")
     if residual is not None:
         _want_input(op, "residual", residual, Kind.RESIDUAL, layer)
         _want_same(op, "residual", residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
     made = Spec(Kind.ACTIVATION, layer + 1, branch.holds, 0, branch.step, branch.grid)
-    return made, None if layer == layers - 2 else made._replace(kind=Kind.RESIDUAL, layer=layer + 2)
+    return made, None if layer == last else made._replace(kind=Kind.RESIDUAL, layer=layer + 2)
 
 
 def norm_backward(
-    layer: int, layers: int, branch: Spec, gradient: Spec, weight: Spec, grad_residual: Spec | None = None
+    layer: int,
+    layers: int,
+    branch: Spec,
+    gradient: Spec,
+    weight: Spec,
+    grad_residual: Spec | None = None,
+    *,
+    what: str = "norm",
 ) -> tuple[Spec, ...]:
     """The gradients of the norm's parameters, of its branch, and of the residual that it was given, if any."""
-    op = f"backward_norm(layer {layer})"
+    op = f"backward_{what}(layer {layer})"
+    first, last = _ends(what, layers)
     _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
     _want_gradient(op, layer, branch, gradient, 0)
-    if (grad_residual is None) != (layer == layers - 2):
-        must = "the last norm hands on no residual" if layer == layers - 2 else "the residual's gradient is missing"
-        raise Refused(f"{op}: {must}; every norm but the last is given grad_residuals[{layer + 2}] as well.")
+    if (grad_residual is None) != (layer == last):
+        must = f"the last {what} layer hands on no residual" if layer == last else "the residual's gradient is missing"
+        raise Refused(f"{op}: {must}; every {what} layer but the last is given grad_residuals[{layer + 2}] as well.")
     if grad_residual is not None:
         _want_input(op, "residual's gradient", grad_residual, Kind.GRAD_RESIDUAL, layer + 2)
         _want_same(op, "residual's gradient", grad_residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
     made = Spec(Kind.GRAD_ACTIVATION, layer, branch.holds, 0, branch.step, branch.grid)
     own = made._replace(kind=Kind.GRAD_WEIGHT, holds=weight.holds, sums=branch.holds.mask)
-    return (own, made) if layer == 1 else (own, made, made._replace(kind=Kind.GRAD_RESIDUAL))
+    return (own, made) if layer == first else (own, made, made._replace(kind=Kind.GRAD_RESIDUAL))
+
+
+def _ends(what: str, layers: int) -> tuple[int, int]:
+    """The first and the last layer of those that carry the residual."""
+    return (0, layers - 1) if what == "dense" else (1, layers - 2)
 
 
 def loss_stats(layers: int, logits: Spec) -> Spec:
@@ -129,7 +146,7 @@ def unite_terms(op: str, kind: OpKind, specs: Sequence[Spec], names: Sequence[st
     return united
 
 
-def _slices(op: str, layer: int, weight: Spec, activation: Spec) -> int:
+def slices_of(op: str, layer: int, weight: Spec, activation: Spec) -> int:
     """The slices of a layer that a weight is, as a bit set; 0 for all."""
     of = activation.grid.width
     if weight.kind is Kind.WEIGHT and weight.layer == layer and weight.step == activation.step:
@@ -159,8 +176,8 @@ def _want_complete(op: str, what: str, got: Spec) -> None:
     if got.sums:
         missing = listed(i for i in range(got.grid.width) if not got.sums >> i & 1)
         raise Refused(
-            f"{op}: the {what} given is {got}; the terms of slices {missing} are missing. Reduce it over the ranks "
-            "that have them first."
+            f"{op}: the {what} given is {got}; slices {missing} are missing. Put all together first: reduce a body's "
+            "terms over the ranks that have them, or exchange experts' buffers by all_to_all."
         )
 
 

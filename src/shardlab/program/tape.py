@@ -31,6 +31,7 @@ class OpKind(Enum):
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
     SEND = "send"
     RECV = "recv"
     WAIT = "wait"
@@ -39,7 +40,7 @@ class OpKind(Enum):
     __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
 
 
-COLLECTIVES = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER})
+COLLECTIVES = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
 POINT_TO_POINT = frozenset({OpKind.SEND, OpKind.RECV})
 COMMUNICATION = COLLECTIVES | POINT_TO_POINT
 BOOKKEEPING = frozenset({OpKind.WAIT, OpKind.FREE})
@@ -131,7 +132,7 @@ class Program:
     @property
     def grid(self) -> Grid:
         """In what slices its values are counted."""
-        return self.sizes.grid(self.mesh.tp)
+        return self.sizes.grid(self.mesh.tp, self.mesh.ep)
 
     @property
     def cells(self) -> int:

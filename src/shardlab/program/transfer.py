@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab.program import sliced
+from shardlab.program import experts, sliced
 from shardlab.program.errors import Refused
+from shardlab.program.sizes import LayerKind
 from shardlab.program.tape import Message, OpKind
 from shardlab.program.values import (
     ROW_KINDS,
@@ -293,8 +294,12 @@ def unite_scalars(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return Spec(_SCALAR, 0, Holds(mask, of), 0, step)
 
 
-def collective(kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int], layers: int) -> list[Spec]:
-    """What each member of the group receives, in group order."""
+def collective(
+    kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int], layers: int, kinds: Sequence[LayerKind] = ()
+) -> list[Spec]:
+    """What each member of the group receives, in group order; `kinds` are the layers' (none: all WHOLE)."""
+    if kind is OpKind.ALL_TO_ALL:
+        return experts.all_to_all(specs, ranks, kinds)
     united = _united(kind, specs)
     if united is None:  # something overlaps or does not belong together: the slow rules say what
         names = [f"rank {rank}" for rank in ranks]
@@ -302,6 +307,8 @@ def collective(kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int], layers
         name = f"{kind.value}({first.kind.value}[{first.layer}])"
         if first.kind is _SCALAR and kind is not OpKind.ALL_REDUCE:
             raise Refused(f"{kind.value}(scalars): a scalar has no slices; all_reduce it.")
+        if LayerKind.EXPERTS in kinds and kind is not OpKind.ALL_GATHER and first.kind in experts.BUFFERS:
+            experts.refuse_sum(name, first)
         if _has_terms(kind, first):
             united = sliced.unite_terms(name, kind, specs, names, layers)
         elif kind is OpKind.ALL_GATHER:

@@ -158,7 +158,8 @@ class Spec(NamedTuple):
     from this tape's first: a weight loaded is of step 0, the one that UPDATE makes is of step 1.
     `sums` of a weight gradient has bit p set when piece p of the batch has been added in. Of an activation or its
     gradient it is 0 when it is complete; otherwise bit t says that the term of a sliced layer's slice t is in it (of
-    the logits, that slice t is there). `grid` says what a slice is.
+    the logits, that slice t is there; of experts' buffers, that those of the experts in slice t are, and no others').
+    `grid` says what a slice is.
     """
 
     kind: Kind

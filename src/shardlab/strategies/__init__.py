@@ -7,7 +7,15 @@ import difflib
 from shardlab.program import UserError
 from shardlab.strategies import presets
 from shardlab.strategies.ddp import ddp
-from shardlab.strategies.entry import Entry, data_parallel_mesh, one_device_mesh, pipeline_mesh, preset_entry
+from shardlab.strategies.entry import (
+    Entry,
+    data_parallel_mesh,
+    expert_parallel_mesh,
+    one_device_mesh,
+    pipeline_mesh,
+    preset_entry,
+)
+from shardlab.strategies.expert_parallel import expert_parallel
 from shardlab.strategies.fsdp import fsdp
 from shardlab.strategies.grad_accum import grad_accum
 from shardlab.strategies.pipeline import pipeline
@@ -51,6 +59,14 @@ PAGES = (
         tensor_parallel_mesh,
         2,
         memory="(W + G + O)/t",
+    ),
+    Entry(
+        "expert_parallel",
+        expert_parallel,
+        "the batch and the experts",
+        "Lepikhin et al. 2020, GShard, arXiv 2006.16668",
+        expert_parallel_mesh,
+        memory="D + E/n of W, G and O",
     ),
     Entry("pipeline", pipeline, "the layers", "LLM Training Puzzles, puzzle 5", pipeline_mesh, memory="(W + G + O)/p"),
 )
@@ -152,6 +168,7 @@ __all__ = [
     "Plan",
     "data_parallel_mesh",
     "ddp",
+    "expert_parallel",
     "find",
     "fsdp",
     "grad_accum",

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from shardlab.program import LayerKind, Rank, Value
+from shardlab.strategies.expert_computing import Mixture
 from shardlab.strategies.plan import Plan
 
 
@@ -147,4 +148,6 @@ class Halves:
 
 def computing(rank: Rank, plan: Plan) -> Compute:
     """What suits the model's layers."""
+    if LayerKind.EXPERTS in rank.kinds:
+        return Mixture(rank, plan)
     return Halves(rank, plan) if LayerKind.NORM in rank.kinds else Whole(rank, plan)

@@ -22,6 +22,17 @@ def pipeline_mesh(ranks: int) -> Mesh:
     return Mesh(pp=ranks)
 
 
+def expert_parallel_mesh(ranks: int) -> Mesh:
+    """All ranks on the axis that shards experts.
+
+    Raises:
+        UserError: for one rank, where there is nothing to exchange.
+    """
+    if ranks == 1:
+        raise UserError("experts are exchanged between ranks, but 1 rank was asked for; give 2 or more")
+    return Mesh(ep=ranks)
+
+
 def one_device_mesh(ranks: int) -> Mesh:
     """One rank, and no more.
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from shardlab.program import AXES, LayerKind, Mesh, UserError
+from shardlab.program.sizes import CARRYING
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of
 
 DATA_AXES = ("dp_shard", "dp_replicate")
-"""The axes over which the batch is dealt."""
+"""The axes over which parameters may be cut; the batch is dealt over these and over `ep`."""
 
-PLAN_AXES = ("pp", *DATA_AXES, "tp")
+PLAN_AXES = ("pp", *DATA_AXES, "tp", "ep")
 """The axes over which a plan lays a model."""
 
 Reshard = Literal["layer", "stage", "step"]
@@ -44,23 +45,24 @@ class Plan:
     state to both axes.
 
     Attributes:
-        mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard`, layers over `pp`, and the matrices of
-            a model in half-blocks are cut over `tp`.
+        mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard` x `ep`, layers over `pp`, the matrices
+            of a model in half-blocks are cut over `tp`, and the experts of a mixture over `ep`.
         schedule: the pipeline's order of work, a built-in name, a file (see `find_schedule`) or a `Schedule`; on one
             pipeline rank, `1f1b` takes the microbatches one by one.
         stages_per_rank: of the pipeline; a schedule that has a fixed number uses that.
         layers_per_stage: how many layers each stage has (empty: as even as can be); of half-blocks, how many pairs of
-            a norm and a body, the embedding's body not counted.
+            a norm and a body, the embedding's body not counted; of a mixture, how many blocks, the head one of its own.
         shard_parameters: axes over which a layer's weights are cut, outermost cut first.
         shard_gradients: axes over which the gradient that accumulates over microbatches is cut.
         shard_optimizer: axes over which the optimizer's state is cut; the other two must be beginnings of it.
         reduce_each: axes over which each microbatch's gradient is reduced at once (None: those that cut it); over the
-            others it is reduced once a step.
+            others it is reduced once a step. May name `ep`, over which the gradients of all but experts are reduced.
         reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
             work stays on the stage), or when its last use in the step is over.
         sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
         recompute: what layers compute again in the backward pass, of which they then keep only the input: nothing, the
-            attention of half-blocks, everything, or the layers that are numbered. Norms are never recomputed.
+            attention of half-blocks, everything, or the layers that are numbered. Norms, and the dense layers of a
+            mixture, are never recomputed.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -88,9 +90,10 @@ class Plan:
             raise UserError(f"stages_per_rank is {self.stages_per_rank}; give 1 or more")
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
             axes: tuple[str, ...] = getattr(self, name) or ()
+            known = (*DATA_AXES, "ep") if name == "reduce_each" else DATA_AXES
             for axis in axes:
-                if axis not in DATA_AXES or axes.count(axis) > 1:
-                    raise UserError(f"{name} is {_said(axes)}; give some of {', '.join(DATA_AXES)}, each once")
+                if axis not in known or axes.count(axis) > 1:
+                    raise UserError(f"{name} is {_said(axes)}; give some of {', '.join(known)}, each once")
         for name in ("shard_parameters", "shard_gradients"):
             axes = getattr(self, name)
             if self.shard_optimizer[: len(axes)] != axes:
@@ -98,6 +101,11 @@ class Plan:
                     f"{name} is {_said(axes)} but shard_optimizer is {_said(self.shard_optimizer)}; what is updated "
                     f"must be a slice of what is kept: let shard_optimizer begin with {_said(axes)}"
                 )
+        if self.mesh.tp > 1 and self.mesh.ep > 1:
+            raise UserError(
+                f"the mesh has tp {self.mesh.tp} and ep {self.mesh.ep}; tensor parallelism cuts half-blocks and expert "
+                "parallelism mixtures of experts, and no layer is cut by both: set one of them to 1"
+            )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
         if not set(self.shard_gradients) <= set(self.reduced_each):
@@ -123,7 +131,7 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """Among how many ranks the batch is dealt."""
-        return self.mesh.dp_shard * self.mesh.dp_replicate
+        return self.mesh.dp_shard * self.mesh.dp_replicate * self.mesh.ep
 
     @property
     def order(self) -> Schedule | Steps:
@@ -225,11 +233,9 @@ class Plan:
 
 
 def cuts(kinds: Kinds) -> list[int]:
-    """Where a pipeline may cut a model, both ends included: between layers; of half-blocks, before a norm."""
-    if LayerKind.NORM not in kinds:
-        return list(range(len(kinds) + 1))
-    norms = [layer for layer, kind in enumerate(kinds) if kind is LayerKind.NORM]
-    return [0, *norms[1:], len(kinds)]
+    """Where a pipeline may cut a model, both ends included: between layers; before those that carry a residual."""
+    carrying = [layer for layer, kind in enumerate(kinds) if kind in CARRYING]
+    return [0, *carrying[1:], len(kinds)] if carrying else list(range(len(kinds) + 1))
 
 
 def _said(items: tuple[object, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from shardlab.program import Handle, LayerKind, Rank, Strategy, UserError, Value
+from shardlab.program.sizes import CARRYING
 from shardlab.strategies.computing import computing
 from shardlab.strategies.gathering import Weights
 from shardlab.strategies.plan import Plan
@@ -35,11 +36,17 @@ class Follower:
                 f"{what}, which works on half-blocks, but this model's layers are whole; give Sizes.half_blocks or "
                 "those of models.Halves"
             )
+        if plan.mesh.ep > 1 and LayerKind.EXPERTS not in rank.kinds:
+            raise UserError(
+                f"the mesh has ep {plan.mesh.ep}, which cuts mixtures of experts, but this model has none; give "
+                "Sizes.mixture or those of models.ExpertLayers"
+            )
         here = rank.coordinate("pp")
         steps = plan.steps(rank.kinds, len(rank.microbatches))
-        first = steps.microbatches * (
-            rank.coordinate("dp_replicate") * plan.mesh.dp_shard + rank.coordinate("dp_shard")
-        )
+        dealt = 0
+        for axis in ("dp_replicate", "dp_shard", "ep"):
+            dealt = dealt * len(rank.group(axis).ranks) + rank.coordinate(axis)
+        first = steps.microbatches * dealt
         self.rank = rank
         self.plan = plan
         self.microbatches = range(first, first + steps.microbatches)
@@ -130,7 +137,7 @@ class Follower:
 
     def carried(self, layer: int, *, forward: bool) -> list[str]:
         """The stores whose values travel between the stages that meet before a layer."""
-        stores = ["activations", "residuals"] if self.rank.kinds[layer] is LayerKind.NORM else ["activations"]
+        stores = ["activations", "residuals"] if self.rank.kinds[layer] in CARRYING else ["activations"]
         return stores if forward else [f"grad_{store}" for store in stores]
 
     async def arrive(self, store: str, layer: int, m: int) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.program import Handle, LayerKind, Rank, Value
+from shardlab.program.sizes import PARTED
 from shardlab.strategies.plan import DATA_AXES, Plan
+
+PART_AXES = ("tp", "ep")
+"""The axes that slice layers; a plan uses one of them at most."""
 
 
 class Gradients:
@@ -15,10 +19,8 @@ class Gradients:
         self._rank = rank
         self._plan = plan
         axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *DATA_AXES)) if len(rank.group(axis).ranks) > 1]
-        self._each = [axis for axis in axes if axis in plan.reduced_each]
-        self._once = [axis for axis in axes if axis not in plan.reduced_each]
         # A gradient is scattered along these; once kept whole along an axis, it is not cut along the next ones.
-        kept_whole = [axis in self._each and axis not in plan.shard_gradients for axis in axes]
+        kept_whole = [axis in plan.reduced_each and axis not in plan.shard_gradients for axis in axes]
         uncut = kept_whole.index(True) if True in kept_whole else len(axes)
         self._cut = [axis for axis in axes[:uncut] if axis in plan.shard_optimizer]
         self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
@@ -33,23 +35,34 @@ class Gradients:
     def _slice(self, layer: int, axes: Sequence[str]) -> tuple[int, int]:
         """(which, of how many): cut along the first axis, each piece along the next."""
         shard, of = 0, 1
-        for axis in (*(["tp"] if self._rank.kinds[layer] is LayerKind.SLICED else []), *axes):
+        for axis in (*(PART_AXES if self._rank.kinds[layer] in PARTED else ()), *axes):
             ranks = self._rank.group(axis).ranks
             shard, of = shard * len(ranks) + self._rank.coordinate(axis), of * len(ranks)
         return shard, of
 
+    def _axes(self, layer: int) -> list[str]:
+        """The axes whose ranks have other microbatches' gradients of the same slice, those that cut it first.
+
+        Over `ep` experts are other slices, whose gradients have every microbatch of the group in them already.
+        """
+        axes = dict.fromkeys((*self._plan.shard_optimizer, *DATA_AXES, "ep"))
+        if self._rank.kinds[layer] is LayerKind.EXPERTS:
+            del axes["ep"]
+        return [axis for axis in axes if len(self._rank.group(axis).ranks) > 1]
+
     async def add(self, layer: int, gradient: Value) -> None:
         """A microbatch's gradient of a layer."""
         await self._settle()
-        if self._each:
-            self._arriving[layer] = self._reduce(gradient, self._each[0]), self._each[1:]
+        each = [axis for axis in self._axes(layer) if axis in self._plan.reduced_each]
+        if each:
+            self._arriving[layer] = self._reduce(gradient, each[0]), each[1:]
         else:
             self._sum(layer, gradient)
 
     async def finish(self, layer: int) -> None:
         """All microbatches of a layer are in: reduce the sum over the axes that are reduced once a step."""
         await self._settle()
-        once = [*self._once]
+        once = [axis for axis in self._axes(layer) if axis not in self._plan.reduced_each]
         if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM:
             once.append("tp")  # each of its ranks has seen other tokens
         if once:
@@ -60,8 +73,8 @@ class Gradients:
         """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
         rank, plan = self._rank, self._plan
         await self._settle()
-        await self._norm([l for l in layers if rank.kinds[l] is LayerKind.SLICED], ("tp",))
-        await self._norm([l for l in layers if rank.kinds[l] is not LayerKind.SLICED], (*self._cut, "pp"))
+        await self._norm([l for l in layers if rank.kinds[l] in PARTED], PART_AXES)
+        await self._norm([l for l in layers if rank.kinds[l] not in PARTED], (*self._cut, "pp"))
         again = [axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters]
         for l in layers:
             rank.weights[l], rank.opt_states[l] = rank.update(

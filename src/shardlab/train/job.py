@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardlab.check import Checked, check
-from shardlab.models import Blocks, Halves, Model
-from shardlab.program import Sizes, trace
+from shardlab.models import Blocks, ExpertLayers, Halves, Model, MoE
+from shardlab.program import Sizes, UserError, trace
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 
@@ -61,15 +61,22 @@ class Job:
 
     @property
     def cut(self) -> Model:
-        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel or the plan says so.
+        """The model as the program's layers are: cut finer where the mesh slices layers, or the plan says so.
 
         Raises:
             UserError: when the model does not divide.
         """
         entry = load(self.strategy)
-        slices = entry.grid(self.ranks).tp
-        halves = slices > 1 or (entry.plan is not None and entry.plan(self.ranks).half_blocks)
-        return Halves(self.model, slices) if halves else self.model
+        mesh = entry.grid(self.ranks)
+        if mesh.ep > 1:
+            if not isinstance(self.model, MoE):
+                raise UserError(
+                    f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(self.model).__name__} has "
+                    "none; train a MoE, or set ep to 1"
+                )
+            return ExpertLayers(self.model, mesh.ep)
+        halves = mesh.tp > 1 or (entry.plan is not None and entry.plan(self.ranks).half_blocks)
+        return Halves(self.model, mesh.tp) if halves else self.model
 
     @property
     def sizes(self) -> Sizes:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
-from shardlab.models import Halves, Model
+from shardlab.models import CutModel, Model
 from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, to_blocks, views
 from shardlab.train.data import Batches, Corpus, default_text, read_text
 from shardlab.train.interrupt import StopRequest
@@ -122,7 +122,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     flats = collect(executor.state, executor.state.kept)
     if folder is None or progress is None or flats is None:
         return None
-    if isinstance(model, Halves):
+    if isinstance(model, CutModel):
         flats = to_blocks(model, flats)
     progress.stop()
     after = validate(job.model, batches, flats)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
-from shardlab.models import Halves, Model
+from shardlab.models import CutModel, Model
 from shardlab.models.tensors import lengthened, to_halves
 from shardlab.program import Holds, OpKind
 from shardlab.train.data import Batches, Corpus
@@ -112,7 +112,7 @@ def _worst(state: State, slices: Mapping[tuple[int, Holds], Tensor], expected: S
 
 def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     """Every layer's flat buffer, from every block's."""
-    return to_halves(model, blocks) if isinstance(model, Halves) else blocks
+    return to_halves(model, blocks) if isinstance(model, CutModel) else blocks
 
 
 def _number(error: float) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlab.models.model import Model
-from shardlab.models.tensors.layers import layers_of
+from shardlab.models.tensors.model_layers import layers_of
 from shardlab.models.tensors.seeding import generator_of
 from shardlab.models.tensors.weights import views
 from shardlab.program.errors import UserError

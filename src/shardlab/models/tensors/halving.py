@@ -1,4 +1,4 @@
-"""The same weights (or gradients) in whole blocks and in sliced half-blocks: copies, exact both ways.
+"""The same weights (or gradients) in whole blocks and in the layers of a cut model: copies, exact both ways.
 
 For a layer with k slices a flat buffer may be longer than its layout if its k runs are equally long: only their
 beginnings are read.
@@ -12,18 +12,18 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from shardlab.models.halves import Halves
+from shardlab.models.cut import CutModel
 from shardlab.models.layout import Cut
 from shardlab.models.tensors.flat import named_views
 
 
-def to_halves(model: Halves, wholes: Sequence[Tensor]) -> list[Tensor]:
+def to_halves(model: CutModel, wholes: Sequence[Tensor]) -> list[Tensor]:
     """Every half-block's flat buffer (layout.numel,), zero in its gaps, from every block's of `model.whole`."""
     by_block = dict(enumerate(wholes))
     return [half_of(model, layer, by_block) for layer in range(model.layers)]
 
 
-def to_blocks(model: Halves, halves: Sequence[Tensor]) -> list[Tensor]:
+def to_blocks(model: CutModel, halves: Sequence[Tensor]) -> list[Tensor]:
     """Every block's flat buffer of `model.whole`, zero in its gaps, from every half-block's."""
     layouts = [model.whole.layout(block) for block in range(model.whole.layers)]
     wholes = [torch.zeros(layout.numel, dtype=halves[0].dtype, device=halves[0].device) for layout in layouts]
@@ -37,7 +37,7 @@ def to_blocks(model: Halves, halves: Sequence[Tensor]) -> list[Tensor]:
     return wholes
 
 
-def half_of(model: Halves, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:
+def half_of(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:
     """One half-block's flat buffer, from those of the blocks that it takes its parameters from, by number."""
     layout = model.layout(layer)
     named = {block: named_views(model.whole.layout(block), flat) for block, flat in wholes.items()}

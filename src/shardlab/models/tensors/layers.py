@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from shardlab.models.blocks import Blocks
-from shardlab.models.halves import Body, Halves, Norm
-from shardlab.models.model import Model
+from shardlab.models.halves import Body, Norm
 from shardlab.models.parts import Part
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
@@ -42,9 +40,11 @@ class Layer(ABC):
             dropout = None
         return self.compute(dict(zip(self.names, parameters, strict=True)), inputs, share, dropout)
 
-    def __call__(self, parameters: Sequence[Tensor], x: Tensor, dropout: Dropout | None = None) -> Tensor:
+    def __call__(
+        self, parameters: Sequence[Tensor], x: Tensor, dropout: Dropout | None = None, share: Share = ALL
+    ) -> Tensor:
         """Activation l, (rows, *shape), to activation l + 1, for a layer with one input and one output."""
-        (y,) = self.run(parameters, (x,), ALL, dropout)
+        (y,) = self.run(parameters, (x,), share, dropout)
         assert y is not None
         return y
 
@@ -55,16 +55,16 @@ class Layer(ABC):
 
 @dataclass(frozen=True)
 class BlockLayer(Layer):
-    """(x,) to (y,): a block, with what comes before the first and after the last. It has no shares."""
+    """(x,) to (y,): a block, with what comes before the first and after the last. It is not sliced."""
 
     parts: tuple[Part, ...]
 
     def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
         (x,) = inputs
         assert x is not None
-        assert share == ALL, f"a layer of whole blocks has no share {share}"
+        assert (share.of, share.tokens) == (1, None), f"a layer of whole blocks has no share {share}"
         for part in self.parts:
-            x = compute(part, p, x, dropout)
+            x = compute(part, p, x, dropout, share)
         return (x,)
 
 
@@ -105,19 +105,3 @@ class BodyLayer(Layer):
         if dropout is not None:
             dropout = replace(dropout, layer=self.half.block)
         return (body_of(self.half.part, p, x, share, dropout),)
-
-
-def layers_of(model: Model) -> list[Layer]:
-    """The model's layers, in order."""
-    return [_layer(model, layer) for layer in range(model.layers)]
-
-
-def _layer(model: Model, layer: int) -> Layer:
-    names = tuple(p.name for p in model.layout(layer).parameters)
-    if isinstance(model, Blocks):
-        return BlockLayer(names, model.parts(layer))
-    assert isinstance(model, Halves), f"no arithmetic for {type(model).__name__}"
-    half = model.half(layer)
-    if isinstance(half, Body):
-        return BodyLayer(names, half)
-    return NormLayer(names, half, last=layer == model.layers - 2)

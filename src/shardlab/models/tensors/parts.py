@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlab.models.moe import Mixture
 from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
 from shardlab.models.tensors.dropout import Dropout, Site
 from shardlab.models.tensors.lookup import look_up
@@ -20,35 +21,40 @@ SITES: dict[type[Part], Site] = {
     Embedding: Site.EMBEDDING,
     Attention: Site.ATTENTION_OUTPUT,
     FeedForward: Site.FEED_FORWARD_OUTPUT,
+    Mixture: Site.FEED_FORWARD_OUTPUT,
 }
 """Where each part's result is dropped."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which share of a layer is computed.
+    """Which share of a layer, and of a step, is computed.
 
     Attributes:
         slice, of: of a body, the slice of its parameters, and how many there are.
         tokens: of a norm, the tokens of the sequence, a range of step 1 (None: all).
+        microbatches: how many the input's rows are, with equally many rows each; each is routed by itself.
+        of_step: how many the step has; each has an equal share of the tokens that are routed.
     """
 
     slice: int = 0
     of: int = 1
     tokens: range | None = None
+    microbatches: int = 1
+    of_step: int = 1
 
 
 ALL = Share()
 """The whole layer."""
 
 
-def compute(part: Part, p: Parameters, x: Tensor, dropout: Dropout | None) -> Tensor:
+def compute(part: Part, p: Parameters, x: Tensor, dropout: Dropout | None, share: Share = ALL) -> Tensor:
     """A whole part: norm, body, and sum with the residual stream, as far as it has them; `p` by name."""
     if isinstance(part, Embedding):
-        return add_branch(part, p, None, body_of(part, p, x, ALL, dropout), ALL, dropout)
+        return add_branch(part, p, None, body_of(part, p, x, share, dropout), share, dropout)
     if isinstance(part, Head):
-        return body_of(part, p, norm_of(part, p, x), ALL, dropout)
-    branch = body_of(part, p, norm_of(part, p, x), ALL, dropout)  # with its last bias, which lies in `p`
+        return body_of(part, p, norm_of(part, p, x), share, dropout)
+    branch = body_of(part, p, norm_of(part, p, x), share, dropout)  # with its last bias, which lies in `p`
     return x + branch if dropout is None else torch.addcmul(x, branch, dropout.mask(SITES[type(part)], x.shape, x))
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardlab.models.halves import Halves
+from shardlab.models.cut import CutModel
 from shardlab.models.model import Model
 from shardlab.models.tensors.flat import views
 from shardlab.models.tensors.halving import half_of
@@ -23,7 +23,7 @@ def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> 
     As nanoGPT: matrices normal, those that end a residual branch smaller by sqrt(2 layers); biases 0, norms 1.
     Drawn in float64 and rounded, so that runs in two dtypes begin alike. Half-blocks begin as the whole model does.
     """
-    if isinstance(model, Halves):
+    if isinstance(model, CutModel):
         blocks = {block for block, _ in model.half(layer).sources()}
         wholes = {block: initial_weights(model.whole, block, seed, dtype) for block in blocks}
         return half_of(model, layer, wholes)

@@ -1,0 +1,211 @@
+"""A mixture of experts, step by step: choose, dispatch, compute, combine.
+
+Each microbatch is routed by itself: its tokens are numbered row by row, and places in the experts' buffers are given
+to all first choices in the order of tokens, then to the second ones, and so on (Lepikhin et al. 2020, arXiv 2006.16668,
+algorithm 1). Every strategy thus drops the same tokens. The steps are autograd functions that keep as little as can be.
+"""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlab.models.moe import Mixture
+from shardlab.models.tensors.dropout import Dropout
+from shardlab.models.tensors.parts import Share, body_of
+
+
+class Routed(NamedTuple):
+    """What the router says of tokens (rows, T): their weights and the experts' numbers, both (rows, T, top_k)."""
+
+    gates: Tensor
+    choices: Tensor
+
+
+def route(part: Mixture, p: Mapping[str, Tensor], x: Tensor, share: Share) -> Routed:
+    """Choose for every token of `x` (rows, T, C), in float32 at least; of equal scores the lower number wins.
+
+    The gates' backward pass adds the gradient of the microbatches' auxiliary loss, each with its share of the step.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    scores = F.linear(x.to(exact), p["mlp.router.weight"].to(exact))
+    weight = part.auxiliary / share.of_step
+    return Routed(*cast("tuple[Tensor, Tensor]", _Choose.apply(scores, part.top_k, weight, share.microbatches)))
+
+
+def auxiliary_loss(probabilities: Tensor, choices: Tensor) -> Tensor:
+    """experts * sum over experts of (share of the choices that it got) * (its mean probability); 1 when balanced.
+
+    Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices counted where they have one.
+
+    Args:
+        probabilities: of one microbatch, (tokens, experts).
+        choices: the experts chosen, (tokens, top_k).
+    """
+    return (_shares(choices, probabilities) * probabilities.mean(0)).sum() * probabilities.shape[-1]
+
+
+def _shares(choices: Tensor, like: Tensor) -> Tensor:
+    """Of one microbatch's choices, the share of each expert."""
+    return torch.bincount(choices.flatten(), minlength=like.shape[-1]).to(like.dtype) / choices.numel()
+
+
+class _Choose(torch.autograd.Function):
+    """From scores (rows, T, experts) to gates and choices; keeps the probabilities and the choices."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, top_k: int, weight: float, microbatches: int) -> tuple[Tensor, Tensor]:
+        probabilities = scores.softmax(-1)
+        choices = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+        gates = probabilities.gather(-1, choices)
+        if top_k > 1:
+            gates = gates / gates.sum(-1, keepdim=True)
+        kept = choices.to(torch.int32)
+        ctx.mark_non_differentiable(kept)
+        ctx.save_for_backward(probabilities, kept)
+        ctx.weight, ctx.microbatches = weight, microbatches
+        return gates, kept
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, choices = ctx.saved_tensors
+        gradient, choices = gradients[0], choices.long()
+        chosen = probabilities.gather(-1, choices)
+        if choices.shape[-1] > 1:  # gates = chosen / total
+            total = chosen.sum(-1, keepdim=True)
+            gradient = (gradient - (gradient * chosen).sum(-1, keepdim=True) / total) / total
+        of_probabilities = torch.zeros_like(probabilities).scatter_(-1, choices, gradient)
+        for mine, its in zip(of_probabilities.chunk(ctx.microbatches), choices.chunk(ctx.microbatches), strict=True):
+            experts, tokens = mine.shape[-1], its[..., 0].numel()
+            mine += ctx.weight * experts / tokens * _shares(its, mine)
+        mean = (of_probabilities * probabilities).sum(-1, keepdim=True)
+        return probabilities * (of_probabilities - mean), None, None, None
+
+
+def slots_of(part: Mixture, choices: Tensor, microbatches: int) -> Tensor:
+    """Where each choice (rows, T, top_k) goes in the buffers (experts * capacity places of each microbatch).
+
+    Of the same shape, int32, counted over all microbatches; -1 where the expert has no place left.
+    """
+    slots: list[Tensor] = []
+    for microbatch, its in enumerate(choices.long().chunk(microbatches)):
+        capacity = part.capacity(its[..., 0].numel())
+        in_turn = its.flatten(0, -2).t().flatten()  # first choices of all tokens, then second ones
+        earlier = F.one_hot(in_turn, part.experts).cumsum(0).gather(1, in_turn[:, None])[:, 0] - 1
+        slot = (microbatch * part.experts + in_turn) * capacity + earlier
+        slot = slot.masked_fill(earlier >= capacity, -1)
+        slots.append(slot.view(part.top_k, -1).t().reshape(its.shape))
+    return torch.cat(slots).to(torch.int32)
+
+
+def dispatch(part: Mixture, x: Tensor, slots: Tensor, microbatches: int) -> Tensor:
+    """The experts' buffers (microbatches * experts, capacity, C) with tokens (rows, T, C) in their slots, else zero."""
+    capacity = part.capacity(x[..., 0].numel() // microbatches)
+    return cast(Tensor, _Dispatch.apply(x, slots, (microbatches * part.experts, capacity)))
+
+
+class _Dispatch(torch.autograd.Function):
+    """Keeps the slots alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(slots)
+        return _scattered(x.flatten(0, -2), slots, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), (slots,) = gradients, ctx.saved_tensors
+        return _gathered(gradient, slots).sum(-2), None, None
+
+
+def combine(buffers: Tensor, gates: Tensor, slots: Tensor) -> Tensor:
+    """Each token's results (rows, T, C), weighted by its gates; a choice without a slot adds nothing."""
+    return cast(Tensor, _Combine.apply(buffers, gates, slots))
+
+
+class _Combine(torch.autograd.Function):
+    """Keeps what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, buffers: Tensor, gates: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(buffers, gates, slots)
+        return (_gathered(buffers, slots) * gates[..., None].to(buffers.dtype)).sum(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,), (buffers, gates, slots) = gradients, ctx.saved_tensors
+        weighted = gradient[..., None, :] * gates[..., None].to(gradient.dtype)
+        of_gates = (_gathered(buffers, slots) * gradient[..., None, :]).sum(-1).to(gates.dtype)
+        return _scattered(weighted.flatten(0, -2), slots, buffers.shape[:2]), of_gates, None
+
+
+def _scattered(values: Tensor, slots: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Buffers (*shape, C) with values (tokens or choices, C) in the slots of their choices; no two have the same."""
+    count = slots.numel()
+    size, choices = shape[0] * shape[1], torch.arange(count, device=slots.device)
+    source = choices.new_full((size + 1,), -1)  # the last place takes what has no slot
+    source[torch.where(slots < 0, size, slots).flatten().long()] = choices
+    found = values[source[:-1].clamp_min(0) // (count // len(values))]
+    return found.masked_fill_((source[:-1] < 0)[:, None], 0).view(*shape, -1)
+
+
+def _gathered(buffers: Tensor, slots: Tensor) -> Tensor:
+    """What lies in the slots, (rows, T, top_k, C); zero for none."""
+    found = buffers.flatten(0, 1)[slots.long().clamp_min(0)]
+    return found.masked_fill_((slots < 0)[..., None], 0)
+
+
+def experts_of(p: Mapping[str, Tensor], buffers: Tensor) -> Tensor:
+    """Buffers (microbatches * experts, capacity, C) through the experts whose parameters are given."""
+    hidden = _linear(p, "mlp.experts.c_fc", buffers)
+    return _linear(p, "mlp.experts.c_proj", F.gelu(hidden))
+
+
+def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return cast(Tensor, _ExpertLinear.apply(x, p[f"{name}.weight"], p.get(f"{name}.bias")))
+
+
+class _ExpertLinear(torch.autograd.Function):
+    """A linear map for each expert, on one microbatch after the other: its parameters enter the graph at one node.
+
+    x is (microbatches * experts, capacity, inputs), the weight (experts, outputs, inputs), the bias (experts, outputs).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        outputs = [torch.bmm(part, weight.transpose(1, 2)) for part in torch.split(x, len(weight))]
+        made = torch.cat(outputs)
+        if bias is not None:
+            made.view(-1, *bias.shape[:1], *made.shape[1:]).add_(bias[:, None])
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        of_x = of_weight = of_bias = None
+        parts = torch.split(gradient, len(weight))
+        if ctx.needs_input_grad[0]:
+            of_x = torch.cat([torch.bmm(part, weight) for part in parts])
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight)
+            for part, its in zip(parts, torch.split(x, len(weight)), strict=True):
+                of_weight.baddbmm_(part.transpose(1, 2), its)
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.view(-1, len(weight), *gradient.shape[1:]).sum((0, 2))
+        return of_x, of_weight, of_bias
+
+
+@body_of.register
+def _(part: Mixture, p: Mapping[str, Tensor], x: Tensor, share: Share, dropout: Dropout | None) -> Tensor:
+    routed = route(part, p, x, share)
+    slots = slots_of(part, routed.choices, share.microbatches)
+    buffers = experts_of(p, dispatch(part, x, slots, share.microbatches))
+    return combine(buffers, routed.gates, slots)

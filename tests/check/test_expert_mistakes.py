@@ -1,0 +1,98 @@
+"""Mistakes that expert parallelism invites are refused, whether a program makes them or a tape has them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from shardlab.check import check
+from shardlab.program import Holds, LayerKind, Mesh, Op, OpKind, Program, Rank, Refused, Value, trace
+from shardlab.strategies import expert_parallel
+
+
+def program_of(strategy: Callable[[Rank], Awaitable[Any]] = expert_parallel) -> Program:
+    async def named(rank: Rank) -> None:
+        await strategy(rank)
+
+    return trace(named, Mesh(ep=2), 2, 4)
+
+
+async def without_reduction(rank: Rank) -> None:
+    """Every rank keeps the gradient of its own microbatches, as if dense layers were experts."""
+
+    async def as_it_is(value: Value) -> Value:
+        return value
+
+    rank.all_reduce = as_it_is  # pyright: ignore[reportAttributeAccessIssue]
+    await expert_parallel(rank)
+
+
+async def reducing_experts_too(rank: Rank) -> None:
+    """Experts' gradients are reduced over all ranks, as if they were replicas."""
+    backward = rank.backward
+
+    def then_reduce(layer: int, *given: Value) -> tuple[Value, Value]:
+        grad_weight, gradient = backward(layer, *given)
+        rank.grad_weights[layer, "sum"] = grad_weight
+        rank.all_reduce(grad_weight)
+        return grad_weight, gradient
+
+    rank.backward = then_reduce
+    await expert_parallel(rank)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (without_reduction, "microbatches 2-3 are missing from grad_weights"),
+        (reducing_experts_too, "only equal slices can be summed"),
+    ],
+)
+def test_a_program_that_reduces_the_wrong_gradients_is_refused(
+    strategy: Callable[[Rank], Awaitable[Any]], said: str
+) -> None:
+    with pytest.raises(Refused, match=said):
+        program_of(strategy)
+
+
+def changed(change: Callable[[Program, int, Op], Op]) -> Program:
+    """The program with every op replaced."""
+    program = program_of()
+    for rank, tape in enumerate(program.tapes):
+        tape[:] = [change(program, rank, op) for op in tape]
+    return program
+
+
+def summed(program: Program, rank: int, op: Op) -> Op:
+    return op._replace(kind=OpKind.ALL_REDUCE) if op.kind is OpKind.ALL_TO_ALL else op
+
+
+def swapped(program: Program, rank: int, op: Op) -> Op:
+    """Every rank loads the other one's experts."""
+    loads = op.kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE)
+    if loads and program.sizes.kind(op.layer) is LayerKind.EXPERTS:
+        return op._replace(holds=Holds(1 << 1 - rank, 2))
+    return op
+
+
+def all_on_one(program: Program, rank: int, op: Op) -> Op:
+    """Both ranks read the same microbatches."""
+    return op._replace(holds=Holds(0b0011, 4)) if op.kind is OpKind.LOAD_BATCH else op
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (summed, "is complete; summing it again would count it twice|no terms of a sum"),
+        (swapped, "experts compute on their own buffers and on no others"),
+        (all_on_one, "would come from rank 1 and from an earlier rank as well"),
+    ],
+)
+def test_a_tape_that_exchanges_the_wrong_buffers_is_refused(
+    change: Callable[[Program, int, Op], Op], said: str
+) -> None:
+    check(program_of())
+    with pytest.raises(Refused, match=said):
+        check(changed(change))

@@ -1,0 +1,103 @@
+"""Dense layers and experts, with the exchange played by hand, equal the whole model in loss and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardlab.models import ExpertLayers, MoE
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, to_blocks, to_halves, views
+from shardlab.program import LayerKind
+
+SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12, "experts": 4, "auxiliary": 0.5}
+MODELS = [
+    MoE(**SMALL),
+    MoE(top_k=1, capacity_factor=0.6, dropout=0.3, **SMALL),
+    MoE(top_k=3, capacity_factor=None, bias=False, **SMALL),
+]
+MICROBATCHES = (3, 5, 6, 8)
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def random_flats(model: MoE) -> list[Tensor]:
+    flats = [initial_weights(model, block, 0, torch.float64) for block in range(model.layers)]
+    generator = torch.Generator().manual_seed(1)
+    for block, flat in enumerate(flats):
+        for view in views(model.layout(block), flat):
+            view.add_(torch.randn(view.shape, dtype=flat.dtype, generator=generator) / 5)
+    return flats
+
+
+def played(model: ExpertLayers, leaves: list[list[list[Tensor]]], tokens: list[Tensor]) -> list[Tensor]:
+    """Every rank's logits, of its own microbatch; leaves[layer][slice] are parameters."""
+    carried: list[Tensor | None] = [None] * len(tokens)
+    xs, share = tokens, Share(of_step=len(tokens))
+    for number, (layer, kind) in enumerate(zip(layers_of(model), model.kinds, strict=True)):
+        if kind is LayerKind.DENSE:
+            made = [
+                layer.run(leaves[number][0], (c, x), share, Dropout(model.dropout, 1, 2, 99, (m,)))
+                for m, c, x in zip(MICROBATCHES, carried, xs, strict=True)
+            ]
+            carried, xs = [c for c, _ in made], [x for _, x in made if x is not None]
+        else:
+            slices = [x.chunk(model.slices) for x in xs]
+            there = [torch.cat([its[rank] for its in slices]) for rank in range(model.slices)]
+            back = [layer.run(leaves[number][rank], (x,))[0].chunk(len(xs)) for rank, x in enumerate(there)]
+            xs = [torch.cat([back[rank][i] for rank in range(model.slices)]) for i in range(len(xs))]
+    return xs
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("whole", MODELS, ids=str)
+def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, slices: int) -> None:
+    flats = random_flats(whole)
+    generator = torch.Generator().manual_seed(2)
+    tokens, targets = torch.randint(40, (2, len(MICROBATCHES), 2, 12), generator=generator)
+    parameters = [[v.requires_grad_() for v in views(whole.layout(i), flat.clone())] for i, flat in enumerate(flats)]
+    x, share = tokens.flatten(0, 1), Share(microbatches=len(MICROBATCHES), of_step=len(MICROBATCHES))
+    for block, layer in enumerate(layers_of(whole)):  # all microbatches at once
+        x = layer(parameters[block], x, Dropout(whole.dropout, 1, 2, block, MICROBATCHES), share)
+    expected = loss_of(x, targets.flatten(0, 1))
+    expected.backward()
+
+    model = ExpertLayers(whole, slices)
+    leaves = [
+        [[view.clone().requires_grad_() for view in views(layout, run)] for run in flat.chunk(layout.slices)]
+        for layout, flat in zip(map(model.layout, range(model.layers)), to_halves(model, flats), strict=True)
+    ]
+    logits = played(model, leaves, list(tokens))
+    loss = torch.stack([loss_of(its, theirs) for its, theirs in zip(logits, targets, strict=True)]).sum()
+    loss.backward()
+    assert error(loss.detach(), expected.detach()) <= 1e-12
+
+    gradients: list[Tensor] = []
+    for layer, slices_of_layer in enumerate(leaves):
+        layout = model.layout(layer)
+        runs = torch.zeros(layout.slices, layout.run_numel, dtype=torch.float64)
+        for run, mine in zip(runs, slices_of_layer, strict=True):
+            for view, leaf in zip(views(layout, run), mine, strict=True):
+                assert leaf.grad is not None
+                view.copy_(leaf.grad)
+        gradients.append(runs.flatten())
+    for block, gradient in enumerate(to_blocks(model, gradients)):
+        theirs = torch.zeros_like(gradient)
+        for view, parameter in zip(views(whole.layout(block), theirs), parameters[block], strict=True):
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+        assert error(gradient, theirs) <= 1e-12, f"block {block}"
+
+
+def test_experts_numbers_survive_being_carried_in_bfloat16() -> None:
+    whole = MoE(layers=1, width=16, heads=2, vocabulary=40, block=64, experts=256, top_k=4)
+    model = ExpertLayers(whole)
+    parameters = [views(model.layout(layer), initial_weights(model, layer, 0, torch.bfloat16)) for layer in range(3)]
+    tokens = torch.randint(40, (2, 64))
+    carried, _ = layers_of(model)[0].run(parameters[0], (None, tokens))
+    assert carried is not None
+    numbers = carried[..., -4:].float()
+    assert torch.equal(numbers, numbers.round())
+    assert numbers.max() > 200

@@ -1,0 +1,100 @@
+"""Mixtures of experts: sizes, capacity, and how they are cut for expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.models import GPT, ExpertLayers, Halves, MoE
+from shardlab.models.moe import Mixture
+from shardlab.program import LayerKind, UserError
+
+SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12}
+
+
+def test_every_mlp_becomes_as_many_experts_of_its_size_and_a_router() -> None:
+    gpt, moe = GPT(**SMALL), MoE(experts=5, **SMALL)
+    mlp = 2 * 16 * 64 + 64 + 16
+    assert moe.parameter_count - gpt.parameter_count == 2 * (4 * mlp + 5 * 16)
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.floats(0.1, 4), st.data())
+def test_capacity_is_enough_for_balanced_tokens_from_a_factor_of_1_on(
+    tokens: int, experts: int, factor: float, data: st.DataObject
+) -> None:
+    top_k = data.draw(st.integers(1, experts))
+    part = MoE(experts=experts, top_k=top_k, capacity_factor=factor).mixture
+    assert 1 <= part.capacity(tokens) <= tokens
+    if factor >= 1:
+        assert part.capacity(tokens) * experts >= top_k * tokens
+    dropless = MoE(experts=experts, top_k=top_k, capacity_factor=None).mixture
+    assert dropless.capacity(tokens) == tokens
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_expert_layers_have_the_whole_models_parameters(slices: int) -> None:
+    whole = MoE(**SMALL)
+    model = ExpertLayers(whole, slices)
+    assert sum(model.layout(layer).parameter_count for layer in range(model.layers)) == whole.parameter_count
+    assert model.kinds == (*(LayerKind.DENSE, LayerKind.EXPERTS) * 2, LayerKind.DENSE)
+    assert [model.layout(layer).slices for layer in range(5)] == [1, slices, 1, slices, 1]
+
+
+def test_flops_are_those_of_the_whole_model() -> None:
+    whole = MoE(**SMALL)
+    model = ExpertLayers(whole, 2)
+    cut = sum(model.forward_flops(layer) for layer in range(model.layers))
+    assert cut == sum(whole.forward_flops(layer) for layer in range(whole.layers))
+
+
+def test_dropless_buffers_have_room_for_every_token_at_every_expert() -> None:
+    sizes = ExpertLayers(MoE(experts=4, capacity_factor=None, **SMALL), 2).sizes(rows=3, element_bytes=4)
+    assert sizes.activations[1] == sizes.activations[2] == 4 * (3 * 12) * 16
+    assert sizes.residual == 3 * 12 * (16 + 2 * 2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("capacity_factor", [None, 0.7])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_what_autograd_keeps_is_what_the_model_declares(
+    saved_bytes: Callable[..., int], dropout: float, capacity_factor: float | None, top_k: int
+) -> None:
+    whole = MoE(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, **SMALL)
+    for layer in range(whole.layers):
+        assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
+    model = ExpertLayers(whole)
+    for layer in range(model.layers):
+        assert saved_bytes(model, layer, 3, torch.float32) == 4 * model.microbatch_saved(layer, 3), f"layer {layer}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"experts": 0}, "experts is 0"),
+        ({"experts": 300}, "256 at most"),
+        ({"top_k": 5}, "top_k is 5, but there are 4 experts"),
+        ({"capacity_factor": 0.0}, "capacity_factor is 0.0; give a positive number"),
+        ({"auxiliary": -1.0}, "auxiliary is -1.0"),
+    ],
+)
+def test_impossible_mixtures_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        MoE(**SMALL, **fields)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(UserError, match=r"4 experts do not divide among 3 .* \(remainder 1\)"):
+        ExpertLayers(MoE(**SMALL), 3)
+    with pytest.raises(UserError, match="tied embeddings"):
+        ExpertLayers(MoE(**SMALL | {"layers": 1}, tied=True))
+    with pytest.raises(UserError, match="use ep"):
+        Halves(MoE(**SMALL), 2)
+
+
+def test_a_mixture_is_every_layers_second_part() -> None:
+    assert all(isinstance(MoE(**SMALL).parts(layer)[1 + (layer == 0)], Mixture) for layer in range(2))
