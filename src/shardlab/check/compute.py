@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from shardlab.check.rank_state import RankState
-from shardlab.program import Holds, Kind, LayerKind, Op, OpKind, Spec, sliced, transfer
+from shardlab.program import Holds, Kind, LayerKind, Op, OpKind, Spec, attention, sliced, transfer
 
 Rule = Callable[[RankState, Op], None]
 
@@ -26,9 +27,12 @@ def forward(state: RankState, op: Op) -> None:
     if kind is LayerKind.NORM:
         _forward_norm(state, op)
         return
+    if kind is LayerKind.PROJECT:
+        _project(state, op)
+        return
     activation, weight = op[2]
     spec = state.live[activation]
-    made = (sliced if kind is LayerKind.SLICED else transfer).forward(op[1], spec, state.live[weight])
+    made = _forward(kind)(op[1], spec, state.live[weight])
     if len(op[3]) == 1:
         state.make(op[3][0], made)
     else:
@@ -37,11 +41,39 @@ def forward(state: RankState, op: Op) -> None:
         _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
+def _forward(kind: LayerKind) -> Callable[..., Spec]:
+    """The rule of a layer with one input and one output."""
+    if kind is LayerKind.WHOLE:
+        return transfer.forward
+    return partial(sliced.forward, tokenwise=True) if kind is LayerKind.TOKENWISE else sliced.forward
+
+
+def _project(state: RankState, op: Op) -> None:
+    (activation, weight), (queries, keys_values, saved) = op[2], op[3]
+    spec = state.live[activation]
+    made = attention.project(op[1], spec, state.live[weight])
+    for number, output in zip((queries, keys_values), made, strict=True):
+        state.make(number, output)
+    _save(state, saved, activation, transfer.saved(op[1], spec))
+
+
+def attend(state: RankState, op: Op) -> None:
+    (queries, keys_values), (output,) = op[2], op[3]
+    state.make(output, attention.attend(op[1], state.live[queries], state.live[keys_values]))
+
+
+def attend_backward(state: RankState, op: Op) -> None:
+    queries, keys_values, attended, gradient = (state.live[number] for number in op[2])
+    made = attention.attend_backward(op[1], queries, keys_values, attended, gradient)
+    for number, output in zip(op[3], made, strict=True):
+        state.make(number, output)
+
+
 def _forward_norm(state: RankState, op: Op) -> None:
     branch, weight, *residual = op[2]
     read = [state.live[number] for number in residual]
     spec = state.live[branch]
-    made = sliced.norm_forward(op[1], state.program.layers, spec, state.live[weight], *read)
+    made = sliced.norm_forward(op[1], state.program.sizes.next_norm(op[1]), spec, state.live[weight], *read)
     *outputs, saved = op[3]
     for number, output in zip(outputs, [spec for spec in made if spec is not None], strict=True):
         state.make(number, output)
@@ -53,8 +85,9 @@ def recompute(state: RankState, op: Op) -> None:
     spec = state.live[activation]
     if state.program.sizes.kind(op[1]) is LayerKind.NORM:
         state.refuse(f"{op}: a norm is not recomputed; it keeps little.")
-    rules = sliced if state.program.sizes.kind(op[1]) is LayerKind.SLICED else transfer
-    made = rules.forward(op[1], spec, state.live[weight], "recompute")
+    if state.program.sizes.kind(op[1]) is LayerKind.PROJECT:
+        state.refuse(f"{op}: queries, keys and values are not recomputed; making them keeps nothing.")
+    made = _forward(state.program.sizes.kind(op[1]))(op[1], spec, state.live[weight], "recompute")
     _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
@@ -105,11 +138,15 @@ def _backward(state: RankState, op: Op) -> tuple[Spec, ...]:
     specs = live[activation], live[gradient]
     if kind is LayerKind.NORM:
         read = [live[number] for number in residual]
-        made = sliced.norm_backward(layer, state.program.layers, *specs, live[weight], *read)
+        made = sliced.norm_backward(layer, state.program.sizes.next_norm(layer), *specs, live[weight], *read)
+    elif kind is LayerKind.PROJECT:
+        (grad_keys_values,) = residual
+        made = attention.project_backward(layer, *specs, live[grad_keys_values], live[weight])
     elif residual:
         state.refuse(f"{op}: is given {len(op[2])} values; only a norm reads a residual's gradient.")
-    elif kind is LayerKind.SLICED:
-        made = sliced.backward(layer, *specs, live[weight], layers=state.program.layers)
+    elif kind is not LayerKind.WHOLE:
+        tokenwise = kind is LayerKind.TOKENWISE
+        made = sliced.backward(layer, *specs, live[weight], layers=state.program.layers, tokenwise=tokenwise)
     else:
         made = transfer.backward(layer, *specs, live[weight])
     if state.saved_of.pop(activation, None) != saved:
@@ -126,6 +163,8 @@ def backward_weight(state: RankState, op: Op) -> None:
         state.refuse(f"{op}: value {half} is not what the first half of this activation's backward left for it.")
     if state.program.sizes.kind(op[1]) is LayerKind.WHOLE:
         made = transfer.backward_weight(op[1], *specs)
+    elif state.program.sizes.kind(op[1]) is LayerKind.PROJECT:
+        made = attention.project_backward_weight(op[1], *specs)
     else:
         made = sliced.backward_weight(op[1], state.program.layers, *specs, state.specs[half].sums)
     state.make(grad_weight, made)
@@ -162,10 +201,11 @@ def update(state: RankState, op: Op) -> None:
 
 def load_batch(state: RankState, op: Op) -> None:
     holds, (), (activation,) = op.holds, op[2], op[3]
-    if holds is None or holds.of != state.program.microbatches or not 0 < holds.mask < 1 << holds.of:
-        state.refuse(f"{op}: {_said(holds)} is not a set of the step's {state.program.microbatches} microbatches.")
+    microbatches, slices = state.program.microbatches, state.grid.sequence
+    if holds is None or holds.of not in (microbatches, microbatches * slices) or not 0 < holds.mask < 1 << holds.of:
+        state.refuse(f"{op}: {_said(holds)} is not a set of the step's {microbatches} microbatches.")
     state.want_layer(op, 0)
-    pieces = holds.refined(holds.of * state.grid.sequence)
+    pieces = holds.refined(microbatches * slices)
     state.make(activation, Spec(Kind.ACTIVATION, 0, pieces, 0, 0, state.grid))
 
 
@@ -207,4 +247,6 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.LOAD_WEIGHT: load_weight,
     OpKind.LOAD_OPT_STATE: load_opt_state,
     OpKind.NORM: norm,
+    OpKind.ATTEND: attend,
+    OpKind.ATTEND_BACKWARD: attend_backward,
 }

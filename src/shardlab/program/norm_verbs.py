@@ -26,7 +26,7 @@ class NormVerbs(ComputeVerbs):
         read = (branch, weight) if residual is None else (branch, weight, residual)
         specs = [self._read(value) for value in read]
         try:
-            made, handed_on = sliced.norm_forward(layer, len(self.layers), *specs)
+            made, handed_on = sliced.norm_forward(layer, self.sizes.next_norm(layer), *specs)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         outputs = [self.make(spec) for spec in (made, handed_on) if spec is not None]
@@ -78,7 +78,7 @@ class NormVerbs(ComputeVerbs):
         read = [branch, gradient, weight, *extra]
         b, g, w, *r = (self._read(value) for value in read)
         try:
-            specs = sliced.norm_backward(layer, len(self.layers), b, g, w, *r)
+            specs = sliced.norm_backward(layer, self.sizes.next_norm(layer), b, g, w, *r)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if branch.saved < 0:

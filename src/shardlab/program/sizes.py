@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from shardlab.program.mesh import Mesh
 from shardlab.program.values import AUTOGRAD_KINDS, ONE, ROW_KINDS, Grid, Kind, Spec
 
 PUZZLE_HIDDEN = 512
@@ -18,11 +19,15 @@ class LayerKind(Enum):
     - NORM: (residual, branch) to (residual, normalised); parameters replicated, any slice of the sequence alone.
     - SLICED: normalised to branch; every parameter sliced, the result a partial sum over the slices (of the last
       layer: a slice of the logits).
+    - TOKENWISE: as SLICED with one slice, each token alone, so that any slice of the sequence can be computed.
+    - PROJECT: normalised to queries, keys and values, each token alone; the next layer reads what attention mixes.
     """
 
     WHOLE = "whole"
     NORM = "norm"
     SLICED = "sliced"
+    TOKENWISE = "tokenwise"
+    PROJECT = "project"
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Sizes:
         kinds: each layer's kind (empty: all WHOLE).
         residual: elements of the residual stream for one microbatch, which NORM layers hand on beside the activations.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
+        queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
     """
 
     weights: tuple[int, ...]
@@ -52,6 +58,8 @@ class Sizes:
     kinds: tuple[LayerKind, ...] = ()
     residual: int = 0
     stats: int = 0
+    queries: int = 0
+    keys_values: int = 0
 
     @property
     def layers(self) -> int:
@@ -85,9 +93,37 @@ class Sizes:
             stats=3 * PUZZLE_LENGTH,
         )
 
-    def grid(self, tensor_parallel: int) -> Grid:
-        """In what a program counts on so many tensor-parallel ranks: only layers of half-blocks are ever sliced."""
-        return Grid(tensor_parallel, tensor_parallel) if self.kinds else ONE
+    @classmethod
+    def context_blocks(cls, blocks: int) -> Sizes:
+        """The same in half-blocks for context parallelism: each block's body is an attention, of two such layers."""
+        norm, whole = LayerKind.NORM, LayerKind.TOKENWISE
+        kinds = (whole, norm, *(LayerKind.PROJECT, whole, norm) * blocks, whole)
+        square, rows = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
+        weights = tuple(PUZZLE_HIDDEN if kind is norm else square for kind in kinds)
+        return cls(
+            weights=weights,
+            opt_states=weights,
+            activations=(rows,) * (len(kinds) + 1),
+            saved=(0,) * len(kinds),
+            kinds=kinds,
+            residual=rows,
+            queries=rows,
+            keys_values=2 * rows,
+        )
+
+    def grid(self, mesh: Mesh) -> Grid:
+        """In what a program counts on a mesh: only half-blocks are ever sliced.
+
+        Each context-parallel rank has two slices of every sequence: an early one, and a late one (see `balanced`).
+        """
+        if not self.kinds:
+            return ONE
+        return Grid(mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1), mesh.tp)
+
+    def next_norm(self, layer: int) -> int:
+        """The first norm after a layer, which reads the residual that the norm before has handed on; -1: none."""
+        later = range(layer + 1, len(self.kinds))
+        return next((other for other in later if self.kinds[other] is LayerKind.NORM), -1)
 
     def kind(self, layer: int) -> LayerKind:
         """A layer's kind; WHOLE for one that does not exist."""
@@ -109,6 +145,10 @@ class Sizes:
             each = self.stats * (spec.sums.bit_count() or width)
         elif kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
             each = self.residual
+        elif kind is Kind.QUERIES or kind is Kind.GRAD_QUERIES:
+            each = self.queries
+        elif kind is Kind.KEYS_VALUES or kind is Kind.GRAD_KEYS_VALUES:
+            each = self.keys_values
         elif kind is Kind.SAVED:
             each = self.saved[layer]
         elif kind is Kind.SAVED_FOR_WEIGHT:

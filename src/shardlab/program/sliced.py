@@ -16,20 +16,27 @@ from shardlab.program.values import WHOLE, Holds, Kind, Spec, bits, listed
 from shardlab.program.wants import want_kind, want_weight
 
 
-def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> Spec:
-    """Complete sequences through slices of a layer: their terms of the branch (of the last layer, their logits)."""
+def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward", *, tokenwise: bool = False) -> Spec:
+    """Complete sequences through slices of a layer: their terms of the branch (of the last layer, their logits).
+
+    A `tokenwise` layer takes any slice of the sequence.
+    """
     op = f"{op}(layer {layer})"
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
-    _want_sequences(op, activation)
+    if not tokenwise:
+        _want_sequences(op, activation)
     sums = _slices(op, layer, weight, activation)
     return Spec(Kind.ACTIVATION, layer + 1, activation.holds, sums, activation.step, activation.grid)
 
 
-def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec, *, layers: int) -> tuple[Spec, Spec]:
+def backward(
+    layer: int, activation: Spec, gradient: Spec, weight: Spec, *, layers: int, tokenwise: bool = False
+) -> tuple[Spec, Spec]:
     """The gradient of these slices' parameters, and their terms of the gradient of the input."""
     op = f"backward(layer {layer})"
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
-    _want_sequences(op, activation)
+    if not tokenwise:
+        _want_sequences(op, activation)
     sums = _slices(op, layer, weight, activation)
     _want_gradient(op, layer, activation, gradient, sums if layer == layers - 1 else 0)
     step, grid = activation.step, activation.grid
@@ -49,9 +56,12 @@ def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, s
 
 
 def norm_forward(
-    layer: int, layers: int, branch: Spec, weight: Spec, residual: Spec | None = None
+    layer: int, after: int, branch: Spec, weight: Spec, residual: Spec | None = None
 ) -> tuple[Spec, Spec | None]:
-    """(residual, branch) to (normalised, the residual that the next norm reads); both sums must be complete."""
+    """(residual, branch) to (normalised, the residual that the next norm reads); both sums must be complete.
+
+    `after` is the number of the next norm (-1: there is none).
+    """
     op = f"forward_norm(layer {layer})"
     _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
     if (residual is None) != (layer == 1):
@@ -62,21 +72,24 @@ def norm_forward(
         _want_same(op, "residual", residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
     made = Spec(Kind.ACTIVATION, layer + 1, branch.holds, 0, branch.step, branch.grid)
-    return made, None if layer == layers - 2 else made._replace(kind=Kind.RESIDUAL, layer=layer + 2)
+    return made, None if after < 0 else made._replace(kind=Kind.RESIDUAL, layer=after)
 
 
 def norm_backward(
-    layer: int, layers: int, branch: Spec, gradient: Spec, weight: Spec, grad_residual: Spec | None = None
+    layer: int, after: int, branch: Spec, gradient: Spec, weight: Spec, grad_residual: Spec | None = None
 ) -> tuple[Spec, ...]:
-    """The gradients of the norm's parameters, of its branch, and of the residual that it was given, if any."""
+    """The gradients of the norm's parameters, of its branch, and of the residual that it was given, if any.
+
+    `after` is the number of the next norm (-1: there is none).
+    """
     op = f"backward_norm(layer {layer})"
     _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
     _want_gradient(op, layer, branch, gradient, 0)
-    if (grad_residual is None) != (layer == layers - 2):
-        must = "the last norm hands on no residual" if layer == layers - 2 else "the residual's gradient is missing"
-        raise Refused(f"{op}: {must}; every norm but the last is given grad_residuals[{layer + 2}] as well.")
+    if (grad_residual is None) != (after < 0):
+        must = "the last norm hands on no residual" if after < 0 else "the residual's gradient is missing"
+        raise Refused(f"{op}: {must}; every norm but the last is given the next norm's grad_residuals as well.")
     if grad_residual is not None:
-        _want_input(op, "residual's gradient", grad_residual, Kind.GRAD_RESIDUAL, layer + 2)
+        _want_input(op, "residual's gradient", grad_residual, Kind.GRAD_RESIDUAL, after)
         _want_same(op, "residual's gradient", grad_residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
     made = Spec(Kind.GRAD_ACTIVATION, layer, branch.holds, 0, branch.step, branch.grid)
@@ -156,6 +169,10 @@ def _want_input(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
 
 
 def _want_complete(op: str, what: str, got: Spec) -> None:
+    if got.sums >> got.grid.width:
+        raise Refused(
+            f"{op}: the {what} given is {got}; the queries have not met every block of keys and values up to their own."
+        )
     if got.sums:
         missing = listed(i for i in range(got.grid.width) if not got.sums >> i & 1)
         raise Refused(

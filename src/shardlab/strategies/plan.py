@@ -14,6 +14,10 @@ from shardlab.strategies.schedules.steps import Steps, steps_of
 DATA_AXES = ("dp_shard", "dp_replicate")
 """The axes over which the batch is dealt."""
 
+CUT_AXES = (*DATA_AXES, "cp")
+"""The axes whose ranks see different tokens, and so may share the work of keeping weights."""
+
+Context = Literal["ring", "all_gather"]
 Reshard = Literal["layer", "stage", "step"]
 Recompute = Literal["none", "full"]
 
@@ -57,6 +61,8 @@ class Plan:
             work stays on the stage), or when its last use in the step is over.
         sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
         recompute: layers keep everything for the backward pass, or only their input.
+        context: how queries meet the keys and values of other slices of the sequence over `cp`, which has an early and
+            a late slice on each rank: blocks go round in a ring, or all are gathered.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -70,13 +76,14 @@ class Plan:
     reshard_after: Reshard = "layer"
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    context: Context = "ring"
 
     def __post_init__(self) -> None:
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
             axes: tuple[str, ...] = getattr(self, name) or ()
             for axis in axes:
-                if axis not in DATA_AXES or axes.count(axis) > 1:
-                    raise UserError(f"{name} is {', '.join(axes)}; give some of {', '.join(DATA_AXES)}, each once")
+                if axis not in CUT_AXES or axes.count(axis) > 1:
+                    raise UserError(f"{name} is {', '.join(axes)}; give some of {', '.join(CUT_AXES)}, each once")
         for name in ("shard_parameters", "shard_gradients"):
             axes = getattr(self, name)
             if self.shard_optimizer[: len(axes)] != axes:
@@ -84,6 +91,13 @@ class Plan:
                     f"{name} is {_said(axes)} but shard_optimizer is {_said(self.shard_optimizer)}; what is updated "
                     f"must be a slice of what is kept: let shard_optimizer begin with {_said(axes)}"
                 )
+        if self.mesh.cp > 1 and self.mesh.tp > 1:
+            raise UserError(
+                f"the mesh has cp {self.mesh.cp} and tp {self.mesh.tp}; attention whose sequences and heads are both "
+                "cut is not built yet: give --tp 1 or --cp 1"
+            )
+        if self.context not in ("ring", "all_gather"):
+            raise UserError(f"context is {self.context!r}; give ring or all_gather")
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
         if not set(self.shard_gradients) <= set(self.reduced_each):

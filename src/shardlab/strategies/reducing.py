@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.program import Handle, LayerKind, Rank, Value
-from shardlab.strategies.plan import DATA_AXES, Plan
+from shardlab.strategies.plan import CUT_AXES, Plan
 
 
 class Gradients:
@@ -14,7 +14,7 @@ class Gradients:
     def __init__(self, rank: Rank, plan: Plan) -> None:
         self._rank = rank
         self._plan = plan
-        axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *DATA_AXES)) if len(rank.group(axis).ranks) > 1]
+        axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *CUT_AXES)) if len(rank.group(axis).ranks) > 1]
         self._each = [axis for axis in axes if axis in plan.reduced_each]
         self._once = [axis for axis in axes if axis not in plan.reduced_each]
         self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
