@@ -1,4 +1,4 @@
-"""Half-blocks: a model cut where tensor parallelism communicates, between each part's body and the next one's norm."""
+"""Half-blocks: a model cut where tensor and context parallelism communicate, between parts' bodies and norms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from shardlab.models.blocks import Blocks
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.model import Model
-from shardlab.models.parts import Part
+from shardlab.models.parts import Attention, Part
 from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 
@@ -70,9 +70,47 @@ class Body:
         return self.part.flops()
 
 
+@dataclass(frozen=True)
+class Projection(Body):
+    """Normalised input to queries, keys and values: the first of the two layers that an attention's body is cut into.
+
+    What queries, keys and values mix lies between the two, and has no parameters.
+    """
+
+    part: Attention
+
+    def sources(self) -> list[tuple[int, Parameter]]:
+        return [source for source in super().sources() if source[1].name.startswith("attn.c_attn")]
+
+    def saved(self) -> int:
+        return 0
+
+    def flops(self) -> int:
+        return 2 * self.part.stream * (self.part.width + 2 * self.part.kv_width)
+
+
+@dataclass(frozen=True)
+class Output(Body):
+    """What attention has mixed to the branch: the second of the two."""
+
+    part: Attention
+
+    def sources(self) -> list[tuple[int, Parameter]]:
+        return [source for source in super().sources() if source[1].name.startswith("attn.c_proj")]
+
+    def saved(self) -> int:
+        return 0
+
+    def flops(self) -> int:
+        return 2 * self.part.stream * self.part.width
+
+
 @dataclass(frozen=True, init=False)
 class Halves(Model):
     """A model in half-blocks: bodies (even layers) and norms (odd ones), from the embedding's body to the head's.
+
+    For context parallelism an attention's body is cut in two, and what lies between is an op of its own (`context`);
+    every layer then computes any tokens alone.
 
     Each body is cut into `slices` for tensor parallelism; its flat buffer holds one run after the other. The
     vocabulary is padded to a multiple of them: rows of zeros, and logits of -inf.
@@ -83,15 +121,20 @@ class Halves(Model):
     Attributes:
         whole: the model that is cut; `layers` counts the half-blocks, all other fields are its own.
         slices: of every body.
+        context: whether attention's bodies are cut in two.
     """
 
     whole: Blocks
     slices: int
+    context: bool
 
-    def __init__(self, whole: Blocks, slices: int = 1) -> None:
+    def __init__(self, whole: Blocks, slices: int = 1, *, context: bool = False) -> None:
         common = {field.name: getattr(whole, field.name) for field in fields(Model)}
-        common["layers"] = 2 * (2 + whole.layers * len(whole.body)) - 1
+        attentions = sum(isinstance(part, Attention) for part in whole.body) if context else 0
+        common["layers"] = 2 * (2 + whole.layers * len(whole.body)) - 1 + whole.layers * attentions
         super().__init__(**common)
+        object.__setattr__(self, "context", context)
+        assert slices == 1 or not context, "sequences and heads are not cut both"
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "slices", slices)
         self.at_least_one("slices")
@@ -114,17 +157,27 @@ class Halves(Model):
         blocks = range(self.whole.layers)
         return [(block, part) for block in blocks for part in self.whole.parts(block)]
 
+    @cached_property
+    def halves(self) -> list[Norm | Body]:
+        """What the layers compute."""
+        halves: list[Norm | Body] = []
+        for place, (block, part) in enumerate(self.units):
+            if place:
+                block_before, before = self.units[place - 1]
+                halves.append(Norm(before, part, block_before, block))
+            if self.context and isinstance(part, Attention):
+                halves += [Projection(part, block), Output(part, block)]
+            else:
+                halves.append(Body(part, block))
+        return halves
+
     def half(self, layer: int) -> Norm | Body:
         """What layer `layer` computes."""
         assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
-        block, part = self.units[layer // 2]
-        if layer % 2 == 0:
-            return Body(part, block)
-        block_after, after = self.units[layer // 2 + 1]
-        return Norm(part, after, block, block_after)
+        return self.halves[layer]
 
     def layout(self, layer: int) -> LayerLayout:
-        slices = 1 if layer % 2 else self.slices
+        slices = 1 if isinstance(self.half(layer), Norm) else self.slices
         return LayerLayout((p.sliced(slices) for _, p in self.half(layer).sources()), slices)
 
     @property
@@ -137,11 +190,23 @@ class Halves(Model):
         return self.padded_vocabulary // self.slices * slice
 
     def activation_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of activation `index` for one sequence; a norm's input is the branch (the residual is as large)."""
+        """Shape of activation `index` for one sequence; a norm's input is the branch (the residual is as large).
+
+        What attention has mixed comes with the log-sum-exp of each head's scores.
+        """
         assert 0 <= index <= self.layers, f"activation {index} of {self.layers} layers"
         if index == 0:
             return (self.block,)
-        return (self.block, self.padded_vocabulary if index == self.layers else self.width)
+        if index == self.layers:
+            return (self.block, self.padded_vocabulary)
+        half = self.half(index)
+        return (self.block, self.width + (half.part.heads if isinstance(half, Output) else 0))
+
+    @property
+    def attention_features(self) -> tuple[int, int]:
+        """Features of a token's queries, and of its keys and values; 0 where there is no attention of its own."""
+        part = next((half.part for half in self.halves if isinstance(half, Projection)), None)
+        return (0, 0) if part is None else (part.width, 2 * part.kv_width)
 
     def saved_elements(self, layer: int) -> int:
         return self.half(layer).saved()
@@ -155,4 +220,6 @@ class Halves(Model):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        return tuple(LayerKind.NORM if layer % 2 else LayerKind.SLICED for layer in range(self.layers))
+        body = LayerKind.TOKENWISE if self.context else LayerKind.SLICED
+        kinds = {Norm: LayerKind.NORM, Projection: LayerKind.PROJECT}
+        return tuple(kinds.get(type(half), body) for half in self.halves)

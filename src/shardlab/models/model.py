@@ -75,6 +75,11 @@ class Model(ABC):
         """What each layer makes of its input."""
         return (LayerKind.WHOLE,) * self.layers
 
+    @property
+    def attention_features(self) -> tuple[int, int]:
+        """Features of a token's queries, and of its keys and values, where layers make them for others to mix."""
+        return (0, 0)
+
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """Elements of every value in a program whose microbatches are `rows` sequences.
 
@@ -92,4 +97,6 @@ class Model(ABC):
             element_bytes=dict.fromkeys(Kind, element_bytes),
             kinds=self.kinds,
             residual=rows * self.block * self.width if LayerKind.NORM in self.kinds else 0,
+            queries=rows * self.block * self.attention_features[0],
+            keys_values=rows * self.block * self.attention_features[1],
         )

@@ -54,13 +54,13 @@ class Job:
 
     @property
     def cut(self) -> Model:
-        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel.
+        """The model as the program's layers are: in half-blocks where the mesh is tensor or context parallel.
 
         Raises:
             UserError: when the model does not divide.
         """
-        slices = load(self.strategy).grid(self.ranks).tp
-        return Halves(self.model, slices) if slices > 1 else self.model
+        mesh = load(self.strategy).grid(self.ranks)
+        return Halves(self.model, mesh.tp, context=mesh.cp > 1) if mesh.tp > 1 or mesh.cp > 1 else self.model
 
     @property
     def sizes(self) -> Sizes:

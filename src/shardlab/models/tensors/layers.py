@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.models.blocks import Blocks
-from shardlab.models.halves import Body, Halves, Norm
+from shardlab.models.halves import Body, Halves, Norm, Output, Projection
 from shardlab.models.model import Model
-from shardlab.models.parts import Part
+from shardlab.models.parts import Attention, Part
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
 
@@ -107,6 +108,33 @@ class BodyLayer(Layer):
         return (body_of(self.half.part, p, x, share, dropout),)
 
 
+@dataclass(frozen=True)
+class ProjectionLayer(Layer):
+    """(x,) to (keys and values, queries), of any tokens; each is memory of its own."""
+
+    part: Attention
+
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        (x,) = inputs
+        assert x is not None
+        weight, bias, width = p["attn.c_attn.weight"], p.get("attn.c_attn.bias"), self.part.width
+        keys_values = F.linear(x, weight[width:], None if bias is None else bias[width:])
+        return keys_values, F.linear(x, weight[:width], None if bias is None else bias[:width])
+
+
+@dataclass(frozen=True)
+class OutputLayer(Layer):
+    """(attended,) to (branch,), of any tokens (see `attention.attend`)."""
+
+    part: Attention
+
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        (attended,) = inputs
+        assert attended is not None
+        weight = p["attn.c_proj.weight"]
+        return (F.linear(attended[..., : self.part.width].to(weight.dtype), weight),)
+
+
 def layers_of(model: Model) -> list[Layer]:
     """The model's layers, in order."""
     return [_layer(model, layer) for layer in range(model.layers)]
@@ -118,6 +146,10 @@ def _layer(model: Model, layer: int) -> Layer:
         return BlockLayer(names, model.parts(layer))
     assert isinstance(model, Halves), f"no arithmetic for {type(model).__name__}"
     half = model.half(layer)
+    if isinstance(half, Projection):
+        return ProjectionLayer(names, half.part)
+    if isinstance(half, Output):
+        return OutputLayer(names, half.part)
     if isinstance(half, Body):
         return BodyLayer(names, half)
     return NormLayer(names, half, last=layer == model.layers - 2)

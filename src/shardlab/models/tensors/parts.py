@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -30,12 +30,12 @@ class Share:
 
     Attributes:
         slice, of: of a body, the slice of its parameters, and how many there are.
-        tokens: of a norm, the tokens of the sequence, a range of step 1 (None: all).
+        tokens: of a norm, the tokens of the sequence, ascending (None: all).
     """
 
     slice: int = 0
     of: int = 1
-    tokens: range | None = None
+    tokens: Sequence[int] | None = None
 
 
 ALL = Share()
@@ -69,12 +69,19 @@ def add_branch(
     assert len(tokens) == branch.shape[1], f"{tokens} are not the {branch.shape[1]} tokens given"
     if part.added in p:
         added = p[part.added]
-        branch = branch + (added[tokens.start : tokens.stop] if isinstance(part, Embedding) else added)
+        branch = branch + (rows_of(added, tokens) if isinstance(part, Embedding) else added)
     if dropout is None:
         return branch if residual is None else residual + branch
     whole = (len(branch), part.block, part.width)
     mask = dropout.mask(SITES[type(part)], whole, branch, 1, tokens)
     return branch * mask if residual is None else torch.addcmul(residual, branch, mask)
+
+
+def rows_of(weight: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Some rows of a matrix; a view where they follow one another."""
+    if isinstance(tokens, range):
+        return weight[tokens.start : tokens.stop]
+    return weight[torch.tensor(tokens, device=weight.device)]
 
 
 @singledispatch
