@@ -22,10 +22,10 @@ def attend(state: State, at: int, op: Op) -> Instruction:
     """Queries that meet one lot of keys and values."""
     (queries, keys_values), (output,), values = op.inputs, op.outputs, state.values
     part, mask = _projection(state, op.layer).part, _mask(state, op)
-    tokens = [state.shapes.tokens(state.specs[number]) for number in (queries, keys_values)]
+    tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
 
     def run() -> None:
-        values[output] = attention.attend(part, values[queries], values[keys_values], *tokens, mask())
+        values[output] = attention.attend(part, values[queries], values[keys_values], tokens, key_tokens, mask())
 
     return run
 
@@ -34,11 +34,11 @@ def attend_backward(state: State, at: int, op: Op) -> Instruction:
     """What one lot of keys and values gives to the queries' gradient, and they to its."""
     (queries, keys_values, attended, gradient), outputs, values = op.inputs, op.outputs, state.values
     part, mask = _projection(state, op.layer).part, _mask(state, op)
-    tokens = [state.shapes.tokens(state.specs[number]) for number in (queries, keys_values)]
+    tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
 
     def run() -> None:
-        read = [values[number] for number in (queries, keys_values, attended, gradient)]
-        made = attention.attend_backward(part, *read, *tokens, mask())
+        q, kv, mixed, grad = (values[number] for number in (queries, keys_values, attended, gradient))
+        made = attention.attend_backward(part, q, kv, mixed, grad, tokens, key_tokens, mask())
         values[outputs[0]], values[outputs[1]] = made
 
     return run

@@ -64,8 +64,8 @@ class Shapes:
         if block % slices:
             raise UserError(
                 f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
-                f"a block that is a multiple of {slices}: two slices for each context-parallel rank, times tensor-parallel "
-                "ranks"
+                f"a block that is a multiple of {slices} (two slices for each context-parallel rank, or one for each "
+                "tensor-parallel one)"
             )
         held = self.slices(spec)
         first, last = held[0] * block // slices, (held[-1] + 1) * block // slices

@@ -221,5 +221,5 @@ class Halves(Model):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         body = LayerKind.TOKENWISE if self.context else LayerKind.SLICED
-        kinds = {Norm: LayerKind.NORM, Projection: LayerKind.PROJECT}
-        return tuple(kinds.get(type(half), body) for half in self.halves)
+        kinds: dict[type, LayerKind] = {Norm: LayerKind.NORM, Projection: LayerKind.PROJECT}
+        return tuple([kinds.get(type(half), body) for half in self.halves])

@@ -17,7 +17,7 @@ from shardlab.program.wants import want_kind, want_weight
 
 
 def balanced(place: int, ranks: int) -> tuple[int, int]:
-    """The slices of every sequence, of 2 x ranks, that give each rank as much causal attention: an early and a late one.
+    """An early and a late slice of every sequence, of 2 x ranks: so each rank has as much causal attention to compute.
 
     >>> [balanced(place, 3) for place in range(3)]
     [(0, 5), (1, 4), (2, 3)]

@@ -61,7 +61,9 @@ class ComputeVerbs(Place):
         if slices is not None:
             chosen = list(slices)
             if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= s < count for s in chosen):
-                self.refuse(f"load_batch({numbers}, {chosen}): give one or more of the slices 0-{count - 1}, each once.")
+                self.refuse(
+                    f"load_batch({numbers}, {chosen}): give one or more of the slices 0-{count - 1}, each once."
+                )
             holds = pieces = Holds(mask_of(m * count + s for m in numbers for s in chosen), total * count)
         value = self.make(Spec(Kind.ACTIVATION, 0, pieces, 0, 0, self._grid))
         self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))

@@ -69,13 +69,12 @@ class Op(NamedTuple):
             weight, saved[, gradient of the next residual]), of a PROJECT layer (activation, gradient of the queries,
             weight, saved, gradient of keys and values), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
             gradient, saved for weight); LOSS (activation[, stats]); ATTEND (queries, keys and values); ATTEND_BACKWARD
-            (queries, keys and values, attended activation, its gradient); UPDATE (gradient, weight, optimizer state[, norm]);
-            the others as their names say.
+            (queries, keys and values, attended activation, its gradient); UPDATE (gradient, weight, optimizer
+            state[, norm]); the others as their names say.
         outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a PROJECT layer (queries,
-            keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight gradient,
-            gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of the
-            residual], saved for weight); UPDATE (weight,
-            optimizer state).
+            keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
+            gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
+            the residual], saved for weight); UPDATE (weight, optimizer state).
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).

@@ -212,7 +212,7 @@ class Spec(NamedTuple):
 
 
 _MET = {Kind.GRAD_KEYS_VALUES: "from queries"}
-"""What sequence slices are to a value that has met only some of them; to all others they are blocks of keys and values."""
+"""What the slices that it has met are to a value; to all others they are blocks of keys and values."""
 
 
 def mask_of(numbers: Iterable[int]) -> int:

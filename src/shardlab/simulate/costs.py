@@ -55,7 +55,7 @@ class Costs:
 
 
 _FREE_OF_CHARGE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.WAIT, OpKind.FREE})
-_PER_MICROBATCH = frozenset({"forward", "recompute", "backward", "backward_input", "backward_weight"})
-_PER_MICROBATCH |= {"attend", "attend_backward"}
+_ATTENTION = frozenset({"attend", "attend_backward"})
+_PER_MICROBATCH = frozenset({"forward", "recompute", "backward", "backward_input", "backward_weight"} | _ATTENTION)
 
 UNIT_COSTS = Costs()

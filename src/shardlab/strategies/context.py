@@ -82,7 +82,7 @@ class Attention:
         return mixed
 
     async def _ring_backward(self, layer: int, m: int) -> tuple[Value, Value]:
-        rank, block = self.rank, self.rank.keys_values[layer, m]
+        block = self.rank.keys_values[layer, m]
         coming = self._pass_on(block, layer, m)
         grad_queries, gradient = self._met(layer, m, block)
         following = self._pass_on(gradient, layer, m)

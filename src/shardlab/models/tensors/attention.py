@@ -9,6 +9,9 @@ keys before all values; attended (rows, T, C + heads): the mixed values, then ea
 least. `tokens` are the places in the sequence, ascending. `mask` multiplies the softmax, (rows, heads, T, T').
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -47,11 +50,9 @@ def merge(part: Attention, a: Tensor, b: Tensor) -> Tensor:
     lse_a, lse_b = a[..., part.width :], b[..., part.width :]
     lse = torch.logaddexp(lse_a, lse_b)
     shift = _finite(lse)
-    share_a, share_b = (lse_a - shift).exp_(), (lse_b - shift).exp_()
     size = part.width // part.heads
-    mixed_a, mixed_b = (each[..., : part.width].unflatten(-1, (part.heads, size)) for each in (a, b))
-    mixed = mixed_a * share_a[..., None] + mixed_b * share_b[..., None]
-    return torch.cat([mixed.flatten(-2), lse], -1)
+    share_a, share_b = ((each - shift).exp_().repeat_interleave(size, -1) for each in (lse_a, lse_b))
+    return torch.cat([(a[..., : part.width] * share_a).add_(b[..., : part.width] * share_b), lse], -1)
 
 
 def attend_backward(
@@ -70,9 +71,10 @@ def attend_backward(
         attended: to all keys and values that the queries see.
         gradient: of the loss with respect to it; that of the log-sum-exp is not read.
     """
+    c = part.width
     q, (k, v) = _heads(part, queries, part.heads), _keys_and_values(part, keys_values)
-    mixed, lse = _heads(part, attended[..., : part.width], part.heads), _heads(part, attended[..., part.width :], part.heads)
-    grad = _heads(part, gradient[..., : part.width], part.heads)
+    mixed, lse = (_heads(part, each, part.heads) for each in (attended[..., :c], attended[..., c:]))
+    grad = _heads(part, gradient[..., :c], part.heads)
     inner = (grad * mixed).sum(-1, keepdim=True)
     grad_q = torch.zeros_like(q)
     grad_k, grad_v = (q.new_zeros(each.shape) for each in (k, v))
@@ -94,7 +96,7 @@ def attend_backward(
 
 
 def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Runs of neighbouring queries, each with the keys that the last of them sees: what lies after them costs nothing."""
+    """Runs of neighbouring queries, each with the keys that the last of them sees: later ones cost nothing."""
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(tokens), 1) if b != a + 1), len(tokens)]
     for start, stop in pairwise(starts):
         seen = bisect_right(key_tokens, tokens[stop - 1])
@@ -113,8 +115,8 @@ def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[in
 
 def _heads(part: Attention, x: Tensor, heads: int) -> Tensor:
     """(rows, T, features of so many heads) to (rows, kv heads, heads of each, T, features of one)."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (heads, -1)).transpose(1, 2)
-    return x.unflatten(1, (part.kv_heads, -1))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.view(*x.shape[:2], part.kv_heads, heads // part.kv_heads, -1).permute(0, 2, 3, 1, 4)
 
 
 def _keys_and_values(part: Attention, keys_values: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +132,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _grouped(part: Attention, mask: Tensor) -> Tensor:
     """(rows, heads, T, T') to (rows, kv heads, heads of each, T, T')."""
-    return mask.unflatten(1, (part.kv_heads, -1))
+    return mask.view(len(mask), part.kv_heads, -1, *mask.shape[2:])
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -117,9 +118,9 @@ class ProjectionLayer(Layer):
     def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
         (x,) = inputs
         assert x is not None
-        weight, bias, width = p["attn.c_attn.weight"], p.get("attn.c_attn.bias"), self.part.width
-        keys_values = F.linear(x, weight[width:], None if bias is None else bias[width:])
-        return keys_values, F.linear(x, weight[:width], None if bias is None else bias[:width])
+        features = F.linear(x, p["attn.c_attn.weight"], p.get("attn.c_attn.bias"))  # one node where parameters enter
+        queries, keys_values = torch.split(features, [self.part.width, 2 * self.part.kv_width], -1)
+        return keys_values.clone(), queries.clone()
 
 
 @dataclass(frozen=True)
