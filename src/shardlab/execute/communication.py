@@ -10,7 +10,7 @@ import torch
 
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
-from shardlab.models.tensors.parts import rows_of
+from shardlab.models.tensors.tokens import rows_of
 from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.program.values import ROW_KINDS, bits
 

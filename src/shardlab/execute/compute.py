@@ -13,7 +13,7 @@ from shardlab.execute.optimizer import Slice
 from shardlab.execute.state import State
 from shardlab.models import tensors
 from shardlab.models.tensors import loss_of, views
-from shardlab.models.tensors.parts import rows_of
+from shardlab.models.tensors.tokens import rows_of
 from shardlab.program import Kind, LayerKind, Op, OpKind, Spec
 from shardlab.program.values import bits
 

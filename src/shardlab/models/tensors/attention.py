@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from shardlab.models.parts import Attention
+from shardlab.models.tensors.tokens import runs
 
 
 def attend(
@@ -97,11 +97,9 @@ def attend_backward(
 
 def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
     """Runs of neighbouring queries, each with the keys that the last of them sees: later ones cost nothing."""
-    starts = [0, *(i for i, (a, b) in enumerate(pairwise(tokens), 1) if b != a + 1), len(tokens)]
-    for start, stop in pairwise(starts):
-        seen = bisect_right(key_tokens, tokens[stop - 1])
-        if seen:
-            yield slice(start, stop), slice(seen)
+    for run in runs(tokens):
+        if seen := bisect_right(key_tokens, tokens[run.stop - 1]):
+            yield run, slice(seen)
 
 
 def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[int]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
 from shardlab.models.tensors.dropout import Dropout, Site
 from shardlab.models.tensors.lookup import look_up
+from shardlab.models.tensors.tokens import rows_of
 
 Parameters = Mapping[str, Tensor]
 
@@ -75,13 +76,6 @@ def add_branch(
     whole = (len(branch), part.block, part.width)
     mask = dropout.mask(SITES[type(part)], whole, branch, 1, tokens)
     return branch * mask if residual is None else torch.addcmul(residual, branch, mask)
-
-
-def rows_of(weight: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Some rows of a matrix; a view where they follow one another."""
-    if isinstance(tokens, range):
-        return weight[tokens.start : tokens.stop]
-    return weight[torch.tensor(tokens, device=weight.device)]
 
 
 @singledispatch
