@@ -116,7 +116,7 @@ def unite(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             raise Refused(f"{op}: {name} gave {spec}, which is complete; nothing more may be added to it.")
         if twice := total & met(spec):
             raise Refused(
-                f"{op}: slices {listed(bits(twice))} of the sequence would be counted twice ({name} and an earlier one "
+                f"{op}: {_said(twice)} would be counted twice ({name} and an earlier one "
                 f"both have them in {first.kind.value}[{first.layer}]); queries meet each block once."
             )
         total |= met(spec)
@@ -175,9 +175,9 @@ def _want(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
         raise Refused(f"{op}: the {what} given is {got}; this op reads {kind.value}[{layer}].")
     if got.sums:
         (held,) = {*_slices(got).values()}
-        missing = listed(bits(_needed(kind, held, got.grid.sequence) & ~met(got)))
+        missing = _needed(kind, held, got.grid.sequence) & ~met(got)
         who = "the queries" if kind is Kind.GRAD_KEYS_VALUES else "the keys and values"
-        raise Refused(f"{op}: the {what} given is {got}; {who} of slices {missing} of the sequence are missing in it.")
+        raise Refused(f"{op}: the {what} given is {got}; {who} of {_said(missing)} are missing in it.")
 
 
 def _want_same(op: str, what: str, one: Spec, other_what: str, other: Spec) -> None:
@@ -187,6 +187,10 @@ def _want_same(op: str, what: str, one: Spec, other_what: str, other: Spec) -> N
             f"{op}: the {what} is of {pieces_text(one.holds.mask, slices)} and the {other_what} of "
             f"{pieces_text(other.holds.mask, slices)}; both must be of the same tokens and step."
         )
+
+
+def _said(slices: int) -> str:
+    return f"slice{'s' * (slices.bit_count() > 1)} {listed(bits(slices))} of the sequence"
 
 
 def _grad_weight(activation: Spec) -> Spec:
