@@ -107,12 +107,12 @@ def test_a_tape_with_a_mistake_is_refused(mistake: object) -> None:
 
 
 def test_heads_and_sequences_are_not_cut_both() -> None:
-    with pytest.raises(UserError, match="the mesh has cp 2 and tp 2; .* give --tp 1 or --cp 1"):
+    with pytest.raises(UserError, match=r"the mesh has cp 2 and tp 2; .* give --tp 1 or --cp 1"):
         Plan(Mesh(cp=2, tp=2))
 
 
 def test_a_model_whose_attention_is_no_step_of_its_own_is_refused() -> None:
-    with pytest.raises(UserError, match="give Sizes.context_blocks or those of models.Halves with context=True"):
+    with pytest.raises(UserError, match=r"give Sizes.context_blocks or those of models.Halves with context=True"):
         trace(planned(Plan(Mesh(cp=2))), Mesh(cp=2), Sizes.half_blocks(2), 2)
 
 

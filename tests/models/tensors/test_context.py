@@ -96,4 +96,4 @@ def test_rows_of_neighbours_are_a_view() -> None:
     matrix = torch.arange(12.0).view(6, 2)
     assert rows_of(matrix, range(2, 5)).data_ptr() == matrix[2].data_ptr()
     assert torch.equal(rows_of(matrix, [0, 1, 4]), matrix[[0, 1, 4]])
-    assert runs([3]) == [slice(0, 1)]
+    assert runs([3]) == [(0, 1)]

@@ -97,9 +97,9 @@ def attend_backward(
 
 def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
     """Runs of neighbouring queries, each with the keys that the last of them sees: later ones cost nothing."""
-    for run in runs(tokens):
-        if seen := bisect_right(key_tokens, tokens[run.stop - 1]):
-            yield run, slice(seen)
+    for start, stop in runs(tokens):
+        if seen := bisect_right(key_tokens, tokens[stop - 1]):
+            yield slice(start, stop), slice(seen)
 
 
 def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[int]) -> Tensor:
