@@ -14,6 +14,8 @@ SIGNS = {
     OpKind.FORWARD: ("F", "green"),
     OpKind.RECOMPUTE: ("R", "green"),
     OpKind.BACKWARD: ("B", "blue"),
+    OpKind.ATTEND: ("A", "green"),
+    OpKind.ATTEND_BACKWARD: ("G", "blue"),
     OpKind.UPDATE: ("U", "bold"),
     OpKind.ALL_GATHER: ("+", "yellow"),
     OpKind.REDUCE_SCATTER: ("/", "magenta"),
