@@ -11,8 +11,8 @@ import torch
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
 from shardlab.models.tensors.tokens import rows_of
-from shardlab.program import Kind, Op, OpKind, Spec
-from shardlab.program.values import ROW_KINDS, bits
+from shardlab.program import Kind, LayerKind, Op, OpKind, Spec, UserError
+from shardlab.program.values import ROW_KINDS, bits, mask_of
 
 Start = Callable[[], Wait]
 
@@ -72,9 +72,23 @@ def _given(state: State, op: Op) -> list[Spec]:
 
 
 def _along_sequence(members: list[Spec]) -> bool:
-    """Whether pieces are slices of the same sequences."""
+    """Whether pieces are slices of the same sequences.
+
+    Raises:
+        UserError: when they are slices of some sequences here and of others there, which no tensor is made of at once.
+    """
     first = members[0]
-    return first.kind in ROW_KINDS and first.kind is not Kind.STATS and not first.whole_sequences
+    if first.kind not in ROW_KINDS or first.kind is Kind.STATS or first.whole_sequences:
+        return False
+    if all(member.microbatches == first.microbatches for member in members):
+        return True
+    slices = {mask_of(piece % member.grid.sequence for piece in bits(member.holds.mask)) for member in members}
+    if len(slices) > 1:
+        raise UserError(
+            f"all_gather({first.kind.value}[{first.layer}]): the ranks have other microbatches and other slices of the "
+            "sequence; gather over the axis of one, then over that of the other"
+        )
+    return False
 
 
 def _gather_sequences(state: State, links: Communicator, op: Op, members: list[Spec]) -> Start:
@@ -125,6 +139,9 @@ def _room(state: State, number: int) -> torch.Tensor:
     tokens = spec.kind is Kind.ACTIVATION and spec.layer == 0
     exact = torch.promote_types(state.settings.dtype, torch.float32)
     dtypes = {Kind.SCALAR: torch.float64, Kind.STATS: exact}
+    attended = state.checked.program.sizes.kind(spec.layer - 1) is LayerKind.PROJECT
+    if attended and spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION):
+        return state.empty(shape, exact)
     return state.empty(shape, torch.int64 if tokens else dtypes.get(spec.kind))
 
 

@@ -125,9 +125,15 @@ def unite(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 def _with(spec: Spec, total: int) -> Spec:
     """The value with these slices met; none stand there once all that it needs are in."""
-    (held,) = {*_slices(spec).values()}
-    needed = _needed(spec.kind, held, spec.grid.sequence)
-    return spec._replace(sums=0 if needed & ~total == 0 else total << spec.grid.width)
+    return spec._replace(sums=0 if _needs(spec) & ~total == 0 else total << spec.grid.width)
+
+
+def _needs(spec: Spec) -> int:
+    """What a value must meet, be it of one microbatch's tokens or another's."""
+    needs = 0
+    for held in _slices(spec).values():
+        needs |= _needed(spec.kind, held, spec.grid.sequence)
+    return needs
 
 
 def _needed(kind: Kind, held: int, slices: int) -> int:
@@ -174,8 +180,7 @@ def _want(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
     if got.layer != layer:
         raise Refused(f"{op}: the {what} given is {got}; this op reads {kind.value}[{layer}].")
     if got.sums:
-        (held,) = {*_slices(got).values()}
-        missing = _needed(kind, held, got.grid.sequence) & ~met(got)
+        missing = _needs(got) & ~met(got)
         who = "the queries" if kind is Kind.GRAD_KEYS_VALUES else "the keys and values"
         raise Refused(f"{op}: the {what} given is {got}; {who} of {_said(missing)} are missing in it.")
 
