@@ -9,6 +9,7 @@ import torch
 
 from shardlab.models import GPT, MLP, Blocks, Halves
 from shardlab.models.tensors import Share
+from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 
 SMALL = {"layers": 2, "width": 48, "block": 8, "vocabulary": 30}
@@ -50,6 +51,11 @@ def test_autograd_keeps_exactly_the_declared_elements(whole: Blocks, saved_bytes
         cuts = ([0, 1, 6, 7], [2, 3, 4, 5]) if model.kinds[layer] is LayerKind.NORM else (None,)
         kept = sum(saved_bytes(model, layer, 3, torch.float64, Share(tokens=cut)) for cut in cuts)
         assert kept == 3 * model.saved_elements(layer) * 8, layer
+
+
+def test_heads_and_sequences_are_not_cut_both() -> None:
+    with pytest.raises(UserError, match="2 tensor-parallel slices and context parallelism were asked for"):
+        Halves(GPT(), 2, context=True)
 
 
 def test_sizes_count_queries_keys_and_values_and_the_log_sum_exp() -> None:

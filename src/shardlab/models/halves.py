@@ -134,7 +134,11 @@ class Halves(Model):
         common["layers"] = 2 * (2 + whole.layers * len(whole.body)) - 1 + whole.layers * attentions
         super().__init__(**common)
         object.__setattr__(self, "context", context)
-        assert slices == 1 or not context, "sequences and heads are not cut both"
+        if context and slices > 1:
+            raise UserError(
+                f"{slices} tensor-parallel slices and context parallelism were asked for; attention whose sequences and "
+                "heads are both cut is not built yet: give one of them"
+            )
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "slices", slices)
         self.at_least_one("slices")

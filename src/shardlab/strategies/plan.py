@@ -46,7 +46,7 @@ class Plan:
 
     Attributes:
         mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard`, layers over `pp`, and the matrices of
-            a model in half-blocks are cut over `tp`.
+            a model in half-blocks are cut over `tp`, or its sequences over `cp`.
         schedule: the pipeline's order of work, a built-in name, a file (see `find_schedule`) or a `Schedule`; on one
             pipeline rank, `1f1b` takes the microbatches one by one.
         stages_per_rank: of the pipeline; a schedule that has a fixed number uses that.
