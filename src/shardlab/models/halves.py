@@ -136,8 +136,8 @@ class Halves(Model):
         object.__setattr__(self, "context", context)
         if context and slices > 1:
             raise UserError(
-                f"{slices} tensor-parallel slices and context parallelism were asked for; attention whose sequences and "
-                "heads are both cut is not built yet: give one of them"
+                f"{slices} tensor-parallel slices and context parallelism were asked for; attention whose sequences "
+                "and heads are both cut is not built yet: give one of them"
             )
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "slices", slices)
