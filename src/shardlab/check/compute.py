@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from shardlab.check.rank_state import RankState
-from shardlab.program import Holds, Kind, LayerKind, Op, OpKind, Spec, experts, sliced, transfer
+from shardlab.program import Holds, Kind, LayerKind, Op, OpKind, Spec, attention, experts, sliced, transfer
 from shardlab.program.sizes import CARRYING
 
 Rule = Callable[[RankState, Op], None]
@@ -28,9 +28,12 @@ def forward(state: RankState, op: Op) -> None:
     if kind in CARRYING:
         _forward_carrying(state, op)
         return
+    if kind is LayerKind.PROJECT:
+        _project(state, op)
+        return
     activation, weight = op[2]
     spec = state.live[activation]
-    made = _rules(kind).forward(op[1], spec, state.live[weight])
+    made = _forward(kind)(op[1], spec, state.live[weight])
     if len(op[3]) == 1:
         state.make(op[3][0], made)
     else:
@@ -39,17 +42,43 @@ def forward(state: RankState, op: Op) -> None:
         _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
-def _rules(kind: LayerKind) -> Any:
-    """The module with the rules of a kind of layers that carry nothing."""
-    return {LayerKind.SLICED: sliced, LayerKind.EXPERTS: experts}.get(kind, transfer)
+def _forward(kind: LayerKind) -> Callable[..., Spec]:
+    """The rule of a layer with one input and one output."""
+    if kind is LayerKind.WHOLE:
+        return transfer.forward
+    if kind is LayerKind.EXPERTS:
+        return experts.forward
+    return partial(sliced.forward, tokenwise=True) if kind is LayerKind.TOKENWISE else sliced.forward
+
+
+def _project(state: RankState, op: Op) -> None:
+    (activation, weight), (queries, keys_values, saved) = op[2], op[3]
+    spec = state.live[activation]
+    made = attention.project(op[1], spec, state.live[weight])
+    for number, output in zip((queries, keys_values), made, strict=True):
+        state.make(number, output)
+    _save(state, saved, activation, transfer.saved(op[1], spec))
+
+
+def attend(state: RankState, op: Op) -> None:
+    (queries, keys_values), (output,) = op[2], op[3]
+    state.make(output, attention.attend(op[1], state.live[queries], state.live[keys_values]))
+
+
+def attend_backward(state: RankState, op: Op) -> None:
+    queries, keys_values, attended, gradient = (state.live[number] for number in op[2])
+    made = attention.attend_backward(op[1], queries, keys_values, attended, gradient)
+    for number, output in zip(op[3], made, strict=True):
+        state.make(number, output)
 
 
 def _forward_carrying(state: RankState, op: Op) -> None:
     branch, weight, *residual = op[2]
     (read,) = [state.live[number] for number in residual] or [None]
     spec = state.live[branch]
+    sizes = state.program.sizes
     made = sliced.norm_forward(
-        op[1], state.program.layers, spec, state.live[weight], read, what=state.program.sizes.kind(op[1]).value
+        op[1], sizes.next_carrying(op[1]), spec, state.live[weight], read, what=sizes.kind(op[1]).value
     )
     *outputs, saved = op[3]
     for number, output in zip(outputs, [spec for spec in made if spec is not None], strict=True):
@@ -63,7 +92,9 @@ def recompute(state: RankState, op: Op) -> None:
     kind = state.program.sizes.kind(op[1])
     if kind in CARRYING:
         state.refuse(f"{op}: a {kind.value} layer is not recomputed.")
-    made = _rules(kind).forward(op[1], spec, state.live[weight], "recompute")
+    if kind is LayerKind.PROJECT:
+        state.refuse(f"{op}: queries, keys and values are not recomputed; making them keeps nothing.")
+    made = _forward(kind)(op[1], spec, state.live[weight], "recompute")
     _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
@@ -115,13 +146,18 @@ def _backward(state: RankState, op: Op) -> tuple[Spec, ...]:
     specs = live[activation], live[gradient]
     if kind in CARRYING:
         (read,) = [live[number] for number in residual] or [None]
-        made = sliced.norm_backward(layer, state.program.layers, *specs, live[weight], read, what=kind.value)
+        after = state.program.sizes.next_carrying(layer)
+        made = sliced.norm_backward(layer, after, *specs, live[weight], read, what=kind.value)
+    elif kind is LayerKind.PROJECT:
+        (grad_keys_values,) = residual
+        made = attention.project_backward(layer, *specs, live[grad_keys_values], live[weight])
     elif residual:
         state.refuse(f"{op}: is given {len(op[2])} values; only a norm or a dense layer reads a residual's gradient.")
-    elif kind is LayerKind.SLICED:
-        made = sliced.backward(layer, *specs, live[weight], layers=state.program.layers)
     elif kind is LayerKind.EXPERTS:
         made = experts.backward(layer, *specs, live[weight])
+    elif kind is not LayerKind.WHOLE:
+        tokenwise = kind is LayerKind.TOKENWISE
+        made = sliced.backward(layer, *specs, live[weight], layers=state.program.layers, tokenwise=tokenwise)
     else:
         made = transfer.backward(layer, *specs, live[weight])
     if state.saved_of.pop(activation, None) != saved:
@@ -139,8 +175,10 @@ def backward_weight(state: RankState, op: Op) -> None:
     kind = state.program.sizes.kind(op[1])
     if kind is LayerKind.WHOLE:
         made = transfer.backward_weight(op[1], *specs)
-    elif kind is LayerKind.EXPERTS:
+    elif state.program.sizes.kind(op[1]) is LayerKind.EXPERTS:
         made = experts.backward_weight(op[1], *specs, state.specs[half].sums)
+    elif state.program.sizes.kind(op[1]) is LayerKind.PROJECT:
+        made = attention.project_backward_weight(op[1], *specs)
     else:
         made = sliced.backward_weight(op[1], state.program.layers, *specs, state.specs[half].sums)
     state.make(grad_weight, made)
@@ -177,10 +215,11 @@ def update(state: RankState, op: Op) -> None:
 
 def load_batch(state: RankState, op: Op) -> None:
     holds, (), (activation,) = op.holds, op[2], op[3]
-    if holds is None or holds.of != state.program.microbatches or not 0 < holds.mask < 1 << holds.of:
-        state.refuse(f"{op}: {_said(holds)} is not a set of the step's {state.program.microbatches} microbatches.")
+    microbatches, slices = state.program.microbatches, state.grid.sequence
+    if holds is None or holds.of not in (microbatches, microbatches * slices) or not 0 < holds.mask < 1 << holds.of:
+        state.refuse(f"{op}: {_said(holds)} is not a set of the step's {microbatches} microbatches.")
     state.want_layer(op, 0)
-    pieces = holds.refined(holds.of * state.grid.sequence)
+    pieces = holds.refined(microbatches * slices)
     state.make(activation, Spec(Kind.ACTIVATION, 0, pieces, 0, 0, state.grid))
 
 
@@ -222,4 +261,6 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.LOAD_WEIGHT: load_weight,
     OpKind.LOAD_OPT_STATE: load_opt_state,
     OpKind.NORM: norm,
+    OpKind.ATTEND: attend,
+    OpKind.ATTEND_BACKWARD: attend_backward,
 }

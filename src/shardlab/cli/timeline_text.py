@@ -16,6 +16,8 @@ SIGNS = {
     OpKind.BACKWARD: ("B", "blue"),
     OpKind.BACKWARD_INPUT: ("I", "blue"),
     OpKind.BACKWARD_WEIGHT: ("W", "cyan"),
+    OpKind.ATTEND: ("A", "green"),
+    OpKind.ATTEND_BACKWARD: ("G", "blue"),
     OpKind.UPDATE: ("U", "bold"),
     OpKind.ALL_GATHER: ("+", "yellow"),
     OpKind.REDUCE_SCATTER: ("/", "magenta"),

@@ -94,11 +94,15 @@ def _boxes(event: Event, layers: int, scale: Scale) -> Iterator[tuple[Paint, Box
         yield Paint(UPDATE), lane
     else:
         color = layer_color(event.layer, layers)
-        if event.kind is OpKind.BACKWARD:
-            yield Paint(pale(color)), lane
+        if event.kind is OpKind.BACKWARD or event.kind is OpKind.ATTEND_BACKWARD:
+            hatch = "...." if event.kind is OpKind.ATTEND_BACKWARD else ""
+            yield Paint(pale(color), hatch), lane
             yield Paint(color, flat=True), (start, row + MIDDLE - STRIPE * (MIDDLE - TOP), end, row + MIDDLE)
         else:
-            yield Paint(color, "////" if event.kind is OpKind.RECOMPUTE else ""), lane
+            yield Paint(color, _HATCHES.get(event.kind, "")), lane
+
+
+_HATCHES = {OpKind.RECOMPUTE: "////", OpKind.ATTEND: "...."}
 
 
 def label_of(timeline: Timeline, event: Event, scale: Scale) -> Label | None:

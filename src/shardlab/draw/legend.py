@@ -38,6 +38,7 @@ def legend_items(timeline: Timeline, numbered: bool) -> list[Item]:
         OpKind.LOSS: Item("loss", _loss),
         OpKind.RECOMPUTE: Item("recompute", _plain(color, "////")),
         OpKind.BACKWARD: Item("backward", _backward(color)),
+        OpKind.ATTEND: Item("attention between slices", _plain(color, "....")),
         OpKind.UPDATE: Item("update", _plain(UPDATE)),
     }
     items = [item for kind, item in compute.items() if kind in kinds]

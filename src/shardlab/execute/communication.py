@@ -11,8 +11,9 @@ import torch
 from shardlab.execute import expert_exchange
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
-from shardlab.program import Kind, Op, OpKind, Spec
-from shardlab.program.values import ROW_KINDS, bits
+from shardlab.models.tensors.tokens import rows_of
+from shardlab.program import Kind, LayerKind, Op, OpKind, Spec, UserError
+from shardlab.program.values import ROW_KINDS, bits, mask_of
 
 Start = Callable[[], Wait]
 
@@ -57,6 +58,13 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
+def _received(state: State, op: Op) -> list[Spec]:
+    """What each member of a collective receives, in the group's order."""
+    checked = state.checked
+    members = checked.meetings[checked.meeting_of[state.rank][op.handle]].members
+    return [checked.specs[rank][checked.program.tapes[rank][at].outputs[0]] for rank, _, at in members]
+
+
 def _given(state: State, op: Op) -> list[Spec]:
     """What each member of a collective gives, in the group's order."""
     checked = state.checked
@@ -65,16 +73,31 @@ def _given(state: State, op: Op) -> list[Spec]:
 
 
 def _along_sequence(members: list[Spec]) -> bool:
-    """Whether pieces are slices of the same sequences."""
+    """Whether pieces are slices of the same sequences.
+
+    Raises:
+        UserError: when they are slices of some sequences here and of others there, which no tensor is made of at once.
+    """
     first = members[0]
-    return first.kind in ROW_KINDS and first.kind is not Kind.STATS and not first.whole_sequences
+    if first.kind not in ROW_KINDS or first.kind is Kind.STATS or first.whole_sequences:
+        return False
+    if all(member.microbatches == first.microbatches for member in members):
+        return True
+    slices = {mask_of(piece % member.grid.sequence for piece in bits(member.holds.mask)) for member in members}
+    if len(slices) > 1:
+        raise UserError(
+            f"all_gather({first.kind.value}[{first.layer}]): the ranks have other microbatches and other slices of the "
+            "sequence; gather over the axis of one, then over that of the other"
+        )
+    return False
 
 
 def _gather_sequences(state: State, links: Communicator, op: Op, members: list[Spec]) -> Start:
     """Slices of the same rows, which lie apart in the whole: they are copied there once all have come."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
-    order = sorted(range(len(members)), key=lambda place: state.shapes.tokens(members[place]).start)
+    tokens = [token for member in members for token in state.shapes.tokens(member)]
+    order = sorted(range(len(tokens)), key=tokens.__getitem__)
 
     def start() -> Wait:
         piece = values[given].contiguous()
@@ -83,7 +106,8 @@ def _gather_sequences(state: State, links: Communicator, op: Op, members: list[S
 
         def join() -> None:
             wait()
-            values[output] = torch.cat([inbox[place] for place in order], 1)
+            joined = torch.cat(inbox.unbind(), 1)
+            values[output] = joined if order == sorted(order) else joined[:, order]
 
         return join
 
@@ -114,7 +138,11 @@ def _room(state: State, number: int) -> torch.Tensor:
     if slot is not None:
         return state.fill_buffer(slot, shape[0])
     tokens = spec.kind is Kind.ACTIVATION and spec.layer == 0
-    dtypes = {Kind.SCALAR: torch.float64, Kind.STATS: torch.promote_types(state.settings.dtype, torch.float32)}
+    exact = torch.promote_types(state.settings.dtype, torch.float32)
+    dtypes = {Kind.SCALAR: torch.float64, Kind.STATS: exact}
+    attended = state.checked.program.sizes.kind(spec.layer - 1) is LayerKind.PROJECT
+    if attended and spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION):
+        return state.empty(shape, exact)
     return state.empty(shape, torch.int64 if tokens else dtypes.get(spec.kind))
 
 
@@ -122,12 +150,13 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     """This member's slice of the sum; of sequences, in pieces that are first laid one after the other."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
-    parts = len(group.ranks) if state.specs[given].kind in ROW_KINDS else 1
+    of_tokens = state.specs[given].kind in ROW_KINDS
+    parts = [state.shapes.positions(state.specs[given], part) for part in _received(state, op)] if of_tokens else []
 
     def start() -> Wait:
         whole: torch.Tensor = values[given]
-        if parts > 1:
-            whole = torch.cat(whole.chunk(parts, 1))
+        if parts:
+            whole = torch.cat([rows_of(whole.transpose(0, 1), part).transpose(0, 1) for part in parts])
         values[output] = _room(state, output)
         return links.reduce_scatter(values[output], whole, group)
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shardlab.execute import attention
 from shardlab.execute.graph import Graph
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
 from shardlab.models import tensors
-from shardlab.models.tensors import Dropout, loss_of, views
-from shardlab.program import Kind, Op, OpKind
+from shardlab.models.tensors import loss_of, views
+from shardlab.models.tensors.tokens import rows_of
+from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.program.sizes import CARRYING
 from shardlab.program.values import bits
 
@@ -37,12 +39,18 @@ def load_opt_state(state: State, at: int, op: Op) -> Instruction:
 def load_batch(state: State, at: int, op: Op) -> Instruction:
     """The tokens of some microbatches, one after the other."""
     assert op.holds is not None
-    numbers, output, values = list(bits(op.holds.mask)), op.outputs[0], state.values
+    output, values = op.outputs[0], state.values
 
     def run() -> None:
-        values[output] = torch.cat([state.batch[m][0] for m in numbers]).to(state.settings.device)
+        values[output] = _rows(state, state.specs[output], 0)
 
     return run
+
+
+def _rows(state: State, spec: Spec, which: int) -> Tensor:
+    """What a value holds of this step's tokens (0) or targets (1): (rows, tokens) on the device."""
+    rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
+    return rows_of(rows.T, state.shapes.tokens(spec)).T.contiguous().to(state.settings.device)
 
 
 def forward(state: State, at: int, op: Op) -> Instruction:
@@ -58,15 +66,15 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
-        graph = Graph(layer, inputs(), flat, share, _dropout(state, op), Saved(flat.flat) if hooked else None)
-        for number, made in zip(outputs, reversed(graph.take_outputs()), strict=True):  # a residual is made first
+        graph = Graph(layer, inputs(), flat, share, state.dropout(op), Saved(flat.flat) if hooked else None)
+        for number, made in zip(outputs, reversed(graph.take_outputs()), strict=True):  # the last is the activation
             values[number] = made
         values[op.outputs[-1]] = graph
 
     def run_without_saving() -> None:
         with torch.no_grad():
             leaves = state.flat_weight(op.layer, weight).leaves
-            (values[outputs[0]],) = layer.run(leaves, tuple(inputs()), share, _dropout(state, op))
+            (values[outputs[0]],) = layer.run(leaves, tuple(inputs()), share, state.dropout(op))
 
     return run if saves else run_without_saving
 
@@ -78,29 +86,20 @@ def recompute(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
-        graph = Graph(layer, [values[x]], flat, share, _dropout(state, op), Saved(flat.flat) if hooked else None)
+        graph = Graph(layer, [values[x]], flat, share, state.dropout(op), Saved(flat.flat) if hooked else None)
         graph.take_outputs()
         values[saved] = graph
 
     return run
 
 
-def _dropout(state: State, op: Op) -> Dropout | None:
-    if not state.model.dropout:
-        return None
-    microbatches = tuple(bits(state.specs[op.inputs[0]].microbatches))
-    return Dropout(state.model.dropout, state.settings.seed, state.step, op.layer, microbatches)
-
-
 def loss_stats(state: State, at: int, op: Op) -> Instruction:
     """What the loss needs of the slice of the logits that is here."""
     (x,), (output,), values = op.inputs, op.outputs, state.values
-    numbers, first = list(bits(state.specs[x].microbatches)), state.first_token(state.specs[x])
+    first = state.first_token(state.specs[x])
 
     def run() -> None:
-        logits: Tensor = values[x]
-        targets = torch.cat([state.batch[m][1] for m in numbers]).to(logits.device)
-        values[output] = tensors.loss_stats(logits, targets, first)
+        values[output] = tensors.loss_stats(values[x], _rows(state, state.specs[x], 1), first)
 
     return run
 
@@ -108,9 +107,16 @@ def loss_stats(state: State, at: int, op: Op) -> Instruction:
 def loss(state: State, at: int, op: Op) -> Instruction:
     """Cross-entropy, each token weighted by its share of the step's tokens, so that sums are exact means."""
     (x, *stats), (output,), values = op.inputs, op.outputs, state.values
-    numbers = list(bits(state.specs[x].microbatches))
-    reported = [place for place, m in enumerate(numbers) if state.loss_owners[m] == (state.rank, at)]
-    first = state.first_token(state.specs[x]) if stats else 0
+    spec = state.specs[x]
+    slices = 1 if spec.whole_sequences else len(state.shapes.slices(spec))
+    pieces = list(bits(spec.holds.mask))[:: spec.grid.sequence if spec.whole_sequences else 1]
+    reported = [place for place, piece in enumerate(pieces) if state.loss_owners[piece] == (state.rank, at)]
+    first = state.first_token(spec) if stats else 0
+
+    def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
+        """The pieces of something with rows in `dim` and tokens in the next dim."""
+        rows = whole.chunk(spec.microbatches.bit_count(), dim)
+        return [piece for row in rows for piece in row.chunk(slices, dim + 1)]
 
     def report(losses: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         for place in reported:
@@ -119,18 +125,17 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         logits: Tensor = values[x].detach().requires_grad_()
-        targets = [state.batch[m][1].to(logits.device) for m in numbers]
-        losses = [loss_of(part, its) for part, its in zip(logits.chunk(len(numbers)), targets, strict=True)]
+        targets = apart(_rows(state, spec, 1))
+        losses = [loss_of(part, its) for part, its in zip(apart(logits), targets, strict=True)]
         (values[output],) = torch.autograd.grad(torch.stack(losses).sum() / state.tokens, logits)
         report(losses, targets)
 
     def run_on_slices() -> None:
         logits: Tensor = values[x]
-        targets = [state.batch[m][1].to(logits.device) for m in numbers]
-        whole = torch.cat(targets)
+        whole = _rows(state, spec, 1)
         gathered = values[stats[0]].view(-1, *whole.shape, 3)  # (slices, rows, T, 3)
         values[output] = tensors.loss_gradient(logits, gathered, whole, first) / state.tokens
-        parts = gathered.chunk(len(numbers), 1)
+        parts, targets = apart(gathered, 1), apart(whole)
         report([tensors.combined_loss(part, its) for part, its in zip(parts, targets, strict=True)], targets)
 
     return run_on_slices if stats else run
@@ -196,6 +201,8 @@ def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
 
 def add(state: State, at: int, op: Op) -> Instruction:
     """A sum of gradients; in place where nobody reads the first one any more."""
+    if state.specs[op.outputs[0]].kind is Kind.ACTIVATION:
+        return attention.merge(state, op)
     (a, b), (output,), values = op.inputs, op.outputs, state.values
     fused, in_place = at in state.analysis.in_place.fused, at in state.analysis.in_place.first_input
 
@@ -262,6 +269,8 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
     OpKind.LOAD_BATCH: load_batch,
     OpKind.FORWARD: forward,
     OpKind.RECOMPUTE: recompute,
+    OpKind.ATTEND: attention.attend,
+    OpKind.ATTEND_BACKWARD: attention.attend_backward,
     OpKind.LOSS_STATS: loss_stats,
     OpKind.LOSS: loss,
     OpKind.BACKWARD: backward,

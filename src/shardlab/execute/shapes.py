@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 from shardlab.check import Checked
 from shardlab.models import ExpertLayers, Model
@@ -45,14 +46,18 @@ class Shapes:
             experts, *capacity = self.model.buffers_shape(self.rows)
             return (microbatches * experts * (spec.sums.bit_count() or spec.grid.width) // spec.grid.width, *capacity)
         tokens, *features = self.model.activation_shape(spec.layer)
+        if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
+            features = [self.model.attention_features[0]]
+        if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
+            features = [self.model.attention_features[1]]
         if spec.kind is Kind.STATS:
             return ((spec.sums.bit_count() or spec.grid.width) * rows, tokens, 3)
-        if spec.sums and spec.layer == self.model.layers:
+        if spec.sums and spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION) and spec.layer == self.model.layers:
             features = [features[0] * spec.sums.bit_count() // spec.grid.width]
         return (rows, len(self.tokens(spec)), *features)
 
-    def tokens(self, spec: Spec) -> range:
-        """The tokens of each sequence that a value holds.
+    def tokens(self, spec: Spec) -> Sequence[int]:
+        """The tokens of each sequence that a value holds, ascending; a range where they follow one another.
 
         Raises:
             UserError: when sequences do not divide into the program's slices.
@@ -63,10 +68,35 @@ class Shapes:
         if block % slices:
             raise UserError(
                 f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
-                "a block that is a multiple of the tensor-parallel ranks"
+                f"a block that is a multiple of {slices} (two slices for each context-parallel rank, or one for each "
+                "tensor-parallel one)"
             )
-        held = sorted({piece % slices for piece in bits(spec.holds.mask)})
-        return range(held[0] * block // slices, (held[-1] + 1) * block // slices)
+        held = self.slices(spec)
+        first, last = held[0] * block // slices, (held[-1] + 1) * block // slices
+        if len(held) == held[-1] + 1 - held[0]:
+            return range(first, last)
+        return [token for token in range(first, last) if token * slices // block in held]
+
+    def slices(self, spec: Spec) -> list[int]:
+        """The slices of each sequence that a value holds.
+
+        Raises:
+            UserError: when it holds other ones of other microbatches, which no tensor does.
+        """
+        held: dict[int, list[int]] = {}
+        for piece in bits(spec.holds.mask):
+            held.setdefault(piece // spec.grid.sequence, []).append(piece % spec.grid.sequence)
+        first, *others = held.values()
+        if any(other != first for other in others):
+            raise UserError(f"{spec} has other slices of some microbatches than of others; load and compute them apart")
+        return first
+
+    def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
+        """Where the tokens of a part stand among those of a value; a range where they follow one another."""
+        places = {token: place for place, token in enumerate(self.tokens(whole))}
+        found = [places[token] for token in self.tokens(part)]
+        run = range(found[0], found[-1] + 1)
+        return run if len(run) == len(found) else found
 
     def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
         """Where a value's slices lie in the layer's flat buffer, as (start, stop), in order."""

@@ -15,7 +15,7 @@ from shardlab.execute.graph import FlatWeight
 from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import Halves, Model
-from shardlab.models.tensors import Share, initial_weights, layers_of, lengthened
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
 from shardlab.program import Holds, LayerKind, Op, OpKind, Spec, UserError
 from shardlab.program.values import bits
 
@@ -70,7 +70,7 @@ class State:
         microbatches: those that this rank reads the tokens or targets of.
         batch: this step's tokens and targets, by microbatch.
         tokens: this step's targets that count, of all microbatches.
-        loss_owners: microbatch to (rank, op) of the first LOSS on it, which reports it for all.
+        loss_owners: piece of the batch to (rank, op) of the first LOSS on it, which reports it for all.
         reads: layer to the numbers of the saved tensors that its BACKWARD_WEIGHT reads, once that is known.
         loss: (2,) float64: the loss summed over the tokens that this rank reports, and their number.
     """
@@ -144,6 +144,13 @@ class State:
             )
         return Share(holds.mask.bit_length() - 1, holds.of)
 
+    def dropout(self, op: Op) -> Dropout | None:
+        """This step's masks of a layer, for the microbatches that an op reads."""
+        if not self.model.dropout:
+            return None
+        microbatches = tuple(bits(self.specs[op.inputs[0]].microbatches))
+        return Dropout(self.model.dropout, self.settings.seed, self.step, op.layer, microbatches)
+
     def first_token(self, logits: Spec) -> int:
         """Of the vocabulary, the first token that a slice of the logits is about."""
         assert isinstance(self.model, Halves), "only half-blocks have slices of the logits"
@@ -195,11 +202,11 @@ def _loads(tape: list[Op], kind: OpKind) -> list[tuple[int, Holds]]:
 
 
 def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
-    """A program may compute a microbatch's loss more than once; the first one counts."""
+    """A program may compute the loss of a piece of the batch more than once; the first one counts."""
     owners: dict[int, tuple[int, int]] = {}
     for rank, tape in enumerate(checked.program.tapes):
         for at, op in enumerate(tape):
             if op.kind is OpKind.LOSS:
-                for microbatch in bits(checked.specs[rank][op.inputs[0]].microbatches):
-                    owners.setdefault(microbatch, (rank, at))
+                for piece in bits(checked.specs[rank][op.inputs[0]].holds.mask):
+                    owners.setdefault(piece, (rank, at))
     return owners

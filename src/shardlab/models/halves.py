@@ -1,4 +1,4 @@
-"""Half-blocks: a model cut where tensor parallelism communicates, between each part's body and the next one's norm."""
+"""Half-blocks: a model cut where tensor and context parallelism communicate, between parts' bodies and norms."""
 
 from __future__ import annotations
 
@@ -79,9 +79,47 @@ class Body:
         return self.part.flops()
 
 
+@dataclass(frozen=True)
+class Projection(Body):
+    """Normalised input to queries, keys and values: the first of the two layers that an attention's body is cut into.
+
+    What queries, keys and values mix lies between the two, and has no parameters.
+    """
+
+    part: Attention
+
+    def sources(self) -> list[tuple[int, Parameter]]:
+        return [source for source in super().sources() if source[1].name.startswith("attn.c_attn")]
+
+    def saved(self) -> int:
+        return 0
+
+    def flops(self) -> int:
+        return 2 * self.part.stream * (self.part.width + 2 * self.part.kv_width)
+
+
+@dataclass(frozen=True)
+class Output(Body):
+    """What attention has mixed to the branch: the second of the two."""
+
+    part: Attention
+
+    def sources(self) -> list[tuple[int, Parameter]]:
+        return [source for source in super().sources() if source[1].name.startswith("attn.c_proj")]
+
+    def saved(self) -> int:
+        return 0
+
+    def flops(self) -> int:
+        return 2 * self.part.stream * self.part.width
+
+
 @dataclass(frozen=True, init=False)
 class Halves(CutModel):
     """A model in half-blocks: bodies (even layers) and norms (odd ones), from the embedding's body to the head's.
+
+    For context parallelism an attention's body is cut in two, and what lies between is an op of its own (`context`);
+    every layer then computes any tokens alone.
 
     Each body is cut into `slices` for tensor parallelism; its flat buffer holds one run after the other. The
     vocabulary is padded to a multiple of them: rows of zeros, and logits of -inf.
@@ -91,12 +129,25 @@ class Halves(CutModel):
 
     Attributes:
         whole, slices: see `CutModel`; every body is sliced.
+        context: whether attention's bodies are cut in two.
     """
 
-    def __init__(self, whole: Blocks, slices: int = 1) -> None:
-        super().__init__(whole, slices, 2 * (2 + whole.layers * len(whole.body)) - 1)
+    context: bool
+
+    def __init__(self, whole: Blocks, slices: int = 1, *, context: bool = False) -> None:
+        attentions = sum(isinstance(part, Attention) for part in whole.body) if context else 0
+        halves = 2 * (2 + whole.layers * len(whole.body)) - 1
+        super().__init__(whole, slices, halves + whole.layers * attentions)
+        object.__setattr__(self, "context", context)
+        if context and slices > 1:
+            raise UserError(
+                f"{slices} tensor-parallel slices and context parallelism were asked for; attention whose sequences "
+                "and heads are both cut is not built yet: give one of them"
+            )
         if isinstance(whole, MoE):
-            raise UserError("tensor parallelism does not cut mixtures of experts; set tp to 1 and use ep for them")
+            raise UserError(
+                "tensor and context parallelism do not cut mixtures of experts; set tp and cp to 1 and use ep for them"
+            )
         if all(parameter.cut is None for parameter in whole.head.parameters()):
             raise UserError(
                 "tied embeddings need the embedding and the head in one layer, but half-blocks have one in the first "
@@ -116,17 +167,27 @@ class Halves(CutModel):
         blocks = range(self.whole.layers)
         return [(block, part) for block in blocks for part in self.whole.parts(block)]
 
+    @cached_property
+    def halves(self) -> list[Norm | Body]:
+        """What the layers compute."""
+        halves: list[Norm | Body] = []
+        for place, (block, part) in enumerate(self.units):
+            if place:
+                block_before, before = self.units[place - 1]
+                halves.append(Norm(before, part, block_before, block))
+            if self.context and isinstance(part, Attention):
+                halves += [Projection(part, block), Output(part, block)]
+            else:
+                halves.append(Body(part, block))
+        return halves
+
     def half(self, layer: int) -> Norm | Body:
         """What layer `layer` computes."""
         assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
-        block, part = self.units[layer // 2]
-        if layer % 2 == 0:
-            return Body(part, block)
-        block_after, after = self.units[layer // 2 + 1]
-        return Norm(part, after, block, block_after)
+        return self.halves[layer]
 
     def layout(self, layer: int) -> LayerLayout:
-        slices = 1 if layer % 2 else self.slices
+        slices = 1 if isinstance(self.half(layer), Norm) else self.slices
         return LayerLayout((p.sliced(slices) for _, p in self.half(layer).sources()), slices)
 
     @property
@@ -139,11 +200,23 @@ class Halves(CutModel):
         return self.padded_vocabulary // self.slices * slice
 
     def activation_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of activation `index` for one sequence; a norm's input is the branch (the residual is as large)."""
+        """Shape of activation `index` for one sequence; a norm's input is the branch (the residual is as large).
+
+        What attention has mixed comes with the log-sum-exp of each head's scores.
+        """
         assert 0 <= index <= self.layers, f"activation {index} of {self.layers} layers"
         if index == 0:
             return (self.block,)
-        return (self.block, self.padded_vocabulary if index == self.layers else self.width)
+        if index == self.layers:
+            return (self.block, self.padded_vocabulary)
+        half = self.half(index)
+        return (self.block, self.width + (half.part.heads if isinstance(half, Output) else 0))
+
+    @property
+    def attention_features(self) -> tuple[int, int]:
+        """Features of a token's queries, and of its keys and values; 0 where there is no attention of its own."""
+        part = next((half.part for half in self.halves if isinstance(half, Projection)), None)
+        return (0, 0) if part is None else (part.width, 2 * part.kv_width)
 
     def saved_elements(self, layer: int) -> int:
         return self.half(layer).saved()
@@ -161,4 +234,6 @@ class Halves(CutModel):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        return tuple(LayerKind.NORM if layer % 2 else LayerKind.SLICED for layer in range(self.layers))
+        body = LayerKind.TOKENWISE if self.context else LayerKind.SLICED
+        kinds: dict[type, LayerKind] = {Norm: LayerKind.NORM, Projection: LayerKind.PROJECT}
+        return tuple([kinds.get(type(half), body) for half in self.halves])

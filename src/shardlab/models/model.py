@@ -101,6 +101,11 @@ class Model(ABC):
         """The layers that selective recomputation computes again."""
         return ()
 
+    @property
+    def attention_features(self) -> tuple[int, int]:
+        """Features of a token's queries, and of its keys and values, where layers make them for others to mix."""
+        return (0, 0)
+
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """Elements of every value in a program whose microbatches are `rows` sequences.
 
@@ -121,4 +126,6 @@ class Model(ABC):
             selective=self.selective,
             stats=3 * rows * self.block,
             residual=rows * self.block * self.residual_width if CARRYING.intersection(self.kinds) else 0,
+            queries=rows * self.block * self.attention_features[0],
+            keys_values=rows * self.block * self.attention_features[1],
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from shardlab.program import experts, sliced, transfer
+from shardlab.program import attention, experts, sliced, transfer
 from shardlab.program.errors import Refused
 from shardlab.program.place import Place
 from shardlab.program.sizes import CARRYING, LayerKind
@@ -46,15 +46,26 @@ class ComputeVerbs(Place):
         self.ops.append(Op(kind, layer, (), (value.number,), holds=holds))
         return value
 
-    def load_batch(self, microbatches: Iterable[int]) -> Value:
-        """Activation 0 of some microbatches: the input rows."""
+    def load_batch(self, microbatches: Iterable[int], slices: Iterable[int] | None = None) -> Value:
+        """Activation 0 of some microbatches: the input rows; of their sequences only some slices, if these are named.
+
+        In how many slices sequences are counted is the mesh's matter: two for each context-parallel rank.
+        """
         numbers = list(microbatches)
         total = len(self.microbatches)
         if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= n < total for n in numbers):
             self.refuse(f"load_batch({numbers}): give one or more of the microbatches 0-{total - 1}, each once.")
         holds = Holds(mask_of(numbers), total)
-        spec = Spec(Kind.ACTIVATION, 0, holds.refined(total * self._grid.sequence), 0, 0, self._grid)
-        value = self.make(spec)
+        count = self._grid.sequence
+        pieces = holds.refined(total * count)
+        if slices is not None:
+            chosen = list(slices)
+            if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= s < count for s in chosen):
+                self.refuse(
+                    f"load_batch({numbers}, {chosen}): give one or more of the slices 0-{count - 1}, each once."
+                )
+            holds = pieces = Holds(mask_of(m * count + s for m in numbers for s in chosen), total * count)
+        value = self.make(Spec(Kind.ACTIVATION, 0, pieces, 0, 0, self._grid))
         self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))
         return value
 
@@ -168,6 +179,8 @@ class ComputeVerbs(Place):
                 made = transfer.backward_weight(layer, *specs)
             elif self.kinds[layer] is LayerKind.EXPERTS:
                 made = experts.backward_weight(layer, *specs, activation.half_slices)
+            elif self.kinds[layer] is LayerKind.PROJECT:
+                made = attention.project_backward_weight(layer, *specs)
             else:
                 made = sliced.backward_weight(layer, len(self.layers), *specs, activation.half_slices)
         except Refused as refusal:
@@ -193,10 +206,16 @@ class ComputeVerbs(Place):
         if meant is not (kind if kind in CARRYING else None):
             use = f"_{kind.value}" if kind in CARRYING else ""
             self.refuse(f"{op}(layer {layer}): this layer is {kind.value}; use forward{use} and backward{use}.")
+        if (kind is LayerKind.PROJECT) != ("project" in op):
+            which = "makes queries, keys and values: use project" if kind is LayerKind.PROJECT else "makes no queries"
+            self.refuse(f"{op}(layer {layer}): this layer {which}.")
         if kind is LayerKind.EXPERTS:
             return experts.forward if forward else experts.backward
-        if kind is LayerKind.SLICED:
-            return sliced.forward if forward else partial(sliced.backward, layers=len(self.layers))
+        if kind is LayerKind.SLICED or kind is LayerKind.TOKENWISE:
+            tokenwise = kind is LayerKind.TOKENWISE
+            if forward:
+                return partial(sliced.forward, tokenwise=tokenwise)
+            return partial(sliced.backward, layers=len(self.layers), tokenwise=tokenwise)
         return transfer.forward if forward else transfer.backward
 
     def _saved(self, layer: int, activation: Value, weight: Value, slices: int) -> int:
@@ -214,7 +233,8 @@ class ComputeVerbs(Place):
         return saved
 
     def add(self, a: Value, b: Value) -> Value:
-        """The sum of two weight gradients, or of two scalars; also written `a + b`."""
+        """The sum of two weight gradients, of two scalars, or of what queries (or keys and values) have met in two
+        parts; also written `a + b`."""
         try:
             made = transfer.add(self._read(a), self._read(b))
         except Refused as refusal:

@@ -31,7 +31,8 @@ class NormVerbs(ComputeVerbs):
         read = (branch, weight) if residual is None else (branch, weight, residual)
         specs = [self._read(value) for value in read]
         try:
-            made, handed_on = sliced.norm_forward(layer, len(self.layers), *specs, what=self.kinds[layer].value)
+            after, what = self.sizes.next_carrying(layer), self.kinds[layer].value
+            made, handed_on = sliced.norm_forward(layer, after, *specs, what=what)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         outputs = [self.make(spec) for spec in (made, handed_on) if spec is not None]
@@ -93,7 +94,8 @@ class NormVerbs(ComputeVerbs):
         read = [branch, gradient, weight, *extra]
         b, g, w, *r = (self._read(value) for value in read)
         try:
-            specs = sliced.norm_backward(layer, len(self.layers), b, g, w, *r, what=self.kinds[layer].value)
+            after, what = self.sizes.next_carrying(layer), self.kinds[layer].value
+            specs = sliced.norm_backward(layer, after, b, g, w, *r, what=what)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if branch.saved < 0:

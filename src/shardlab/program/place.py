@@ -24,8 +24,8 @@ class Place(Recorder):
         microbatches: `range` of the step's microbatches.
         mesh: the ranks' grid.
         kinds: each layer's kind.
-        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, grad_residuals, stats:
-            the stores, a program's only memory.
+        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, grad_residuals, stats,
+            queries, keys_values, grad_queries, grad_keys_values: the stores, a program's only memory.
     """
 
     def __init__(self, index: int, world: World) -> None:
@@ -44,6 +44,10 @@ class Place(Recorder):
         self.residuals = Store(self, Kind.RESIDUAL)
         self.grad_residuals = Store(self, Kind.GRAD_RESIDUAL)
         self.stats = Store(self, Kind.STATS)
+        self.queries = Store(self, Kind.QUERIES)
+        self.keys_values = Store(self, Kind.KEYS_VALUES)
+        self.grad_queries = Store(self, Kind.GRAD_QUERIES)
+        self.grad_keys_values = Store(self, Kind.GRAD_KEYS_VALUES)
         self._world = world
         self._grid = world.grid
         self._all_whole = not world.sizes.kinds

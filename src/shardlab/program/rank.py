@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shardlab.program.attention_verbs import AttentionVerbs
 from shardlab.program.communication_verbs import CommunicationVerbs
 from shardlab.program.expert_verbs import ExpertVerbs
 
 
-class Rank(ExpertVerbs, CommunicationVerbs):
+class Rank(ExpertVerbs, AttentionVerbs, CommunicationVerbs):
     """One rank of a strategy program: its place and stores, the verbs that compute and those that communicate."""

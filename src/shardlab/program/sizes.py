@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from shardlab.program.mesh import Mesh
 from shardlab.program.values import AUTOGRAD_KINDS, ONE, ROW_KINDS, Grid, Kind, Spec
 
 PUZZLE_HIDDEN = 512
@@ -20,6 +21,8 @@ class LayerKind(Enum):
       layer: a slice of the logits).
     - DENSE: (carried, combined) to (carried, dispatched); parameters replicated, one buffer for each expert made.
     - EXPERTS: dispatched to combined; parameters sliced by expert, each on its own buffers.
+    - TOKENWISE: as SLICED with one slice, each token alone, so that any slice of the sequence can be computed.
+    - PROJECT: normalised to queries, keys and values, each token alone; the next layer reads what attention mixes.
     """
 
     WHOLE = "whole"
@@ -27,6 +30,8 @@ class LayerKind(Enum):
     SLICED = "sliced"
     DENSE = "dense"
     EXPERTS = "experts"
+    TOKENWISE = "tokenwise"
+    PROJECT = "project"
 
 
 CARRYING = frozenset({LayerKind.NORM, LayerKind.DENSE})
@@ -53,6 +58,7 @@ class Sizes:
         residual: elements of what NORM and DENSE layers hand on beside the activations, for one microbatch.
         selective: the layers that selective recomputation computes again: the bodies of attention.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
+        queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
     """
 
     weights: tuple[int, ...]
@@ -65,6 +71,8 @@ class Sizes:
     residual: int = 0
     stats: int = 0
     selective: tuple[int, ...] = ()
+    queries: int = 0
+    keys_values: int = 0
 
     @property
     def layers(self) -> int:
@@ -82,11 +90,13 @@ class Sizes:
         )
 
     @classmethod
-    def of_puzzle(cls, layers: int, tensor_parallel: int, expert_parallel: int) -> Sizes:
+    def of_puzzle(cls, layers: int, mesh: Mesh) -> Sizes:
         """The puzzles' model with so many layers, or blocks where a mesh slices them."""
-        if expert_parallel > 1:
+        if mesh.ep > 1:
             return cls.mixture(layers)
-        return cls.half_blocks(layers) if tensor_parallel > 1 else cls.puzzle(layers)
+        if mesh.cp > 1 and mesh.tp == 1:
+            return cls.context_blocks(layers)
+        return cls.half_blocks(layers) if mesh.tp > 1 else cls.puzzle(layers)
 
     @classmethod
     def half_blocks(cls, blocks: int) -> Sizes:
@@ -124,11 +134,39 @@ class Sizes:
             residual=PUZZLE_HIDDEN * PUZZLE_LENGTH,
         )
 
-    def grid(self, tensor_parallel: int, expert_parallel: int = 1) -> Grid:
-        """In what a program counts on so many ranks: only half-blocks and experts are ever sliced."""
+    @classmethod
+    def context_blocks(cls, blocks: int) -> Sizes:
+        """The same in half-blocks for context parallelism: each block's body is an attention, of two such layers."""
+        norm, whole = LayerKind.NORM, LayerKind.TOKENWISE
+        kinds = (whole, norm, *(LayerKind.PROJECT, whole, norm) * blocks, whole)
+        square, rows = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
+        weights = tuple(PUZZLE_HIDDEN if kind is norm else square for kind in kinds)
+        return cls(
+            weights=weights,
+            opt_states=weights,
+            activations=(rows,) * (len(kinds) + 1),
+            saved=(0,) * len(kinds),
+            kinds=kinds,
+            residual=rows,
+            queries=rows,
+            keys_values=2 * rows,
+        )
+
+    def grid(self, mesh: Mesh) -> Grid:
+        """In what a program counts on a mesh: only half-blocks and experts are ever sliced.
+
+        Each context-parallel rank has two slices of every sequence: an early one, and a late one (see `balanced`).
+        """
         if LayerKind.EXPERTS in self.kinds:
-            return Grid(1, expert_parallel)
-        return Grid(tensor_parallel, tensor_parallel) if self.kinds else ONE
+            return Grid(1, mesh.ep)
+        if not self.kinds:
+            return ONE
+        return Grid(mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1), mesh.tp)
+
+    def next_carrying(self, layer: int) -> int:
+        """The first layer after this one that reads the residual that a norm or dense layer hands on; -1: none."""
+        later = range(layer + 1, len(self.kinds))
+        return next((other for other in later if self.kinds[other] in CARRYING), -1)
 
     def kind(self, layer: int) -> LayerKind:
         """A layer's kind; WHOLE for one that does not exist."""
@@ -150,6 +188,10 @@ class Sizes:
             each = self.stats * (spec.sums.bit_count() or width)
         elif kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
             each = self.residual
+        elif kind is Kind.QUERIES or kind is Kind.GRAD_QUERIES:
+            each = self.queries
+        elif kind is Kind.KEYS_VALUES or kind is Kind.GRAD_KEYS_VALUES:
+            each = self.keys_values
         elif kind is Kind.SAVED:
             each = self.saved[layer]
         elif kind is Kind.SAVED_FOR_WEIGHT:

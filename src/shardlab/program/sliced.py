@@ -16,20 +16,27 @@ from shardlab.program.values import WHOLE, Holds, Kind, Spec, bits, listed
 from shardlab.program.wants import want_kind, want_weight
 
 
-def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> Spec:
-    """Complete sequences through slices of a layer: their terms of the branch (of the last layer, their logits)."""
+def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward", *, tokenwise: bool = False) -> Spec:
+    """Complete sequences through slices of a layer: their terms of the branch (of the last layer, their logits).
+
+    A `tokenwise` layer takes any slice of the sequence.
+    """
     op = f"{op}(layer {layer})"
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
-    _want_sequences(op, activation)
+    if not tokenwise:
+        _want_sequences(op, activation)
     sums = slices_of(op, layer, weight, activation)
     return Spec(Kind.ACTIVATION, layer + 1, activation.holds, sums, activation.step, activation.grid)
 
 
-def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec, *, layers: int) -> tuple[Spec, Spec]:
+def backward(
+    layer: int, activation: Spec, gradient: Spec, weight: Spec, *, layers: int, tokenwise: bool = False
+) -> tuple[Spec, Spec]:
     """The gradient of these slices' parameters, and their terms of the gradient of the input."""
     op = f"backward(layer {layer})"
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
-    _want_sequences(op, activation)
+    if not tokenwise:
+        _want_sequences(op, activation)
     sums = slices_of(op, layer, weight, activation)
     _want_gradient(op, layer, activation, gradient, sums if layer == layers - 1 else 0)
     step, grid = activation.step, activation.grid
@@ -48,15 +55,20 @@ def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, s
     return Spec(Kind.GRAD_WEIGHT, layer, holds, activation.holds.mask, activation.step, activation.grid)
 
 
+_FIRST = {"norm": 1, "dense": 0}
+"""The first layer of those that carry the residual."""
+
+
 def norm_forward(
-    layer: int, layers: int, branch: Spec, weight: Spec, residual: Spec | None = None, *, what: str = "norm"
+    layer: int, after: int, branch: Spec, weight: Spec, residual: Spec | None = None, *, what: str = "norm"
 ) -> tuple[Spec, Spec | None]:
     """(residual, branch) to (normalised, the residual that the next norm reads); both sums must be complete.
 
-    `what` is "norm", or "dense" for the layers between experts, which carry the residual in the same way.
+    `after` is the number of the next norm (-1: there is none). `what` is "norm", or "dense" for the layers between
+    experts, which carry the residual in the same way.
     """
     op = f"forward_{what}(layer {layer})"
-    first, last = _ends(what, layers)
+    first = _FIRST[what]
     _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
     if (residual is None) != (layer == first):
         must = f"the first {what} layer is given no residual" if layer == first else "a residual is missing"
@@ -66,12 +78,12 @@ def norm_forward(
         _want_same(op, "residual", residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
     made = Spec(Kind.ACTIVATION, layer + 1, branch.holds, 0, branch.step, branch.grid)
-    return made, None if layer == last else made._replace(kind=Kind.RESIDUAL, layer=layer + 2)
+    return made, None if after < 0 else made._replace(kind=Kind.RESIDUAL, layer=after)
 
 
 def norm_backward(
     layer: int,
-    layers: int,
+    after: int,
     branch: Spec,
     gradient: Spec,
     weight: Spec,
@@ -79,26 +91,24 @@ def norm_backward(
     *,
     what: str = "norm",
 ) -> tuple[Spec, ...]:
-    """The gradients of the norm's parameters, of its branch, and of the residual that it was given, if any."""
+    """The gradients of the norm's parameters, of its branch, and of the residual that it was given, if any.
+
+    `after` and `what` as for `norm_forward`.
+    """
     op = f"backward_{what}(layer {layer})"
-    first, last = _ends(what, layers)
+    first = _FIRST[what]
     _want_input(op, "branch", branch, Kind.ACTIVATION, layer)
     _want_gradient(op, layer, branch, gradient, 0)
-    if (grad_residual is None) != (layer == last):
-        must = f"the last {what} layer hands on no residual" if layer == last else "the residual's gradient is missing"
-        raise Refused(f"{op}: {must}; every {what} layer but the last is given grad_residuals[{layer + 2}] as well.")
+    if (grad_residual is None) != (after < 0):
+        must = f"the last {what} layer hands on no residual" if after < 0 else "the residual's gradient is missing"
+        raise Refused(f"{op}: {must}; every {what} layer but the last is given the next one's grad_residuals as well.")
     if grad_residual is not None:
-        _want_input(op, "residual's gradient", grad_residual, Kind.GRAD_RESIDUAL, layer + 2)
+        _want_input(op, "residual's gradient", grad_residual, Kind.GRAD_RESIDUAL, after)
         _want_same(op, "residual's gradient", grad_residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
     made = Spec(Kind.GRAD_ACTIVATION, layer, branch.holds, 0, branch.step, branch.grid)
     own = made._replace(kind=Kind.GRAD_WEIGHT, holds=weight.holds, sums=branch.holds.mask)
     return (own, made) if layer == first else (own, made, made._replace(kind=Kind.GRAD_RESIDUAL))
-
-
-def _ends(what: str, layers: int) -> tuple[int, int]:
-    """The first and the last layer of those that carry the residual."""
-    return (0, layers - 1) if what == "dense" else (1, layers - 2)
 
 
 def loss_stats(layers: int, logits: Spec) -> Spec:
@@ -173,6 +183,10 @@ def _want_input(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
 
 
 def _want_complete(op: str, what: str, got: Spec) -> None:
+    if got.sums >> got.grid.width:
+        raise Refused(
+            f"{op}: the {what} given is {got}; the queries have not met every block of keys and values up to their own."
+        )
     if got.sums:
         missing = listed(i for i in range(got.grid.width) if not got.sums >> i & 1)
         raise Refused(

@@ -25,6 +25,8 @@ class OpKind(Enum):
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
+    ATTEND = "attend"
+    ATTEND_BACKWARD = "attend_backward"
     ADD = "add"
     NORM = "norm"
     UPDATE = "update"
@@ -65,17 +67,19 @@ class Op(NamedTuple):
         kind: what is done.
         layer: the layer computed on or communicated for (WAIT and FREE: -1).
         inputs: numbers of the values read. FORWARD (activation, weight[, residual]); BACKWARD (activation, gradient,
-            weight, saved[, gradient of the next residual]), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
-            gradient, saved for weight); LOSS (activation[, stats]); UPDATE (gradient, weight, optimizer state[, norm]);
-            the others as their names say.
-        outputs: numbers of the values made. FORWARD (activation[, residual][, saved]); BACKWARD (weight gradient,
-            gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of the
-            residual], saved for weight); UPDATE (weight,
-            optimizer state).
+            weight, saved[, gradient of the next residual]), of a PROJECT layer (activation, gradient of the queries,
+            weight, saved, gradient of keys and values), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
+            gradient, saved for weight); LOSS (activation[, stats]); ATTEND (queries, keys and values); ATTEND_BACKWARD
+            (queries, keys and values, attended activation, its gradient); UPDATE (gradient, weight, optimizer
+            state[, norm]); the others as their names say.
+        outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a PROJECT layer (queries,
+            keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
+            gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
+            the residual], saved for weight); UPDATE (weight, optimizer state).
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
-        holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load.
+        holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load (the last in microbatches, or in pieces of them).
         expect: what a RECV must deliver.
         batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
     """
@@ -132,7 +136,7 @@ class Program:
     @property
     def grid(self) -> Grid:
         """In what slices its values are counted."""
-        return self.sizes.grid(self.mesh.tp, self.mesh.ep)
+        return self.sizes.grid(self.mesh)
 
     @property
     def cells(self) -> int:

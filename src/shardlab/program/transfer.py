@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab.program import experts, sliced
+from shardlab.program import attention, experts, sliced
 from shardlab.program.errors import Refused
 from shardlab.program.sizes import LayerKind
 from shardlab.program.tape import Message, OpKind
@@ -61,7 +61,7 @@ def loss(layers: int, activation: Spec) -> Spec:
         raise Refused(
             f"loss: the activation given is {activation}; the loss reads the last one, activations[{layers}]."
         )
-    return Spec(_GRAD_ACTIVATION, layers, activation.holds, 0, activation.step)
+    return Spec(_GRAD_ACTIVATION, layers, activation.holds, 0, activation.step, activation.grid)
 
 
 def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec) -> tuple[Spec, Spec]:
@@ -123,7 +123,8 @@ def _refuse_backward(layer: int, activation: Spec, gradient: Spec, op: str = "ba
 
 
 def add(a: Spec, b: Spec) -> Spec:
-    """Two weight gradients of one layer and slice, of different microbatches, make their sum; so do two scalars."""
+    """Two weight gradients of one layer and slice, of different microbatches, make their sum; so do two scalars, and
+    what queries have met of two lots of keys and values."""
     if (
         a.kind is _GRAD_WEIGHT
         and b.kind is _GRAD_WEIGHT
@@ -271,8 +272,10 @@ def _gathered(kind: Kind, holds: Holds) -> Holds:
 
 
 def _unite(verb: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The sum of values: weight gradients or scalars."""
+    """The sum of values: weight gradients, scalars, or what attention has done in part."""
     first = specs[0]
+    if attention.in_parts(first):
+        return attention.unite(f"{verb}({first.kind.value}[{first.layer}])", specs, names)
     if first.kind is _SCALAR:
         return unite_scalars(f"{verb}(scalars)", specs, names)
     return unite_sums(f"{verb}({first.kind.value}[{first.layer}])", specs, names)
@@ -309,6 +312,11 @@ def collective(
             raise Refused(f"{kind.value}(scalars): a scalar has no slices; all_reduce it.")
         if LayerKind.EXPERTS in kinds and kind is not OpKind.ALL_GATHER and first.kind in experts.BUFFERS:
             experts.refuse_sum(name, first)
+        if kind is not OpKind.ALL_GATHER and first.kind is _ACTIVATION and attention.met(first):
+            raise Refused(
+                f"{name}: {first} is no term of a sum, since each rank has its own queries; add what one rank's "
+                "queries have met."
+            )
         if _has_terms(kind, first):
             united = sliced.unite_terms(name, kind, specs, names, layers)
         elif kind is OpKind.ALL_GATHER:
@@ -318,7 +326,8 @@ def collective(
     if kind is not OpKind.REDUCE_SCATTER:
         return [united] * len(specs)
     if united.kind in ROW_KINDS:
-        parts = united.holds.split_sequences(len(specs), united.grid.sequence)
+        cut = attention.balanced_parts if united.kind is Kind.GRAD_KEYS_VALUES else Holds.split_sequences
+        parts = cut(united.holds, len(specs), united.grid.sequence)
         if not parts:
             raise Refused(
                 f"{kind.value}({united}): sequences of {united.grid.sequence} slices do not divide among "

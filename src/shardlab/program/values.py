@@ -24,6 +24,10 @@ class Kind(Enum):
     RESIDUAL = "residuals"
     GRAD_RESIDUAL = "grad_residuals"
     STATS = "stats"
+    QUERIES = "queries"
+    KEYS_VALUES = "keys_values"
+    GRAD_QUERIES = "grad_queries"
+    GRAD_KEYS_VALUES = "grad_keys_values"
     SCALAR = "scalars"
     SAVED = "saved"
     SAVED_FOR_WEIGHT = "saved_for_weight"
@@ -38,6 +42,10 @@ ROW_KINDS = frozenset(
         Kind.RESIDUAL,
         Kind.GRAD_RESIDUAL,
         Kind.STATS,
+        Kind.QUERIES,
+        Kind.KEYS_VALUES,
+        Kind.GRAD_QUERIES,
+        Kind.GRAD_KEYS_VALUES,
         Kind.SAVED,
         Kind.SAVED_FOR_WEIGHT,
     }
@@ -159,7 +167,8 @@ class Spec(NamedTuple):
     `sums` of a weight gradient has bit p set when piece p of the batch has been added in. Of an activation or its
     gradient it is 0 when it is complete; otherwise bit t says that the term of a sliced layer's slice t is in it (of
     the logits, that slice t is there; of experts' buffers, that those of the experts in slice t are, and no others').
-    `grid` says what a slice is.
+    Of what attention has done only in part, the bits from `grid.width` on say which slices of the sequence have come
+    in (see `shardlab.program.attention`). `grid` says what a slice is.
     """
 
     kind: Kind
@@ -190,8 +199,10 @@ class Spec(NamedTuple):
         parts: list[str] = []
         if self.kind in ROW_KINDS:
             parts.append(pieces_text(self.holds.mask, self.grid.sequence))
-            if self.sums:
-                parts.append(f"slices {listed(bits(self.sums))} of {self.grid.width} alone")
+            if alone := self.sums & ((1 << self.grid.width) - 1):
+                parts.append(f"slices {listed(bits(alone))} of {self.grid.width} alone")
+            if met := self.sums >> self.grid.width:
+                parts.append(f"{_MET.get(self.kind, 'blocks')} {listed(bits(met))} of {self.grid.sequence} alone")
         elif self.kind is Kind.GRAD_WEIGHT:
             parts.append(pieces_text(self.sums, self.grid.sequence) if self.sums else "zero")
         if self.kind not in ROW_KINDS and not self.holds.complete:
@@ -200,6 +211,10 @@ class Spec(NamedTuple):
             parts.append(f"step {self.step}")
         name = "scalars" if self.kind is Kind.SCALAR else f"{self.kind.value}[{self.layer}]"
         return name + (f" ({', '.join(parts)})" if parts else "")
+
+
+_MET = {Kind.GRAD_KEYS_VALUES: "from queries"}
+"""What the slices that it has met are to a value; to all others they are blocks of keys and values."""
 
 
 def mask_of(numbers: Iterable[int]) -> int:

@@ -38,7 +38,7 @@ class World:
     Args:
         mesh: the ranks' grid, or how many ranks there are.
         sizes: elements of every value, or the number of layers of the puzzles' model (of its blocks, where the mesh is
-            tensor or expert parallel).
+            tensor, context or expert parallel).
         microbatches: how many the global batch is cut into.
         driver: "shardlab" when `run` drives the ranks; "asyncio" when the caller does, with `asyncio.gather`, a
             `TaskGroup` or a notebook's `await`, and then calls `finish`.
@@ -62,10 +62,10 @@ class World:
                 raise UserError(f"{count} {name} were asked for; give 1 or more")
         self.mesh = Mesh(dp_shard=mesh) if isinstance(mesh, int) else mesh
         if isinstance(sizes, int):
-            sizes = Sizes.of_puzzle(sizes, self.mesh.tp, self.mesh.ep)
+            sizes = Sizes.of_puzzle(sizes, self.mesh)
         self.sizes = sizes
         self.microbatches = microbatches
-        self.grid = self.sizes.grid(self.mesh.tp, self.mesh.ep)
+        self.grid = self.sizes.grid(self.mesh)
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake)
         self.channels = Channels(self._wake)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from shardlab.check import Checked
-from shardlab.program import Kind, LayerKind, Op, OpKind, Sizes, Spec
+from shardlab.program import Kind, LayerKind, Op, OpKind, Sizes, Spec, attention
 from shardlab.program.tape import COMMUNICATION
 from shardlab.program.values import AUTOGRAD_KINDS
 from shardlab.simulate.costs import UNIT_COSTS, Costs
@@ -26,10 +26,16 @@ def simulate(checked: Checked, costs: Costs = UNIT_COSTS) -> Timeline:
 
 
 def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-    """Of half-blocks, which part of a microbatch's work a piece is: a norm's is none, a body's that of its slices."""
+    """Of half-blocks, which part of a microbatch's work a piece is.
+
+    A norm's is none, a body's that of its slices; attention's is told by the pairs of slices that meet.
+    """
     sequence, width = specs[op.inputs[0]].grid
     if sizes.kind(op.layer) is LayerKind.NORM:
         return 0.0
+    if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
+        queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]
+        return attention.work(queries, keys_values) / queries.holds.pieces
     told = [specs[number] for number in (*op.inputs, *op.outputs)]
     sums = max((spec.sums.bit_count() for spec in told if spec.kind in _TELL_SLICES), default=0)
     return (sums or width) / width / sequence

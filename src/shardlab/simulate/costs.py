@@ -14,6 +14,8 @@ class Costs:
 
     Attributes:
         forward, recompute, backward_input, backward_weight: for each microbatch acted on.
+        attend, attend_backward: causal attention of whole sequences, for each microbatch acted on; of a block, its
+            share of that work.
         loss_stats, loss, add, norm, update: for each op.
         collective: from the moment its last member arrives.
         send, recv: for each message; a receive starts no earlier than its send has ended.
@@ -25,6 +27,8 @@ class Costs:
     recompute: float = 1.0
     backward_input: float = 0.5
     backward_weight: float = 0.5
+    attend: float = 1.0
+    attend_backward: float = 1.0
     loss_stats: float = 0.0
     loss: float = 0.0
     add: float = 0.0
@@ -51,6 +55,7 @@ class Costs:
 
 
 _FREE_OF_CHARGE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.WAIT, OpKind.FREE})
-_PER_MICROBATCH = frozenset({"forward", "recompute", "backward", "backward_input", "backward_weight"})
+_ATTENTION = frozenset({"attend", "attend_backward"})
+_PER_MICROBATCH = frozenset({"forward", "recompute", "backward", "backward_input", "backward_weight"} | _ATTENTION)
 
 UNIT_COSTS = Costs()

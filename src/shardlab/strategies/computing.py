@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from shardlab.program import LayerKind, Rank, Value
+from shardlab.strategies.context import Attention
 from shardlab.strategies.expert_computing import Mixture
 from shardlab.strategies.plan import Plan
 
@@ -72,6 +73,7 @@ class Halves:
         self.keeps = partial(plan.keeps, selective=rank.sizes.selective)
         self.sliced = plan.mesh.tp > 1
         self.sequence = plan.sequence_parallel
+        self.attention = Attention(rank, plan)
 
     async def forward(self, layer: int, m: int, weight: Value) -> None:
         rank = self.rank
@@ -80,8 +82,10 @@ class Halves:
             residual = rank.residuals.pop((layer, m)) if layer > 1 else None
             handed_on, normalised = rank.forward_norm(layer, residual, x, weight)
             if handed_on is not None:
-                rank.residuals[layer + 2, m] = handed_on
+                rank.residuals[rank.sizes.next_carrying(layer), m] = handed_on
             rank.activations[layer + 1, m] = await self._whole(normalised)
+        elif rank.kinds[layer] is LayerKind.PROJECT:
+            await self.attention.forward(layer, m, weight)
         else:
             terms = rank.forward(layer, x, weight, save=self.keeps(layer))
             is_head = layer == rank.layers[-1]
@@ -95,6 +99,10 @@ class Halves:
 
     async def backward(self, layer: int, m: int, weight: Value) -> Value:
         rank, grads = self.rank, self.rank.grad_activations
+        if rank.kinds[layer] is LayerKind.PROJECT:
+            return await self.attention.backward(layer, m, weight)
+        if layer and rank.kinds[layer - 1] is LayerKind.PROJECT:
+            self.attention.keep(layer - 1, m)
         x, gradient = rank.activations.pop((layer, m)), grads.pop((layer + 1, m))
         if rank.kinds[layer] is LayerKind.NORM:
             above = self._from_above(layer, m)
@@ -107,6 +115,11 @@ class Halves:
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
         rank, grads = self.rank, self.rank.grad_activations
+        if rank.kinds[layer] is LayerKind.PROJECT:
+            await self.attention.backward_input(layer, m, weight)
+            return
+        if layer and rank.kinds[layer - 1] is LayerKind.PROJECT:
+            self.attention.keep(layer - 1, m)
         x = rank.activations[layer, m]
         if rank.kinds[layer] is LayerKind.NORM:
             above = self._from_above(layer, m)
@@ -118,13 +131,16 @@ class Halves:
 
     def backward_weight(self, layer: int, m: int) -> Value:
         rank = self.rank
+        if rank.kinds[layer] is LayerKind.PROJECT:
+            return self.attention.backward_weight(layer, m)
         return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)))
 
     def drop_gradient_of_tokens(self, m: int) -> None:
         """They have none, and it was not kept."""
 
     def _from_above(self, layer: int, m: int) -> Value | None:
-        return self.rank.grad_residuals.pop((layer + 2, m)) if layer < self.rank.layers[-2] else None
+        after = self.rank.sizes.next_carrying(layer)
+        return self.rank.grad_residuals.pop((after, m)) if after >= 0 else None
 
     def _hand_down(self, layer: int, m: int, grad_residual: Value | None) -> None:
         if grad_residual is not None:

@@ -15,9 +15,13 @@ from shardlab.strategies.schedules.steps import Steps, steps_of
 DATA_AXES = ("dp_shard", "dp_replicate")
 """The axes over which parameters may be cut; the batch is dealt over these and over `ep`."""
 
-PLAN_AXES = ("pp", *DATA_AXES, "tp", "ep")
+PLAN_AXES = ("pp", *DATA_AXES, "cp", "tp", "ep")
 """The axes over which a plan lays a model."""
 
+CUT_AXES = (*DATA_AXES, "cp")
+"""The axes whose ranks see different tokens, and so may share the work of keeping weights."""
+
+Context = Literal["ring", "all_gather"]
 Reshard = Literal["layer", "stage", "step"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -46,7 +50,7 @@ class Plan:
 
     Attributes:
         mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard` x `ep`, layers over `pp`, the matrices
-            of a model in half-blocks are cut over `tp`, and the experts of a mixture over `ep`.
+            of a model in half-blocks are cut over `tp`, its sequences over `cp`, the experts of a mixture over `ep`.
         schedule: the pipeline's order of work, a built-in name, a file (see `find_schedule`) or a `Schedule`; on one
             pipeline rank, `1f1b` takes the microbatches one by one.
         stages_per_rank: of the pipeline; a schedule that has a fixed number uses that.
@@ -63,6 +67,8 @@ class Plan:
         recompute: what layers compute again in the backward pass, of which they then keep only the input: nothing, the
             attention of half-blocks, everything, or the layers that are numbered. Norms, and the dense layers of a
             mixture, are never recomputed.
+        context: how queries meet the keys and values of other slices of the sequence over `cp`, which has an early and
+            a late slice on each rank: blocks go round in a ring, or all are gathered.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -76,13 +82,18 @@ class Plan:
     reshard_after: Reshard = "layer"
     sequence_parallel: bool = False
     recompute: Recompute | tuple[int, ...] = "none"
+    context: Context = "ring"
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = self.mesh.sizes()[axis]
             if size > 1 and axis not in PLAN_AXES:
                 raise UserError(f"the mesh has {axis} {size}, but a plan lays a model over {', '.join(PLAN_AXES)} only")
-        for name, words in (("reshard_after", get_args(Reshard)), ("recompute", get_args(Recompute))):
+        for name, words in (
+            ("reshard_after", get_args(Reshard)),
+            ("recompute", get_args(Recompute)),
+            ("context", get_args(Context)),
+        ):
             said = getattr(self, name)
             if said not in words and not (name == "recompute" and isinstance(said, tuple)):
                 raise UserError(f"{name} is {said!r}; give one of {', '.join(words)}")
@@ -90,7 +101,7 @@ class Plan:
             raise UserError(f"stages_per_rank is {self.stages_per_rank}; give 1 or more")
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
             axes: tuple[str, ...] = getattr(self, name) or ()
-            known = (*DATA_AXES, "ep") if name == "reduce_each" else DATA_AXES
+            known = (*CUT_AXES, "ep") if name == "reduce_each" else CUT_AXES
             for axis in axes:
                 if axis not in known or axes.count(axis) > 1:
                     raise UserError(f"{name} is {_said(axes)}; give some of {', '.join(known)}, each once")
@@ -101,10 +112,11 @@ class Plan:
                     f"{name} is {_said(axes)} but shard_optimizer is {_said(self.shard_optimizer)}; what is updated "
                     f"must be a slice of what is kept: let shard_optimizer begin with {_said(axes)}"
                 )
-        if self.mesh.tp > 1 and self.mesh.ep > 1:
+        if sum(size > 1 for size in (self.mesh.tp, self.mesh.cp, self.mesh.ep)) > 1:
+            sizes = ", ".join(f"{axis} {self.mesh.sizes()[axis]}" for axis in ("cp", "tp", "ep"))
             raise UserError(
-                f"the mesh has tp {self.mesh.tp} and ep {self.mesh.ep}; tensor parallelism cuts half-blocks and expert "
-                "parallelism mixtures of experts, and no layer is cut by both: set one of them to 1"
+                f"the mesh has {sizes}; tensor parallelism cuts half-blocks, context parallelism sequences and expert "
+                "parallelism mixtures, and no layer is cut by two of them yet: set all but one to 1"
             )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")

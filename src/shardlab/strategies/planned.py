@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from shardlab.program import Handle, LayerKind, Rank, Strategy, UserError, Value
+from shardlab.program.attention import balanced
 from shardlab.program.sizes import CARRYING
 from shardlab.strategies.computing import computing
 from shardlab.strategies.gathering import Weights
@@ -41,6 +42,11 @@ class Follower:
                 f"the mesh has ep {plan.mesh.ep}, which cuts mixtures of experts, but this model has none; give "
                 "Sizes.mixture or those of models.ExpertLayers"
             )
+        if plan.mesh.cp > 1 and LayerKind.TOKENWISE not in rank.kinds:
+            raise UserError(
+                f"the mesh has cp {plan.mesh.cp}, which cuts sequences, but attention is not a step of its own in this "
+                "model's layers; give Sizes.context_blocks or those of models.Halves with context=True"
+            )
         here = rank.coordinate("pp")
         steps = plan.steps(rank.kinds, len(rank.microbatches))
         dealt = 0
@@ -50,6 +56,7 @@ class Follower:
         self.rank = rank
         self.plan = plan
         self.microbatches = range(first, first + steps.microbatches)
+        self.slices = balanced(rank.coordinate("cp"), plan.mesh.cp) if plan.mesh.cp > 1 else None
         self.column = rank.group("pp").ranks
         self.bounds = plan.bounds(rank.kinds)
         stages = [stage for stage, place in enumerate(steps.ranks_of_stages) if place == here]
@@ -95,7 +102,7 @@ class Follower:
     async def forward(self, stage: int, m: int) -> None:
         rank, layers = self.rank, self.layers(stage)
         if stage == 0:
-            rank.activations[0, m] = rank.load_batch([m])
+            rank.activations[0, m] = rank.load_batch([m], self.slices)
         for store in self.carried(layers[0], forward=True):
             await self.arrive(store, layers[0], m)
         for l in layers:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardlab.program import Handle, LayerKind, Rank, Value
 from shardlab.program.sizes import PARTED
-from shardlab.strategies.plan import DATA_AXES, Plan
+from shardlab.strategies.plan import CUT_AXES, Plan
 
 PART_AXES = ("tp", "ep")
 """The axes that slice layers; a plan uses one of them at most."""
@@ -18,7 +18,7 @@ class Gradients:
     def __init__(self, rank: Rank, plan: Plan) -> None:
         self._rank = rank
         self._plan = plan
-        axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *DATA_AXES)) if len(rank.group(axis).ranks) > 1]
+        axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *CUT_AXES)) if len(rank.group(axis).ranks) > 1]
         # A gradient is scattered along these; once kept whole along an axis, it is not cut along the next ones.
         kept_whole = [axis in plan.reduced_each and axis not in plan.shard_gradients for axis in axes]
         uncut = kept_whole.index(True) if True in kept_whole else len(axes)
@@ -45,7 +45,7 @@ class Gradients:
 
         Over `ep` experts are other slices, whose gradients have every microbatch of the group in them already.
         """
-        axes = dict.fromkeys((*self._plan.shard_optimizer, *DATA_AXES, "ep"))
+        axes = dict.fromkeys((*self._plan.shard_optimizer, *CUT_AXES, "ep"))
         if self._rank.kinds[layer] is LayerKind.EXPERTS:
             del axes["ep"]
         return [axis for axis in axes if len(self._rank.group(axis).ranks) > 1]

@@ -75,8 +75,8 @@ class Job:
                     "none; train a MoE, or set ep to 1"
                 )
             return ExpertLayers(self.model, mesh.ep)
-        halves = mesh.tp > 1 or (entry.plan is not None and entry.plan(self.ranks).half_blocks)
-        return Halves(self.model, mesh.tp) if halves else self.model
+        halves = mesh.tp > 1 or mesh.cp > 1 or (entry.plan is not None and entry.plan(self.ranks).half_blocks)
+        return Halves(self.model, mesh.tp, context=mesh.cp > 1) if halves else self.model
 
     @property
     def sizes(self) -> Sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -38,11 +39,13 @@ class Dropout:
     layer: int
     microbatches: tuple[int, ...]
 
-    def mask(self, site: Site, shape: tuple[int, ...], like: Tensor, dim: int = 0, part: range | None = None) -> Tensor:
+    def mask(
+        self, site: Site, shape: tuple[int, ...], like: Tensor, dim: int = 0, part: Sequence[int] | None = None
+    ) -> Tensor:
         """What to multiply with: 0 or 1 / (1 - probability), of `shape` (rows first), as `like` in dtype and device.
 
-        Each microbatch's mask is drawn whole, on the CPU, from a generator of its own; of dim `dim` only `part` (a
-        range of step 1) is given.
+        Each microbatch's mask is drawn whole, on the CPU, from a generator of its own; of dim `dim` only `part` is
+        given.
         """
         rows, count = shape[0], len(self.microbatches)
         assert rows % count == 0, f"{rows} rows do not hold {count} microbatches of equal size"
@@ -51,5 +54,5 @@ class Dropout:
             generator = generator_of("dropout", self.seed, self.step, self.layer, microbatch, site)
             drawn.bernoulli_(1 - self.probability, generator=generator)
         if part is not None:
-            kept = kept.narrow(dim, part.start, len(part))
+            kept = kept.index_select(dim, torch.tensor(part))
         return kept.to(like.device, like.dtype).mul_(1 / (1 - self.probability))

@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.models.halves import Body, Norm
-from shardlab.models.parts import Part
+from shardlab.models.parts import Attention, Part
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
 
@@ -105,3 +107,30 @@ class BodyLayer(Layer):
         if dropout is not None:
             dropout = replace(dropout, layer=self.half.block)
         return (body_of(self.half.part, p, x, share, dropout),)
+
+
+@dataclass(frozen=True)
+class ProjectionLayer(Layer):
+    """(x,) to (keys and values, queries), of any tokens; each is memory of its own."""
+
+    part: Attention
+
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        (x,) = inputs
+        assert x is not None
+        features = F.linear(x, p["attn.c_attn.weight"], p.get("attn.c_attn.bias"))  # one node where parameters enter
+        queries, keys_values = torch.split(features, [self.part.width, 2 * self.part.kv_width], -1)
+        return keys_values.clone(), queries.clone()
+
+
+@dataclass(frozen=True)
+class OutputLayer(Layer):
+    """(attended,) to (branch,), of any tokens (see `attention.attend`)."""
+
+    part: Attention
+
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        (attended,) = inputs
+        assert attended is not None
+        weight = p["attn.c_proj.weight"]
+        return (F.linear(attended[..., : self.part.width].to(weight.dtype), weight),)

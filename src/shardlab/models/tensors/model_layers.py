@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shardlab.models.blocks import Blocks
 from shardlab.models.expert_layers import Dense, ExpertLayers
-from shardlab.models.halves import Body, Halves
+from shardlab.models.halves import Body, Halves, Output, Projection
 from shardlab.models.model import Model
 from shardlab.models.tensors.expert_layers import DenseLayer, ExpertsLayer
-from shardlab.models.tensors.layers import BlockLayer, BodyLayer, Layer, NormLayer
+from shardlab.models.tensors.layers import BlockLayer, BodyLayer, Layer, NormLayer, OutputLayer, ProjectionLayer
 
 
 def layers_of(model: Model) -> list[Layer]:
@@ -24,6 +24,10 @@ def _layer(model: Model, layer: int) -> Layer:
         return DenseLayer(names, half) if isinstance(half, Dense) else ExpertsLayer(names)
     assert isinstance(model, Halves), f"no arithmetic for {type(model).__name__}"
     half = model.half(layer)
+    if isinstance(half, Projection):
+        return ProjectionLayer(names, half.part)
+    if isinstance(half, Output):
+        return OutputLayer(names, half.part)
     if isinstance(half, Body):
         return BodyLayer(names, half)
     return NormLayer(names, half, last=layer == model.layers - 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -14,6 +14,7 @@ from shardlab.models.moe import Mixture
 from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
 from shardlab.models.tensors.dropout import Dropout, Site
 from shardlab.models.tensors.lookup import look_up
+from shardlab.models.tensors.tokens import rows_of
 
 Parameters = Mapping[str, Tensor]
 
@@ -32,14 +33,14 @@ class Share:
 
     Attributes:
         slice, of: of a body, the slice of its parameters, and how many there are.
-        tokens: of a norm, the tokens of the sequence, a range of step 1 (None: all).
+        tokens: of a norm, the tokens of the sequence, ascending (None: all).
         microbatches: how many the input's rows are, with equally many rows each; each is routed by itself.
         of_step: how many the step has; each has an equal share of the tokens that are routed.
     """
 
     slice: int = 0
     of: int = 1
-    tokens: range | None = None
+    tokens: Sequence[int] | None = None
     microbatches: int = 1
     of_step: int = 1
 
@@ -75,7 +76,7 @@ def add_branch(
     assert len(tokens) == branch.shape[1], f"{tokens} are not the {branch.shape[1]} tokens given"
     if part.added in p:
         added = p[part.added]
-        branch = branch + (added[tokens.start : tokens.stop] if isinstance(part, Embedding) else added)
+        branch = branch + (rows_of(added, tokens) if isinstance(part, Embedding) else added)
     if dropout is None:
         return branch if residual is None else residual + branch
     whole = (len(branch), part.block, part.width)

@@ -1,0 +1,76 @@
+"""Attention over sequences that are cut: what its ops do to the registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardlab.execute.state import State
+from shardlab.models import Halves
+from shardlab.models.halves import Projection
+from shardlab.models.tensors import attention
+from shardlab.models.tensors.dropout import Site
+from shardlab.program import Op
+
+Instruction = Callable[[], None]
+
+
+def attend(state: State, at: int, op: Op) -> Instruction:
+    """Queries that meet one lot of keys and values."""
+    (queries, keys_values), (output,), values = op.inputs, op.outputs, state.values
+    part, mask = _projection(state, op.layer).part, _mask(state, op)
+    tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
+
+    def run() -> None:
+        values[output] = attention.attend(part, values[queries], values[keys_values], tokens, key_tokens, mask())
+
+    return run
+
+
+def attend_backward(state: State, at: int, op: Op) -> Instruction:
+    """What one lot of keys and values gives to the queries' gradient, and they to its."""
+    (queries, keys_values, attended, gradient), outputs, values = op.inputs, op.outputs, state.values
+    part, mask = _projection(state, op.layer).part, _mask(state, op)
+    tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
+
+    def run() -> None:
+        q, kv, mixed, grad = (values[number] for number in (queries, keys_values, attended, gradient))
+        made = attention.attend_backward(part, q, kv, mixed, grad, tokens, key_tokens, mask())
+        values[outputs[0]], values[outputs[1]] = made
+
+    return run
+
+
+def merge(state: State, op: Op) -> Instruction:
+    """The sum of what queries have met of two lots of keys and values."""
+    (a, b), (output,), values = op.inputs, op.outputs, state.values
+    part = _projection(state, op.layer - 1).part
+    return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
+
+
+def _projection(state: State, layer: int) -> Projection:
+    assert isinstance(state.model, Halves), "only half-blocks have attention as a step of its own"
+    half = state.model.half(layer)
+    assert isinstance(half, Projection), f"layer {layer} makes no queries"
+    return half
+
+
+def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
+    """Dropout's mask of these queries and keys: drawn whole, as on one device, then cut."""
+    projection, queries, keys_values = _projection(state, op.layer), *(state.specs[n] for n in op.inputs[:2])
+    part, rows = projection.part, queries.microbatches.bit_count() * state.shapes.rows
+    tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
+    like = state.empty((0,), torch.promote_types(state.settings.dtype, torch.float32))
+
+    def mask() -> Tensor | None:
+        dropout = state.dropout(op)
+        if dropout is None:
+            return None
+        dropout = replace(dropout, layer=projection.block)
+        whole = dropout.mask(Site.ATTENTION, (rows, part.heads, part.block, part.block), like)
+        return whole[..., tokens[:, None].to(whole.device), key_tokens.to(whole.device)]
+
+    return mask

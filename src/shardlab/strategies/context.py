@@ -1,0 +1,116 @@
+"""Attention where sequences are cut over `cp`: what a plan's steps do with PROJECT layers.
+
+Each rank has the tokens of an early and of a late slice of every sequence, so that causal attention is as much work on
+each (Llama 3, arXiv 2407.21783, section 3.3.2). Its queries stay; keys and values come from the others.
+"""
+
+from __future__ import annotations
+
+from shardlab.program import Handle, Rank, Value
+from shardlab.strategies.plan import Plan
+
+
+class Attention:
+    """From normalised tokens to what the queries have mixed, and back; keys are (layer, microbatch).
+
+    In a ring, each block of keys and values is passed on while queries meet it; on the way back its gradient follows
+    it, a hop behind, and comes home when all ranks have added to it (Liu et al. 2023, arXiv 2310.01889, section 3.1).
+    Otherwise all blocks are gathered, in both directions, and the gradients of all are reduce-scattered.
+    """
+
+    def __init__(self, rank: Rank, plan: Plan) -> None:
+        ring, here = rank.group("cp").ranks, rank.coordinate("cp")
+        self.rank = rank
+        self.hops = len(ring)
+        self.next, self.previous = ring[(here + 1) % self.hops], ring[here - 1]
+        self.rings = plan.context == "ring"
+
+    async def forward(self, layer: int, m: int, weight: Value) -> None:
+        rank = self.rank
+        made = rank.project(layer, rank.activations[layer, m], weight)
+        rank.queries[layer, m], rank.keys_values[layer, m] = made
+        rank.activations[layer + 1, m] = await (self._ring if self.rings else self._gathered)(layer, m)
+
+    def keep(self, layer: int, m: int) -> None:
+        """Before the layer that reads what `layer` has mixed ends it: the backward pass needs it as well."""
+        self.rank.activations["attended", layer, m] = self.rank.activations[layer + 1, m]
+
+    async def backward(self, layer: int, m: int, weight: Value) -> Value:
+        """The weight's gradient."""
+        rank = self.rank
+        await self._backward(layer, m)
+        grad_weight, rank.grad_activations[layer, m] = rank.backward_project(
+            layer,
+            rank.activations.pop((layer, m)),
+            rank.grad_queries.pop((layer, m)),
+            rank.grad_keys_values.pop((layer, m)),
+            weight,
+        )
+        return grad_weight
+
+    async def backward_input(self, layer: int, m: int, weight: Value) -> None:
+        rank = self.rank
+        await self._backward(layer, m)
+        rank.grad_activations[layer, m] = rank.backward_project_input(
+            layer,
+            rank.activations[layer, m],
+            rank.grad_queries[layer, m],
+            rank.grad_keys_values.pop((layer, m)),
+            weight,
+        )
+
+    def backward_weight(self, layer: int, m: int) -> Value:
+        rank = self.rank
+        return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_queries.pop((layer, m)))
+
+    async def _backward(self, layer: int, m: int) -> None:
+        rank = self.rank
+        made = await (self._ring_backward if self.rings else self._gathered_backward)(layer, m)
+        rank.grad_queries[layer, m], rank.grad_keys_values[layer, m] = made
+        del rank.queries[layer, m], rank.keys_values[layer, m]
+        del rank.activations["attended", layer, m], rank.grad_activations[layer + 1, m]
+
+    async def _ring(self, layer: int, m: int) -> Value:
+        rank, queries, block = self.rank, self.rank.queries[layer, m], self.rank.keys_values[layer, m]
+        coming = self._pass_on(block, layer, m)
+        mixed = rank.attend(layer, queries, block)
+        for hop in range(1, self.hops):
+            block = await coming
+            if hop < self.hops - 1:
+                coming = self._pass_on(block, layer, m)
+            mixed = mixed + rank.attend(layer, queries, block)
+        return mixed
+
+    async def _ring_backward(self, layer: int, m: int) -> tuple[Value, Value]:
+        block = self.rank.keys_values[layer, m]
+        coming = self._pass_on(block, layer, m)
+        grad_queries, gradient = self._met(layer, m, block)
+        following = self._pass_on(gradient, layer, m)
+        for hop in range(1, self.hops):
+            block = await coming
+            if hop < self.hops - 1:
+                coming = self._pass_on(block, layer, m)
+            more, gradient = self._met(layer, m, block)
+            grad_queries = grad_queries + more
+            following = self._pass_on(await following + gradient, layer, m)
+        return grad_queries, await following
+
+    async def _gathered(self, layer: int, m: int) -> Value:
+        rank = self.rank
+        blocks = await rank.all_gather(rank.keys_values[layer, m], axis="cp")
+        return rank.attend(layer, rank.queries[layer, m], blocks)
+
+    async def _gathered_backward(self, layer: int, m: int) -> tuple[Value, Value]:
+        rank = self.rank
+        grad_queries, gradients = self._met(layer, m, await rank.all_gather(rank.keys_values[layer, m], axis="cp"))
+        return grad_queries, await rank.reduce_scatter(gradients, axis="cp")
+
+    def _met(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
+        """What a block gives to the queries' gradient, and they to its."""
+        rank = self.rank
+        attended, gradient = rank.activations["attended", layer, m], rank.grad_activations[layer + 1, m]
+        return rank.attend_backward(layer, rank.queries[layer, m], block, attended, gradient)
+
+    def _pass_on(self, value: Value, layer: int, m: int) -> Handle[Value]:
+        expected = (value.spec.kind.value, layer, m)
+        return self.rank.exchange(value, to=self.next, source=self.previous, expect=expected)

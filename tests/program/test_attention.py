@@ -1,0 +1,267 @@
+"""Attention over cut sequences: what has been met is counted, and what is missing or met twice is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Refused, Sizes, Spec, Strategy, Value, trace
+from shardlab.program.attention import attend, attend_backward, balanced, balanced_parts, met, unite, work
+from shardlab.program.transfer import collective
+from shardlab.program.values import Grid, mask_of
+from tests.program.tapes import refusal, says
+
+LAYER = 2
+
+
+def spec(kind: Kind, held: set[int], slices: int, layer: int = LAYER) -> Spec:
+    """A value of microbatch 1 of 2."""
+    return Spec(kind, layer, Holds(mask_of(slices + s for s in held), 2 * slices), 0, 0, Grid(slices, 1))
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> tuple[int, list[set[int]]]:
+    """Slices of a sequence dealt among ranks, each with some: any order, not only the balanced one."""
+    ranks = draw(st.integers(1, 5))
+    slices = draw(st.integers(ranks, 9))
+    rest = st.lists(st.integers(0, ranks - 1), min_size=slices - ranks, max_size=slices - ranks)
+    owners = draw(st.permutations([*range(ranks), *draw(rest)]))
+    return slices, [{s for s in range(slices) if owners[s] == rank} for rank in range(ranks)]
+
+
+def sees(queries: set[int], keys: set[int]) -> bool:
+    return max(queries) >= min(keys)
+
+
+@given(deals(), st.randoms(use_true_random=False))
+def test_whatever_the_order_all_that_is_seen_must_be_met_and_nothing_else(
+    dealt: tuple[int, list[set[int]]], chance: random.Random
+) -> None:
+    slices, ranks = dealt
+    gradients: dict[int, list[Spec]] = {}
+    for mine in ranks:
+        queries = spec(Kind.QUERIES, mine, slices)
+        seen = [place for place, theirs in enumerate(ranks) if sees(mine, theirs)]
+        chance.shuffle(seen)
+        parts = [attend(LAYER, queries, spec(Kind.KEYS_VALUES, ranks[place], slices)) for place in seen]
+        assert all(met(part) for part in parts[1:] + parts[:1]) or len(parts) == 1
+        whole = unite("add", parts, list(map(str, seen))) if len(parts) > 1 else parts[0]
+        assert whole == spec(Kind.ACTIVATION, mine, slices, LAYER + 1)
+        gradient = whole._replace(kind=Kind.GRAD_ACTIVATION)
+        backward = [
+            attend_backward(LAYER, queries, spec(Kind.KEYS_VALUES, ranks[place], slices), whole, gradient)
+            for place in seen
+        ]
+        for place, (_, for_keys) in zip(seen, backward, strict=True):
+            gradients.setdefault(place, []).append(for_keys)
+        for_queries = [given for given, _ in backward]
+        assert (unite("add", for_queries, list(map(str, seen))) if len(seen) > 1 else for_queries[0]).sums == 0
+        if len(parts) > 2:
+            assert met(unite("add", parts[1:], list(map(str, seen[1:]))))
+    for given_by in gradients.values():
+        total = unite("add", given_by, ["a part"] * len(given_by)) if len(given_by) > 1 else given_by[0]
+        assert total.sums == 0
+        if len(given_by) > 2:
+            assert met(unite("add", given_by[1:], ["a part"] * (len(given_by) - 1)))
+
+
+@given(deals())
+def test_queries_refuse_keys_that_they_do_not_see(dealt: tuple[int, list[set[int]]]) -> None:
+    slices, ranks = dealt
+    for mine in ranks:
+        for theirs in ranks:
+            pair = spec(Kind.QUERIES, mine, slices), spec(Kind.KEYS_VALUES, theirs, slices)
+            if not sees(mine, theirs):
+                with pytest.raises(Refused, match="which do not see it; leave this op out"):
+                    attend(LAYER, *pair)
+
+
+@given(st.integers(1, 6))
+def test_the_balanced_order_gives_every_rank_the_same_work(ranks: int) -> None:
+    slices = 2 * ranks
+    shares = [set(balanced(rank, ranks)) for rank in range(ranks)]
+    everything = spec(Kind.KEYS_VALUES, set(range(slices)), slices)
+    each = [work(spec(Kind.QUERIES, share, slices), everything) for share in shares]
+    assert each == pytest.approx([1 / ranks] * ranks)
+    assert set().union(*shares) == set(range(slices))
+    assert balanced_parts(everything.holds, ranks, slices) == [
+        spec(Kind.QUERIES, share, slices).holds for share in shares
+    ]
+
+
+def test_gathered_blocks_gradients_come_home_in_the_balanced_order() -> None:
+    everything = spec(Kind.GRAD_KEYS_VALUES, {0, 1, 2, 3}, 4)
+    given = [everything._replace(sums=mask_of(balanced(rank, 2)) << 1) for rank in range(2)]
+    home = [spec(Kind.GRAD_KEYS_VALUES, set(balanced(rank, 2)), 4) for rank in range(2)]
+    assert collective(OpKind.REDUCE_SCATTER, given, [0, 1], 9) == home
+    with pytest.raises(Refused, match="slices 0, 3 of the sequence would be counted twice"):
+        collective(OpKind.REDUCE_SCATTER, given[:1] * 2, [0, 1], 9)
+
+
+# Programs with one mistake each, on two ranks that have slices (0, 3) and (1, 2).
+
+
+def start(rank: Rank) -> tuple[Value, Value]:
+    """Up to the first queries, keys and values, which are kept as well."""
+    rank.activations[0] = rank.load_batch([0], balanced(rank.index, 2))
+    for l in range(4):
+        rank.weights[l] = rank.load_weight(l)
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+    rank.residuals[0], rank.activations[2] = rank.forward_norm(1, None, rank.activations[1], rank.weights[1])
+    rank.queries[0], rank.keys_values[0] = rank.project(2, rank.activations[2], rank.weights[2])
+    return rank.queries[0], rank.keys_values[0]
+
+
+def met_twice(rank: Rank) -> None:
+    queries, block = start(rank)
+    rank.attend(2, queries, block) + rank.attend(2, queries, block)
+
+
+def not_all_met(rank: Rank) -> None:
+    rank.forward(3, rank.attend(2, *start(rank)), rank.weights[3])
+
+
+def added_to_what_is_complete(rank: Rank) -> None:
+    queries, block = start(rank)
+    rank.grad_queries[0] = rank.attend(2, queries, block)
+
+
+def queries_for_keys(rank: Rank) -> None:
+    queries, _ = start(rank)
+    rank.attend(2, queries, queries)
+
+
+def another_layer(rank: Rank) -> None:
+    rank.attend(3, *start(rank))
+
+
+def forward_of_a_projection(rank: Rank) -> None:
+    start(rank)
+    rank.forward(2, rank.activations[2], rank.weights[2])
+
+
+def projection_of_another_layer(rank: Rank) -> None:
+    start(rank)
+    rank.project(0, rank.activations[0], rank.weights[0])
+
+
+def no_such_slice(rank: Rank) -> None:
+    rank.load_batch([0], [0, 4])
+
+
+def the_same_slice_twice(rank: Rank) -> None:
+    rank.load_batch([0], [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (met_twice, "add(activations[3]): slices 0, 3 of the sequence would be counted twice"),
+        (not_all_met, "the queries have not met every block of keys and values up to their own"),
+        (added_to_what_is_complete, "blocks 0, 3 of 4 alone); it belongs into rank.activations"),
+        (queries_for_keys, "the second value given is queries[2]"),
+        (another_layer, "the first value given is queries[2] (sequence slices 0, 3 of microbatch 0); this op reads"),
+        (forward_of_a_projection, "forward(layer 2): this layer makes queries, keys and values: use project"),
+        (projection_of_another_layer, "project(layer 0): this layer makes no queries"),
+        (no_such_slice, "load_batch([0], [0, 4]): give one or more of the slices 0-3, each once"),
+        (the_same_slice_twice, "load_batch([0], [1, 1]): give one or more of the slices 0-3, each once"),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_what_is_wrong_with_attention_is_said_at_the_line(lines: Callable[[Rank], None], said: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        lines(rank)
+
+    says(refusal(strategy, Mesh(cp=2), 1, 1), said)
+
+
+def test_what_queries_have_met_is_not_summed_over_ranks() -> None:
+    async def strategy(rank: Rank) -> None:
+        await rank.all_reduce(rank.attend(2, *start(rank)), axis="cp")
+
+    says(refusal(strategy, Mesh(cp=2), 1, 1), "is no term of a sum, since each rank has its own queries")
+
+
+async def met_again(rank: Rank) -> list[tuple[Value, Value]]:
+    """Forward and back to the first attention; what its own block gives to the two gradients, and the other's."""
+    queries, block = start(rank)
+    other = rank.keys_values[1] = await rank.exchange(block, to=1 - rank.index, source=1 - rank.index)
+    x, w = rank.activations, rank.weights
+    w[4], w[5] = rank.load_weight(4), rank.load_weight(5)
+    x[3] = rank.attend(2, queries, block) + rank.attend(2, queries, other)
+    x[4] = rank.forward(3, x[3], w[3])
+    _, x[5] = rank.forward_norm(4, rank.residuals[0], x[4], w[4])
+    x[6] = rank.forward(5, x[5], w[5])
+    _, gradient = rank.backward(5, x[5], rank.loss(x[6]), w[5])
+    _, gradient, _ = rank.backward_norm(4, x[4], gradient, None, w[4])
+    _, rank.grad_activations[3] = rank.backward(3, x[3], gradient, w[3])
+    gradient = rank.grad_activations[3]
+    return [rank.attend_backward(2, queries, keys, x[3], gradient) for keys in (block, other)]
+
+
+async def came_home_early(rank: Rank) -> None:
+    (own, gradient), (other, _) = await met_again(rank)
+    rank.backward_project(2, rank.activations[2], own + other, gradient, rank.weights[2])
+
+
+async def one_block_left_out(rank: Rank) -> None:
+    (own, gradient), (_, away) = await met_again(rank)
+    home = rank.exchange(away, to=1 - rank.index, source=1 - rank.index)
+    rank.backward_project(2, rank.activations[2], own, gradient + await home, rank.weights[2])
+
+
+async def another_blocks_gradient(rank: Rank) -> None:
+    (_, gradient), (_, away) = await met_again(rank)
+    gradient + away
+
+
+async def forgotten_on_the_way(rank: Rank) -> None:
+    (own, _), (other, away) = await met_again(rank)
+    home = await rank.exchange(away, to=1 - rank.index, source=1 - rank.index)
+    rank.backward_project(2, rank.activations[2], own + other, home, rank.weights[2])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (came_home_early, "the queries of slice 3 of the sequence are missing in it"),
+        (one_block_left_out, "the keys and values of slices 1-2 of the sequence are missing in it"),
+        (another_blocks_gradient, "only parts of one value are put together"),
+        (forgotten_on_the_way, "the queries of slices 0, 3 of the sequence are missing in it"),
+    ],
+)
+def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: str) -> None:
+    says(refusal(strategy, Mesh(cp=2), 1, 1), said)
+
+
+def test_other_tokens_are_refused() -> None:
+    async def strategy(rank: Rank) -> None:
+        queries, _ = start(rank)
+        whole = rank.load_batch([1], balanced(rank.index, 2))
+        rank.activations["other"] = rank.forward(0, whole, rank.weights[0])
+        _, x = rank.forward_norm(1, None, rank.activations["other"], rank.weights[1])
+        rank.attend(2, queries, rank.project(2, x, rank.weights[2])[1])
+
+    says(refusal(strategy, Mesh(cp=2), 1, 2), "cannot meet", "both must be of the same microbatches and step")
+
+
+def test_what_is_loaded_is_told_by_its_slices() -> None:
+    async def strategy(rank: Rank) -> None:
+        rank.load_batch([1], balanced(rank.index, 2))
+
+    ops = [tape[0] for tape in trace(strategy, Mesh(cp=2), 1, 2).tapes]
+    assert [op.holds for op in ops] == [Holds(0b1001_0000, 8), Holds(0b0110_0000, 8)]
+
+
+def test_sizes_of_the_model_for_context_parallelism() -> None:
+    sizes = Sizes.context_blocks(2)
+    assert [sizes.next_norm(layer) for layer in (0, 1, 4, 7)] == [1, 4, 7, -1]
+    assert sizes.grid(Mesh(cp=3)) == Grid(6, 1)
+    assert sizes.grid(Mesh()) == Grid(1, 1)
+    part = spec(Kind.KEYS_VALUES, {0, 3}, 4)
+    assert sizes.elements(part) == sizes.keys_values // 2
+    assert sizes.elements(part._replace(kind=Kind.GRAD_QUERIES)) == sizes.queries // 2

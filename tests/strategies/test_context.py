@@ -1,0 +1,121 @@
+"""Plans with context parallelism: what they send, what each rank computes, and what they refuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from shardlab.check import ChannelModel, Checked, check
+from shardlab.program import Deadlock, Kind, Mesh, Op, OpKind, Program, Refused, Sizes, UserError, trace
+from shardlab.simulate import simulate
+from shardlab.strategies.plan import Context, Plan
+from shardlab.strategies.planned import planned
+
+BLOCKS = 2
+
+
+def checked(plan: Plan, microbatches: int = 1) -> Checked:
+    return check(trace(planned(plan), plan.mesh, BLOCKS * plan.mesh.pp, microbatches * plan.data_ranks))
+
+
+CUT = ("dp_shard", "cp")
+PLANS = [
+    Plan(Mesh(cp=2)),
+    Plan(Mesh(cp=3), context="all_gather"),
+    Plan(Mesh(cp=4)),
+    Plan(Mesh(cp=2, dp_shard=2), shard_parameters=CUT, shard_gradients=CUT, shard_optimizer=CUT),
+    Plan(Mesh(cp=2, dp_replicate=2), context="all_gather", shard_optimizer=("cp",)),
+    Plan(Mesh(pp=2, cp=2), "zb-h1"),
+    Plan(Mesh(pp=2, cp=2), "interleaved-1f1b", context="all_gather"),
+    Plan(Mesh(cp=2), recompute="full"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_plans_pass_on_every_kind_of_channel(plan: Plan) -> None:
+    assert not any(checked(plan, 2).models[model] for model in ChannelModel)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_a_block_goes_round_once_and_its_gradient_comes_home(ranks: int) -> None:
+    done = checked(Plan(Mesh(cp=ranks)))
+    for tape, specs in zip(done.program.tapes, done.specs, strict=True):
+        sent = Counter(specs[op.inputs[0]].kind for op in tape if op.kind is OpKind.SEND)
+        assert sent[Kind.KEYS_VALUES] == 2 * (ranks - 1) * BLOCKS
+        assert sent[Kind.GRAD_KEYS_VALUES] == ranks * BLOCKS
+
+
+def test_gathered_blocks_take_one_collective_in_each_direction_and_one_back() -> None:
+    done = checked(Plan(Mesh(cp=4), context="all_gather"))
+    tape, specs = done.program.tapes[0], done.specs[0]
+    met = Counter((op.kind, specs[op.inputs[0]].kind) for op in tape if op.group is not None)
+    assert met[OpKind.ALL_GATHER, Kind.KEYS_VALUES] == 2 * BLOCKS
+    assert met[OpKind.REDUCE_SCATTER, Kind.GRAD_KEYS_VALUES] == BLOCKS
+
+
+@pytest.mark.parametrize("context", ["ring", "all_gather"])
+def test_every_rank_computes_as_much_attention(context: Context) -> None:
+    timeline = simulate(checked(Plan(Mesh(cp=4), context=context)))
+    for kind in (OpKind.ATTEND, OpKind.ATTEND_BACKWARD):
+        spent = [sum(e.end - e.start for e in events if e.kind is kind) for events in timeline.events]
+        assert spent == pytest.approx([BLOCKS / 4] * 4)
+
+
+@pytest.mark.parametrize("context", ["ring", "all_gather"])
+def test_keys_values_and_their_gradients_are_gone_after_the_step_of_a_layer(context: Context) -> None:
+    """What one microbatch has left behind is not there when the next one is computed."""
+    one, four = (simulate(checked(Plan(Mesh(cp=2), context=context), count)).peak_memory for count in (1, 4))
+    sizes = Sizes.context_blocks(BLOCKS)
+    assert four - one <= sizes.activations[0] + sum(sizes.weights)
+
+
+def attend_the_same_again(program: Program) -> Program:
+    """The second block that rank 0's queries meet is the first once more."""
+    tape = program.tapes[0]
+    first, second = [at for at, op in enumerate(tape) if op.kind is OpKind.ATTEND][:2]
+    again = tape[second]._replace(inputs=tape[first].inputs)
+    return changed(program, 0, second, again)
+
+
+def send_home_too_early(program: Program) -> Program:
+    """Rank 0 sends on a gradient to which it has not added its part."""
+    tape = program.tapes[0]
+    adds = [at for at, op in enumerate(tape) if op.kind is OpKind.ADD]
+    received = next(n for at in adds for n in tape[at].inputs if made_by(tape, n).kind is OpKind.RECV)
+    add = next(op for at in adds if received in (op := tape[at]).inputs)
+    at = next(at for at, op in enumerate(tape) if op.kind is OpKind.SEND and op.inputs == add.outputs)
+    return changed(program, 0, at, tape[at]._replace(inputs=(received,)))
+
+
+def made_by(tape: list[Op], number: int) -> Op:
+    return next(op for op in tape if number in op.outputs)
+
+
+def changed(program: Program, rank: int, at: int, op: Op) -> Program:
+    tapes = [*program.tapes]
+    tapes[rank] = [*tapes[rank][:at], op, *tapes[rank][at + 1 :]]
+    return Program(program.mesh, program.microbatches, program.sizes, tapes)
+
+
+@pytest.mark.parametrize("mistake", [attend_the_same_again, send_home_too_early])
+def test_a_tape_with_a_mistake_is_refused(mistake: object) -> None:
+    program = checked(Plan(Mesh(cp=3))).program
+    assert callable(mistake)
+    with pytest.raises((Refused, Deadlock)):
+        check(mistake(program))
+
+
+def test_heads_and_sequences_are_not_cut_both() -> None:
+    with pytest.raises(UserError, match=r"the mesh has cp 2 and tp 2; .* give --tp 1 or --cp 1"):
+        Plan(Mesh(cp=2, tp=2))
+
+
+def test_a_model_whose_attention_is_no_step_of_its_own_is_refused() -> None:
+    with pytest.raises(UserError, match=r"give Sizes.context_blocks or those of models.Halves with context=True"):
+        trace(planned(Plan(Mesh(cp=2))), Mesh(cp=2), Sizes.half_blocks(2), 2)
+
+
+def test_another_way_to_meet_is_refused() -> None:
+    with pytest.raises(UserError, match="context is 'rings'; give ring or all_gather"):
+        Plan(Mesh(cp=2), context="rings")  # pyright: ignore[reportArgumentType]
