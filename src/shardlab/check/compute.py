@@ -28,7 +28,10 @@ def forward(state: RankState, op: Op) -> None:
         return
     activation, weight = op[2]
     spec = state.live[activation]
-    made = (sliced if kind is LayerKind.SLICED else transfer).forward(op[1], spec, state.live[weight])
+    if kind is LayerKind.SLICED:
+        made = sliced.forward(op[1], spec, state.live[weight], layers=state.program.layers)
+    else:
+        made = transfer.forward(op[1], spec, state.live[weight])
     if len(op[3]) == 1:
         state.make(op[3][0], made)
     else:
@@ -53,8 +56,10 @@ def recompute(state: RankState, op: Op) -> None:
     spec = state.live[activation]
     if state.program.sizes.kind(op[1]) is LayerKind.NORM:
         state.refuse(f"{op}: a norm is not recomputed; it keeps little.")
-    rules = sliced if state.program.sizes.kind(op[1]) is LayerKind.SLICED else transfer
-    made = rules.forward(op[1], spec, state.live[weight], "recompute")
+    if state.program.sizes.kind(op[1]) is LayerKind.SLICED:
+        made = sliced.forward(op[1], spec, state.live[weight], "recompute", layers=state.program.layers)
+    else:
+        made = transfer.forward(op[1], spec, state.live[weight], "recompute")
     _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
@@ -182,6 +187,8 @@ def _load(state: RankState, op: Op, kind: Kind) -> None:
     holds, layer, (), (number,) = op.holds, op[1], op[2], op[3]
     if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
         state.refuse(f"{op}: there is no slice {_said(holds)} of layer {layer}.")
+    if state.program.sizes.weight_of(layer) != layer:
+        state.refuse(f"{op}: {transfer.NO_WEIGHT}")
     if (kind, layer, holds) in state.loaded:
         state.refuse(f"{op}: the same slice was loaded by op {state.loaded[kind, layer, holds]} already.")
     state.loaded[kind, layer, holds] = state.at

@@ -33,6 +33,8 @@ class ComputeVerbs(Place):
     def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int) -> Value:
         name = kind.value
         self._check_layer(name, layer)
+        if self.sizes.weight_of(layer) != layer:
+            self.refuse(f"{name}(layer {layer}): {transfer.NO_WEIGHT}")
         if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             self.refuse(f"{name}(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
         if not 0 <= shard < of:
@@ -191,7 +193,7 @@ class ComputeVerbs(Place):
             which = "a norm: use forward_norm and backward_norm" if kind is LayerKind.NORM else "no norm"
             self.refuse(f"{op}(layer {layer}): this layer is {which}.")
         if kind is LayerKind.SLICED:
-            return sliced.forward if forward else partial(sliced.backward, layers=len(self.layers))
+            return partial(sliced.forward if forward else sliced.backward, layers=len(self.layers))
         return transfer.forward if forward else transfer.backward
 
     def _saved(self, layer: int, activation: Value, weight: Value, slices: int) -> int:

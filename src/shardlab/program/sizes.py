@@ -39,6 +39,8 @@ class Sizes:
             the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
         element_bytes: bytes of one element, by kind.
         kinds: each layer's kind (empty: all WHOLE).
+        tied: whether the last of several half-blocks, the head, computes with the weight of the first one, the
+            embedding, and has none of its own (`weights[-1]` is 0).
         residual: elements of the residual stream for one microbatch, which NORM layers hand on beside the activations.
         selective: the layers that selective recomputation computes again: the bodies of attention.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
@@ -54,6 +56,7 @@ class Sizes:
     residual: int = 0
     stats: int = 0
     selective: tuple[int, ...] = ()
+    tied: bool = False
 
     @property
     def layers(self) -> int:
@@ -71,16 +74,17 @@ class Sizes:
         )
 
     @classmethod
-    def half_blocks(cls, blocks: int) -> Sizes:
+    def half_blocks(cls, blocks: int, *, tied: bool = False) -> Sizes:
         """The same layer in half-blocks, for tensor parallelism: each body is a matrix, each norm a vector.
 
         A block has two bodies, of attention and of an MLP; before and after the blocks are the embedding's and the
-        head's.
+        head's, one matrix if they are `tied`.
         """
         bodies = 2 + 2 * blocks
         layers = 2 * bodies - 1
         square = PUZZLE_HIDDEN * PUZZLE_HIDDEN
         weights = tuple(square if layer % 2 == 0 else PUZZLE_HIDDEN for layer in range(layers))
+        weights = (*weights[:-1], 0) if tied else weights
         return cls(
             weights=weights,
             opt_states=weights,
@@ -90,11 +94,17 @@ class Sizes:
             residual=PUZZLE_HIDDEN * PUZZLE_LENGTH,
             stats=3 * PUZZLE_LENGTH,
             selective=tuple(range(2, layers - 1, 4)),
+            tied=tied,
         )
 
-    def grid(self, tensor_parallel: int) -> Grid:
+    def grid(self, tensor_parallel: int, microbatches: int) -> Grid:
         """In what a program counts on so many tensor-parallel ranks: only layers of half-blocks are ever sliced."""
-        return Grid(tensor_parallel, tensor_parallel) if self.kinds else ONE
+        tied = microbatches * tensor_parallel if self.tied else 0
+        return Grid(tensor_parallel, tensor_parallel, tied) if self.kinds else ONE
+
+    def weight_of(self, layer: int) -> int:
+        """The layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        return 0 if self.tied and layer == self.layers - 1 else layer
 
     def kind(self, layer: int) -> LayerKind:
         """A layer's kind; WHOLE for one that does not exist."""
@@ -111,7 +121,7 @@ class Sizes:
         return -(-whole * holds.mask.bit_count() // holds.of)
 
     def _row_elements(self, spec: Spec) -> int:
-        kind, layer, (sequence, width) = spec.kind, spec.layer, spec.grid
+        kind, layer, (sequence, width, _) = spec.kind, spec.layer, spec.grid
         if kind is Kind.STATS:
             each = self.stats * (spec.sums.bit_count() or width)
         elif kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:

@@ -12,16 +12,21 @@ from collections.abc import Sequence
 
 from shardlab.program.errors import Refused
 from shardlab.program.tape import OpKind
-from shardlab.program.values import WHOLE, Holds, Kind, Spec, bits, listed
+from shardlab.program.values import WHOLE, Grid, Holds, Kind, Spec, bits, listed
 from shardlab.program.wants import want_kind, want_weight
 
 
-def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> Spec:
+def owner_of(layer: int, layers: int, grid: Grid) -> int:
+    """The layer whose weight a layer computes with: its own, but the embedding's for a head that is tied to it."""
+    return 0 if grid.tied and layer == layers - 1 else layer
+
+
+def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward", *, layers: int) -> Spec:
     """Complete sequences through slices of a layer: their terms of the branch (of the last layer, their logits)."""
     op = f"{op}(layer {layer})"
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
     _want_sequences(op, activation)
-    sums = _slices(op, layer, weight, activation)
+    sums = _slices(op, layer, layers, weight, activation)
     return Spec(Kind.ACTIVATION, layer + 1, activation.holds, sums, activation.step, activation.grid)
 
 
@@ -30,11 +35,11 @@ def backward(layer: int, activation: Spec, gradient: Spec, weight: Spec, *, laye
     op = f"backward(layer {layer})"
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
     _want_sequences(op, activation)
-    sums = _slices(op, layer, weight, activation)
+    sums = _slices(op, layer, layers, weight, activation)
     _want_gradient(op, layer, activation, gradient, sums if layer == layers - 1 else 0)
     step, grid = activation.step, activation.grid
     return (
-        Spec(Kind.GRAD_WEIGHT, layer, weight.holds, activation.holds.mask, step, grid),
+        _grad_weight(layer, layers, weight.holds, activation),
         Spec(Kind.GRAD_ACTIVATION, layer, activation.holds, sums, step, grid),
     )
 
@@ -45,7 +50,14 @@ def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, s
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
     _want_gradient(op, layer, activation, gradient, slices if layer == layers - 1 else 0)
     holds = Holds(slices, activation.grid.width).simplified() if slices else WHOLE
-    return Spec(Kind.GRAD_WEIGHT, layer, holds, activation.holds.mask, activation.step, activation.grid)
+    return _grad_weight(layer, layers, holds, activation)
+
+
+def _grad_weight(layer: int, layers: int, holds: Holds, activation: Spec) -> Spec:
+    """The gradient of a layer's parameters; of a tied head, the embedding's, with the pieces that it saw as the head."""
+    owner, mask = owner_of(layer, layers, activation.grid), activation.holds.mask
+    sums = mask if owner == layer else mask << activation.grid.tied
+    return Spec(Kind.GRAD_WEIGHT, owner, holds, sums, activation.step, activation.grid)
 
 
 def norm_forward(
@@ -129,10 +141,10 @@ def unite_terms(op: str, kind: OpKind, specs: Sequence[Spec], names: Sequence[st
     return united
 
 
-def _slices(op: str, layer: int, weight: Spec, activation: Spec) -> int:
+def _slices(op: str, layer: int, layers: int, weight: Spec, activation: Spec) -> int:
     """The slices of a layer that a weight is, as a bit set; 0 for all."""
-    of = activation.grid.width
-    if weight.kind is Kind.WEIGHT and weight.layer == layer and weight.step == activation.step:
+    of, owner = activation.grid.width, owner_of(layer, layers, activation.grid)
+    if weight.kind is Kind.WEIGHT and weight.layer == owner and weight.step == activation.step:
         if weight.holds.complete:
             return 0
         if of % weight.holds.of == 0:
@@ -144,7 +156,7 @@ def _slices(op: str, layer: int, weight: Spec, activation: Spec) -> int:
             raise Refused(
                 f"{op}: the weight given is {weight}, which is not made of whole slices of {of}; gather a slice first."
             )
-    want_weight(op, layer, weight, activation.step)
+    want_weight(op, layer, weight, activation.step, owner)
     return 0
 
 

@@ -65,7 +65,7 @@ class World:
             sizes = Sizes.half_blocks(sizes) if self.mesh.tp > 1 else Sizes.puzzle(sizes)
         self.sizes = sizes
         self.microbatches = microbatches
-        self.grid = self.sizes.grid(self.mesh.tp)
+        self.grid = self.sizes.grid(self.mesh.tp, microbatches)
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake)
         self.channels = Channels(self._wake)

@@ -27,7 +27,7 @@ def simulate(checked: Checked, costs: Costs = UNIT_COSTS) -> Timeline:
 
 def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
     """Of half-blocks, which part of a microbatch's work a piece is: a norm's is none, a body's that of its slices."""
-    sequence, width = specs[op.inputs[0]].grid
+    sequence, width, _ = specs[op.inputs[0]].grid
     if sizes.kind(op.layer) is LayerKind.NORM:
         return 0.0
     told = [specs[number] for number in (*op.inputs, *op.outputs)]

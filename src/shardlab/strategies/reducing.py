@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from shardlab.program import Handle, LayerKind, Rank, Value
@@ -9,20 +10,34 @@ from shardlab.strategies.plan import DATA_AXES, Plan
 
 
 class Gradients:
-    """One rank's gradients: reduced as the plan says, while the rank goes on; then clipped and applied."""
+    """One rank's gradients: reduced as the plan says, while the rank goes on; then clipped and applied.
 
-    def __init__(self, rank: Rank, plan: Plan) -> None:
+    A weight that the head shares with the embedding is kept by the first and the last stage, replicas that stay equal:
+    their gradients meet once a step, in a group of two ranks, and the first stage counts their squares. Where one rank
+    has both stages, it sums both gradients before it reduces them.
+
+    Args:
+        layers: those that this rank computes.
+        ends: the ranks of the first and of the last stage in this rank's pipeline.
+    """
+
+    def __init__(self, rank: Rank, plan: Plan, layers: Sequence[int], ends: tuple[int, int]) -> None:
         self._rank = rank
         self._plan = plan
         axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *DATA_AXES)) if len(rank.group(axis).ranks) > 1]
         self._each = [axis for axis in axes if axis in plan.reduced_each]
         self._once = [axis for axis in axes if axis not in plan.reduced_each]
         self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
+        self._owner = rank.sizes.weight_of
+        self._counted = [l for l in layers if self._owner(l) == l]
+        self._uses = Counter(map(self._owner, layers))  # of each weight, those whose gradients are yet to come
+        self._kept = list(self._uses)
+        self._ends = ends if rank.sizes.tied and ends[0] != ends[1] and rank.index in ends else None
 
-    def load(self, layers: Sequence[int]) -> None:
+    def load(self) -> None:
         """This rank's slices of the weights and of the optimizer's state."""
         rank, plan = self._rank, self._plan
-        for l in layers:
+        for l in self._kept:
             rank.weights[l] = rank.load_weight(l, *self._slice(l, plan.shard_parameters))
             rank.opt_states[l] = rank.load_opt_state(l, *self._slice(l, plan.shard_optimizer))
 
@@ -36,6 +51,7 @@ class Gradients:
 
     async def add(self, layer: int, gradient: Value) -> None:
         """A microbatch's gradient of a layer."""
+        layer = self._owner(layer)
         await self._settle(layer)
         if self._each:
             self._arriving[layer] = self._reduce(gradient, self._each[0]), self._each[1:]
@@ -44,6 +60,10 @@ class Gradients:
 
     async def finish(self, layer: int) -> None:
         """All microbatches of a layer are in: reduce the sum over the axes that are reduced once a step."""
+        layer = self._owner(layer)
+        self._uses[layer] -= 1
+        if self._uses[layer]:
+            return
         await self._settle(layer)
         once = [*self._once]
         if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM:
@@ -52,13 +72,16 @@ class Gradients:
             gradient = self._rank.grad_weights.pop(layer)
             self._arriving[layer] = self._reduce(gradient, once[0]), once[1:]
 
-    async def update(self, layers: Sequence[int]) -> None:
+    async def update(self) -> None:
         """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
-        rank, plan = self._rank, self._plan
+        rank, plan, layers, counted = self._rank, self._plan, self._kept, self._counted
+        tied = await self._meet() if self._ends else None
         for l in layers:
             await self._settle(l)
-        await self._norm([l for l in layers if rank.kinds[l] is LayerKind.SLICED], ("tp",))
-        await self._norm([l for l in layers if rank.kinds[l] is not LayerKind.SLICED], (*plan.shard_optimizer, "pp"))
+        if tied is not None:
+            rank.grad_weights[0] = await tied
+        await self._norm([l for l in counted if rank.kinds[l] is LayerKind.SLICED], ("tp",))
+        await self._norm([l for l in counted if rank.kinds[l] is not LayerKind.SLICED], (*plan.shard_optimizer, "pp"))
         again = [axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters]
         for l in layers:
             rank.weights[l], rank.opt_states[l] = rank.update(
@@ -68,6 +91,11 @@ class Gradients:
             if len(rank.group(axis).ranks) > 1:
                 for l, gathered in [(l, rank.all_gather(rank.weights[l], axis=axis)) for l in layers]:
                     rank.weights[l] = await gathered
+
+    async def _meet(self) -> Handle[Value]:
+        """Start to sum the gradients of the embedding's and of the head's rank."""
+        await self._settle(0)
+        return self._rank.all_reduce(self._rank.grad_weights.pop(0), among=self._ends)
 
     async def _norm(self, layers: Sequence[int], axes: Sequence[str]) -> None:
         """Add some layers' squares to the norm, and then those of the ranks along some axes, which have others."""

@@ -54,13 +54,16 @@ class Job:
 
     @property
     def cut(self) -> Model:
-        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel.
+        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel, or a plan needs them.
 
         Raises:
             UserError: when the model does not divide.
         """
-        slices = load(self.strategy).grid(self.ranks).tp
-        return Halves(self.model, slices) if slices > 1 else self.model
+        entry = load(self.strategy)
+        slices, plan = entry.grid(self.ranks).tp, entry.plan and entry.plan(self.ranks)
+        tied = bool(self.model.borrowed(self.model.layers - 1))
+        halves = slices > 1 or (plan is not None and (plan.half_blocks or tied))
+        return Halves(self.model, slices) if halves else self.model
 
     @property
     def sizes(self) -> Sizes:

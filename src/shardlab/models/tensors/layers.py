@@ -23,7 +23,7 @@ class Layer(ABC):
     """One layer of a model, a function of its parameters and its inputs; it holds no tensor itself.
 
     Attributes:
-        names: of the parameters, in the layout's order.
+        names: of the parameters, in the layout's order; then of those that it borrows.
     """
 
     names: tuple[str, ...]
@@ -113,7 +113,7 @@ def layers_of(model: Model) -> list[Layer]:
 
 
 def _layer(model: Model, layer: int) -> Layer:
-    names = tuple(p.name for p in model.layout(layer).parameters)
+    names = (*(p.name for p in model.layout(layer).parameters), *model.borrowed(layer))
     if isinstance(model, Blocks):
         return BlockLayer(names, model.parts(layer))
     assert isinstance(model, Halves), f"no arithmetic for {type(model).__name__}"
