@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.groups import make_groups
 from shardlab.program import Group, Program
 
 Wait = Callable[[], Any]
@@ -26,18 +27,10 @@ _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class Communicator:
-    """The process groups of a program, on a default process group that already exists.
-
-    Programs may use fewer ranks than there are processes; only members take part in making a group.
-    """
+    """One rank's communication, on a default process group that already exists; see `make_groups`."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        groups = {op.group for op in program.tapes[rank] if op.group is not None}
-        self._groups: dict[Group, dist.ProcessGroup] = {}
-        for group in sorted(groups, key=lambda group: (group.axis, group.ranks)):
-            made = dist.new_group(list(group.ranks), use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup), f"rank {rank} is not in {group.ranks}"
-            self._groups[group] = made
+        self._groups = make_groups(program, rank)
         self._batches: dict[int, int] = {}
         for op in program.tapes[rank]:
             if op.batch >= 0:

@@ -54,7 +54,7 @@ class Blocks(Model):
         """As `Model.sizes`.
 
         Raises:
-            UserError: when the last block computes with a weight of the first one, which no program of whole blocks does.
+            UserError: when the last block computes with a weight of the first one, as no program of whole blocks can.
         """
         if self.borrowed(self.layers - 1):
             raise UserError(

@@ -58,11 +58,10 @@ class CommunicationVerbs(Place):
             named = tuple(ranks)
         except TypeError:
             named = ()
-        known = all(isinstance(rank, int) and 0 <= rank < self.world for rank in named)
-        if not known or self.index not in named or len(set(named)) < len(named):
+        if not set(named) <= set(range(self.world)) or self.index not in named or len(set(named)) < len(named):
             self.refuse(
-                f"{op}: among={ranks!r} was given; name rank {self.index} itself and others of 0-{self.world - 1}, each "
-                "once."
+                f"{op}: among={ranks!r} was given; name rank {self.index} itself and others of 0-{self.world - 1}, "
+                "each once."
             )
         return group_among(named)
 

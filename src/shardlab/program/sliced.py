@@ -54,7 +54,7 @@ def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, s
 
 
 def _grad_weight(layer: int, layers: int, holds: Holds, activation: Spec) -> Spec:
-    """The gradient of a layer's parameters; of a tied head, the embedding's, with the pieces that it saw as the head."""
+    """The gradient of a layer's parameters; of a tied head the embedding's, from these pieces as the head."""
     owner, mask = owner_of(layer, layers, activation.grid), activation.holds.mask
     sums = mask if owner == layer else mask << activation.grid.tied
     return Spec(Kind.GRAD_WEIGHT, owner, holds, sums, activation.step, activation.grid)

@@ -13,7 +13,7 @@ def want_kind(op: str, what: str, got: Spec, kind: Kind) -> None:
 
 
 def want_weight(op: str, layer: int, weight: Spec, step: int, owner: int | None = None) -> None:
-    """A complete weight of this layer, or of the `owner` that it is tied to, from the step that the batch belongs to."""
+    """A complete weight of this layer (or the `owner` that it is tied to), from the step that the batch belongs to."""
     want_kind(op, "weight", weight, Kind.WEIGHT)
     owner = layer if owner is None else owner
     if weight.layer != owner:

@@ -54,7 +54,7 @@ class Job:
 
     @property
     def cut(self) -> Model:
-        """The model as the program's layers are: in half-blocks where the mesh is tensor parallel, or a plan needs them.
+        """The model as the program's layers are: in half-blocks on a tensor-parallel mesh, or where a plan needs them.
 
         Raises:
             UserError: when the model does not divide.
