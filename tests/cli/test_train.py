@@ -79,7 +79,7 @@ def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.Monk
         ("train --strategy fsdp --microbatches 3", "3 microbatches do not divide among 4 ranks"),
         ("train --strategy gpipe --layers 3", "3 layers do not reach 4 pipeline stages"),
         ("train --width 30 --heads 4", "width 30 does not divide by 4 heads"),
-        ("train --tied", "tied embeddings need"),
+        ("train --tied", "run it by a plan"),
         ("train --dropout 1.5", "dropout is 1.5"),
         ("train --learning-rate -1", "learning rate is -1.0; give 0 or more"),
         ("train --data nowhere.txt", "nowhere.txt does not exist"),

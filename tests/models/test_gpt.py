@@ -127,7 +127,6 @@ def test_it_is_frozen_and_hashable() -> None:
         ({"block": 0}, "block is 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),
         ({"dropout": -0.1}, "dropout is -0.1"),
-        ({"tied": True}, "set layers to 1, or leave the embeddings untied"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_a_sentence(fields: dict[str, Any], sentence: str) -> None:
@@ -135,6 +134,18 @@ def test_what_cannot_be_built_is_refused_with_a_sentence(fields: dict[str, Any],
         GPT(**fields)
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_tied_head_in_another_block_borrows_the_embedding() -> None:
+    model = GPT(layers=3, tied=True)
+    assert [model.borrowed(layer) for layer in range(3)] == [(), (), ("wte.weight",)]
+    assert GPT(layers=3).parameter_count - model.parameter_count == model.vocabulary * model.width
+    assert GPT(layers=1, tied=True).borrowed(0) == ()
+
+
+def test_programs_of_whole_blocks_do_not_share_a_weight() -> None:
+    with pytest.raises(UserError, match="set layers to 1, or leave the embeddings untied"):
+        GPT(tied=True).sizes(rows=1, element_bytes=4)
 
 
 def test_an_empty_microbatch_is_refused() -> None:

@@ -33,7 +33,7 @@ def forward(state: RankState, op: Op) -> None:
         return
     activation, weight = op[2]
     spec = state.live[activation]
-    made = _forward(kind)(op[1], spec, state.live[weight])
+    made = _forward(state, kind)(op[1], spec, state.live[weight])
     if len(op[3]) == 1:
         state.make(op[3][0], made)
     else:
@@ -42,13 +42,13 @@ def forward(state: RankState, op: Op) -> None:
         _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
-def _forward(kind: LayerKind) -> Callable[..., Spec]:
+def _forward(state: RankState, kind: LayerKind) -> Callable[..., Spec]:
     """The rule of a layer with one input and one output."""
     if kind is LayerKind.WHOLE:
         return transfer.forward
     if kind is LayerKind.EXPERTS:
         return experts.forward
-    return partial(sliced.forward, tokenwise=True) if kind is LayerKind.TOKENWISE else sliced.forward
+    return partial(sliced.forward, layers=state.program.layers, tokenwise=kind is LayerKind.TOKENWISE)
 
 
 def _project(state: RankState, op: Op) -> None:
@@ -94,7 +94,7 @@ def recompute(state: RankState, op: Op) -> None:
         state.refuse(f"{op}: a {kind.value} layer is not recomputed.")
     if kind is LayerKind.PROJECT:
         state.refuse(f"{op}: queries, keys and values are not recomputed; making them keeps nothing.")
-    made = _forward(kind)(op[1], spec, state.live[weight], "recompute")
+    made = _forward(state, kind)(op[1], spec, state.live[weight], "recompute")
     _save(state, saved, activation, transfer.saved(op[1], spec, made.sums))
 
 
@@ -235,6 +235,8 @@ def _load(state: RankState, op: Op, kind: Kind) -> None:
     holds, layer, (), (number,) = op.holds, op[1], op[2], op[3]
     if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
         state.refuse(f"{op}: there is no slice {_said(holds)} of layer {layer}.")
+    if state.program.sizes.weight_of(layer) != layer:
+        state.refuse(f"{op}: {transfer.NO_WEIGHT}")
     if (kind, layer, holds) in state.loaded:
         state.refuse(f"{op}: the same slice was loaded by op {state.loaded[kind, layer, holds]} already.")
     state.loaded[kind, layer, holds] = state.at

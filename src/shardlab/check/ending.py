@@ -61,8 +61,9 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
                 continue
             mine, theirs = common(held[layer], holds)
             held[layer] = Holds(mine.mask | theirs.mask, mine.of)
+    weight_of = states[0].program.sizes.weight_of
     for layer, (mask, of) in enumerate(held):
-        if not held[layer].complete:
+        if weight_of(layer) == layer and not held[layer].complete:
             missing = listed(bits(~mask & ((1 << of) - 1)))
             raise Refused(
                 f"weights[{layer}]: no rank loads slice {missing} of {of}, so it is never updated; every slice "

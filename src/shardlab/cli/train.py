@@ -68,7 +68,7 @@ class Train:
     """Biases in linear maps and norms."""
 
     tied: Flag = False
-    """The head uses the token embedding (for a model of one layer)."""
+    """The head uses the token embedding; with more than one layer, under a plan."""
 
     learning_rate: float = 2e-3
     """AdamW's largest learning rate, after a warm-up of a twentieth of the steps."""

@@ -11,12 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.groups import Groups, make_groups
 from shardlab.program import Group, Program
 
 Wait = Callable[[], Any]
-
-Groups = dict[Group, dist.ProcessGroup]
-"""Process groups that exist already."""
 
 
 def _newest(*names: str) -> Callable[..., Any]:
@@ -30,23 +28,16 @@ _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class Communicator:
-    """The process groups of a program, on a default process group that already exists.
-
-    Programs may use fewer ranks than there are processes; only members take part in making a group.
+    """One rank's communication, on a default process group that already exists.
 
     Args:
         program: the tapes.
         rank: whose.
-        groups: where groups are kept for further programs of the same processes, all of which must keep them.
+        groups: where groups are kept for further programs of the same processes (see `make_groups`).
     """
 
     def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:
-        wanted = {op.group for op in program.tapes[rank] if op.group is not None}
-        self._groups = {} if groups is None else groups
-        for group in sorted(wanted - set(self._groups), key=lambda group: (group.axis, group.ranks)):
-            made = dist.new_group(list(group.ranks), use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup), f"rank {rank} is not in {group.ranks}"
-            self._groups[group] = made
+        self._groups = make_groups(program, rank, {} if groups is None else groups)
         self._batches: dict[int, int] = {}
         for op in program.tapes[rank]:
             if op.batch >= 0:

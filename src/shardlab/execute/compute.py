@@ -144,7 +144,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 def backward(state: State, at: int, op: Op) -> Instruction:
     """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
     (_, gradient, weight, saved, *residual), (grad_weight, *outputs), values = op.inputs, op.outputs, state.values
-    layout, room = state.shapes.layouts[op.layer], _gradient_room(state, at, op)
+    layout, room = state.shapes.layout_of_weight(op.layer), _gradient_room(state, at, op)
 
     def run() -> None:
         graph: Graph = values[saved]
@@ -176,7 +176,7 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
 def backward_weight(state: State, at: int, op: Op) -> Instruction:
     """The half that gives the weight's gradient, added to an older one where an ADD would follow."""
     half, grad_weight, values = op.inputs[2], op.outputs[0], state.values
-    layout, room = state.shapes.layouts[op.layer], _gradient_room(state, at, op)
+    layout, room = state.shapes.layout_of_weight(op.layer), _gradient_room(state, at, op)
 
     def run() -> None:
         graph: Graph = values[half]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from shardlab.check import Checked
-from shardlab.models import ExpertLayers, Model
+from shardlab.models import ExpertLayers, LayerLayout, Model
 from shardlab.program import Holds, Kind, Spec, UserError
 from shardlab.program.values import ROW_KINDS, bits
 
@@ -26,8 +26,13 @@ class Shapes:
                     cuts[layer] = math.lcm(cuts[layer], holds.of)
         self.model = model
         self.rows = rows
+        self._sizes = checked.program.sizes
         self.layouts = [model.layout(layer) for layer in range(model.layers)]
         self.flat = [layout.padded(cuts[layer]) for layer, layout in enumerate(self.layouts)]
+
+    def layout_of_weight(self, layer: int) -> LayerLayout:
+        """The layout of the weight that a layer computes with, and of its gradient."""
+        return self.layouts[self._sizes.weight_of(layer)]
 
     def shape(self, spec: Spec) -> tuple[int, ...]:
         """Shape of a value's tensor: its slices or its microbatches' rows, one after the other."""

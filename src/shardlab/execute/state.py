@@ -182,7 +182,7 @@ class State:
         slot = self.analysis.slot.get(number)
         key = (layer, flat.data_ptr() if slot is None else slot)
         if key not in self._weights:
-            self._weights[key] = FlatWeight(flat, self.shapes.layouts[layer])
+            self._weights[key] = FlatWeight(flat, self.shapes.layout_of_weight(layer))
         return self._weights[key]
 
     def _make_buffers(self) -> list[Tensor]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from shardlab.models.layout import LayerLayout
 from shardlab.models.model import Model
-from shardlab.models.parts import Part
+from shardlab.models.parts import Head, Part
+from shardlab.program.errors import UserError
+from shardlab.program.sizes import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,24 @@ class Blocks(Model):
         first = (self.embedding,) if layer == 0 else ()
         last = (self.head,) if layer == self.layers - 1 else ()
         return (*first, *self.body, *last)
+
+    def borrowed(self, layer: int) -> tuple[str, ...]:
+        tied = isinstance(self.head, Head) and self.head.tied
+        return ("wte.weight",) if tied and 0 < layer == self.layers - 1 else ()
+
+    def sizes(self, rows: int, element_bytes: int) -> Sizes:
+        """As `Model.sizes`.
+
+        Raises:
+            UserError: when the last block computes with a weight of the first one, as no program of whole blocks can.
+        """
+        if self.borrowed(self.layers - 1):
+            raise UserError(
+                f"tied embeddings are one parameter of two layers, but whole blocks share none: of {self.layers}, the "
+                "first holds the embedding and the last the head; run it by a plan, which cuts such a model into "
+                "half-blocks, set layers to 1, or leave the embeddings untied"
+            )
+        return super().sizes(rows, element_bytes)
 
     def layout(self, layer: int) -> LayerLayout:
         return LayerLayout(parameter for part in self.parts(layer) for parameter in part.parameters())

@@ -19,7 +19,8 @@ class GPT(Blocks):
     Attributes:
         heads: attention heads, each `width / heads` features wide.
         kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: as many).
-        tied: the head uses the token embedding instead of a matrix of its own.
+        tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
+            With more than one layer, such a model is trained in half-blocks.
     """
 
     heads: int = 4
@@ -41,11 +42,6 @@ class GPT(Blocks):
                     f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly (remainder "
                     f"{self.heads % self.kv_heads}); choose a number of key/value heads that divides the heads"
                 )
-        if self.tied and self.layers > 1:
-            raise UserError(
-                f"tied embeddings need the embedding and the head in one layer, but of {self.layers} layers the first "
-                "holds the embedding and the last the head; set layers to 1, or leave the embeddings untied"
-            )
 
     @property
     def embedding(self) -> Part:

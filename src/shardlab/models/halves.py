@@ -148,11 +148,6 @@ class Halves(CutModel):
             raise UserError(
                 "tensor and context parallelism do not cut mixtures of experts; set tp and cp to 1 and use ep for them"
             )
-        if all(parameter.cut is None for parameter in whole.head.parameters()):
-            raise UserError(
-                "tied embeddings need the embedding and the head in one layer, but half-blocks have one in the first "
-                "and the other in the last; leave the embeddings untied"
-            )
         for part in whole.body:
             for name, count in part.sliceable().items():
                 if count % slices:
@@ -189,6 +184,10 @@ class Halves(CutModel):
     def layout(self, layer: int) -> LayerLayout:
         slices = 1 if isinstance(self.half(layer), Norm) else self.slices
         return LayerLayout((p.sliced(slices) for _, p in self.half(layer).sources()), slices)
+
+    def borrowed(self, layer: int) -> tuple[str, ...]:
+        """A tied head has no parameter but the embedding's."""
+        return () if self.half(layer).sources() else tuple(p.name for p in self.layout(0).parameters)
 
     @property
     def padded_vocabulary(self) -> int:

@@ -73,6 +73,10 @@ class Model(ABC):
     def forward_flops(self, layer: int) -> int:
         """FLOPs of the layer's matrix products for one sequence; a backward pass takes twice as many."""
 
+    def borrowed(self, layer: int) -> tuple[str, ...]:
+        """The parameters of the first layer that this other layer computes with as well, by name: a tied embedding."""
+        return ()
+
     @property
     def residual_width(self) -> int:
         """Features of a token in what is carried from layer to layer beside the activations, if anything is."""
@@ -124,6 +128,7 @@ class Model(ABC):
             element_bytes=dict.fromkeys(Kind, element_bytes),
             kinds=self.kinds,
             selective=self.selective,
+            tied=bool(self.borrowed(self.layers - 1)),
             stats=3 * rows * self.block,
             residual=rows * self.block * self.residual_width if CARRYING.intersection(self.kinds) else 0,
             queries=rows * self.block * self.attention_features[0],

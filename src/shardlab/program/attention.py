@@ -187,10 +187,9 @@ def _want(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
 
 def _want_same(op: str, what: str, one: Spec, other_what: str, other: Spec) -> None:
     if one.holds != other.holds or one.step != other.step:
-        slices = one.grid.sequence
         raise Refused(
-            f"{op}: the {what} is of {pieces_text(one.holds.mask, slices)} and the {other_what} of "
-            f"{pieces_text(other.holds.mask, slices)}; both must be of the same tokens and step."
+            f"{op}: the {what} is of {pieces_text(one.holds.mask, one.grid)} and the {other_what} of "
+            f"{pieces_text(other.holds.mask, other.grid)}; both must be of the same tokens and step."
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shardlab.program.handle import Handle
+from shardlab.program.mesh import Group, group_among
 from shardlab.program.place import Place
 from shardlab.program.tape import Message, Op, OpKind
 from shardlab.program.value import Value
@@ -20,9 +21,14 @@ Expected = tuple[str, int, "int | Iterable[int] | None"]
 class CommunicationVerbs(Place):
     """Collectives over an axis of the mesh, and messages between two ranks."""
 
-    def all_reduce(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
-        """The sum of the members' gradients, on every member."""
-        return self._collective(OpKind.ALL_REDUCE, value, axis)
+    def all_reduce(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
+        """The sum of the members' gradients, on every member.
+
+        Args:
+            axis: along which the members lie (None: all ranks).
+            among: instead of an axis, the members' numbers; all of them name the same ones in the same order.
+        """
+        return self._collective(OpKind.ALL_REDUCE, value, axis, among)
 
     def all_gather(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """The members' pieces side by side, on every member."""
@@ -40,15 +46,32 @@ class CommunicationVerbs(Place):
         """
         return self._collective(OpKind.ALL_TO_ALL, value, axis)
 
-    def _collective(self, kind: OpKind, value: Value, axis: str | None) -> Handle[Value]:
+    def _collective(
+        self, kind: OpKind, value: Value, axis: str | None, among: Sequence[int] | None = None
+    ) -> Handle[Value]:
         spec = self._read(value)
-        group = self.group(axis)
+        group = self.group(axis) if among is None else self._among(kind.value, axis, among)
         handle = self._world.collectives.issue(self, kind, value, group)
         result = handle.result
         op = Op(kind, spec.layer, (value.number,), (result.number,), handle.number, group)
         self._issue(op, handle, value)
         self._world.collectives.meet(handle)
         return handle
+
+    def _among(self, op: str, axis: str | None, ranks: Sequence[int]) -> Group:
+        """The group of the ranks named."""
+        if axis is not None:
+            self.refuse(f"{op}: both axis {axis!r} and among={ranks!r} were given; give one of them.")
+        try:
+            named = tuple(ranks)
+        except TypeError:
+            named = ()
+        if not set(named) <= set(range(self.world)) or self.index not in named or len(set(named)) < len(named):
+            self.refuse(
+                f"{op}: among={ranks!r} was given; name rank {self.index} itself and others of 0-{self.world - 1}, "
+                "each once."
+            )
+        return group_among(named)
 
     def send(self, value: Value, *, to: int) -> Handle[None]:
         """Send a value to another rank.

@@ -33,6 +33,8 @@ class ComputeVerbs(Place):
     def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int) -> Value:
         name = kind.value
         self._check_layer(name, layer)
+        if self.sizes.weight_of(layer) != layer:
+            self.refuse(f"{name}(layer {layer}): {transfer.NO_WEIGHT}")
         if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             self.refuse(f"{name}(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
         if not 0 <= shard < of:
@@ -212,10 +214,8 @@ class ComputeVerbs(Place):
         if kind is LayerKind.EXPERTS:
             return experts.forward if forward else experts.backward
         if kind is LayerKind.SLICED or kind is LayerKind.TOKENWISE:
-            tokenwise = kind is LayerKind.TOKENWISE
-            if forward:
-                return partial(sliced.forward, tokenwise=tokenwise)
-            return partial(sliced.backward, layers=len(self.layers), tokenwise=tokenwise)
+            rule = sliced.forward if forward else sliced.backward
+            return partial(rule, layers=len(self.layers), tokenwise=kind is LayerKind.TOKENWISE)
         return transfer.forward if forward else transfer.backward
 
     def _saved(self, layer: int, activation: Value, weight: Value, slices: int) -> int:

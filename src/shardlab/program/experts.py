@@ -116,7 +116,7 @@ def _want_buffers(op: str, layer: int, activation: Spec, weight: Spec) -> int:
     want_kind(op, "activation", activation, Kind.ACTIVATION)
     if activation.layer != layer:
         raise Refused(f"{op}: the activation given is {activation}; this op reads activations[{layer}].")
-    sums = slices_of(op, layer, weight, activation)
+    sums = slices_of(op, layer, layer, weight, activation)
     if activation.sums != sums:
         raise Refused(
             f"{op}: the activation given is {activation} and the weight {weight}; experts compute on their own buffers "

@@ -37,6 +37,11 @@ def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
     return Group(axis, ranks)
 
 
+def group_among(ranks: tuple[int, ...]) -> Group:
+    """The group of some ranks that lie along no axis."""
+    return group_of(f"ranks {', '.join(map(str, ranks))}", ranks)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """How many ranks each axis has; rank numbers count through the grid with the last axis fastest.

@@ -55,6 +55,8 @@ class Sizes:
             the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
         element_bytes: bytes of one element, by kind.
         kinds: each layer's kind (empty: all WHOLE).
+        tied: whether the last of several half-blocks, the head, computes with the weight of the first one, the
+            embedding, and has none of its own (`weights[-1]` is 0).
         residual: elements of what NORM and DENSE layers hand on beside the activations, for one microbatch.
         selective: the layers that selective recomputation computes again: the bodies of attention.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
@@ -73,6 +75,7 @@ class Sizes:
     selective: tuple[int, ...] = ()
     queries: int = 0
     keys_values: int = 0
+    tied: bool = False
 
     @property
     def layers(self) -> int:
@@ -99,16 +102,17 @@ class Sizes:
         return cls.half_blocks(layers) if mesh.tp > 1 else cls.puzzle(layers)
 
     @classmethod
-    def half_blocks(cls, blocks: int) -> Sizes:
+    def half_blocks(cls, blocks: int, *, tied: bool = False) -> Sizes:
         """The same layer in half-blocks, for tensor parallelism: each body is a matrix, each norm a vector.
 
         A block has two bodies, of attention and of an MLP; before and after the blocks are the embedding's and the
-        head's.
+        head's, one matrix if they are `tied`.
         """
         bodies = 2 + 2 * blocks
         layers = 2 * bodies - 1
         square = PUZZLE_HIDDEN * PUZZLE_HIDDEN
         weights = tuple(square if layer % 2 == 0 else PUZZLE_HIDDEN for layer in range(layers))
+        weights = (*weights[:-1], 0) if tied else weights
         return cls(
             weights=weights,
             opt_states=weights,
@@ -118,6 +122,7 @@ class Sizes:
             residual=PUZZLE_HIDDEN * PUZZLE_LENGTH,
             stats=3 * PUZZLE_LENGTH,
             selective=tuple(range(2, layers - 1, 4)),
+            tied=tied,
         )
 
     @classmethod
@@ -152,7 +157,7 @@ class Sizes:
             keys_values=2 * rows,
         )
 
-    def grid(self, mesh: Mesh) -> Grid:
+    def grid(self, mesh: Mesh, microbatches: int) -> Grid:
         """In what a program counts on a mesh: only half-blocks and experts are ever sliced.
 
         Each context-parallel rank has two slices of every sequence: an early one, and a late one (see `balanced`).
@@ -161,12 +166,17 @@ class Sizes:
             return Grid(1, mesh.ep)
         if not self.kinds:
             return ONE
-        return Grid(mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1), mesh.tp)
+        slices = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
+        return Grid(slices, mesh.tp, microbatches * slices if self.tied else 0)
 
     def next_carrying(self, layer: int) -> int:
         """The first layer after this one that reads the residual that a norm or dense layer hands on; -1: none."""
         later = range(layer + 1, len(self.kinds))
         return next((other for other in later if self.kinds[other] in CARRYING), -1)
+
+    def weight_of(self, layer: int) -> int:
+        """The layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        return 0 if self.tied and layer == self.layers - 1 else layer
 
     def kind(self, layer: int) -> LayerKind:
         """A layer's kind; WHOLE for one that does not exist."""
@@ -183,7 +193,7 @@ class Sizes:
         return -(-whole * holds.mask.bit_count() // holds.of)
 
     def _row_elements(self, spec: Spec) -> int:
-        kind, layer, (sequence, width) = spec.kind, spec.layer, spec.grid
+        kind, layer, (sequence, width, _) = spec.kind, spec.layer, spec.grid
         if kind is Kind.STATS:
             each = self.stats * (spec.sums.bit_count() or width)
         elif kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:

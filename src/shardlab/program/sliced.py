@@ -12,11 +12,18 @@ from collections.abc import Sequence
 
 from shardlab.program.errors import Refused
 from shardlab.program.tape import OpKind
-from shardlab.program.values import WHOLE, Holds, Kind, Spec, bits, listed
+from shardlab.program.values import WHOLE, Grid, Holds, Kind, Spec, bits, listed
 from shardlab.program.wants import want_kind, want_weight
 
 
-def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward", *, tokenwise: bool = False) -> Spec:
+def owner_of(layer: int, layers: int, grid: Grid) -> int:
+    """The layer whose weight a layer computes with: its own, but the embedding's for a head that is tied to it."""
+    return 0 if grid.tied and layer == layers - 1 else layer
+
+
+def forward(
+    layer: int, activation: Spec, weight: Spec, op: str = "forward", *, layers: int, tokenwise: bool = False
+) -> Spec:
     """Complete sequences through slices of a layer: their terms of the branch (of the last layer, their logits).
 
     A `tokenwise` layer takes any slice of the sequence.
@@ -25,7 +32,7 @@ def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward", *, 
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
     if not tokenwise:
         _want_sequences(op, activation)
-    sums = slices_of(op, layer, weight, activation)
+    sums = slices_of(op, layer, owner_of(layer, layers, activation.grid), weight, activation)
     return Spec(Kind.ACTIVATION, layer + 1, activation.holds, sums, activation.step, activation.grid)
 
 
@@ -37,11 +44,11 @@ def backward(
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
     if not tokenwise:
         _want_sequences(op, activation)
-    sums = slices_of(op, layer, weight, activation)
+    sums = slices_of(op, layer, owner_of(layer, layers, activation.grid), weight, activation)
     _want_gradient(op, layer, activation, gradient, sums if layer == layers - 1 else 0)
     step, grid = activation.step, activation.grid
     return (
-        Spec(Kind.GRAD_WEIGHT, layer, weight.holds, activation.holds.mask, step, grid),
+        _grad_weight(layer, layers, weight.holds, activation),
         Spec(Kind.GRAD_ACTIVATION, layer, activation.holds, sums, step, grid),
     )
 
@@ -52,7 +59,14 @@ def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, s
     _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
     _want_gradient(op, layer, activation, gradient, slices if layer == layers - 1 else 0)
     holds = Holds(slices, activation.grid.width).simplified() if slices else WHOLE
-    return Spec(Kind.GRAD_WEIGHT, layer, holds, activation.holds.mask, activation.step, activation.grid)
+    return _grad_weight(layer, layers, holds, activation)
+
+
+def _grad_weight(layer: int, layers: int, holds: Holds, activation: Spec) -> Spec:
+    """The gradient of a layer's parameters; of a tied head the embedding's, from these pieces as the head."""
+    owner, mask = owner_of(layer, layers, activation.grid), activation.holds.mask
+    sums = mask if owner == layer else mask << activation.grid.tied
+    return Spec(Kind.GRAD_WEIGHT, owner, holds, sums, activation.step, activation.grid)
 
 
 _FIRST = {"norm": 1, "dense": 0}
@@ -156,10 +170,10 @@ def unite_terms(op: str, kind: OpKind, specs: Sequence[Spec], names: Sequence[st
     return united
 
 
-def slices_of(op: str, layer: int, weight: Spec, activation: Spec) -> int:
-    """The slices of a layer that a weight is, as a bit set; 0 for all."""
+def slices_of(op: str, layer: int, owner: int, weight: Spec, activation: Spec) -> int:
+    """The slices that a weight of layer `owner` is, with which a layer computes, as a bit set; 0 for all."""
     of = activation.grid.width
-    if weight.kind is Kind.WEIGHT and weight.layer == layer and weight.step == activation.step:
+    if weight.kind is Kind.WEIGHT and weight.layer == owner and weight.step == activation.step:
         if weight.holds.complete:
             return 0
         if of % weight.holds.of == 0:
@@ -171,7 +185,7 @@ def slices_of(op: str, layer: int, weight: Spec, activation: Spec) -> int:
             raise Refused(
                 f"{op}: the weight given is {weight}, which is not made of whole slices of {of}; gather a slice first."
             )
-    want_weight(op, layer, weight, activation.step)
+    want_weight(op, layer, weight, activation.step, owner)
     return 0
 
 

@@ -136,11 +136,11 @@ class Program:
     @property
     def grid(self) -> Grid:
         """In what slices its values are counted."""
-        return self.sizes.grid(self.mesh)
+        return self.sizes.grid(self.mesh, self.microbatches)
 
     @property
     def cells(self) -> int:
-        """All pieces of the batch, as a bit set: what every gradient must have summed."""
+        """All pieces of the batch, as a bit set: what every gradient must have summed (a tied weight's twice)."""
         return (1 << self.microbatches * self.grid.sequence) - 1
 
     def fingerprint(self) -> str:

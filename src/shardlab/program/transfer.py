@@ -15,6 +15,7 @@ from shardlab.program.tape import Message, OpKind
 from shardlab.program.values import (
     ROW_KINDS,
     WHOLE,
+    Grid,
     Holds,
     Kind,
     Spec,
@@ -28,6 +29,9 @@ from shardlab.program.wants import want_kind, want_weight
 
 _ACTIVATION, _GRAD_ACTIVATION = Kind.ACTIVATION, Kind.GRAD_ACTIVATION
 _WEIGHT, _OPT_STATE, _GRAD_WEIGHT, _SCALAR = Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT, Kind.SCALAR
+
+NO_WEIGHT = "the head is tied to the embedding and has no weight of its own; it computes with weights[0], load layer 0."
+"""Why nothing is loaded for the last layer of a tied model."""
 
 
 def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward") -> Spec:
@@ -137,19 +141,31 @@ def add(a: Spec, b: Spec) -> Spec:
     return _unite("add", [a, b], ["the first value", "the second value"])
 
 
+def uses(layer: int, cells: int, grid: Grid) -> int:
+    """What a finished gradient has summed: every piece of the batch, of a tied weight once for each of its two uses."""
+    return cells | cells << grid.tied if grid.tied and layer == 0 else cells
+
+
 def norm(layer: int, layers: int, gradient: Spec, cells: int) -> Spec:
-    """The squares of a finished gradient's elements, summed: their part of the model's squared gradient norm."""
+    """The squares of a finished gradient's elements, summed: their part of the model's squared gradient norm.
+
+    A tied weight is a parameter of two layers; its squares stand for both.
+    """
+    cells = uses(layer, cells, gradient.grid)
     if gradient.kind is not _GRAD_WEIGHT or gradient.layer != layer or gradient.sums != cells:
         op = f"norm(layer {layer})"
         want_kind(op, "gradient", gradient, _GRAD_WEIGHT)
         if gradient.layer != layer:
             raise Refused(f"{op}: {gradient} was given; give a gradient of layer {layer}.")
         raise Refused(
-            f"{op}: {pieces_text(cells & ~gradient.sums, gradient.grid.sequence)} missing from {gradient}; squares do "
+            f"{op}: {pieces_text(cells & ~gradient.sums, gradient.grid)} missing from {gradient}; squares do "
             "not add up over microbatches. Add or reduce the missing gradients first."
         )
     mask, of = gradient.holds
-    return Spec(_SCALAR, 0, Holds(mask << layer * of, layers * of), 0, gradient.step)
+    counted = mask << layer * of
+    if gradient.grid.tied and layer == 0:
+        counted |= mask << (layers - 1) * of
+    return Spec(_SCALAR, 0, Holds(counted, layers * of), 0, gradient.step)
 
 
 def scale(op: str, norm: Spec, step: int) -> None:
@@ -173,6 +189,7 @@ def update(
     Weight and gradient may hold more than the state; the new weight is the state's slice alone. `cells` is the bit set
     of all microbatches of the step.
     """
+    cells = uses(layer, cells, gradient.grid)
     if norm is not None:
         scale(f"update(layer {layer})", norm, gradient.step)
     if not (
@@ -207,7 +224,7 @@ def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, ce
         missing = cells & ~gradient.sums
         verb = "are" if missing.bit_count() > 1 else "is"
         raise Refused(
-            f"{op}: {pieces_text(missing, gradient.grid.sequence)} {verb} missing from {gradient}; an update wants "
+            f"{op}: {pieces_text(missing, gradient.grid)} {verb} missing from {gradient}; an update wants "
             "every microbatch exactly once. Add or reduce the missing gradients first."
         )
     for what, value in (("gradient", gradient), ("weight", weight)):
@@ -236,7 +253,7 @@ def unite_sums(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             mask = twice & -twice
             other = next(n for s, n in zip(specs, names, strict=True) if s.sums & mask)
             raise Refused(
-                f"{op}: {pieces_text(twice, spec.grid.sequence)} would be counted twice ({other} and {name} both "
+                f"{op}: {pieces_text(twice, spec.grid)} would be counted twice ({other} and {name} both "
                 "summed it); each microbatch may reach a gradient once."
             )
         total |= spec.sums

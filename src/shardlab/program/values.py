@@ -140,10 +140,18 @@ WHOLE = Holds(1, 1)
 
 
 class Grid(NamedTuple):
-    """In how many slices a program counts: of every sequence, and of the parameters of a sliced layer."""
+    """In what a program counts.
+
+    Attributes:
+        sequence: slices of every sequence.
+        width: slices of the parameters of a sliced layer.
+        tied: pieces of the batch, if the head is tied to the embedding: a gradient of layer 0 then has bit p set when
+            piece p has been added in as the embedding, and bit tied + p when it has been as the head (0: not tied).
+    """
 
     sequence: int
     width: int
+    tied: int = 0
 
 
 ONE = Grid(1, 1)
@@ -181,7 +189,10 @@ class Spec(NamedTuple):
     @property
     def pieces(self) -> int:
         """The pieces of the batch that this value is about, as a bit set (0 for weights and optimizer states)."""
-        return self.holds.mask if self.kind in ROW_KINDS else self.sums
+        if self.kind in ROW_KINDS:
+            return self.holds.mask
+        tied = self.grid.tied
+        return self.sums if not tied else self.sums & ((1 << tied) - 1) | self.sums >> tied
 
     @property
     def microbatches(self) -> int:
@@ -198,13 +209,13 @@ class Spec(NamedTuple):
     def __str__(self) -> str:
         parts: list[str] = []
         if self.kind in ROW_KINDS:
-            parts.append(pieces_text(self.holds.mask, self.grid.sequence))
+            parts.append(pieces_text(self.holds.mask, self.grid))
             if alone := self.sums & ((1 << self.grid.width) - 1):
                 parts.append(f"slices {listed(bits(alone))} of {self.grid.width} alone")
             if met := self.sums >> self.grid.width:
                 parts.append(f"{_MET.get(self.kind, 'blocks')} {listed(bits(met))} of {self.grid.sequence} alone")
         elif self.kind is Kind.GRAD_WEIGHT:
-            parts.append(pieces_text(self.sums, self.grid.sequence) if self.sums else "zero")
+            parts.append(pieces_text(self.sums, self.grid) if self.sums else "zero")
         if self.kind not in ROW_KINDS and not self.holds.complete:
             parts.append(f"shard {self.holds}" if self.kind is not Kind.SCALAR else f"parts {self.holds} of the model")
         if self.step:
@@ -249,8 +260,13 @@ def microbatches_text(mask: int) -> str:
     return f"microbatch{'es' if mask.bit_count() > 1 else ''} {listed(bits(mask))}"
 
 
-def pieces_text(mask: int, slices: int) -> str:
-    """The same for pieces of which each microbatch has so many: `microbatch 3, sequence slices 0-1 of 4`."""
+def pieces_text(mask: int, grid: Grid) -> str:
+    """The same for pieces: `microbatches 0-2 and sequence slice 1 of microbatch 3`, `microbatch 0 as the head`."""
+    if grid.tied and mask >> grid.tied:
+        once, as_head = mask & ((1 << grid.tied) - 1), mask >> grid.tied
+        uses = [f"{pieces_text(once, grid)} as the embedding"] if once else []
+        return " and ".join([*uses, f"{pieces_text(as_head, grid)} as the head"])
+    slices = grid.sequence
     if slices == 1:
         return microbatches_text(mask)
     full = (1 << slices) - 1

@@ -12,11 +12,12 @@ def want_kind(op: str, what: str, got: Spec, kind: Kind) -> None:
         raise Refused(f"{op}: the {what} given is {got}; give a value of {kind.value}.")
 
 
-def want_weight(op: str, layer: int, weight: Spec, step: int) -> None:
-    """A complete weight of this layer, from the step that the batch belongs to."""
+def want_weight(op: str, layer: int, weight: Spec, step: int, owner: int | None = None) -> None:
+    """A complete weight of this layer (or the `owner` that it is tied to), from the step that the batch belongs to."""
     want_kind(op, "weight", weight, Kind.WEIGHT)
-    if weight.layer != layer:
-        raise Refused(f"{op}: the weight given is {weight}; layer {layer} computes with weights[{layer}].")
+    owner = layer if owner is None else owner
+    if weight.layer != owner:
+        raise Refused(f"{op}: the weight given is {weight}; layer {layer} computes with weights[{owner}].")
     if not weight.holds.complete:
         missing = listed(i for i in range(weight.holds.of) if not weight.holds.mask >> i & 1)
         raise Refused(

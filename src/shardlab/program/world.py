@@ -65,7 +65,7 @@ class World:
             sizes = Sizes.of_puzzle(sizes, self.mesh)
         self.sizes = sizes
         self.microbatches = microbatches
-        self.grid = self.sizes.grid(self.mesh)
+        self.grid = self.sizes.grid(self.mesh, microbatches)
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake)
         self.channels = Channels(self._wake)

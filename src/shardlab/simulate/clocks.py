@@ -30,7 +30,7 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
 
     A norm's is none, a body's that of its slices; attention's is told by the pairs of slices that meet.
     """
-    sequence, width = specs[op.inputs[0]].grid
+    sequence, width, _ = specs[op.inputs[0]].grid
     if sizes.kind(op.layer) is LayerKind.NORM:
         return 0.0
     if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:

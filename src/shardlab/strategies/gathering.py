@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from shardlab.program import Handle, Rank, Value
@@ -23,8 +23,10 @@ class Use(NamedTuple):
     kept: bool
 
 
-def uses(steps: Iterable[ShardedStep], bounds: Sequence[int], reshard_after: Reshard) -> list[Use]:
-    """The uses of weights in a rank's steps, in order."""
+def uses(
+    steps: Iterable[ShardedStep], bounds: Sequence[int], reshard_after: Reshard, owner: Callable[[int], int]
+) -> list[Use]:
+    """The uses of weights in a rank's steps, in order; `owner` gives the layer whose weight a layer computes with."""
     visits: list[tuple[int, int]] = []  # (layer, number of the visit)
     visit, last_stage = -1, None
     for step in steps:
@@ -33,7 +35,7 @@ def uses(steps: Iterable[ShardedStep], bounds: Sequence[int], reshard_after: Res
         visit += step.stage != last_stage
         last_stage = step.stage
         layers = range(bounds[step.stage], bounds[step.stage + 1])
-        visits += [(layer, visit) for layer in (layers if isinstance(step, Forward) else reversed(layers))]
+        visits += [(owner(layer), visit) for layer in (layers if isinstance(step, Forward) else reversed(layers))]
     kept: list[bool] = []
     next_use: dict[int, tuple[int, int]] = {}  # layer -> (place, visit)
     for place, (layer, visit) in reversed(list(enumerate(visits))):
@@ -54,7 +56,8 @@ class Weights:
     def __init__(self, rank: Rank, plan: Plan, steps: Sequence[ShardedStep], bounds: Sequence[int]) -> None:
         self._rank = rank
         self._axes = [axis for axis in reversed(plan.shard_parameters) if len(rank.group(axis).ranks) > 1]
-        self._uses = uses(steps, bounds, plan.reshard_after)
+        self._owner = rank.sizes.weight_of
+        self._uses = uses(steps, bounds, plan.reshard_after, self._owner)
         self._told = any(isinstance(step, Unshard) for step in steps)
         self._at = 0
         self._coming: dict[int, Handle[Value]] = {}
@@ -62,12 +65,13 @@ class Weights:
     def unshard(self, layers: Iterable[int]) -> None:
         """Start to gather."""
         if self._axes:
-            for layer in layers:
-                self._coming[layer] = self._gather(layer)
+            for layer in map(self._owner, layers):
+                if layer not in self._coming and (layer, "full") not in self._rank.weights:
+                    self._coming[layer] = self._gather(layer)
 
     async def reshard(self, layers: Iterable[int]) -> None:
         """Free what was gathered."""
-        for layer in layers:
+        for layer in map(self._owner, layers):
             if layer in self._coming:
                 await self._coming.pop(layer)
             if (layer, "full") in self._rank.weights:

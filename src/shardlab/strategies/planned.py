@@ -66,13 +66,14 @@ class Follower:
         self.left = Counter(dict.fromkeys(() if told else stages, steps.microbatches))  # gradients yet to come
         self.compute = computing(rank, plan)
         self.weights = Weights(rank, plan, self.steps, self.bounds)
-        self.gradients = Gradients(rank, plan)
+        ends = self.column[steps.ranks_of_stages[0]], self.column[steps.ranks_of_stages[-1]]
+        self.gradients = Gradients(rank, plan, self.mine, ends)
         self.arriving: dict[tuple[str, int, int], Handle[Value]] = {}
         self.leaving: dict[int, list[Handle[None]]] = {}
 
     async def run(self) -> None:
         """Load, follow the schedule, update."""
-        self.gradients.load(self.mine)
+        self.gradients.load()
         for step in self.steps:
             match step:
                 case Forward(stage, i):
@@ -94,7 +95,7 @@ class Follower:
                 case ReduceGrad(stage):
                     for l in reversed(self.layers(stage)):
                         await self.gradients.finish(l)
-        await self.gradients.update(self.mine)
+        await self.gradients.update()
 
     def layers(self, stage: int) -> range:
         return range(self.bounds[stage], self.bounds[stage + 1])

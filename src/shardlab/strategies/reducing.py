@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from shardlab.program import Handle, LayerKind, Rank, Value
@@ -13,9 +14,18 @@ PART_AXES = ("tp", "ep")
 
 
 class Gradients:
-    """One rank's gradients: reduced as the plan says, while the rank goes on; then clipped and applied."""
+    """One rank's gradients: reduced as the plan says, while the rank goes on; then clipped and applied.
 
-    def __init__(self, rank: Rank, plan: Plan) -> None:
+    A weight that the head shares with the embedding is kept by the first and the last stage, replicas that stay equal:
+    their gradients meet once a step, in a group of two ranks, and the first stage counts their squares. Where one rank
+    has both stages, it sums both gradients before it reduces them.
+
+    Args:
+        layers: those that this rank computes.
+        ends: the ranks of the first and of the last stage in this rank's pipeline.
+    """
+
+    def __init__(self, rank: Rank, plan: Plan, layers: Sequence[int], ends: tuple[int, int]) -> None:
         self._rank = rank
         self._plan = plan
         axes = [axis for axis in dict.fromkeys((*plan.shard_optimizer, *CUT_AXES)) if len(rank.group(axis).ranks) > 1]
@@ -24,11 +34,16 @@ class Gradients:
         uncut = kept_whole.index(True) if True in kept_whole else len(axes)
         self._cut = [axis for axis in axes[:uncut] if axis in plan.shard_optimizer]
         self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
+        self._owner = rank.sizes.weight_of
+        self._counted = [l for l in layers if self._owner(l) == l]
+        self._uses = Counter(map(self._owner, layers))  # of each weight, those whose gradients are yet to come
+        self._kept = list(self._uses)
+        self._ends = ends if rank.sizes.tied and ends[0] != ends[1] and rank.index in ends else None
 
-    def load(self, layers: Sequence[int]) -> None:
+    def load(self) -> None:
         """This rank's slices of the weights and of the optimizer's state."""
         rank, plan = self._rank, self._plan
-        for l in layers:
+        for l in self._kept:
             rank.weights[l] = rank.load_weight(l, *self._slice(l, plan.shard_parameters))
             rank.opt_states[l] = rank.load_opt_state(l, *self._slice(l, plan.shard_optimizer))
 
@@ -52,6 +67,7 @@ class Gradients:
 
     async def add(self, layer: int, gradient: Value) -> None:
         """A microbatch's gradient of a layer."""
+        layer = self._owner(layer)
         await self._settle()
         each = [axis for axis in self._axes(layer) if axis in self._plan.reduced_each]
         if each:
@@ -61,6 +77,10 @@ class Gradients:
 
     async def finish(self, layer: int) -> None:
         """All microbatches of a layer are in: reduce the sum over the axes that are reduced once a step."""
+        layer = self._owner(layer)
+        self._uses[layer] -= 1
+        if self._uses[layer]:
+            return
         await self._settle()
         once = [axis for axis in self._axes(layer) if axis not in self._plan.reduced_each]
         if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM:
@@ -69,12 +89,14 @@ class Gradients:
             gradient = self._rank.grad_weights.pop(layer)
             self._arriving[layer] = self._reduce(gradient, once[0]), once[1:]
 
-    async def update(self, layers: Sequence[int]) -> None:
+    async def update(self) -> None:
         """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
-        rank, plan = self._rank, self._plan
+        rank, plan, layers, counted = self._rank, self._plan, self._kept, self._counted
         await self._settle()
-        await self._norm([l for l in layers if rank.kinds[l] in PARTED], PART_AXES)
-        await self._norm([l for l in layers if rank.kinds[l] not in PARTED], (*self._cut, "pp"))
+        if self._ends:
+            rank.grad_weights[0] = await rank.all_reduce(rank.grad_weights.pop(0), among=self._ends)
+        await self._norm([l for l in counted if rank.kinds[l] in PARTED], PART_AXES)
+        await self._norm([l for l in counted if rank.kinds[l] not in PARTED], (*self._cut, "pp"))
         again = [axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters]
         for l in layers:
             rank.weights[l], rank.opt_states[l] = rank.update(

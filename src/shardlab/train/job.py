@@ -61,13 +61,13 @@ class Job:
 
     @property
     def cut(self) -> Model:
-        """The model as the program's layers are: cut finer where the mesh slices layers, or the plan says so.
+        """The model as the program's layers are: cut finer where the mesh slices layers, or the plan or a tie says so.
 
         Raises:
             UserError: when the model does not divide.
         """
         entry = load(self.strategy)
-        mesh = entry.grid(self.ranks)
+        mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
         if mesh.ep > 1:
             if not isinstance(self.model, MoE):
                 raise UserError(
@@ -75,7 +75,8 @@ class Job:
                     "none; train a MoE, or set ep to 1"
                 )
             return ExpertLayers(self.model, mesh.ep)
-        halves = mesh.tp > 1 or mesh.cp > 1 or (entry.plan is not None and entry.plan(self.ranks).half_blocks)
+        tied = bool(self.model.borrowed(self.model.layers - 1))
+        halves = mesh.tp > 1 or mesh.cp > 1 or (plan is not None and (plan.half_blocks or tied))
         return Halves(self.model, mesh.tp, context=mesh.cp > 1) if halves else self.model
 
     @property

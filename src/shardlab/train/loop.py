@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import CutModel, Model
-from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, to_blocks, views
+from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, to_blocks, views, with_borrowed
 from shardlab.train.data import Batches, Corpus, default_text, read_text
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job, agree
@@ -178,7 +178,7 @@ def _figures(run: Run, step: int, ms: float, sums: Tensor, work: dist.Work) -> t
 def validate(model: Model, batches: Batches, flats: Sequence[Tensor]) -> float:
     """Mean loss on the first microbatches of the validation text, in nats per token, without dropout."""
     layers = layers_of(model)
-    parameters = [views(model.layout(layer), flat) for layer, flat in enumerate(flats)]
+    parameters = with_borrowed(model, [views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
     total, tokens = 0.0, 0
     for index in range(min(VALIDATION_BATCHES, batches.validation_count)):
         x, targets = batches.validation(index)

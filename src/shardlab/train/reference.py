@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardlab.execute import AdamW, Sampler
 from shardlab.models import LayerLayout, Model
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views, with_borrowed
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def train_reference(
         mean = torch.zeros((), dtype=torch.float64)
         for microbatch in range(microbatches):
             x, targets = batches.microbatch(step, microbatch)
-            for number, (layer, weights) in enumerate(zip(layers_of(model), parameters, strict=True)):
+            layers = zip(layers_of(model), with_borrowed(model, parameters), strict=True)
+            for number, (layer, weights) in enumerate(layers):
                 dropout = Dropout(model.dropout, seed, step, number, (microbatch,))
                 x = layer(weights, x, dropout, Share(of_step=microbatches))
             loss = loss_of(x, targets) / batches.counted(step, microbatches)

@@ -20,6 +20,7 @@ from shardlab.models.tensors import (
     to_blocks,
     to_halves,
     views,
+    with_borrowed,
 )
 from shardlab.program.sizes import LayerKind
 
@@ -31,6 +32,8 @@ MODELS = [
     GPT(heads=4, dropout=0.2, **SMALL | {"vocabulary": 5}),  # of four slices, the last is padding alone
     MLP(hidden=20, **SMALL),
     MLP(dropout=0.1, **SMALL | {"layers": 1, "vocabulary": 41}),
+    GPT(heads=4, dropout=0.1, tied=True, **SMALL | {"vocabulary": 41}),
+    GPT(heads=4, tied=True, **SMALL | {"layers": 1}),
 ]
 DROPPED = Dropout(0.3, seed=1, step=2, layer=99, microbatches=(3, 5))
 """As an executor gives it to any layer: which masks a layer's are is the layer's own business."""
@@ -64,6 +67,7 @@ def played(
     model: Halves, ranks: list[list[list[Tensor]]], x: Tensor, dropout: Dropout, cuts: list[range]
 ) -> list[Tensor]:
     """Every rank's slice of the logits; norms run on the ranks' `cuts` of the sequence."""
+    ranks = [with_borrowed(model, leaves) for leaves in ranks]
     residuals: list[Tensor | None] = [None] * len(cuts)
     for number, (layer, kind) in enumerate(zip(layers_of(model), model.kinds, strict=True)):
         if kind is LayerKind.SLICED:
@@ -111,7 +115,7 @@ def test_sliced_half_blocks_equal_the_whole_model_in_loss_and_gradients(
     parameters = [[v.requires_grad_() for v in views(whole.layout(i), flat.clone())] for i, flat in enumerate(flats)]
     x = tokens
     for block, layer in enumerate(layers_of(whole)):
-        x = layer(parameters[block], x, Dropout(whole.dropout, 1, 2, block, (3, 5)))
+        x = layer(with_borrowed(whole, parameters)[block], x, Dropout(whole.dropout, 1, 2, block, (3, 5)))
     expected = loss_of(x, targets)
     expected.backward()
 

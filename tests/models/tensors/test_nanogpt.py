@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlab.models import GPT
-from shardlab.models.tensors import layers_of, loss_of, views
+from shardlab.models.tensors import layers_of, loss_of, views, with_borrowed
 
 
 class CausalSelfAttention(nn.Module):
@@ -93,6 +93,7 @@ def error(a: Tensor, b: Tensor) -> float:
         GPT(layers=1, width=24, heads=1, vocabulary=40, block=10),
         GPT(layers=2, width=16, heads=4, vocabulary=40, block=10, bias=False),
         GPT(layers=1, width=16, heads=2, vocabulary=40, block=10, tied=True),
+        GPT(layers=3, width=16, heads=2, vocabulary=40, block=10, tied=True),
         GPT(layers=2, width=24, heads=6, kv_heads=2, vocabulary=40, block=10),
     ],
     ids=str,
@@ -116,7 +117,7 @@ def test_a_gpt_equals_nanogpt_in_logits_loss_and_gradients(model: GPT) -> None:
     expected_loss = expected_loss * (targets != -1).sum()
     expected_loss.backward()
     logits = tokens
-    for layer, parameters in zip(layers_of(model), ours, strict=True):
+    for layer, parameters in zip(layers_of(model), with_borrowed(model, ours), strict=True):
         logits = layer(parameters, logits)
     loss = loss_of(logits, targets)
     loss.backward()

@@ -1,7 +1,7 @@
 """The models' arithmetic on torch: layers, dropout, first weights, loss and sampling."""
 
 from shardlab.models.tensors.dropout import Dropout
-from shardlab.models.tensors.flat import lengthened, named_views, views
+from shardlab.models.tensors.flat import lengthened, named_views, views, with_borrowed
 from shardlab.models.tensors.generate import generate
 from shardlab.models.tensors.halving import to_blocks, to_halves
 from shardlab.models.tensors.layers import Layer
@@ -28,4 +28,5 @@ __all__ = [
     "to_blocks",
     "to_halves",
     "views",
+    "with_borrowed",
 ]

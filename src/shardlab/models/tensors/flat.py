@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from shardlab.models.layout import LayerLayout
+from shardlab.models.model import Model
 
 
 def views(layout: LayerLayout, flat: Tensor) -> list[Tensor]:
@@ -21,6 +24,12 @@ def named_views(layout: LayerLayout, flat: Tensor) -> dict[str, Tensor]:
     """The `views` by name."""
     names = [parameter.name for parameter in layout.parameters]
     return dict(zip(names, views(layout, flat), strict=True))
+
+
+def with_borrowed(model: Model, parameters: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Every layer's parameters as it computes with them: its own `views`, then those that it borrows from the first."""
+    first = dict(zip((p.name for p in model.layout(0).parameters), parameters[0], strict=True))
+    return [[*own, *(first[name] for name in model.borrowed(layer))] for layer, own in enumerate(parameters)]
 
 
 def lengthened(layout: LayerLayout, flat: Tensor, length: int) -> Tensor:

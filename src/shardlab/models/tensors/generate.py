@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardlab.models.model import Model
+from shardlab.models.tensors.flat import views, with_borrowed
 from shardlab.models.tensors.model_layers import layers_of
 from shardlab.models.tensors.seeding import generator_of
-from shardlab.models.tensors.weights import views
 from shardlab.program.errors import UserError
 
 
@@ -25,7 +25,7 @@ def generate(model: Model, flats: Sequence[Tensor], prompt: Tensor, count: int, 
     if prompt.numel() == 0:
         raise UserError("the prompt is empty; text is continued from at least one token")
     layers = layers_of(model)
-    parameters = [views(model.layout(layer), flat) for layer, flat in enumerate(flats)]
+    parameters = with_borrowed(model, [views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
     generator = generator_of("generate", seed)
     text = torch.cat([prompt, prompt.new_zeros(count)])
     for end in range(len(prompt), len(text)):

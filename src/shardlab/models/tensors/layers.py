@@ -23,7 +23,7 @@ class Layer(ABC):
     """One layer of a model, a function of its parameters and its inputs; it holds no tensor itself.
 
     Attributes:
-        names: of the parameters, in the layout's order.
+        names: of the parameters, in the layout's order; then of those that it borrows.
     """
 
     names: tuple[str, ...]

@@ -16,7 +16,7 @@ def layers_of(model: Model) -> list[Layer]:
 
 
 def _layer(model: Model, layer: int) -> Layer:
-    names = tuple(p.name for p in model.layout(layer).parameters)
+    names = (*(p.name for p in model.layout(layer).parameters), *model.borrowed(layer))
     if isinstance(model, Blocks):
         return BlockLayer(names, model.parts(layer))
     if isinstance(model, ExpertLayers):

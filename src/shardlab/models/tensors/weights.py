@@ -24,7 +24,7 @@ def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> 
     Drawn in float64 and rounded, so that runs in two dtypes begin alike. Half-blocks begin as the whole model does.
     """
     if isinstance(model, CutModel):
-        blocks = {block for block, _ in model.half(layer).sources()}
+        blocks = {block for block, _ in model.half(layer).sources()} or {0}
         wholes = {block: initial_weights(model.whole, block, seed, dtype) for block in blocks}
         return half_of(model, layer, wholes)
     layout = model.layout(layer)

@@ -1,0 +1,50 @@
+"""A program's process groups, on a default process group that already exists."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch.distributed as dist
+
+from shardlab.program import Group, Program
+
+Groups = dict[Group, dist.ProcessGroup | None]
+"""Process groups that exist, by the ranks that meet; None for those of others."""
+
+
+def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.ProcessGroup]:
+    """The groups that a rank is a member of; every rank of the program calls this.
+
+    Those in `known` exist already; all ranks of the program know the same ones. New ones are added to it.
+
+    Programs may use fewer ranks than there are processes; only members take part in making a group. For that, torch
+    names a group by its members and by how many groups each has made before: a rank that has none to make while others
+    do makes one of itself alone, so that all count alike, also in the next program.
+    """
+    for groups in rounds(program, known):
+        mine = next((group for group in groups if rank in group.ranks), None)
+        ranks = [rank] if mine is None else list(mine.ranks)
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), f"rank {rank} is not in {ranks}"
+        known |= dict.fromkeys(groups)
+        if mine is not None:
+            known[mine] = group
+    return {group: made for group, made in known.items() if made is not None}
+
+
+def rounds(program: Program, known: Collection[Group] = ()) -> list[list[Group]]:
+    """The groups of a program that are not known yet, each round's without a common member; the same on every rank."""
+    groups = {op.group for tape in program.tapes for op in tape if op.group is not None} - set(known)
+    made: list[list[Group]] = []
+    for group in sorted(groups, key=lambda group: (group.axis, group.ranks)):
+        members = set(group.ranks)
+        free = (others for others in made if all(members.isdisjoint(other.ranks) for other in others))
+        others = next(free, None)
+        if others is None:
+            made.append([group])
+        else:
+            others.append(group)
+    return made

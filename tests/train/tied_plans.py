@@ -1,0 +1,49 @@
+"""Plans that the tests of tied models run on every rank."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import torch
+
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.collect import collect
+from shardlab.models import Blocks, Halves
+from shardlab.models.tensors import to_blocks
+from shardlab.strategies.entry import planned_entry
+from shardlab.strategies.plan import Plan
+from shardlab.train.data import Batches, Corpus
+from shardlab.train.job import Job
+from shardlab.train.verify import Verdict, verify_rank
+
+CPU = torch.device("cpu")
+
+
+def verdict(rank: int, plan: Plan, microbatches: int, model: Blocks, steps: int = 2) -> Verdict | None:
+    """A plan on a model against one device, in float64."""
+    with patch("shardlab.train.job.load", lambda _: planned_entry(plan, "a plan")):
+        return verify_rank(rank, CPU, Job("a plan", plan.mesh.world, microbatches, model, 2, torch.float64), steps)
+
+
+def batches_of(model: Blocks) -> Batches:
+    """Some text in two parts."""
+    text = bytes(i * i % model.vocabulary for i in range(4096))
+    return Batches(Corpus.split(text, model.block), model.block, 2, 0)
+
+
+def trained(
+    rank: int, plan: Plan, microbatches: int, model: Blocks
+) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
+    """After three steps that clip: this rank's copy of the embedding, and on rank 0 the model's blocks."""
+    with patch("shardlab.train.job.load", lambda _: planned_entry(plan, "a plan")):
+        job = Job("a plan", plan.mesh.world, microbatches, model, 2, torch.float64)
+        checked, cut = job.checked(), job.cut
+    assert isinstance(cut, Halves)
+    settings = Settings(0, torch.float64, CPU, AdamW(clip=0.1))
+    executor = Executor(checked, rank, cut, batches_of(model), settings)
+    for _ in range(3):
+        executor.step()
+    state = executor.state
+    flats = collect(state, state.kept)
+    copies = [tensor.clone() for (layer, _), tensor in state.kept.items() if layer == 0]
+    return copies[0] if copies else None, None if flats is None else to_blocks(cut, flats)
