@@ -13,7 +13,7 @@ from shardlab.program import AXES, Mesh, UserError
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import Entry, planned_entry
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Plan, Reshard
+from shardlab.strategies.plan import Context, Plan, Reshard
 from shardlab.strategies.plan_file import read_plan
 
 Axes = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="AXIS ...", help_behavior_hint="")]
@@ -38,6 +38,12 @@ class PlanOptions:
 
     dp_shard: OptionalCount = None
     """Data-parallel ranks that may share weights, gradients or optimizer state."""
+
+    cp: OptionalCount = None
+    """Context-parallel ranks, over which sequences are cut."""
+
+    ep: OptionalCount = None
+    """Expert-parallel ranks, over which the experts of a mixture are cut."""
 
     tp: OptionalCount = None
     """Tensor-parallel ranks, over which the matrices of half-blocks are cut."""
@@ -65,6 +71,9 @@ class PlanOptions:
 
     reduce_each: Axes = None
     """Axes over which gradients are reduced at each microbatch rather than once a step."""
+
+    context: Annotated[Context | None, tyro.conf.arg(metavar="{ring,all_gather}", help_behavior_hint="")] = None
+    """How queries meet the keys and values of other context-parallel ranks."""
 
     reshard_after: Annotated[Reshard | None, tyro.conf.arg(metavar="{layer,stage,step}", help_behavior_hint="")] = None
     """When gathered weights are freed."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json as json_format
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.options import Count, Flag, Layers, Ranks
+from shardlab.cli.options import Count, Flag, Layers, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
-from shardlab.program import UserError
+from shardlab.program import OpKind, UserError
 
 if TYPE_CHECKING:
     from shardlab.models import Blocks, Model
@@ -40,8 +40,8 @@ class Train:
     steps: Count = 200
     """How many optimizer steps."""
 
-    model: Literal["gpt", "mlp"] = "gpt"
-    """A GPT, or an MLP that sees one byte at a time."""
+    model: Literal["gpt", "mlp", "moe"] = "gpt"
+    """A GPT, an MLP that sees one byte at a time, or a GPT with a mixture of experts in every layer."""
 
     layers: Layers = None
     """Layers of the model; the embedding is part of the first, the head of the last."""
@@ -51,6 +51,21 @@ class Train:
 
     heads: Count = 4
     """Attention heads."""
+
+    kv_heads: OptionalCount = None
+    """Heads of keys and values, each shared by several query heads."""
+
+    experts: Count = 4
+    """Experts of every layer (moe)."""
+
+    top_k: Count = 2
+    """How many experts a token is sent to (moe)."""
+
+    capacity_factor: float | None = 1.25
+    """Places of an expert, as a multiple of its even share of the tokens; None drops no token (moe)."""
+
+    auxiliary: float = 0.01
+    """Weight of the load-balancing loss (moe)."""
 
     block: Count = 64
     """Bytes of a sequence."""
@@ -75,6 +90,9 @@ class Train:
 
     weight_decay: float = 0.1
     """AdamW's weight decay, on matrices."""
+
+    clip: Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="")] = None
+    """The largest norm of the whole model's gradient; for plans, which compute it."""
 
     seed: int = 0
     """Of weights, batches, dropout and the sample."""
@@ -106,11 +124,21 @@ class Train:
         model = self.make_model(self.layers or chosen.default_layers(ranks))
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.rows, seed=self.seed, name=chosen.name)
         optimizer = AdamW(
-            self.learning_rate, weight_decay=self.weight_decay, warmup=-(-self.steps // 20), steps=self.steps
+            self.learning_rate,
+            weight_decay=self.weight_decay,
+            warmup=-(-self.steps // 20),
+            steps=self.steps,
+            clip=self.clip,
         )
         plan = Run(job, optimizer, self.data, out)
         plan.corpus(plan.text())
-        refuse_hanging(checked(chosen, ranks, job.sizes, self.microbatches))
+        proof = checked(chosen, ranks, job.sizes, self.microbatches)
+        if self.clip is not None and not any(op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape):
+            raise UserError(
+                f"--clip {self.clip} limits the gradient's norm, which {chosen.name} does not compute; take a plan, "
+                "such as zero-3"
+            )
+        refuse_hanging(proof)
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
         if summary is not None:
@@ -123,18 +151,26 @@ class Train:
         Raises:
             UserError: when they contradict each other.
         """
-        from shardlab.models import GPT, MLP
+        from shardlab.models import GPT, MLP, MoE
 
+        common: dict[str, Any] = {
+            "layers": layers,
+            "width": self.width,
+            "block": self.block,
+            "bias": self.bias,
+            "dropout": self.dropout,
+        }
         if self.model == "mlp":
-            return MLP(layers=layers, width=self.width, block=self.block, bias=self.bias, dropout=self.dropout)
-        return GPT(
-            layers=layers,
-            heads=self.heads,
-            width=self.width,
-            block=self.block,
-            bias=self.bias,
-            dropout=self.dropout,
-            tied=self.tied,
+            return MLP(**common)
+        common |= {"heads": self.heads, "kv_heads": self.kv_heads, "tied": self.tied}
+        if self.model == "gpt":
+            return GPT(**common)
+        return MoE(
+            **common,
+            experts=self.experts,
+            top_k=self.top_k,
+            capacity_factor=self.capacity_factor,
+            auxiliary=self.auxiliary,
         )
 
     def _print(self, summary: Summary, model: Model) -> None:

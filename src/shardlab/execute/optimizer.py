@@ -41,6 +41,8 @@ class AdamW:
             value: float = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise UserError(f"{name.replace('_', ' ')} is {value}; give 0 or more")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise UserError(f"clip is {self.clip}; give a positive norm, or none at all")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardlab.check import Checked
 from shardlab.program import Kind, OpKind, Spec
 from shardlab.program.tape import COLLECTIVES
+from shardlab.program.values import ROW_KINDS
 
 
 @dataclass
@@ -17,8 +18,8 @@ class Traffic:
         collectives: how many it takes part in with others.
         messages: how many it sends.
         weights: bytes of weights and of their gradients.
-        activations: bytes of activations and of their gradients.
-        others: bytes of anything else, such as a gradient's norm.
+        activations: bytes of activations, residuals, keys and values, and of their gradients.
+        others: bytes of anything else, such as a gradient's norm or the loss's numbers.
     """
 
     collectives: int = 0
@@ -36,7 +37,8 @@ def traffic(checked: Checked) -> list[Traffic]:
     """What each rank sends.
 
     Collectives are counted as rings move them, which is the least that is possible: of the whole value a rank sends
-    (n - 1) / n in an all-gather or a reduce-scatter, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md;
+    (n - 1) / n in an all-gather or a reduce-scatter, and twice that in an all-reduce; of what it has, it keeps 1 / n
+    in an all-to-all (nccl-tests, doc/PERFORMANCE.md;
     Rabenseifner 2004, "Optimization of collective reduction operations").
     """
     return [_of_rank(checked, rank) for rank in range(checked.program.ranks)]
@@ -65,13 +67,14 @@ def _times(kind: OpKind, members: int) -> float:
         OpKind.ALL_GATHER: others,
         OpKind.REDUCE_SCATTER: others / members,
         OpKind.ALL_REDUCE: 2 * others / members,
+        OpKind.ALL_TO_ALL: others / members,
     }[kind]
 
 
 def _add(sent: Traffic, spec: Spec, amount: float) -> None:
     if spec.kind in (Kind.WEIGHT, Kind.GRAD_WEIGHT):
         sent.weights += amount
-    elif spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION):
+    elif spec.kind in ROW_KINDS and spec.kind is not Kind.STATS:
         sent.activations += amount
     else:
         sent.others += amount

@@ -63,10 +63,10 @@ PAGES = (
     Entry(
         "expert_parallel",
         expert_parallel,
-        "the batch and the experts",
+        "the batch and the experts (here half of all weights)",
         "Lepikhin et al. 2020, GShard, arXiv 2006.16668",
         expert_parallel_mesh,
-        memory="D + E/n of W, G and O",
+        memory="(W + G + O)*(1 + 1/n)/2",
     ),
     Entry("pipeline", pipeline, "the layers", "LLM Training Puzzles, puzzle 5", pipeline_mesh, memory="(W + G + O)/p"),
 )
@@ -121,6 +121,13 @@ COMPOSED = (
         "the layers, in loops, and all that fsdp splits",
         "W/(p*v) + (W + G + O)/n",
         "Lamy-Poirier 2022, arXiv 2211.05953",
+    ),
+    preset_entry(
+        "context-parallel",
+        presets.context_parallel,
+        "the sequences",
+        ALL,
+        "Liu et al. 2023, arXiv 2310.01889",
     ),
     preset_entry(
         "3d",

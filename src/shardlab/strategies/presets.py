@@ -56,6 +56,11 @@ def breadth_first_fsdp(ranks: int) -> Plan:
     return _fully_sharded(_square(ranks), "breadth-first")
 
 
+def context_parallel(ranks: int) -> Plan:
+    """Sequences are cut; keys and values go round in a ring."""
+    return Plan(Mesh(cp=ranks))
+
+
 def three_dimensional(ranks: int) -> Plan:
     """Pipeline and tensor parallelism over two ranks each, data parallelism over the rest."""
     if ranks % 4:
