@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardlab.models import GPT
+from shardlab.models import GPT, MoE
 from shardlab.program import Mesh
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan import Plan
@@ -29,6 +29,10 @@ SHARDINGS = {
     "tp": Plan(Mesh(tp=2)),
     "tp+sp+zero-1": Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True),
     "tp+fsdp": replace(FSDP, mesh=Mesh(dp_shard=2, tp=2)),
+    "cp": Plan(Mesh(cp=2)),
+    "cp+zero-2": Plan(Mesh(dp_shard=2, cp=2), shard_gradients=SHARD, shard_optimizer=SHARD, context="all_gather"),
+    "ep": Plan(Mesh(ep=2)),
+    "ep+fsdp": replace(FSDP, mesh=Mesh(dp_shard=2, ep=2)),
 }
 """The columns: each is put on every pipeline. A new one is one line here."""
 
@@ -65,7 +69,8 @@ class Case:
         return f"{self.row}, {self.column}, {self.microbatches} microbatches"
 
     def job(self) -> Job:
-        model = GPT(layers=self.layers, width=16, heads=2, block=8, dropout=self.dropout)
+        experts = self.column.startswith("ep") or self.strategy == "expert_parallel"
+        model = (MoE if experts else GPT)(layers=self.layers, width=16, heads=2, block=8, dropout=self.dropout)
         return Job(self.strategy, self.ranks, self.microbatches, model, 2, torch.float64, name=str(self))
 
 
