@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json as json_format
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardlab.train.cases import ALONE
 from shardlab.train.verify import TOLERANCE
@@ -35,10 +37,10 @@ def print_json(results: Sequence[Result], seconds: float) -> None:
 
 
 def print_tables(results: Sequence[Result], seconds: float, console: Console) -> None:
-    """The strategies alone, then the pairs: a row for each pipeline, a column for each way to shard."""
+    """The strategies alone; then every way to shard, and every pipeline, with the pair that is farthest off."""
     alone = [result for result in results if result.case.column == ALONE]
     pairs = [result for result in results if result.case.column != ALONE]
-    for title, shown in (("strategy", alone), ("pipeline", pairs)):
+    for title, shown in (("strategy", alone), ("sharding", pairs), ("pipeline", pairs)):
         if shown:
             console.print(_table(shown, title))
             console.print()
@@ -54,19 +56,19 @@ def print_tables(results: Sequence[Result], seconds: float, console: Console) ->
 
 
 def _table(results: Sequence[Result], title: str) -> Table:
-    """The worst error of the cases in each place."""
-    columns = list(dict.fromkeys(result.case.column for result in results))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    """For each strategy, sharding or pipeline how many cases there are, and the worst of them."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column(title, style="cyan", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in dict.fromkeys(result.case.row for result in results):
-        cells: list[str] = []
-        for column in columns:
-            here = [r for r in results if (r.case.row, r.case.column) == (row, column)]
-            worst = max((r.error for r in here), default=None)
-            style = "" if all(r.ok for r in here) else "red"
-            text = "" if worst is None else "refused" if math.isinf(worst) else f"{worst:.0e}"
-            cells.append(f"[{style}]{text}[/]" if style else text)
-        table.add_row(row, *cells)
+    table.add_column("cases", justify="right")
+    table.add_column("largest error", justify="right")
+    table.add_column("" if title == "strategy" else "where", style="dim", no_wrap=True)
+    cases: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        cases[result.case.column if title == "sharding" else result.case.row].append(result)
+    for name, here in cases.items():
+        worst = max(here, key=lambda result: result.error)
+        text = "refused" if math.isinf(worst.error) else f"{worst.error:.0e}"
+        other = {"strategy": "", "sharding": worst.case.row, "pipeline": worst.case.column}[title]
+        style = "" if all(result.ok for result in here) else "red"
+        table.add_row(name, str(len(here)), Text(text, style), other)
     return table
