@@ -69,13 +69,21 @@ def live_at_end(program: Program, rank: int) -> set[int]:
     """Values that a tape has made, and has neither freed nor ended by an update (but for what autograd keeps)."""
     live: set[int] = set()
     for op in program.tapes[rank]:
-        made = 0 if op.kind is OpKind.RECOMPUTE else 1 if op.kind is OpKind.FORWARD else 2
-        live |= set(op.outputs[:made])
+        live |= set(made(op))
         if op.kind is OpKind.FREE:
             live -= set(op.inputs)
         if op.kind is OpKind.UPDATE:
-            live -= set(op.inputs[1:])
+            live -= set(op.inputs[1:3])
     return live
+
+
+def made(op: Op) -> tuple[int, ...]:
+    """What an op makes, but for what autograd keeps, which comes last."""
+    if op.kind is OpKind.RECOMPUTE:
+        return ()
+    if op.kind is OpKind.BACKWARD_INPUT or (op.kind is OpKind.FORWARD and len(op.outputs) > 1):
+        return op.outputs[:-1]
+    return op.outputs
 
 
 def sentence(error: BaseException) -> bool:

@@ -259,9 +259,9 @@ def test_what_is_loaded_is_told_by_its_slices() -> None:
 
 def test_sizes_of_the_model_for_context_parallelism() -> None:
     sizes = Sizes.context_blocks(2)
-    assert [sizes.next_norm(layer) for layer in (0, 1, 4, 7)] == [1, 4, 7, -1]
-    assert sizes.grid(Mesh(cp=3)) == Grid(6, 1)
-    assert sizes.grid(Mesh()) == Grid(1, 1)
+    assert [sizes.next_carrying(layer) for layer in (0, 1, 4, 7)] == [1, 4, 7, -1]
+    assert sizes.grid(Mesh(cp=3), 2) == Grid(6, 1)
+    assert sizes.grid(Mesh(), 2) == Grid(1, 1)
     part = spec(Kind.KEYS_VALUES, {0, 3}, 4)
     assert sizes.elements(part) == sizes.keys_values // 2
     assert sizes.elements(part._replace(kind=Kind.GRAD_QUERIES)) == sizes.queries // 2

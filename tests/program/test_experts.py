@@ -147,6 +147,6 @@ def test_mistakes_of_programs_are_refused_at_their_line(
 
 def test_only_experts_are_counted_in_slices() -> None:
     sizes = Sizes.mixture(1)
-    assert sizes.grid(1, 4) == Grid(1, 4)
+    assert sizes.grid(Mesh(ep=4), 2) == Grid(1, 4)
     assert sizes.kinds == (LayerKind.DENSE, LayerKind.EXPERTS, LayerKind.DENSE)
     assert sizes.elements(buffers({0, 1}, sums=1)) == sizes.elements(buffers({0}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardlab.check import check
 from shardlab.program import OpKind, Rank, trace
 from shardlab.strategies import STRATEGIES
 from tests.program.tapes import alone, live_at_end, refused, together, words
@@ -215,26 +216,27 @@ def test_a_gathered_copy_is_freed_at_the_end() -> None:
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_builtin_strategies_end_with_nothing_in_flight_and_their_slices_alone(name: str) -> None:
     entry = STRATEGIES[name]
-    program = trace(entry.program, entry.mesh(entry.ranks), 4, 4)
-    for rank, tape in enumerate(program.tapes):
+    program = trace(entry.program, entry.mesh(entry.ranks), entry.default_layers(entry.ranks), 4)
+    for tape, specs, rank in zip(program.tapes, check(program).specs, range(program.ranks), strict=True):
         issued = [op.handle for op in tape if op.handle >= 0 and op.kind is not OpKind.WAIT]
         waited = [op.handle for op in tape if op.kind is OpKind.WAIT]
         assert sorted(waited) == issued == list(range(len(issued)))
-        updated = {n for op in tape if op.kind is OpKind.UPDATE for n in op.outputs}
-        assert live_at_end(program, rank) == updated
+        loaded = [specs[op.outputs[0]] for op in tape if op.kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE)]
+        kept = [specs[number] for number in live_at_end(program, rank)]
+        assert sorted(map(str, kept)) == sorted(str(spec._replace(step=1)) for spec in loaded)
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_nothing_is_read_before_it_is_made_or_after_it_is_freed(name: str) -> None:
     entry = STRATEGIES[name]
-    for tape in trace(entry.program, entry.mesh(entry.ranks), 4, 8).tapes:
+    for tape in trace(entry.program, entry.mesh(entry.ranks), entry.default_layers(entry.ranks), 8).tapes:
         live: set[int] = set()
         for op in tape:
             assert set(op.inputs) <= live, op
             assert not set(op.outputs) & live
             live |= set(op.outputs)
             live -= set(op.inputs) if op.kind is OpKind.FREE else set()
-            live -= set(op.inputs[1:]) if op.kind is OpKind.UPDATE else set()
+            live -= set(op.inputs[1:3]) if op.kind is OpKind.UPDATE else set()
 
 
 def test_the_place_of_a_refusal_is_the_op_that_would_have_come_next() -> None:

@@ -54,13 +54,17 @@ def weight(layer: int, holds: Holds = WHOLE, step: int = 0) -> Spec:
 ONE_SLICE, OTHER_SLICE = Holds(0b01, 2), Holds(0b10, 2)
 
 
+def forward(layer: int, activation: Spec, weight: Spec) -> Spec:
+    return sliced.forward(layer, activation, weight, layers=LAYERS)
+
+
 def test_a_slice_of_a_body_makes_its_term_and_the_whole_of_it_everything() -> None:
-    assert sliced.forward(2, x(2), weight(2, OTHER_SLICE)) == x(3, sums=0b10)
-    assert sliced.forward(2, x(2), weight(2)) == x(3)
+    assert forward(2, x(2), weight(2, OTHER_SLICE)) == x(3, sums=0b10)
+    assert forward(2, x(2), weight(2)) == x(3)
 
 
 def test_a_slice_may_be_counted_in_any_pieces() -> None:
-    assert sliced.forward(2, x(2), weight(2, Holds(0b1100, 4))) == x(3, sums=0b10)
+    assert forward(2, x(2), weight(2, Holds(0b1100, 4))) == x(3, sums=0b10)
 
 
 def test_backward_makes_the_slices_gradient_and_its_term_of_the_inputs() -> None:
@@ -75,17 +79,17 @@ def test_the_heads_gradient_is_of_the_slice_of_its_logits() -> None:
 
 
 def test_a_norm_works_on_any_slice_of_a_sequence() -> None:
-    assert sliced.norm_forward(3, LAYERS, x(3, SECOND), weight(3), r(3, SECOND)) == (x(4, SECOND), r(5, SECOND))
-    own, branch, residual = sliced.norm_backward(3, LAYERS, x(3, SECOND), dx(4, SECOND), weight(3), dr(5, SECOND))
+    assert sliced.norm_forward(3, 5, x(3, SECOND), weight(3), r(3, SECOND)) == (x(4, SECOND), r(5, SECOND))
+    own, branch, residual = sliced.norm_backward(3, 5, x(3, SECOND), dx(4, SECOND), weight(3), dr(5, SECOND))
     assert (branch, residual) == (dx(3, SECOND), dr(3, SECOND))
     assert own == Spec(Kind.GRAD_WEIGHT, 3, WHOLE, SECOND.mask, 0, GRID)
 
 
 def test_the_first_norm_is_given_no_residual_and_the_last_hands_none_on() -> None:
-    assert sliced.norm_forward(1, LAYERS, x(1), weight(1)) == (x(2), r(3))
-    assert sliced.norm_forward(5, LAYERS, x(5), weight(5), r(5)) == (x(6), None)
-    assert len(sliced.norm_backward(1, LAYERS, x(1), dx(2), weight(1), dr(3))) == 2
-    assert len(sliced.norm_backward(5, LAYERS, x(5), dx(6), weight(5))) == 3
+    assert sliced.norm_forward(1, 3, x(1), weight(1)) == (x(2), r(3))
+    assert sliced.norm_forward(5, -1, x(5), weight(5), r(5)) == (x(6), None)
+    assert len(sliced.norm_backward(1, 3, x(1), dx(2), weight(1), dr(3))) == 2
+    assert len(sliced.norm_backward(5, -1, x(5), dx(6), weight(5))) == 3
 
 
 def test_terms_are_reduced_and_scattered_along_the_sequence() -> None:
@@ -116,28 +120,28 @@ def meet(kind: OpKind, *members: Spec) -> object:
 
 REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
     "forward, kind": (
-        lambda: sliced.forward(2, dx(2), weight(2)),
+        lambda: forward(2, dx(2), weight(2)),
         ["forward(layer 2): the activation given is grad_activations[2]", "give a value of activations"],
     ),
-    "forward, layer": (lambda: sliced.forward(2, x(4), weight(2)), ["this op reads activations[2]"]),
+    "forward, layer": (lambda: forward(2, x(4), weight(2)), ["this op reads activations[2]"]),
     "forward, terms": (
-        lambda: sliced.forward(2, x(2, sums=0b01), weight(2)),
-        ["activations[2] (microbatch 0, slices 0 of 2 alone)", "terms of slices 1 are missing", "Reduce it"],
+        lambda: forward(2, x(2, sums=0b01), weight(2)),
+        ["activations[2] (microbatch 0, slices 0 of 2 alone)", "slices 1 are missing", "reduce a body's terms"],
     ),
     "forward, sequence": (
-        lambda: sliced.forward(2, x(2, SECOND), weight(2)),
+        lambda: forward(2, x(2, SECOND), weight(2)),
         ["activations[2] (sequence slice 1 of microbatch 0)", "wants whole sequences. Gather their slices first"],
     ),
     "forward, weight cut finer": (
-        lambda: sliced.forward(2, x(2), weight(2, Holds(0b1, 4))),
+        lambda: forward(2, x(2), weight(2, Holds(0b1, 4))),
         ["weights[2] (shard 0 of 4), which is not made of whole slices of 2; gather a slice first"],
     ),
     "forward, weight across slices": (
-        lambda: sliced.forward(2, x(2), weight(2, Holds(0b0110, 4))),
+        lambda: forward(2, x(2), weight(2, Holds(0b0110, 4))),
         ["not made of whole slices of 2"],
     ),
-    "forward, weight's layer": (lambda: sliced.forward(2, x(2), weight(4)), ["layer 2 computes with weights[2]"]),
-    "forward, weight's step": (lambda: sliced.forward(2, x(2), weight(2, step=1)), ["it was already updated"]),
+    "forward, weight's layer": (lambda: forward(2, x(2), weight(4)), ["layer 2 computes with weights[2]"]),
+    "forward, weight's step": (lambda: forward(2, x(2), weight(2, step=1)), ["it was already updated"]),
     "backward, gradient's kind": (
         lambda: sliced.backward(2, x(2), x(3), weight(2), layers=LAYERS),
         ["the gradient given is activations[3]", "give a value of grad_activations"],
@@ -148,7 +152,7 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "backward, gradient's terms": (
         lambda: sliced.backward(2, x(2), dx(3, sums=0b10), weight(2, ONE_SLICE), layers=LAYERS),
-        ["the gradient given is grad_activations[3]", "the terms of slices 0 are missing"],
+        ["the gradient given is grad_activations[3]", "slices 0 are missing"],
     ),
     "backward, head's gradient of all": (
         lambda: sliced.backward(6, x(6), dx(7), weight(6, ONE_SLICE), layers=LAYERS),
@@ -167,52 +171,52 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["backward_weight(layer 6)", "give the slices that the weight has"],
     ),
     "norm, terms of a branch": (
-        lambda: sliced.norm_forward(3, LAYERS, x(3, sums=0b01), weight(3), r(3)),
-        ["forward_norm(layer 3): the branch given is", "terms of slices 1 are missing"],
+        lambda: sliced.norm_forward(3, 5, x(3, sums=0b01), weight(3), r(3)),
+        ["forward_norm(layer 3): the branch given is", "slices 1 are missing"],
     ),
     "norm, no residual": (
-        lambda: sliced.norm_forward(3, LAYERS, x(3), weight(3)),
+        lambda: sliced.norm_forward(3, 5, x(3), weight(3)),
         ["a residual is missing", "adds its branch to residuals[3]"],
     ),
     "norm, a residual too many": (
-        lambda: sliced.norm_forward(1, LAYERS, x(1), weight(1), r(1)),
-        ["the first norm is given no residual"],
+        lambda: sliced.norm_forward(1, 3, x(1), weight(1), r(1)),
+        ["the first norm layer is given no residual"],
     ),
     "norm, another norm's residual": (
-        lambda: sliced.norm_forward(3, LAYERS, x(3), weight(3), r(5)),
+        lambda: sliced.norm_forward(3, 5, x(3), weight(3), r(5)),
         ["the residual given is residuals[5]", "this op reads residuals[3]"],
     ),
     "norm, the branch as residual": (
-        lambda: sliced.norm_forward(3, LAYERS, x(3), weight(3), x(3)),
+        lambda: sliced.norm_forward(3, 5, x(3), weight(3), x(3)),
         ["the residual given is activations[3]", "give a value of residuals"],
     ),
     "norm, other tokens": (
-        lambda: sliced.norm_forward(3, LAYERS, x(3, FIRST), weight(3), r(3, SECOND)),
+        lambda: sliced.norm_forward(3, 5, x(3, FIRST), weight(3), r(3, SECOND)),
         ["the residual is residuals[3] (sequence slice 1 of microbatch 0)", "must be of the same tokens"],
     ),
     "norm, sliced weight": (
-        lambda: sliced.norm_forward(3, LAYERS, x(3), weight(3, ONE_SLICE), r(3)),
+        lambda: sliced.norm_forward(3, 5, x(3), weight(3, ONE_SLICE), r(3)),
         ["slices 1 of 2 are missing. Gather the whole layer first"],
     ),
     "norm backward, no gradient of the residual": (
-        lambda: sliced.norm_backward(3, LAYERS, x(3), dx(4), weight(3)),
-        ["the residual's gradient is missing", "is given grad_residuals[5] as well"],
+        lambda: sliced.norm_backward(3, 5, x(3), dx(4), weight(3)),
+        ["the residual's gradient is missing", "is given the next one's grad_residuals as well"],
     ),
     "norm backward, a gradient too many": (
-        lambda: sliced.norm_backward(5, LAYERS, x(5), dx(6), weight(5), dr(7)),
-        ["the last norm hands on no residual"],
+        lambda: sliced.norm_backward(5, -1, x(5), dx(6), weight(5), dr(7)),
+        ["the last norm layer hands on no residual"],
     ),
     "norm backward, the branch's gradient for the residual's": (
-        lambda: sliced.norm_backward(3, LAYERS, x(3), dx(4), weight(3), dx(5)),
+        lambda: sliced.norm_backward(3, 5, x(3), dx(4), weight(3), dx(5)),
         ["the residual's gradient given is grad_activations[5]", "give a value of grad_residuals"],
     ),
     "norm backward, other tokens": (
-        lambda: sliced.norm_backward(3, LAYERS, x(3, FIRST), dx(4, FIRST), weight(3), dr(5, SECOND)),
+        lambda: sliced.norm_backward(3, 5, x(3, FIRST), dx(4, FIRST), weight(3), dr(5, SECOND)),
         ["the residual's gradient is grad_residuals[5] (sequence slice 1 of microbatch 0)"],
     ),
     "norm backward, terms": (
-        lambda: sliced.norm_backward(3, LAYERS, x(3), dx(4, sums=0b10), weight(3), dr(5)),
-        ["the gradient given is grad_activations[4]", "terms of slices 0 are missing"],
+        lambda: sliced.norm_backward(3, 5, x(3), dx(4, sums=0b10), weight(3), dr(5)),
+        ["the gradient given is grad_activations[4]", "slices 0 are missing"],
     ),
     "loss_stats, all logits": (
         lambda: sliced.loss_stats(LAYERS, x(7)),

@@ -18,7 +18,8 @@ PROGRAM = trace(STRATEGIES["pipeline_fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_equal_traces_have_one_fingerprint(name: str) -> None:
     entry = STRATEGIES[name]
-    first, again = (trace(entry.program, entry.mesh(entry.ranks), 4, 4) for _ in range(2))
+    layers = entry.default_layers(entry.ranks)
+    first, again = (trace(entry.program, entry.mesh(entry.ranks), layers, 4) for _ in range(2))
     assert first == again
     assert first.fingerprint() == again.fingerprint()
 

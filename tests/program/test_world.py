@@ -267,8 +267,8 @@ def driven(strategy: Strategy, ranks: Mesh | int, layers: int, microbatches: int
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_asyncio_gives_the_same_tapes(name: str, drive: Drive) -> None:
     entry = STRATEGIES[name]
-    mesh = entry.mesh(entry.ranks)
-    assert driven(entry.program, mesh, 4, 4, drive) == trace(entry.program, mesh, 4, 4)
+    mesh, layers = entry.mesh(entry.ranks), entry.default_layers(entry.ranks)
+    assert driven(entry.program, mesh, layers, 4, drive) == trace(entry.program, mesh, layers, 4)
 
 
 @given(shapes())

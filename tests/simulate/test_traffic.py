@@ -36,6 +36,17 @@ def test_zero_1_sends_as_much_as_ddp_however_many_microbatches(microbatches: int
     assert sent("zero-1", 4, microbatches=microbatches)[0].weights == pytest.approx(sent("ddp", 4)[0].weights)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_are_sent_all_tokens_but_a_ranks_own_both_ways_and_gradients_of_the_rest_are_reduced(
+    ranks: int,
+) -> None:
+    """Three layers of experts, each with four exchanges a step, between four dense ones."""
+    for each in sent("expert_parallel", ranks, layers=3, microbatches=ranks):
+        assert (each.collectives, each.messages) == (3 * 4 + 4, 0)
+        assert each.activations == pytest.approx(3 * 4 * ACTIVATION * (ranks - 1) / ranks)
+        assert each.weights == pytest.approx(4 * WEIGHT * 2 * (ranks - 1) / ranks)
+
+
 def test_a_pipeline_sends_each_microbatch_up_and_its_gradient_down() -> None:
     first, middle, _, last = sent("gpipe", 4, microbatches=5)
     assert (first.messages, middle.messages, last.messages) == (5, 10, 5)

@@ -107,7 +107,7 @@ def test_a_tape_with_a_mistake_is_refused(mistake: object) -> None:
 
 
 def test_heads_and_sequences_are_not_cut_both() -> None:
-    with pytest.raises(UserError, match=r"the mesh has cp 2 and tp 2; .* give --tp 1 or --cp 1"):
+    with pytest.raises(UserError, match=r"the mesh has cp 2, tp 2, ep 1; .* set all but one to 1"):
         Plan(Mesh(cp=2, tp=2))
 
 
@@ -117,5 +117,5 @@ def test_a_model_whose_attention_is_no_step_of_its_own_is_refused() -> None:
 
 
 def test_another_way_to_meet_is_refused() -> None:
-    with pytest.raises(UserError, match="context is 'rings'; give ring or all_gather"):
+    with pytest.raises(UserError, match="context is 'rings'; give one of ring, all_gather"):
         Plan(Mesh(cp=2), context="rings")  # pyright: ignore[reportArgumentType]

@@ -17,7 +17,7 @@ from shardlab.strategies.schedules.find import find_schedule
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"shard_parameters": ("tp",)}, "shard_parameters is tp; give some of dp_shard, dp_replicate, each once"),
+        ({"shard_parameters": ("tp",)}, "shard_parameters is tp; give some of dp_shard, dp_replicate, cp, each once"),
         ({"shard_optimizer": ("dp_shard", "dp_shard")}, "shard_optimizer is dp_shard, dp_shard; give some of"),
         ({"shard_parameters": ("dp_shard",)}, "let shard_optimizer begin with dp_shard"),
         (
@@ -31,7 +31,8 @@ from shardlab.strategies.schedules.find import find_schedule
         ({"reshard_after": "never"}, "reshard_after is 'never'; give one of layer, stage, step"),
         ({"recompute": "some"}, "recompute is 'some'; give one of none, selective, full"),
         ({"stages_per_rank": 0}, "stages_per_rank is 0; give 1 or more"),
-        ({"mesh": Mesh(cp=2)}, "the mesh has cp 2, but a plan lays a model over pp, "),
+        ({"sequence_parallel": True}, "sequence_parallel cuts sequences over tp, but the mesh has tp 1"),
+        ({"mesh": Mesh(tp=2, ep=2)}, "the mesh has cp 1, tp 2, ep 2; "),
     ],
 )
 def test_fields_that_do_not_fit_each_other_are_one_sentence(fields: dict[str, Any], sentence: str) -> None:
@@ -105,6 +106,7 @@ def test_a_plan_as_words_leaves_out_what_is_nothing() -> None:
         "shard_optimizer": ["dp_shard"],
         "reshard_after": "layer",
         "recompute": "none",
+        "context": "ring",
     }
 
 

@@ -47,6 +47,7 @@ def test_every_sharding_on_every_pipeline_passes_all_channel_models(case: tuple[
     assert check(traced(plan, layers, microbatches)).backends() == ["gloo", "nccl"]
 
 
+@settings(max_examples=40)
 @given(plans(), st.sampled_from(["dp_shard", "dp_replicate"]))
 def test_an_axis_that_is_reduced_once_is_reduced_once_however_many_microbatches(
     case: tuple[Plan, int, int], axis: str

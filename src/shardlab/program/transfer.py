@@ -12,6 +12,7 @@ from shardlab.program import attention, experts, sliced
 from shardlab.program.errors import Refused
 from shardlab.program.sizes import LayerKind
 from shardlab.program.tape import Message, OpKind
+from shardlab.program.uniting import gathered, unite_holds, unite_scalars, unite_sums
 from shardlab.program.values import (
     ROW_KINDS,
     WHOLE,
@@ -19,8 +20,6 @@ from shardlab.program.values import (
     Holds,
     Kind,
     Spec,
-    bits,
-    common,
     listed,
     microbatches_text,
     pieces_text,
@@ -235,59 +234,6 @@ def _refuse_update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, ce
             )
 
 
-def unite_sums(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The sum of weight gradients: their *sums* must be disjoint, their slices the same."""
-    first = specs[0]
-    total = 0
-    for spec, name in zip(specs, names, strict=True):
-        if spec.kind is not _GRAD_WEIGHT:
-            raise Refused(f"{op}: {name} gave {spec}; only weight gradients are sums of contributions.")
-        if spec.layer != first.layer or spec.step != first.step:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only gradients of one layer are summed.")
-        if not (spec.holds == first.holds or spec.holds.same(first.holds)):
-            raise Refused(
-                f"{op}: {names[0]} gave slices {first.holds} and {name} {spec.holds}; only equal slices can be summed."
-            )
-        twice = total & spec.sums
-        if twice:
-            mask = twice & -twice
-            other = next(n for s, n in zip(specs, names, strict=True) if s.sums & mask)
-            raise Refused(
-                f"{op}: {pieces_text(twice, spec.grid)} would be counted twice ({other} and {name} both "
-                "summed it); each microbatch may reach a gradient once."
-            )
-        total |= spec.sums
-    return first._replace(sums=total)
-
-
-def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The pieces laid side by side: their *holds* must be disjoint, all else the same."""
-    first = specs[0]
-    mask, of = 0, first.holds.of
-    for spec, name in zip(specs, names, strict=True):
-        if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only pieces of one value can be gathered.")
-        if spec.sums != first.sums:
-            raise Refused(
-                f"{op}: {names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together "
-                "they are the gradient of neither. Reduce before gathering."
-            )
-        mine, theirs = common(Holds(mask, of), spec.holds)
-        if mine.mask & theirs.mask:
-            what = "microbatch" if spec.kind in ROW_KINDS else "slice"
-            raise Refused(
-                f"{op}: {what} {listed(bits(mine.mask & theirs.mask))} of {mine.of} comes from {name} and from an "
-                "earlier rank as well; the pieces of an all_gather must not overlap."
-            )
-        mask, of = mine.mask | theirs.mask, mine.of
-    return first._replace(holds=_gathered(first.kind, Holds(mask, of)))
-
-
-def _gathered(kind: Kind, holds: Holds) -> Holds:
-    """Slices put together again are what they were before they were cut; microbatches are always counted singly."""
-    return holds if kind in ROW_KINDS else holds.simplified()
-
-
 def _unite(verb: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The sum of values: weight gradients, scalars, or what attention has done in part."""
     first = specs[0]
@@ -296,22 +242,6 @@ def _unite(verb: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     if first.kind is _SCALAR:
         return unite_scalars(f"{verb}(scalars)", specs, names)
     return unite_sums(f"{verb}({first.kind.value}[{first.layer}])", specs, names)
-
-
-def unite_scalars(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The sum of sums of squares: each parameter may be in it once, so replicas must not be added up."""
-    mask, of, step = 0, 1, specs[0].step
-    for spec, name in zip(specs, names, strict=True):
-        if spec.kind is not _SCALAR or spec.step != step:
-            raise Refused(f"{op}: {names[0]} gave {specs[0]} and {name} {spec}; only scalars of one step are summed.")
-        mine, theirs = common(Holds(mask, of), spec.holds)
-        if mine.mask & theirs.mask:
-            raise Refused(
-                f"{op}: parts {listed(bits(mine.mask & theirs.mask))} of {mine.of} of the model come from {name} and "
-                "from an earlier one as well; each parameter's square counts once. Sum replicas on one of them."
-            )
-        mask, of = mine.mask | theirs.mask, mine.of
-    return Spec(_SCALAR, 0, Holds(mask, of), 0, step)
 
 
 def collective(
@@ -380,7 +310,7 @@ def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:
             if other_sums & sums or other_mask != mask:
                 return None
             sums |= other_sums
-    holds = _gathered(what, Holds(mask, of)) if gathers else specs[0].holds
+    holds = gathered(what, Holds(mask, of)) if gathers else specs[0].holds
     return Spec(what, layer, holds, sums, step, specs[0].grid)
 
 

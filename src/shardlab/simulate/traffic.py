@@ -37,9 +37,9 @@ def traffic(checked: Checked) -> list[Traffic]:
     """What each rank sends.
 
     Collectives are counted as rings move them, which is the least that is possible: of the whole value a rank sends
-    (n - 1) / n in an all-gather or a reduce-scatter, and twice that in an all-reduce; of what it has, it keeps 1 / n
-    in an all-to-all (nccl-tests, doc/PERFORMANCE.md;
-    Rabenseifner 2004, "Optimization of collective reduction operations").
+    (n - 1) / n in an all-gather or a reduce-scatter, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md;
+    Rabenseifner 2004, "Optimization of collective reduction operations"). In an all-to-all it sends all that it puts in
+    but its own share of 1 / n.
     """
     return [_of_rank(checked, rank) for rank in range(checked.program.ranks)]
 

@@ -63,10 +63,10 @@ PAGES = (
     Entry(
         "expert_parallel",
         expert_parallel,
-        "the batch and the experts (here half of all weights)",
+        "the batch and the experts",
         "Lepikhin et al. 2020, GShard, arXiv 2006.16668",
         expert_parallel_mesh,
-        memory="(W + G + O)*(1 + 1/n)/2",
+        memory="D + E/n of W, G and O",
     ),
     Entry("pipeline", pipeline, "the layers", "LLM Training Puzzles, puzzle 5", pipeline_mesh, memory="(W + G + O)/p"),
 )

@@ -57,8 +57,9 @@ class Entry:
         ranks: how many ranks it gets if nobody says.
         plan: the plan that it is for a number of ranks (None: a program of its own).
         memory: what a rank keeps of the weights W, the gradients G and the optimizer's state O, where there are n
-            ranks, p of them along the pipeline with v stages each, s along dp_shard and t along tp. Activations come on
-            top, and for a while a layer or two that are whole.
+            ranks, p of them along the pipeline with v stages each, s along dp_shard and t along tp; of a mixture, what
+            it keeps of the dense layers D and of the experts E. Activations come on top, and for a while a layer or two
+            that are whole.
     """
 
     name: str

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
-from shardlab.program import AXES, LayerKind, Mesh, UserError
+from shardlab.program import LayerKind, Mesh, UserError
 from shardlab.program.sizes import CARRYING
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
@@ -14,9 +14,6 @@ from shardlab.strategies.schedules.steps import Steps, steps_of
 
 DATA_AXES = ("dp_shard", "dp_replicate")
 """The axes over which parameters may be cut; the batch is dealt over these and over `ep`."""
-
-PLAN_AXES = ("pp", *DATA_AXES, "cp", "tp", "ep")
-"""The axes over which a plan lays a model."""
 
 CUT_AXES = (*DATA_AXES, "cp")
 """The axes whose ranks see different tokens, and so may share the work of keeping weights."""
@@ -85,10 +82,6 @@ class Plan:
     context: Context = "ring"
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            size = self.mesh.sizes()[axis]
-            if size > 1 and axis not in PLAN_AXES:
-                raise UserError(f"the mesh has {axis} {size}, but a plan lays a model over {', '.join(PLAN_AXES)} only")
         for name, words in (
             ("reshard_after", get_args(Reshard)),
             ("recompute", get_args(Recompute)),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -49,6 +49,7 @@ def dealt(tokens: int, parts: int, chance: random.Random) -> list[list[int]]:
     return [[token for token, its in enumerate(owners) if its == owner] for owner in range(parts)]
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(HEADS), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 1000))
 def test_parts_in_any_order_equal_the_whole_forward_and_backward(
     heads: tuple[int, int], blocks: int, owners: int, drops: bool, seed: int
