@@ -16,7 +16,7 @@ from shardlab.check import check
 from shardlab.program import Mesh, Op, OpKind, Program, Refused, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan import Plan
-from tests.check.programs import PLACE, built_in
+from tests.check.programs import JUDGED, PLACE, built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
 from tests.support.random_plans import Planned
@@ -49,7 +49,7 @@ UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its up
 @cache
 def subjects() -> dict[str, Program]:
     """The programs that mistakes are put into."""
-    programs = {name: built_in(name) for name in STRATEGIES}
+    programs = {name: built_in(name) for name in JUDGED}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
     return programs | {name: plan.program for name, plan in HALVES.items()}

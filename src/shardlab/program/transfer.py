@@ -380,8 +380,7 @@ def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:
             if other_sums & sums or other_mask != mask:
                 return None
             sums |= other_sums
-    holds = _gathered(what, Holds(mask, of)) if gathers else specs[0].holds
-    return Spec(what, layer, holds, sums, step, specs[0].grid)
+    return Spec(what, layer, _gathered(what, Holds(mask, of)) if gathers else specs[0].holds, sums, step, specs[0].grid)
 
 
 def message_of(spec: Spec) -> Message:
