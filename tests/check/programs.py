@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from shardlab.program import Program, Rank, Strategy, Value, trace
+from shardlab.program import Program, Rank, Strategy, UserError, Value, trace
 from shardlab.strategies import STRATEGIES
 
 PLACE = r"^(rank \d+, op \d+ |deadlock: rank \d+ waits in )"
@@ -32,6 +32,15 @@ Experts are layers of kinds DENSE and EXPERTS; attention over `cp` is PROJECT, a
 """
 
 JUDGED = [name for name in STRATEGIES if name not in NOT_JUDGED]
+
+
+def fits(name: str, ranks: int) -> bool:
+    """Whether a built-in strategy has a grid for so many ranks."""
+    try:
+        STRATEGIES[name].grid(ranks)
+    except UserError:
+        return False
+    return True
 
 
 @cache

@@ -23,7 +23,7 @@ from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_HALVES = 60, 20
+SAMPLE, SAMPLE_OF_HALVES = 16, 5
 """Mutants of one kind and program that are tried; there may be thousands."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
@@ -58,7 +58,7 @@ def subjects() -> dict[str, Program]:
 def mutants(kind: str, name: str) -> list[Program]:
     """A sample of a program's mutants, the same every time."""
     found = list(MUTATIONS[kind](subjects()[name]))
-    sample = SAMPLE_OF_HALVES if name in HALVES else SAMPLE
+    sample = SAMPLE_OF_HALVES if subjects()[name].sizes.kinds else SAMPLE
     return found if len(found) <= sample else Random(f"{kind} {name}").sample(found, sample)
 
 
@@ -73,16 +73,18 @@ def refusal(program: Program) -> str | None:
 
 @pytest.mark.parametrize("kind", [kind for kind in MUTATIONS if kind != "another world"])
 def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) -> None:
-    wrong = refused = 0
+    """What passes is always judged; of what is refused, enough to see that the mistake is one that matters."""
+    wrong = refused = False
     for name in subjects():
         for number, mutant in enumerate(mutants(kind, name)):
-            verdict, sentence = judge(mutant), refusal(mutant)
+            sentence = refusal(mutant)
             if sentence is None:
+                verdict = judge(mutant)
                 assert verdict.right, f"{kind} {number} of {name} passes, but: {verdict.reason}"
             else:
                 assert re.match(PLACE, sentence), sentence
-            wrong += not verdict.right
-            refused += sentence is not None
+                refused = True
+                wrong = wrong or not judge(mutant).right
     assert refused
     assert wrong or kind in UNHARMFUL
 
