@@ -23,7 +23,7 @@ from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_HALVES = 16, 5
+SAMPLE, SAMPLE_OF_HALVES = 24, 8
 """Mutants of one kind and program that are tried; there may be thousands."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
@@ -163,11 +163,11 @@ def test_tapes_of_another_world_are_refused() -> None:
         (
             "missing reduce",
             "tensor",
-            "the terms of slices 1 are missing. Reduce it over the ranks that have them first",
+            "slices 1 are missing. Put all together first: reduce a body's terms over the ranks that have them",
         ),
-        ("missing reduce", "sequence", "norm(layer 1): sequence slice 1 of microbatch"),
+        ("missing reduce", "sequence", "norm(layer 1): sequence slice 0 of microbatch"),
         ("missing gather", "sequence", "this layer wants whole sequences. Gather their slices first"),
-        ("missing gather", "tensor", "the stats given is stats[5] (microbatch 0, slices 0 of 2 alone)"),
+        ("missing gather", "tensor", "the stats given is stats[7] (microbatch 0, slices 1 of 2 alone)"),
         ("double reduce", "tensor", "which is complete; summing it again would count it twice"),
         ("collective too many", "tensor", "slices of the logits are no terms of a sum"),
         ("collective too many", "tensor", "gave slices 0 of 2 and rank 1 1 of 2; only equal slices can be summed"),
