@@ -23,7 +23,7 @@ from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_HALVES = 40, 14
+SAMPLE, SAMPLE_OF_HALVES = 24, 8
 """Mutants of one kind and program that are tried; there may be thousands."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
