@@ -4,19 +4,58 @@ from __future__ import annotations
 
 from functools import cache
 
-from shardlab.program import Program, Rank, Strategy, Value, trace
+from shardlab.program import Program, Rank, Strategy, UserError, Value, trace
 from shardlab.strategies import STRATEGIES
 
 PLACE = r"^(rank \d+, op \d+ |deadlock: rank \d+ waits in )"
 """How every refusal of a tape begins."""
 
 
+FEWEST = {
+    "single": 1,
+    "grad_accum": 1,
+    "hsdp": 4,
+    "partially-sharded": 4,
+    "pipeline_fsdp": 4,
+    "breadth-first-fsdp": 4,
+    "3d": 4,
+    "4d": 4,
+}
+"""The fewest ranks that show what a strategy does, where they are not 2."""
+
+GRIDS = {name: entry.mesh(entry.ranks) for name, entry in STRATEGIES.items()}
+
+NOT_JUDGED = {name for name, grid in GRIDS.items() if grid.cp > 1 or grid.ep > 1}
+"""Strategies that the judge cannot execute: it knows no ALL_TO_ALL, and its toy networks neither experts nor attention.
+
+Experts are layers of kinds DENSE and EXPERTS; attention over `cp` is PROJECT, and what ATTEND makes of it.
+"""
+
+JUDGED = [name for name in STRATEGIES if name not in NOT_JUDGED]
+
+
+def fits(name: str, ranks: int) -> bool:
+    """Whether a built-in strategy has a grid for so many ranks."""
+    try:
+        STRATEGIES[name].grid(ranks)
+    except UserError:
+        return False
+    return True
+
+
 @cache
-def built_in(name: str, ranks: int = 0, layers: int = 2, microbatches: int = 2) -> Program:
-    """A built-in strategy's tapes, for a small number of ranks that fits it if none is given."""
+def built_in(name: str, ranks: int = 0, layers: int = 0, microbatches: int = 0) -> Program:
+    """A built-in strategy's tapes; what is not given is as small as it can be, but of at least 2 layers and batches.
+
+    A strategy that cuts layers or their sequences has a model of one block, where it needs no more.
+    """
     entry = STRATEGIES[name]
-    ranks = ranks or {"single": 1, "grad_accum": 1, "pipeline_fsdp": 4}.get(name, 2)
-    return trace(entry.program, entry.mesh(ranks), layers, microbatches)
+    ranks = ranks or FEWEST.get(name, 2)
+    mesh = entry.mesh(ranks)
+    columns = mesh.dp_replicate * mesh.dp_shard
+    blocks = mesh.tp > 1 or mesh.ep > 1
+    layers = layers or max(1 if blocks else 2, entry.plan(ranks).natural_layers() if entry.plan and not blocks else 1)
+    return trace(entry.program, mesh, layers, microbatches or max(2, columns))
 
 
 async def one_layer_gradient(rank: Rank, microbatches: list[int]) -> Value:

@@ -55,6 +55,13 @@ def test_a_pipeline_sends_each_microbatch_up_and_its_gradient_down() -> None:
     assert middle.others == 6  # the gradient's norm, 4 bytes around a ring of 4
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_exchange_all_but_their_own_share_of_each_buffer(ranks: int) -> None:
+    """Out and back, forward and backward: a rank keeps 1/n of what it gives."""
+    blocks, each = 3, sent("expert_parallel", ranks, layers=3, microbatches=ranks)[0]
+    assert each.activations == pytest.approx(4 * blocks * ACTIVATION * (ranks - 1) / ranks)
+
+
 def test_one_rank_sends_nothing() -> None:
     for name in ("single", "ddp", "fsdp", "gpipe"):
         assert sent(name, 1) == [Traffic()]

@@ -457,7 +457,7 @@ def another_world(program: Program) -> Iterator[Program]:
     yield replace(program, tapes=program.tapes[:-1])
     yield replace(program, microbatches=program.microbatches + 1)
     yield replace(program, sizes=Sizes.puzzle(program.layers + 1))
-    if program.microbatches > 1:
+    if program.microbatches > 1 and not program.sizes.kinds:  # two whole microbatches may be read as one in two slices
         yield replace(program, microbatches=program.microbatches - 1)
     if program.layers > 1:
         yield replace(program, sizes=Sizes.puzzle(program.layers - 1))

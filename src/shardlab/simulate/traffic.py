@@ -66,6 +66,7 @@ def _times(kind: OpKind, members: int) -> float:
     return {
         OpKind.ALL_GATHER: others,
         OpKind.REDUCE_SCATTER: others / members,
+        OpKind.ALL_TO_ALL: others / members,
         OpKind.ALL_REDUCE: 2 * others / members,
         OpKind.ALL_TO_ALL: others / members,
     }[kind]
