@@ -42,11 +42,19 @@ DROPPING = MoE(capacity_factor=0.7, dropout=0.2, **SMALL)
 SWITCH = MoE(top_k=1, capacity_factor=1.0, **SMALL)
 
 
-@pytest.mark.parametrize("model", [DROPLESS, DROPPING, SWITCH], ids=["dropless", "dropping", "switch"])
-@pytest.mark.parametrize("name", PLANS)
-def test_expert_parallelism_gives_the_numbers_of_one_device(ranks: World, name: str, model: MoE) -> None:
+MODELS = {"dropless": DROPLESS, "dropping": DROPPING, "switch": SWITCH}
+SAMPLE = [
+    *zip(PLANS, list(MODELS) * len(PLANS), strict=False),
+    ("ep 2, experts recomputed", "dropping"),
+    ("fsdp x ep", "dropping"),
+]
+"""Every plan with one of the models, and two with another one as well."""
+
+
+@pytest.mark.parametrize(("name", "model"), SAMPLE)
+def test_expert_parallelism_gives_the_numbers_of_one_device(ranks: World, name: str, model: str) -> None:
     plan = PLANS[name]
-    there = Job(plan, plan.mesh.world, 2 * plan.data_ranks, model, 2, torch.float64)
+    there = Job(plan, plan.mesh.world, 2 * plan.data_ranks, MODELS[model], 2, torch.float64)
     verdict = ranks(plan.mesh.world).call(verify_rank, CPU, there, 2)[0]
     assert verdict.ok, verdict
 
