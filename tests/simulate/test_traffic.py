@@ -44,6 +44,12 @@ def test_a_pipeline_sends_each_microbatch_up_and_its_gradient_down() -> None:
     assert middle.others == 6  # the gradient's norm, 4 bytes around a ring of 4
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_exchange_tokens_twice_a_pass_and_keep_their_own(ranks: int) -> None:
+    for each in sent("expert_parallel", ranks):
+        assert each.activations == pytest.approx(6 * 4 * 8 / ranks * ACTIVATION * (ranks - 1) / ranks)
+
+
 def test_one_rank_sends_nothing() -> None:
     for name in ("single", "ddp", "fsdp", "gpipe"):
         assert sent(name, 1) == [Traffic()]

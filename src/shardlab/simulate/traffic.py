@@ -37,7 +37,8 @@ def traffic(checked: Checked) -> list[Traffic]:
 
     Collectives are counted as rings move them, which is the least that is possible: of the whole value a rank sends
     (n - 1) / n in an all-gather or a reduce-scatter, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md;
-    Rabenseifner 2004, "Optimization of collective reduction operations").
+    Rabenseifner 2004, "Optimization of collective reduction operations"). In an all-to-all it keeps its own n-th of
+    what it gives.
     """
     return [_of_rank(checked, rank) for rank in range(checked.program.ranks)]
 
@@ -64,6 +65,7 @@ def _times(kind: OpKind, members: int) -> float:
     return {
         OpKind.ALL_GATHER: others,
         OpKind.REDUCE_SCATTER: others / members,
+        OpKind.ALL_TO_ALL: others / members,
         OpKind.ALL_REDUCE: 2 * others / members,
     }[kind]
 
