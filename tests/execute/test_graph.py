@@ -8,6 +8,7 @@ import weakref
 import torch
 
 from shardlab.execute.graph import FlatWeight, Graph
+from shardlab.execute.saved import Saved
 from shardlab.models import GPT
 from shardlab.models.tensors import Share, initial_weights, layers_of, views
 
@@ -16,12 +17,12 @@ LAYER, LAYOUT = layers_of(MODEL)[1], MODEL.layout(1)
 FLAT = initial_weights(MODEL, 1, 0, torch.float64)
 
 
-def run(regathered: bool, move: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def run(move: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of weight and input; if `move`, the weight's buffer is overwritten and its copy lies elsewhere."""
     torch.manual_seed(0)
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     flat = FLAT.clone()
-    graph = Graph(LAYER, [x], FlatWeight(flat, LAYOUT), Share(), None, regathered)
+    graph = Graph(LAYER, [x], FlatWeight(flat, LAYOUT), Share(), None, Saved(flat) if move else None)
     (output,) = graph.take_outputs()
     if move:
         elsewhere = flat.clone()
@@ -33,7 +34,7 @@ def run(regathered: bool, move: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_backward_reads_the_weight_from_where_it_was_gathered_again() -> None:
-    expected, moved = run(regathered=False, move=False), run(regathered=True, move=True)
+    expected, moved = run(move=False), run(move=True)
     for a, b in zip(expected, moved, strict=True):
         assert torch.equal(a, b)
 
@@ -43,7 +44,7 @@ def test_backward_adds_to_what_the_gradient_holds_already() -> None:
     into = torch.ones_like(FLAT)
     fresh = torch.zeros_like(FLAT)
     for target in (into, fresh):
-        graph = Graph(LAYER, [x], FlatWeight(FLAT.clone(), LAYOUT), Share(), None, regathered=False)
+        graph = Graph(LAYER, [x], FlatWeight(FLAT.clone(), LAYOUT), Share(), None)
         graph.backward([torch.ones_like(y) for y in graph.take_outputs()], FLAT, views(LAYOUT, target))
     assert torch.allclose(into - 1, fresh, atol=1e-12)
 
@@ -51,7 +52,7 @@ def test_backward_adds_to_what_the_gradient_holds_already() -> None:
 def test_the_graph_keeps_neither_its_output_nor_a_regathered_weight_alive() -> None:
     flat = FLAT.clone()
     x = torch.randn(3, 8, 16, dtype=torch.float64)
-    graph = Graph(LAYER, [x], FlatWeight(flat, LAYOUT), Share(), None, regathered=True)
+    graph = Graph(LAYER, [x], FlatWeight(flat, LAYOUT), Share(), None, Saved(flat))
     output = weakref.ref(graph.take_outputs()[0])
     gc.collect()
     assert output() is None

@@ -12,12 +12,10 @@ from safetensors.torch import load_file
 from shardlab.execute import AdamW
 from shardlab.models import GPT, MoE
 from shardlab.program import Mesh, UserError
-from shardlab.strategies.entry import Entry, planned_entry
 from shardlab.strategies.plan import Plan
-from shardlab.train import job
 from shardlab.train.job import Job
 from shardlab.train.loop import Run, Summary, train_rank
-from shardlab.train.verify import Verdict, verify_rank
+from shardlab.train.verify import verify_rank
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -44,25 +42,20 @@ DROPPING = MoE(capacity_factor=0.7, dropout=0.2, **SMALL)
 SWITCH = MoE(top_k=1, capacity_factor=1.0, **SMALL)
 
 
-def plan_of(name: str) -> Entry:
-    return planned_entry(PLANS[name], name)
+MODELS = {"dropless": DROPLESS, "dropping": DROPPING, "switch": SWITCH}
+SAMPLE = [
+    *zip(PLANS, list(MODELS) * len(PLANS), strict=False),
+    ("ep 2, experts recomputed", "dropping"),
+    ("fsdp x ep", "dropping"),
+]
+"""Every plan with one of the models, and two with another one as well."""
 
 
-def verify_plan(rank: int, name: str, microbatches: int, model: MoE) -> Verdict | None:
-    """In a rank's own process, where `PLANS` are its strategies."""
-    job.load, kept = plan_of, job.load
-    try:
-        plan = PLANS[name]
-        there = Job(name, plan.mesh.world, microbatches * plan.data_ranks, model, 2, torch.float64)
-        return verify_rank(rank, CPU, there, 2)
-    finally:
-        job.load = kept
-
-
-@pytest.mark.parametrize("model", [DROPLESS, DROPPING, SWITCH], ids=["dropless", "dropping", "switch"])
-@pytest.mark.parametrize("name", PLANS)
-def test_expert_parallelism_gives_the_numbers_of_one_device(ranks: World, name: str, model: MoE) -> None:
-    verdict = ranks(PLANS[name].mesh.world).call(verify_plan, name, 2, model)[0]
+@pytest.mark.parametrize(("name", "model"), SAMPLE)
+def test_expert_parallelism_gives_the_numbers_of_one_device(ranks: World, name: str, model: str) -> None:
+    plan = PLANS[name]
+    there = Job(plan, plan.mesh.world, 2 * plan.data_ranks, MODELS[model], 2, torch.float64)
+    verdict = ranks(plan.mesh.world).call(verify_rank, CPU, there, 2)[0]
     assert verdict.ok, verdict
 
 
@@ -95,7 +88,6 @@ def train_quietly(rank: int, plan: Run) -> Summary | None:
     return train_rank(rank, CPU, plan)
 
 
-def test_a_model_without_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "load", plan_of)
+def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(UserError, match="ep 2, which cuts mixtures of experts, but GPT has none; train a MoE"):
-        Job("ep 2", 2, 2, GPT(layers=2), 1).checked()
+        Job(PLANS["ep 2"], 2, 2, GPT(layers=2), 1).checked()

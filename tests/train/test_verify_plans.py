@@ -9,9 +9,7 @@ import torch
 
 from shardlab.models import GPT, MLP
 from shardlab.program import Mesh
-from shardlab.strategies.entry import planned_entry
 from shardlab.strategies.plan import Plan
-from shardlab.train import job as jobs
 from shardlab.train import verify
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
@@ -59,19 +57,14 @@ CASES: dict[str, tuple[Plan, GPT | MLP, int]] = {  # with microbatches
 }
 
 
-def under(plan: Plan, rank: int, job: Job, left_out: bool = False) -> Verdict | None:
+def on_a_rank(rank: int, name: str, left_out: bool = False) -> Verdict | None:
     """The verdict of a plan; with `left_out`, some tokens of most microbatches have no target."""
+    plan, model, microbatches = CASES[name]
+    job = Job(plan, plan.mesh.world, microbatches, model, 2, torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "load", lambda _: planned_entry(plan, "the plan"))
         if left_out:
             patch.setattr(verify, "Batches", Uneven)
         return verify_rank(rank, CPU, job, 2)
-
-
-def on_a_rank(rank: int, name: str, left_out: bool = False) -> Verdict | None:
-    plan, model, microbatches = CASES[name]
-    job = Job(name, plan.mesh.world, microbatches, model, 2, torch.float64)
-    return under(plan, rank, job, left_out)
 
 
 @pytest.mark.parametrize("name", CASES)

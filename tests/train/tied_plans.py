@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import torch
 
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import Blocks, Halves
 from shardlab.models.tensors import to_blocks
-from shardlab.strategies.entry import planned_entry
 from shardlab.strategies.plan import Plan
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
@@ -21,8 +18,7 @@ CPU = torch.device("cpu")
 
 def verdict(rank: int, plan: Plan, microbatches: int, model: Blocks, steps: int = 2) -> Verdict | None:
     """A plan on a model against one device, in float64."""
-    with patch("shardlab.train.job.load", lambda _: planned_entry(plan, "a plan")):
-        return verify_rank(rank, CPU, Job("a plan", plan.mesh.world, microbatches, model, 2, torch.float64), steps)
+    return verify_rank(rank, CPU, Job(plan, plan.mesh.world, microbatches, model, 2, torch.float64), steps)
 
 
 def batches_of(model: Blocks) -> Batches:
@@ -35,9 +31,8 @@ def trained(
     rank: int, plan: Plan, microbatches: int, model: Blocks
 ) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
     """After three steps that clip: this rank's copy of the embedding, and on rank 0 the model's blocks."""
-    with patch("shardlab.train.job.load", lambda _: planned_entry(plan, "a plan")):
-        job = Job("a plan", plan.mesh.world, microbatches, model, 2, torch.float64)
-        checked, cut = job.checked(), job.cut
+    job = Job(plan, plan.mesh.world, microbatches, model, 2, torch.float64)
+    checked, cut = job.checked(), job.cut
     assert isinstance(cut, Halves)
     settings = Settings(0, torch.float64, CPU, AdamW(clip=0.1))
     executor = Executor(checked, rank, cut, batches_of(model), settings)
