@@ -140,7 +140,7 @@ def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str)
         done: Counter[tuple[int, int]] = Counter()
         for rank, (tape, specs) in enumerate(zip(program.tapes, checked.specs, strict=True)):
             for op in tape:
-                if op.kind in kinds and program.mesh.coordinate(rank, "tp") == 0:
+                if op.kind in kinds and all(program.mesh.coordinate(rank, axis) == 0 for axis in ("cp", "tp")):
                     mask = specs[op.inputs[0]].microbatches
                     done.update((op.layer, m) for m in range(4) if mask >> m & 1)
         experts = [program.sizes.kind(layer) is LayerKind.EXPERTS for layer in range(program.layers)]
