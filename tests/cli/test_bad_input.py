@@ -142,7 +142,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate zb-h1 --pp 8 --ranks 4", "there are to be 4 ranks, but the plan's mesh is pp 8; leave out --ranks"),
         ("simulate --pp 2 --schedule 1f2b", "there is no schedule '1f2b'; did you mean 1f1b?"),
         ("simulate --pp 2 --schedule qqqqq", "Built in: gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, zb-h2"),
-        ("simulate --pp 2 --schedule none.csv", "none.csv: none.csv cannot be read as a pipeline CSV"),
+        ("simulate --pp 2 --schedule none.csv", "none.csv cannot be read as a pipeline CSV: No such file"),
         ("simulate --pp 2 --schedule none.py:mine", "none.py is not a file"),
         ("simulate --pp 2 --schedule user.py:right", "right in user.py is not a schedule; write it as a generator of"),
         ("simulate --pp 2 --schedule user.py:rigth", "user.py has no function 'rigth'; its generators are: none"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import check
-from shardlab.program import Mesh, OpKind, Program, Refused, UserError, trace
+from shardlab.program import Mesh, OpKind, Program, UserError, trace
 from shardlab.strategies import STRATEGIES, Plan, planned
 from shardlab.strategies.schedules import SCHEDULES, Action, Backward, Forward, Schedule
 from shardlab.strategies.schedules.csv_schedule import Form, csv_of
@@ -113,10 +113,12 @@ def failing(kind: str) -> Schedule:
             yield Forward(1 - rank, 0)
         if kind == "no such microbatch":
             yield Forward(rank, microbatches)
-        if kind == "waits":
-            yield Backward(rank, 0)
         for i in range(microbatches):
+            if kind == "waits":
+                yield Backward(rank, i)
             yield Forward(rank, i)
+            if kind == "waits":
+                continue
             if kind != "forgets" or i:
                 yield Backward(rank, i)
 
@@ -139,8 +141,20 @@ def test_a_wrong_schedule_is_one_sentence(kind: str, sentence: str) -> None:
 
 
 def test_a_schedule_that_forgets_a_backward_pass_is_refused() -> None:
-    with pytest.raises(Refused, match="microbatch 0"):
-        check(traced(Plan(Mesh(pp=2), failing("forgets")), 2, 2))
+    with pytest.raises(UserError, match="gave rank 0 no Backward or BackwardInput of stage 0 and microbatch 0"):
+        traced(Plan(Mesh(pp=2), failing("forgets")), 2, 2)
+
+
+def test_layers_to_recompute_must_exist() -> None:
+    with pytest.raises(UserError, match="recompute names layer 9, but the program has layers 0-3"):
+        traced(Plan(recompute=(1, 9)), 4, 1)
+    with pytest.raises(UserError, match="neither cp nor ep cuts, but the mesh has cp 2"):
+        Plan(Mesh(cp=2), recompute="selective")
+
+
+def test_of_a_mixture_the_experts_that_are_named_are_recomputed() -> None:
+    program = traced(Plan(Mesh(ep=2), recompute=(3,)), 2, 2)
+    assert {op.layer for op in program.tapes[0] if op.kind is OpKind.RECOMPUTE} == {3}
 
 
 def test_plans_by_name_are_the_plans_of_the_table() -> None:

@@ -61,7 +61,7 @@ class PlanOptions:
     """How many layers each stage has."""
 
     shard_parameters: Axes = None
-    """Axes over which weights are cut: dp_shard, dp_replicate, or nothing."""
+    """Axes over which weights are cut: dp_shard, dp_replicate, cp, or nothing."""
 
     shard_gradients: Axes = None
     """Axes over which accumulating gradients are cut."""

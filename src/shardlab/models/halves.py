@@ -146,7 +146,8 @@ class Halves(CutModel):
             )
         if isinstance(whole, MoE):
             raise UserError(
-                "tensor and context parallelism do not cut mixtures of experts; set tp and cp to 1 and use ep for them"
+                "half-blocks, which tp, cp, selective recomputation and tied embeddings need, do not cut mixtures of "
+                "experts; leave these out, and use ep"
             )
         for part in whole.body:
             for name, count in part.sliceable().items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shardlab.program import LayerKind, Rank, Value
 from shardlab.strategies.plan import Plan
 
@@ -15,7 +17,7 @@ class Mixture:
 
     def __init__(self, rank: Rank, plan: Plan) -> None:
         self.rank = rank
-        self.save = plan.recompute == "none"
+        self.keeps = partial(plan.keeps, selective=())
         self.exchanges = plan.mesh.ep > 1
         self.last = rank.layers[-1]
 
@@ -23,7 +25,7 @@ class Mixture:
         rank, xs = self.rank, self.rank.activations
         if rank.kinds[layer] is LayerKind.EXPERTS:
             xs[layer, m] = await self._exchanged(xs.pop((layer, m)))
-            xs[layer + 1, m] = await self._exchanged(rank.forward(layer, xs[layer, m], weight, save=self.save))
+            xs[layer + 1, m] = await self._exchanged(rank.forward(layer, xs[layer, m], weight, save=self.keeps(layer)))
         else:
             carried = rank.residuals.pop((layer, m)) if layer else None
             carried, xs[layer + 1, m] = rank.forward_dense(layer, carried, xs[layer, m], weight)

@@ -89,7 +89,8 @@ class Plan:
         ):
             said = getattr(self, name)
             if said not in words and not (name == "recompute" and isinstance(said, tuple)):
-                raise UserError(f"{name} is {said!r}; give one of {', '.join(words)}")
+                numbers = ", or the numbers of layers" if name == "recompute" else ""
+                raise UserError(f"{name} is {said!r}; give one of {', '.join(words)}{numbers}")
         if self.stages_per_rank is not None and self.stages_per_rank < 1:
             raise UserError(f"stages_per_rank is {self.stages_per_rank}; give 1 or more")
         for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
@@ -110,6 +111,11 @@ class Plan:
             raise UserError(
                 f"the mesh has {sizes}; tensor parallelism cuts half-blocks, context parallelism sequences and expert "
                 "parallelism mixtures, and no layer is cut by two of them yet: set all but one to 1"
+            )
+        if self.recompute == "selective" and max(self.mesh.cp, self.mesh.ep) > 1:
+            raise UserError(
+                f"selective recomputation works on half-blocks that neither cp nor ep cuts, but the mesh has cp "
+                f"{self.mesh.cp} and ep {self.mesh.ep}; recompute none, full, or layers by number"
             )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")

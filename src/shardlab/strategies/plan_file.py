@@ -58,7 +58,7 @@ def _check_value(path: Path, name: str, value: Any) -> None:
     elif name == "sequence_parallel":
         good, wanted = isinstance(value, bool), "true or false"
     elif name == "layers_per_stage" or (name == "recompute" and isinstance(value, list)):
-        good, wanted = isinstance(value, list) and all(isinstance(v, int) for v in cast(list[Any], value)), "numbers"
+        good, wanted = isinstance(value, list) and all(type(v) is int for v in cast(list[Any], value)), "numbers"
     elif name.startswith("shard_") or name == "reduce_each":
         good, wanted = isinstance(value, list), "a list of axes, such as ['dp_shard']"
     else:

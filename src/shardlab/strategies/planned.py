@@ -47,6 +47,12 @@ class Follower:
                 f"the mesh has cp {plan.mesh.cp}, which cuts sequences, but attention is not a step of its own in this "
                 "model's layers; give Sizes.context_blocks or those of models.Halves with context=True"
             )
+        unknown = [l for l in plan.recompute if l not in rank.layers] if isinstance(plan.recompute, tuple) else []
+        if unknown:
+            raise UserError(
+                f"recompute names layer {unknown[0]}, but the program has layers 0-{rank.layers[-1]} (where tp, cp or "
+                "ep cuts a model, its layers are finer than blocks)"
+            )
         here = rank.coordinate("pp")
         steps = plan.steps(rank.kinds, len(rank.microbatches))
         dealt = 0

@@ -86,7 +86,9 @@ def _fully_sharded(mesh: Mesh, schedule: str = "1f1b") -> Plan:
 
 def _two_replicas(ranks: int) -> Mesh:
     if ranks % 2:
-        raise UserError(f"{ranks} ranks do not make two replicas; give an even number, or a mesh by --dp-replicate")
+        raise UserError(
+            f"{ranks} ranks do not make two replicas; give an even number, or a mesh by --dp-replicate and --dp-shard"
+        )
     return Mesh(dp_replicate=2, dp_shard=ranks // 2)
 
 

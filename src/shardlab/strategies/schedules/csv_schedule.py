@@ -78,7 +78,9 @@ def _checked(source: str | Path) -> tuple[list[list[Cell]], tuple[int, ...]]:
         try:
             source = source.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{source} cannot be read as a pipeline CSV: {error}") from error
+            raise UserError(
+                f"{source} cannot be read as a pipeline CSV: {getattr(error, 'strerror', None) or error}"
+            ) from error
     rows = cells(source)
     return rows, check_rows(rows)
 

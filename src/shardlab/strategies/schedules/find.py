@@ -31,7 +31,7 @@ def find_schedule(name: str) -> Schedule | Steps:
         try:
             return import_csv(Path(name))
         except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+            raise UserError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
     path, function = file_and_function(name)
     if path is None:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)

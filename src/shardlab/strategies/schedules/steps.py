@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 from shardlab.program import UserError
-from shardlab.strategies.schedules.actions import Action, Schedule
+from shardlab.strategies.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+)
 from shardlab.strategies.schedules.messages import with_messages
 from shardlab.strategies.schedules.sharding import ShardedStep
 
@@ -56,8 +65,9 @@ def _actions(
     except UserError:
         raise
     except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
-        raise UserError(f"{name}, rank {rank}, line {line}: {type(error).__name__}: {error}") from error
+        inside = traceback.extract_tb(error.__traceback__)[1:]  # without the call above
+        place = f"line {inside[-1].lineno}" if inside else "called with (rank, ranks, microbatches, stages_per_rank)"
+        raise UserError(f"{name}, rank {rank}, {place}: {type(error).__name__}: {error}") from error
     for action in given:
         if not isinstance(action, Action):
             raise UserError(f"{name} gave rank {rank} {action!r}; yield Forward, Backward, BackwardInput, ...")
@@ -67,4 +77,15 @@ def _actions(
             have = ", ".join(str(stage) for stage, place in enumerate(ranks_of_stages) if place == rank)
             raise UserError(f"{name} gave rank {rank} {action}, but that rank has stage {have}")
         actions.append(action)
+    mine = [stage for stage, place in enumerate(ranks_of_stages) if place == rank]
+    for wanted in ((Forward,), (Backward, BackwardInput), (Backward, BackwardWeight)):
+        done = Counter((action.stage, action.microbatch) for action in actions if type(action) in wanted)
+        for work in product(mine, range(microbatches)):
+            if done[work] != 1:
+                what = " or ".join(kind.__name__ for kind in wanted)
+                times = "twice" if done[work] > 1 else "no"
+                raise UserError(
+                    f"{name} gave rank {rank} {times} {what} of stage {work[0]} and microbatch {work[1]}; every stage "
+                    "does each once"
+                )
     return actions
