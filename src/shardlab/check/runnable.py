@@ -36,6 +36,10 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
 
 def _overwritten(rank: int, tape: Sequence[Op], specs: dict[int, Spec]) -> str | None:
     """The first read of a loaded weight that is no more: an update writes over it, whatever copy it is given."""
+    loads = [op for op in tape if op[0] is OpKind.LOAD_WEIGHT]
+    own = {op.outputs[0] for op in loads}
+    if len({op.layer for op in loads}) == len(loads) and all(op[2][1] in own for op in tape if op[0] is OpKind.UPDATE):
+        return None  # each layer's one loaded weight is what its update is given, and so it ends there
     loaded: dict[int, list[int]] = defaultdict(list)
     written: dict[int, int] = {}  # by which update
     reading: dict[int, int] = {}  # handle to what its communication reads
