@@ -100,8 +100,3 @@ class AttentionVerbs(NormVerbs):
             self.refuse(f"backward_project(layer {layer}): no project has come before it for {a}.")
         saved, activation.saved = activation.saved, -1
         return specs, (activation.number, grad_queries.number, weight.number, saved, grad_keys_values.number)
-
-    def _done_with(self, *values: Value) -> None:
-        for value in values:
-            if not value.keys:
-                self._used(value)

@@ -93,10 +93,7 @@ class ComputeVerbs(Place):
         else:
             outputs = (number,)
         self.ops.append(Op(OpKind.FORWARD, layer, (activation.number, weight.number), outputs))
-        if not weight.keys:
-            self._used(weight)
-        if not activation.keys:
-            self._used(activation)
+        self._done_with(weight, activation)
         return output
 
     def loss(self, activation: Value, stats: Value | None = None) -> Value:
@@ -115,9 +112,7 @@ class ComputeVerbs(Place):
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
         self.ops.append(Op(OpKind.LOSS, made.layer, tuple([value.number for value in read]), (output.number,)))
-        for value in read:
-            if not value.keys:
-                self._used(value)
+        self._done_with(*read)
         return output
 
     def loss_stats(self, logits: Value) -> Value:
@@ -128,8 +123,7 @@ class ComputeVerbs(Place):
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
         self.ops.append(Op(OpKind.LOSS_STATS, made.layer, (logits.number,), (output.number,)))
-        if not logits.keys:
-            self._used(logits)
+        self._done_with(logits)
         return output
 
     def backward(self, layer: int, activation: Value, gradient: Value, weight: Value) -> tuple[Value, Value]:
@@ -144,9 +138,7 @@ class ComputeVerbs(Place):
         grad_weight, grad_activation = self.make(specs[0]), self.make(specs[1])
         inputs = (activation.number, gradient.number, weight.number, saved)
         self.ops.append(Op(OpKind.BACKWARD, layer, inputs, (grad_weight.number, grad_activation.number)))
-        for value in (activation, gradient, weight):
-            if not value.keys:
-                self._used(value)
+        self._done_with(activation, gradient, weight)
         return grad_weight, grad_activation
 
     def backward_input(self, layer: int, activation: Value, gradient: Value, weight: Value) -> Value:
@@ -167,9 +159,7 @@ class ComputeVerbs(Place):
         inputs = (activation.number, gradient.number, weight.number, saved)
         outputs = (grad_activation.number, activation.saved_for_weight)
         self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, outputs))
-        for value in (activation, gradient, weight):
-            if not value.keys:
-                self._used(value)
+        self._done_with(activation, gradient, weight)
         return grad_activation
 
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
@@ -196,9 +186,7 @@ class ComputeVerbs(Place):
         inputs = (activation.number, gradient.number, activation.saved_for_weight)
         activation.saved_for_weight = -1
         self.ops.append(Op(OpKind.BACKWARD_WEIGHT, layer, inputs, (grad_weight.number,)))
-        for value in (activation, gradient):
-            if not value.keys:
-                self._used(value)
+        self._done_with(activation, gradient)
         return grad_weight
 
     def _rule(self, op: str, layer: int, *, forward: bool) -> Callable[..., Any]:
@@ -241,9 +229,7 @@ class ComputeVerbs(Place):
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
         self.ops.append(Op(OpKind.ADD, made.layer, (a.number, b.number), (output.number,)))
-        for value in (a, b):
-            if not value.keys:
-                self._used(value)
+        self._done_with(a, b)
         return output
 
     def norm(self, layer: int, gradient: Value) -> Value:
@@ -258,8 +244,7 @@ class ComputeVerbs(Place):
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
         self.ops.append(Op(OpKind.NORM, layer, (gradient.number,), (output.number,)))
-        if not gradient.keys:
-            self._used(gradient)
+        self._done_with(gradient)
         return output
 
     def update(
@@ -283,8 +268,5 @@ class ComputeVerbs(Place):
         new_weight, new_state = self.make(made[0]), self.make(made[1])
         inputs = tuple([value.number for value in read])
         self.ops.append(Op(OpKind.UPDATE, layer, inputs, (new_weight.number, new_state.number)))
-        if not gradient.keys:
-            self._used(gradient)
-        if norm is not None and not norm.keys:
-            self._used(norm)
+        self._done_with(gradient, *read[3:])
         return new_weight, new_state

@@ -40,9 +40,7 @@ class NormVerbs(ComputeVerbs):
         self._values.append(None)
         numbers = (*(value.number for value in outputs), branch.saved)
         self.ops.append(Op(OpKind.FORWARD, layer, tuple([value.number for value in read]), numbers))
-        for value in read:
-            if not value.keys:
-                self._used(value)
+        self._done_with(*read)
         return outputs[1] if handed_on is not None else None, outputs[0]
 
     def backward_norm(
@@ -60,9 +58,7 @@ class NormVerbs(ComputeVerbs):
         specs, inputs, read = self._norm_backward(op, layer, branch, gradient, grad_residual, weight)
         made = [self.make(spec) for spec in specs]
         self.ops.append(Op(OpKind.BACKWARD, layer, inputs, tuple([value.number for value in made])))
-        for value in read:
-            if not value.keys:
-                self._used(value)
+        self._done_with(*read)
         return made[0], made[1], made[2] if len(made) > 2 else None
 
     def backward_norm_input(
@@ -80,9 +76,7 @@ class NormVerbs(ComputeVerbs):
         self._values.append(None)
         outputs = (*(value.number for value in made), branch.saved_for_weight)
         self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, outputs))
-        for value in read:
-            if not value.keys:
-                self._used(value)
+        self._done_with(*read)
         return made[0], made[1] if len(made) > 1 else None
 
     def _norm_backward(

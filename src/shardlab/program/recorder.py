@@ -94,6 +94,12 @@ class Recorder:
         if value.alive and not value.reading:
             self._free(value)
 
+    def _done_with(self, *values: Value) -> None:
+        """An op has read these values: those that no key names go."""
+        for value in values:
+            if not value.keys:
+                self._used(value)
+
     def _free(self, value: Value) -> None:
         value.alive = False
         for handle in value.reading:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.program.errors import Refused
-from shardlab.program.tape import OpKind
 from shardlab.program.values import WHOLE, Grid, Holds, Kind, Spec, bits, listed
 from shardlab.program.wants import want_kind, want_weight
 
@@ -146,7 +145,7 @@ def loss(layers: int, logits: Spec, stats: Spec | None) -> Spec:
     return logits._replace(kind=Kind.GRAD_ACTIVATION)
 
 
-def unite_terms(op: str, kind: OpKind, specs: Sequence[Spec], names: Sequence[str], layers: int) -> Spec:
+def unite_terms(op: str, specs: Sequence[Spec], names: Sequence[str], layers: int) -> Spec:
     """The sum of terms of activations or their gradients, or stats of all slices side by side: each slice once."""
     first = specs[0]
     if first.layer == layers and first.kind is not Kind.STATS:
@@ -165,9 +164,7 @@ def unite_terms(op: str, kind: OpKind, specs: Sequence[Spec], names: Sequence[st
             )
         total |= spec.sums
     complete = total == (1 << first.grid.width) - 1
-    united = first._replace(sums=0 if complete else total)
-    assert kind is not OpKind.ALL_GATHER or first.kind is Kind.STATS
-    return united
+    return first._replace(sums=0 if complete else total)
 
 
 def slices_of(op: str, layer: int, owner: int, weight: Spec, activation: Spec) -> int:

@@ -265,7 +265,7 @@ def collective(
                 "queries have met."
             )
         if _has_terms(kind, first):
-            united = sliced.unite_terms(name, kind, specs, names, layers)
+            united = sliced.unite_terms(name, specs, names, layers)
         elif kind is OpKind.ALL_GATHER:
             united = unite_holds(name, specs, names)
         else:

@@ -19,7 +19,6 @@ class Mixture:
         self.rank = rank
         self.keeps = partial(plan.keeps, selective=())
         self.exchanges = plan.mesh.ep > 1
-        self.last = rank.layers[-1]
 
     async def forward(self, layer: int, m: int, weight: Value) -> None:
         rank, xs = self.rank, self.rank.activations
@@ -30,7 +29,7 @@ class Mixture:
             carried = rank.residuals.pop((layer, m)) if layer else None
             carried, xs[layer + 1, m] = rank.forward_dense(layer, carried, xs[layer, m], weight)
             if carried is not None:
-                rank.residuals[layer + 2, m] = carried
+                rank.residuals[rank.sizes.next_carrying(layer), m] = carried
 
     async def loss(self, m: int) -> None:
         last = len(self.rank.layers)
@@ -67,7 +66,8 @@ class Mixture:
         del self.rank.grad_activations[0, m]
 
     def _from_above(self, layer: int, m: int) -> Value | None:
-        return self.rank.grad_residuals.pop((layer + 2, m)) if layer < self.last else None
+        after = self.rank.sizes.next_carrying(layer)
+        return self.rank.grad_residuals.pop((after, m)) if after >= 0 else None
 
     def _hand_down(self, layer: int, m: int, grad_carried: Value | None) -> None:
         if grad_carried is not None:
