@@ -25,6 +25,10 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (6
 """Rows and columns of the tiles that a library chooses from, and how fast each is against the largest (CUTLASS's usual
 shapes; the speeds are ours: a smaller tile reads each operand more often)."""
 
+MISALIGNED = 0.3
+"""The share of its speed that a product keeps if its rows are not whole 16-byte words. Heads of 108 features made a
+step of bigscience's chronicles-prequel.md 44 % longer than heads of 144 did."""
+
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -32,7 +36,8 @@ class Efficiency:
 
     Attributes:
         matmul: of the peak FLOP/s, by dtype, in a large product of matrices (clocks sag under that load).
-        attention, attention_backward: of the peak FLOP/s, in a fused attention kernel.
+        attention: of the peak FLOP/s, forward and backward, in each generation of fused attention kernels: "flash1"
+            and "flash2" (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691), "cudnn" (the vendor's).
         memory: of the bandwidth, in a large pointwise kernel.
         launch: seconds from one kernel to the next.
         inner: the inner dimension at which a product reaches half of its speed.
@@ -41,8 +46,7 @@ class Efficiency:
     """
 
     matmul: Mapping[str, float]
-    attention: float
-    attention_backward: float
+    attention: Mapping[str, tuple[float, float]]
     memory: float
     launch: float
     inner: float
@@ -62,6 +66,7 @@ class Device:
         units: how many tiles it works on at once.
         efficiency: what it reaches of all this.
         source: where the figures are from.
+        attention: the fused attention kernel that is installed, one of the efficiency's; torch's own is "flash2".
     """
 
     name: str
@@ -71,6 +76,7 @@ class Device:
     units: int
     efficiency: Efficiency
     source: str
+    attention: str = "flash2"
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the data sheet.
@@ -105,7 +111,7 @@ class Device:
         )
 
     def _attention(self, kernel: FusedAttention, dtype: str) -> float:
-        share = self.efficiency.attention_backward if kernel.backward else self.efficiency.attention
+        share = self.efficiency.attention[self.attention][kernel.backward]
         # a block is 128 queries of one head; it walks the keys, and needs some to fill its pipeline
         blocks = kernel.sequences * kernel.heads * ceil(kernel.queries / 128)
         filled = blocks / (ceil(blocks / self.units) * self.units)
@@ -121,4 +127,4 @@ class Device:
 def alignment(kernel: Matmul, dtype: str) -> float:
     """The share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
     word = 16 // BYTES[dtype]
-    return 1.0 if kernel.k % word == 0 and kernel.n % word == 0 else 0.5
+    return 1.0 if kernel.k % word == 0 and kernel.n % word == 0 else MISALIGNED

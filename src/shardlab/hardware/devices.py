@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardlab.hardware.device import Device, Efficiency
 from shardlab.hardware.names import find
 
@@ -18,24 +20,51 @@ def _flops(float64: float, float32: float, float16: float, bfloat16: float = 0, 
     return {dtype: tera * TERA for dtype, tera in table.items() if tera}
 
 
-def _efficiency(
-    half: float, float8: float, attention: float, backward: float, memory: float, source: str
-) -> Efficiency:
-    matmul = {"float64": 0.85, "float32": 0.85, "float16": half, "bfloat16": half, "float8": float8}
-    return Efficiency(matmul, attention, backward, memory, launch=4e-6, inner=64.0, small=2e6, source=source)
+def _matmul(half: float, float8: float = 0.0) -> dict[str, float]:
+    """Shares of the peak; those of float32 and float64 are not fitted."""
+    return {"float64": 0.85, "float32": 0.85, "float16": half, "bfloat16": half, "float8": float8}
 
 
-OLDER = _efficiency(0.75, 0.0, 0.3, 0.25, 0.8, "not fitted: no published run of ours is on it")
-AMPERE = _efficiency(0.85, 0.0, 0.6, 0.5, 0.8, "to be fitted")
-HOPPER = _efficiency(0.75, 0.65, 0.55, 0.45, 0.8, "to be fitted")
-BLACKWELL = _efficiency(0.75, 0.65, 0.45, 0.35, 0.8, "not fitted")
+AMPERE = Efficiency(
+    _matmul(0.75),
+    {"flash1": (0.52, 0.26), "flash2": (0.58, 0.53), "cudnn": (0.58, 0.53)},
+    memory=0.74,
+    launch=4e-6,
+    inner=85.0,
+    small=1e7,
+    source="fitted to 167 published runs (Megatron-LM and -DeepSpeed, llm-foundry; flash2 to nanoGPT's alone)",
+)
+HOPPER = Efficiency(
+    _matmul(0.64, 0.535),
+    {"flash1": (0.25, 0.16), "flash2": (0.36, 0.28), "cudnn": (0.60, 0.52)},
+    memory=0.70,
+    launch=6e-6,
+    inner=160.0,
+    small=1.5e7,
+    source="fitted to 55 published runs on H100 of 700 W (llm-foundry, NeMo); flash2 is its paper's figure, rounded",
+)
+HOPPER_500_W = replace(
+    HOPPER,
+    matmul=_matmul(0.50, 0.54),
+    attention={"flash1": (0.20, 0.15), "flash2": (0.34, 0.26), "cudnn": (0.50, 0.42)},
+    source="fitted to torchtitan's 10 runs; the rest is H100's",
+)
+BLACKWELL = replace(
+    HOPPER,
+    matmul=_matmul(0.49, 0.43),
+    attention={"flash1": (0.20, 0.15), "flash2": (0.30, 0.25), "cudnn": (0.45, 0.35)},
+    source="fitted to NeMo's 9 runs on GB200, with cudnn; the rest is H100's",
+)
+VOLTA = replace(AMPERE, source="not fitted: A100's")
+MI300 = replace(HOPPER, source="not fitted: H100's")
+TPU = replace(HOPPER, matmul=_matmul(0.75, 0.75), source="not fitted")
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("p100", _flops(5.3, 10.6, 21.2), 16 * GIB, 732e9, 56, OLDER, "NVIDIA Tesla P100 data sheet, SXM2"),
-        Device("v100", _flops(7.8, 15.7, 125), 16 * GIB, 900e9, 80, OLDER, "NVIDIA V100 data sheet, SXM2"),
-        Device("v100-32gb", _flops(7.8, 15.7, 125), 32 * GIB, 900e9, 80, OLDER, "NVIDIA V100 data sheet, SXM2"),
+        Device("p100", _flops(5.3, 10.6, 21.2), 16 * GIB, 732e9, 56, VOLTA, "NVIDIA Tesla P100 data sheet, SXM2"),
+        Device("v100", _flops(7.8, 15.7, 125), 16 * GIB, 900e9, 80, VOLTA, "NVIDIA V100 data sheet, SXM2"),
+        Device("v100-32gb", _flops(7.8, 15.7, 125), 32 * GIB, 900e9, 80, VOLTA, "NVIDIA V100 data sheet, SXM2"),
         Device("a100-40gb", _flops(19.5, 19.5, 312, 312), 40 * GIB, 1555e9, 108, AMPERE, f"{NVIDIA}/a100, SXM4 40 GB"),
         Device("a100-80gb", _flops(19.5, 19.5, 312, 312), 80 * GIB, 2039e9, 108, AMPERE, f"{NVIDIA}/a100, SXM4 80 GB"),
         Device("a100-pcie", _flops(19.5, 19.5, 312, 312), 80 * GIB, 1935e9, 108, AMPERE, f"{NVIDIA}/a100, PCIe 80 GB"),
@@ -47,7 +76,7 @@ DEVICES = {
             96 * GIB,
             2400e9,
             132,
-            HOPPER,
+            HOPPER_500_W,
             "torchtitan benchmarks/llama3_h100_202412_torchtitan.md: HBM2e, 2.4 TB/s, 500 W; the peak is H100's",
         ),
         Device("h200", _flops(67, 67, 989.4, 989.4, 1978.9), 141 * GIB, 4800e9, 132, HOPPER, f"{NVIDIA}/h200, SXM"),
@@ -69,7 +98,7 @@ DEVICES = {
             192 * GIB,
             5300e9,
             304,
-            HOPPER,
+            MI300,
             "AMD Instinct MI300X data sheet",
         ),
         Device(
@@ -78,7 +107,7 @@ DEVICES = {
             95 * GIB,
             2765e9,
             8,
-            HOPPER,
+            TPU,
             "cloud.google.com/tpu/docs/v5p",
         ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardlab.hardware.device import BYTES, Device, Efficiency
 from shardlab.hardware.profile import Line, Profile, Rate
@@ -14,7 +14,7 @@ from shardlab.program import UserError
 class MeasuredDevice(Device):
     """A device whose kernels take what a profile says."""
 
-    profile: Profile
+    profile: Profile = field(kw_only=True)
 
     def seconds(self, kernel: Kernel, dtype: str) -> float:
         """How long the kernel takes, its operands in `dtype`.
@@ -48,9 +48,17 @@ def device_of_profile(profile: Profile) -> MeasuredDevice:
     for (_, dtype), rate in profile.kernels.items():
         flops[dtype] = max(flops.get(dtype, 0.0), rate.flops)
     bandwidth = max((rate.bytes for rate in profile.kernels.values()), default=0.0)
-    reached = Efficiency(dict.fromkeys(flops, 1.0), 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, "measured")
+    reached = Efficiency(
+        dict.fromkeys(flops, 1.0),
+        {"flash2": (1.0, 1.0)},
+        memory=1.0,
+        launch=0.0,
+        inner=0.0,
+        small=0.0,
+        source="measured",
+    )
     name = profile.machine.processor
-    return MeasuredDevice(name, flops, profile.memory, bandwidth, 1, reached, "shardlab bench", profile)
+    return MeasuredDevice(name, flops, profile.memory, bandwidth, 1, reached, "shardlab bench", profile=profile)
 
 
 def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> float:
