@@ -72,6 +72,15 @@ def test_without_a_switch_a_message_has_only_the_lanes_to_its_target() -> None:
     assert message < cluster.inside.bandwidth / 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "bytes", "seconds"), [("all_reduce", 400, 2.115e-3), ("reduce_scatter", 1600, 4.185e-3)]
+)
+def test_collectives_on_four_h100_take_what_cs336_measured(kind: str, bytes: int, seconds: float) -> None:
+    """MiB, and the seconds that the lecture's figures imply (test_formulas.py)."""
+    predicted = find_cluster("h100x4").collective_seconds(kind, bytes * 2**20, range(4))
+    assert predicted == pytest.approx(seconds, rel=0.1)
+
+
 def test_an_unknown_collective_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match="no collective is called 'allreduce'; did you mean all_reduce"):
         CLUSTER.collective_seconds("allreduce", 1.0, [0, 1])

@@ -54,6 +54,16 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None
         Profile.read(path)
 
 
+@pytest.mark.parametrize("figure", [-1.0, float("nan"), float("inf"), "fast", None])
+def test_a_profile_with_figures_that_cannot_be_is_refused(tmp_path: Path, figure: object) -> None:
+    path = PROFILE.write(tmp_path / "profile.json")
+    data = json.loads(path.read_text())
+    data["messages"]["alpha"] = figure
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="is not a profile"):
+        Profile.read(path)
+
+
 def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     path = PROFILE.write(tmp_path / "profile.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))

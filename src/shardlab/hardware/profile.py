@@ -117,34 +117,57 @@ class Profile:
         path = path or default_path()
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["version"] != VERSION:
-                raise UserError(
-                    f"{path} is a profile of version {data['version']}, not {VERSION}; run shardlab bench again"
-                )
-            profile = cls(
-                machine=Machine(**data["machine"]),
-                collectives={
-                    (row["kind"], row["ranks"]): Line(row["alpha"], row["beta"]) for row in data["collectives"]
-                },
-                messages=Line(**data["messages"]),
-                kernels={
-                    (row["family"], row["dtype"]): Rate(row["launch"], row["flops"], row["bytes"])
-                    for row in data["kernels"]
-                },
-                memory=data["memory"],
-                layers=data["layers"],
-            )
+            version = data["version"]
+            profile = profile_of(data) if version == VERSION else None
         except FileNotFoundError:
             raise UserError(
                 f"there is no profile at {path}; shardlab bench measures this machine and writes one"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a profile ({error}); shardlab bench writes one") from None
+        if profile is None:
+            raise UserError(f"{path} is a profile of version {version}, not {VERSION}; run shardlab bench again")
         if here is not None and not force and here != profile.machine:
             raise UserError(
                 f"{path} is from another machine: {differences(profile.machine, here)}; --force takes it anyway"
             )
         return profile
+
+
+def profile_of(data: dict[str, Any]) -> Profile:
+    """The profile in a file's data.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not one.
+    """
+    return Profile(
+        machine=Machine(**data["machine"]),
+        collectives={(row["kind"], int(row["ranks"])): line_of(row) for row in data["collectives"]},
+        messages=line_of(data["messages"]),
+        kernels={(row["family"], row["dtype"]): rate_of(row) for row in data["kernels"]},
+        memory=number(data["memory"]),
+        layers=data["layers"],
+    )
+
+
+def number(value: Any) -> float:
+    """A measured figure.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    figure = float(value)
+    if not 0 <= figure < float("inf"):
+        raise ValueError(f"{value} is no measured figure")
+    return figure
+
+
+def line_of(row: Mapping[str, Any]) -> Line:
+    return Line(number(row["alpha"]), number(row["beta"]))
+
+
+def rate_of(row: Mapping[str, Any]) -> Rate:
+    return Rate(number(row["launch"]), number(row["flops"]), number(row["bytes"]))
 
 
 def differences(there: Machine, here: Machine) -> str:
