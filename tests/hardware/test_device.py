@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,9 +66,28 @@ def test_attention_backward_takes_longer_than_forward() -> None:
     assert device.seconds(backward, "bfloat16") > 2 * device.seconds(forward, "bfloat16")
 
 
+def test_in_float8_only_products_with_parameters_are_faster() -> None:
+    device = find_device("h100")
+    assert device.seconds(Matmul(8192, 8192, 8192), "float8") < 0.75 * device.seconds(
+        Matmul(8192, 8192, 8192), "bfloat16"
+    )
+    scores = Matmul(2048, 2048, 128, 64, learned=False)
+    for kernel in (scores, Pointwise("gelu", 1e8, 1e8), FusedAttention(4, 32, 32, 2048, 2048, 128, 0.5)):
+        assert device.seconds(kernel, "float8") == device.seconds(kernel, "bfloat16")
+
+
+def test_each_generation_of_attention_kernels_has_its_own_speed() -> None:
+    kernel = FusedAttention(4, 32, 32, 4096, 4096, 128, 0.5)
+    device = find_device("h100")
+    seconds = [replace(device, attention=name).seconds(kernel, "bfloat16") for name in ("flash1", "flash2", "cudnn")]
+    assert seconds == sorted(seconds, reverse=True)
+
+
 def test_a_dtype_that_the_device_lacks_is_refused() -> None:
     with pytest.raises(UserError, match="p100 does not compute in bfloat16; it does in float64, float32, float16"):
         find_device("p100").seconds(Matmul(64, 64, 64), "bfloat16")
+    with pytest.raises(UserError, match="a100-80gb does not compute in float8"):
+        find_device("a100").seconds(Pointwise("gelu", 1.0, 1.0), "float8")
 
 
 def test_every_row_of_the_table_says_where_it_is_from() -> None:

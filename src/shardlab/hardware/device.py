@@ -91,9 +91,21 @@ class Device:
     def seconds(self, kernel: Kernel, dtype: str) -> float:
         """How long the kernel takes, its operands in `dtype`.
 
+        In "float8" only products with parameters are computed, their first operand cast before; all else is in bfloat16
+        (Micikevicius et al. 2022, arXiv 2209.05433, section 3).
+
         Raises:
             UserError: the device does not compute in that dtype.
         """
+        if dtype == "float8":
+            self.peak(dtype)
+            if not (isinstance(kernel, Matmul) and kernel.learned):
+                return self.seconds(kernel, "bfloat16")
+            cast = Pointwise("cast", 1.5 * kernel.batch * kernel.m * kernel.k, 0.0)  # 2 bytes in, 1 out
+            return self._roofline(kernel, dtype) + self._memory(cast, "bfloat16")
+        return self._roofline(kernel, dtype)
+
+    def _roofline(self, kernel: Kernel, dtype: str) -> float:
         if isinstance(kernel, Matmul):
             busy = self._matmul(kernel, dtype)
         elif isinstance(kernel, FusedAttention):
@@ -116,7 +128,7 @@ class Device:
         blocks = kernel.sequences * kernel.heads * ceil(kernel.queries / 128)
         filled = blocks / (ceil(blocks / self.units) * self.units)
         filled *= kernel.keys / (kernel.keys + 2 * self.efficiency.inner)
-        return kernel.flops / (self.peak("bfloat16" if dtype == "float8" else dtype) * share * filled)
+        return kernel.flops / (self.peak(dtype) * share * filled)
 
     def _memory(self, kernel: Kernel, dtype: str) -> float:
         moved = kernel.elements * BYTES[dtype]

@@ -35,7 +35,7 @@ AMPERE = Efficiency(
     source="fitted to 167 published runs (Megatron-LM and -DeepSpeed, llm-foundry; flash2 to nanoGPT's alone)",
 )
 HOPPER = Efficiency(
-    _matmul(0.64, 0.535),
+    _matmul(0.64, 0.56),
     {"flash1": (0.25, 0.16), "flash2": (0.36, 0.28), "cudnn": (0.60, 0.52)},
     memory=0.70,
     launch=6e-6,
@@ -45,13 +45,13 @@ HOPPER = Efficiency(
 )
 HOPPER_500_W = replace(
     HOPPER,
-    matmul=_matmul(0.50, 0.54),
+    matmul=_matmul(0.50, 0.58),
     attention={"flash1": (0.20, 0.15), "flash2": (0.34, 0.26), "cudnn": (0.50, 0.42)},
     source="fitted to torchtitan's 10 runs; the rest is H100's",
 )
 BLACKWELL = replace(
     HOPPER,
-    matmul=_matmul(0.49, 0.43),
+    matmul=_matmul(0.49, 0.435),
     attention={"flash1": (0.20, 0.15), "flash2": (0.30, 0.25), "cudnn": (0.45, 0.35)},
     source="fitted to NeMo's 9 runs on GB200, with cudnn; the rest is H100's",
 )
