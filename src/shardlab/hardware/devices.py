@@ -41,7 +41,7 @@ HOPPER = Efficiency(
     launch=6e-6,
     inner=160.0,
     small=1.5e7,
-    source="fitted to 55 published runs on H100 of 700 W (llm-foundry, NeMo); flash2 is its paper's figure, rounded",
+    source="fitted to 55 published runs on H100 of 700 W (llm-foundry, NeMo); flash2 a guess below its paper's best",
 )
 HOPPER_500_W = replace(
     HOPPER,

@@ -10,10 +10,6 @@ from dataclasses import dataclass
 
 from shardlab.hardware.names import find
 
-LATENCY_SOURCE = (
-    "latency: a ring's hop in NCCL's tuning model, src/graph/tuning.cc (NVLink and PCI LL128, network LL128)"
-)
-
 
 @dataclass(frozen=True)
 class Link:
@@ -51,6 +47,7 @@ class Link:
 GB = 1e9
 GBIT = 1e9 / 8
 
+# Seconds of a hop: of a ring in NCCL's tuning model (NVIDIA/nccl src/graph/tuning.cc, hwLat, LL128).
 NVLINK = 1.9e-6
 PCI = 2.5e-6
 NETWORK = 4.0e-6
