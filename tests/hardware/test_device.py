@@ -53,7 +53,7 @@ def test_one_row_more_than_a_wave_of_tiles_costs_more_than_its_share() -> None:
 
 
 def test_rows_of_odd_width_are_slow() -> None:
-    """BLOOM's search for a shape: steps with heads of 108 features took 40 % longer (bigscience, chronicles-prequel.md)."""
+    """BLOOM's steps with heads of 108 features took 40 % longer (bigscience, chronicles-prequel.md)."""
     device = find_device("a100")
     odd, even = Matmul(2048, 2048, 108, 64), Matmul(2048, 2048, 112, 64)
     assert device.seconds(odd, "float16") > 1.3 * device.seconds(even, "float16")
