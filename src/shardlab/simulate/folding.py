@@ -107,6 +107,11 @@ class FoldedCollectives(Collectives):
         self._rotation = rotation
         self._stride = stride
         self._results: dict[Hashable, Spec] = {}
+        sizes = rotation.sizes
+        kinds = [sizes.kind(layer).value for layer in range(-1, sizes.layers + 1)]
+        around = ((*kinds[l : l + 2], l == 0, l == sizes.layers) for l in range(sizes.layers + 1))
+        classes: dict[Hashable, int] = {}
+        self._alike = [classes.setdefault(each, len(classes)) for each in around]
 
     def issue(self, rank: Recorder, kind: OpKind, value: Value, group: Group) -> CollectiveHandle:
         if _all_there(group, self._stride):
@@ -126,8 +131,7 @@ class FoldedCollectives(Collectives):
     def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
         """What the first member receives; layers of a kind are alike, so each is worked out once."""
         sizes, layer = self._rotation.sizes, spec[1]
-        alike = (sizes.kind(layer - 1), sizes.kind(layer), layer == sizes.layers, layer == 0)
-        key = (kind, group.axis, alike, spec[0], spec[2], spec[3], spec[4])
+        key = (kind, group.axis, self._alike[layer], spec[0], spec[2], spec[3], spec[4])
         made = self._results.get(key)
         if made is None:
             if group.axis not in self._rotation.mesh.sizes():

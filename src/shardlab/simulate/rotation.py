@@ -7,7 +7,7 @@ same pieces with that digit one further, and the last one has the first one's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, reduce
 
 from shardlab.program import Holds, Kind, LayerKind, Mesh, Sizes, Spec
@@ -26,6 +26,7 @@ class Rotation:
     plan: Plan
     sizes: Sizes
     microbatches: int
+    _layer_bits: dict[tuple[bool, int], int] = field(default_factory=dict[tuple[bool, int], int])
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -105,8 +106,7 @@ class Rotation:
         made = Holds(0, holds.of)
         for parted in (False, True):
             order = self._cuts(LayerKind.SLICED if parted else LayerKind.NORM)
-            mine = [layer for layer in range(layers) if (self.sizes.kind(layer) in PARTED) == parted]
-            some = Holds(holds.mask & reduce(int.__or__, (((1 << each) - 1) << l * each for l in mine), 0), holds.of)
+            some = Holds(holds.mask & self._bits_of_layers(parted, each), holds.of)
             if axis in order and some.mask:
                 outer, size = self._digit(order, axis)
                 of = layers * math.lcm(each, outer)
@@ -114,6 +114,15 @@ class Rotation:
             of = math.lcm(made.of, some.of)
             made = Holds(made.refined(of).mask | some.refined(of).mask, of)
         return made
+
+    def _bits_of_layers(self, parted: bool, each: int) -> int:
+        """The bits of the layers whose parameters `tp` or `ep` cuts, or of the others, with `each` bits a layer."""
+        known = self._layer_bits.get((parted, each))
+        if known is None:
+            ones, kinds = (1 << each) - 1, map(self.sizes.kind, range(self.sizes.layers))
+            known = sum(ones << layer * each for layer, kind in enumerate(kinds) if (kind in PARTED) == parted)
+            self._layer_bits[parted, each] = known
+        return known
 
     def _cuts(self, kind: LayerKind) -> tuple[str, ...]:
         """The axes that cut a layer's parameters, outermost first."""
@@ -144,5 +153,9 @@ def cycled(mask: int, total: int, stride: int, size: int, by: int) -> int:
 
 @cache
 def repeated(pattern: int, period: int, total: int) -> int:
-    """A bit set that repeats a pattern."""
-    return pattern * (((1 << total) - 1) // ((1 << period) - 1))
+    """A bit set of numbers below `total` that repeats a pattern."""
+    length = period
+    while length < total:  # doubled each time: a division of such long numbers takes far longer
+        pattern |= pattern << length
+        length *= 2
+    return pattern & ((1 << total) - 1)
