@@ -10,6 +10,7 @@ from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
 from shardlab.models.moe import MoE
+from shardlab.models.named import find_model
 
 __all__ = [
     "GPT",
@@ -24,4 +25,5 @@ __all__ = [
     "MoE",
     "Model",
     "Parameter",
+    "find_model",
 ]
