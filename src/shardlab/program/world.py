@@ -131,7 +131,9 @@ class World:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, RuntimeError) and "no running event loop" in str(error):  # asyncio.sleep and the like
                 rank.refuse(AWAITED_SOMETHING_ELSE)
-            raise Refused(f"the program raised {type(error).__name__}: {error}").at(rank.index, len(rank.ops)) from error
+            raise Refused(f"the program raised {type(error).__name__}: {error}").at(
+                rank.index, len(rank.ops)
+            ) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
             rank.refuse(AWAITED_SOMETHING_ELSE)
         self._parked[index] = handle  # it was not ready, or it would not have been yielded

@@ -14,8 +14,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardlab.check.checked import Meeting, Member
-from shardlab.program import Group, Kind, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Spec, UserError, World, transfer
+from shardlab.program import (
+    Group,
+    Kind,
+    Mesh,
+    Op,
+    OpKind,
+    Program,
+    Rank,
+    Refused,
+    Sizes,
+    Spec,
+    UserError,
+    World,
+    transfer,
+)
 from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle
+from shardlab.program.sliced import slices_of
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.value import Value
 from shardlab.program.values import ROW_KINDS
@@ -25,7 +40,6 @@ from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 
 if TYPE_CHECKING:
-    from shardlab.program.handle import Handle
     from shardlab.program.recorder import Recorder
 
 
@@ -67,7 +81,7 @@ class FoldedRank(Rank):
             if op[3] and (number := op[3][-1]) not in known:
                 read, made = known[op[2][0]], known.get(op[3][0])
                 if op[0] is OpKind.RECOMPUTE:
-                    kind, slices = Kind.SAVED, transfer_slices(self.sizes, op, read, known[op[2][1]])
+                    kind, slices = Kind.SAVED, _slices(self.sizes, op, read, known[op[2][1]])
                 else:
                     kind = Kind.SAVED_FOR_WEIGHT if op[0] is OpKind.BACKWARD_INPUT else Kind.SAVED
                     slices = made.sums if made is not None and made.kind in ROW_KINDS else 0
@@ -75,10 +89,8 @@ class FoldedRank(Rank):
         return known
 
 
-def transfer_slices(sizes: Sizes, op: Op, activation: Spec, weight: Spec) -> int:
+def _slices(sizes: Sizes, op: Op, activation: Spec, weight: Spec) -> int:
     """With which slices of its parameters a layer is computed again, as a bit set (0: all)."""
-    from shardlab.program.sliced import slices_of
-
     return slices_of("recompute", op.layer, sizes.weight_of(op.layer), weight, activation)
 
 
