@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from shardlab.program import UserError
+from shardlab.program import Mesh, UserError
 from shardlab.simulate.estimate import Estimate
 from shardlab.simulate.workload import Workload
 from shardlab.strategies.plan import Plan
@@ -43,41 +44,47 @@ def advice(workload: Workload, room: float) -> str:
     if not tried:
         return "take more devices, and a plan that shards over them"
     least, said = min(tried)
-    return f"of what was tried {said} takes least, {least / GIB:,.1f} GiB; take more devices"
+    return f"of what was tried {said} takes least, {least / GIB:,.1f} GiB: take more devices"
 
 
 def changes(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Changes that save memory, those that cost little time first, then several at once."""
-    small = replace(workload, rows=1, microbatches=workload.microbatches * workload.rows)
-    if isinstance(workload.plan, Plan):
-        yield from _of_plan(workload)
-        if workload.rows > 1:
-            yield "rows 1", small
-            for said, changed in _of_plan(workload):
-                yield f"{said} with rows 1", replace(small, plan=changed.plan)
-    elif workload.rows > 1:
-        yield "rows 1", small
-
-
-def _of_plan(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """Changes that save memory, as flags: those that cost little time first, then several at once."""
     plan = workload.plan
-    assert isinstance(plan, Plan)
-    sharded = workload
+    if isinstance(plan, Mesh) and plan == Mesh(dp_shard=plan.dp_shard) and plan.dp_shard > 1:
+        like_it = replace(workload, plan=Plan(plan))
+        yield from ((f"a plan, --dp-shard {plan.dp_shard} {said},", other) for said, other in changes(like_it))
+        return
+    few_rows = replace(workload, rows=1, microbatches=workload.microbatches * workload.rows)
+    flags = f"--rows 1 --microbatches {few_rows.microbatches}"
+    if isinstance(plan, Plan):
+        yield from _of_plan(workload, plan)
+    if workload.rows > 1:
+        yield flags, few_rows
+        if isinstance(plan, Plan):
+            yield from ((f"{said} {flags}", other) for said, other in _of_plan(few_rows, plan))
+
+
+def _of_plan(workload: Workload, plan: Plan) -> Iterator[tuple[str, Workload]]:
+    """The same with other plans."""
+
+    def changed(**fields: Any) -> Workload:
+        return replace(workload, plan=replace(plan, **fields))
+
+    said, cut = "", dict[str, tuple[str, ...]]()
     if plan.mesh.tp > 1 and not plan.sequence_parallel:
-        yield "sequence_parallel", workload.with_plan(sequence_parallel=True)
+        yield "--sequence-parallel", changed(sequence_parallel=True)
     if plan.mesh.dp_shard > 1:
-        cut: dict[str, tuple[str, ...]] = {}
-        for what in ("shard_optimizer", "shard_gradients", "shard_parameters"):
-            if "dp_shard" not in getattr(plan, what) and not any(getattr(plan, name) for name in list(cut)):
-                cut[what] = ("dp_shard",)
-                sharded = workload.with_plan(**cut)
-                yield " and ".join(f"{name} dp_shard" for name in cut), sharded
+        for field in ("shard_optimizer", "shard_gradients", "shard_parameters"):
+            if not getattr(plan, field):
+                cut[field] = ("dp_shard",)
+                said += f" --{field.replace('_', '-')} dp_shard"
+                yield said.strip(), changed(**cut)
+    if plan.recompute == "none":
+        yield "--recompute selective", changed(recompute="selective")
     if plan.recompute != "full":
-        if plan.recompute == "none":
-            yield "recompute selective", workload.with_plan(recompute="selective")
-        yield "recompute full", workload.with_plan(recompute="full")
-        if sharded is not workload:
-            yield "all of shard_* dp_shard with recompute full", sharded.with_plan(recompute="full")
+        yield "--recompute full", changed(recompute="full")
+        if cut:
+            yield f"--recompute full{said}", changed(recompute="full", **cut)
 
 
 def _short(workload: Workload) -> Workload:

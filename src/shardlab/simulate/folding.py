@@ -34,6 +34,7 @@ from shardlab.program.sliced import slices_of
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.value import Value
 from shardlab.program.values import ROW_KINDS
+from shardlab.program.world import gc_paused
 from shardlab.simulate.rotation import Rotation
 from shardlab.simulate.traced import rank_of
 from shardlab.strategies.plan import Plan
@@ -65,10 +66,11 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
         Refused: if an op breaks a rule.
         UserError: if the plan does not fit the model or the microbatches.
     """
-    world = FoldedWorld(plan, sizes, microbatches)
-    program = world.run(planned(plan))
-    specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
-    return Folded(program, specs, *_meetings(program))
+    with gc_paused():
+        world = FoldedWorld(plan, sizes, microbatches)
+        program = world.run(planned(plan))
+        specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
+        return Folded(program, specs, *_meetings(program))
 
 
 class FoldedRank(Rank):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardlab.hardware import Cluster
@@ -98,8 +98,3 @@ class Workload:
     def mfu(self, step: float) -> float:
         """Model FLOPs utilization: those FLOPs, of what all ranks' devices could do in a step of so many seconds."""
         return self.flops / (step * self.mesh.world * self.cluster.device.peak(self.precision.compute))
-
-    def with_plan(self, **changes: object) -> Workload:
-        """The same with another plan."""
-        assert isinstance(self.plan, Plan)
-        return replace(self, plan=replace(self.plan, **changes))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardlab.check import Checked, check
 from shardlab.models import Blocks, Model
 from shardlab.models.fit import cut_for
-from shardlab.program import Sizes, UserError, trace
+from shardlab.program import Sizes, trace
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 
