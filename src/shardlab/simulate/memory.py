@@ -133,6 +133,10 @@ def account(
             live -= room[older]
             by_category[place[older]] -= room[older]
             room[older] = 0
+        if kind is OpKind.UPDATE:  # in place: what is made is what was given
+            for number in op[2][1:3]:
+                live -= room[number]
+                by_category[place[number]] -= room[number]
         if live > peak:
             peak, peak_op, at_peak = live, at, tuple(by_category)
         if counters:
@@ -160,8 +164,6 @@ def _gone(op: Op, owned: dict[int, dict[Kind, int]]) -> Iterator[int]:
     if kind is OpKind.FREE:
         yield activation
         yield from owned.pop(activation, {}).values()
-    if kind is OpKind.UPDATE:
-        yield from op.inputs[1:3]
     if kind in _READS:
         yield owned[activation].pop(_READS[kind])
     if kind in _MAKES and len(op.outputs) > (kind is not OpKind.RECOMPUTE):
@@ -180,4 +182,4 @@ _MAKES = {
     OpKind.RECOMPUTE: Kind.SAVED,
     OpKind.BACKWARD_INPUT: Kind.SAVED_FOR_WEIGHT,
 }
-_ENDS = frozenset({OpKind.FREE, OpKind.UPDATE, *_READS, *_MAKES})
+_ENDS = frozenset({OpKind.FREE, *_READS, *_MAKES})
