@@ -1,0 +1,78 @@
+"""Which kernels a training framework runs for a model's layers, what they keep, and what it lets overlap.
+
+A model's kernels are counted as if each were fused (`shardlab.models.kernels`). A framework may run an operation as
+several kernels, each of which goes through memory; keep more, or less, for the backward pass than our own executor
+does; add up gradients inside the product that makes them; or let communication run beside compute that, in the
+program, waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardlab.models.kernels import Kernel, Matmul, Pointwise
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How a framework runs a step; the default is our own executor on fused kernels.
+
+    Attributes:
+        name: how it is asked for.
+        source: where its choices are described.
+        attention: the generation of fused attention kernels (see `Efficiency.attention`; "": the device's own choice).
+        passes: by a pointwise kernel's name, how often it moves what the fused kernel moves: forward, backward.
+        mask_bytes: of an element of a dropout mask that is kept (0: as wide as an activation, as on a CPU).
+        fused_accumulation: whether the product that makes a weight's gradient adds to the older ones.
+        again: what of a layer the backward pass computes again without being told by the plan: nothing, or all but
+            every second product and attention ("per_op", torchtitan's selective activation checkpointing).
+        logit_bytes: what the loss holds for each logit at its peak, logits and gradients included (0: two activations).
+        hidden: by axis of the mesh, the share of each collective's time that the framework hides behind compute.
+        sends_block: the share of a message's time for which its sender does nothing else.
+        scatters_messages: whether tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al.
+            2021, arXiv 2104.04473, section 4.1).
+        carries_sum: whether a pipeline's message is the residual stream alone, the branch already added to it.
+        contention: seconds that compute loses in a second in which a collective runs beside it.
+        bucket: bytes of gradients or parameters that are communicated at once, so that small ones share a start.
+    """
+
+    name: str = "shardlab"
+    source: str = "shardlab's own executor"
+    attention: str = ""
+    passes: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    mask_bytes: float = 0.0
+    fused_accumulation: bool = False
+    again: Literal["nothing", "per_op"] = "nothing"
+    logit_bytes: float = 0.0
+    hidden: Mapping[str, float] = field(default_factory=dict[str, float])
+    sends_block: float = 0.0
+    scatters_messages: bool = False
+    carries_sum: bool = False
+    contention: float = 0.0
+    bucket: float = 0.0
+
+    def kernels(self, kernels: Iterable[Kernel]) -> list[Kernel]:
+        """A model's kernels as this framework runs them."""
+        return [self._run(kernel) for kernel in kernels]
+
+    def _run(self, kernel: Kernel) -> Kernel:
+        if not isinstance(kernel, Pointwise):
+            return kernel
+        forward, backward = self.passes.get(kernel.name, (1.0, 1.0))
+        return Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)
+
+    def recomputed(self, kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
+        """Of a layer's forward pass, what the backward pass runs again, each with the share of it that is run.
+
+        Every second product of torchtitan's is kept; here some are one product of several, so half of each is.
+        """
+        if self.again == "nothing":
+            return []
+        learned = [kernel for kernel in kernels if isinstance(kernel, Matmul) and kernel.learned]
+        return [(kernel, 0.5) for kernel in learned] + [(k, 1.0) for k in kernels if isinstance(k, Pointwise)]
+
+
+OWN = Framework()
+"""Shardlab's own executor."""
