@@ -25,7 +25,7 @@ def cut_for(model: Blocks, mesh: Mesh, *, planned: bool = False, half_blocks: bo
         if not isinstance(model, MoE):
             raise UserError(
                 f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(model).__name__} has none; "
-                "take a mixture of experts, or set ep to 1"
+                "train a MoE, or set ep to 1"
             )
         return ExpertLayers(model, mesh.ep)
     tied = planned and bool(model.borrowed(model.layers - 1))

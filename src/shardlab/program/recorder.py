@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
-_new_op = cast("Callable[[type[Op], tuple[object, ...]], Op]", tuple.__new__)
+_new_op = cast("Callable[[type[Op], tuple[object, ...]], Op]", tuple.__new__)  # pyright: ignore[reportUnknownMemberType]
 """Makes an op in half the time that its class takes; most ops of a tape are FREE and WAIT."""
 
 
