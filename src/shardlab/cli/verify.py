@@ -55,7 +55,7 @@ class Verify:
         import torch
 
         from shardlab.cli.ranks import failures_as_exit, refuse_hanging
-        from shardlab.models import GPT, MoE
+        from shardlab.models import GPT, MLP, MoE
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here
         from shardlab.train.verify import TOLERANCE, verify
@@ -64,6 +64,8 @@ class Verify:
         layers = self.layers or chosen.default_layers(ranks)
         if (ep := chosen.grid(ranks).ep) > 1:
             model = MoE(layers=layers, width=32, heads=4, block=16, dropout=self.dropout, experts=2 * ep)
+        elif chosen.columns:
+            model = MLP(layers=layers, width=32, block=16, dropout=self.dropout)
         else:
             model = GPT(layers=layers, width=32, heads=4, block=16, dropout=self.dropout)
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)

@@ -1,6 +1,7 @@
 """Models as lists of layers: their shapes, FLOPs and bytes. `shardlab.models.tensors` computes them on torch."""
 
 from shardlab.models.blocks import Blocks
+from shardlab.models.columns import Columns
 from shardlab.models.cut import CutModel
 from shardlab.models.expert_layers import ExpertLayers
 from shardlab.models.gpt import GPT
@@ -10,4 +11,16 @@ from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
 from shardlab.models.moe import MoE
 
-__all__ = ["GPT", "MLP", "Blocks", "CutModel", "ExpertLayers", "Halves", "LayerLayout", "MoE", "Model", "Parameter"]
+__all__ = [
+    "GPT",
+    "MLP",
+    "Blocks",
+    "Columns",
+    "CutModel",
+    "ExpertLayers",
+    "Halves",
+    "LayerLayout",
+    "MoE",
+    "Model",
+    "Parameter",
+]

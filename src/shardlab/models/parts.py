@@ -15,7 +15,7 @@ counts the whole T x T square although its upper half is masked; look-ups, norms
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardlab.models.layout import Cut, Parameter
@@ -146,6 +146,10 @@ class Attention(Part):
     def kv_width(self) -> int:
         """Features of all keys of a token, and of all values."""
         return self.width // self.heads * self.kv_heads
+
+    def heads_of(self, slices: int) -> Attention:
+        """As if the heads of one slice of so many were all."""
+        return replace(self, width=self.width // slices, heads=self.heads // slices, kv_heads=self.kv_heads // slices)
 
     def parameters(self) -> list[Parameter]:
         c, kv = self.width, self.kv_width

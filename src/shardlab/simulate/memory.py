@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
 from shardlab.program import Kind, Op, OpKind
+from shardlab.program.values import AUTOGRAD_KINDS
 
 
 def live_memory(checked: Checked, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
@@ -35,7 +36,8 @@ def _of_rank(checked: Checked, rank: int, of: Collection[Kind]) -> list[int]:
     for at, op in enumerate(tape):
         before.append(live)
         live += sum(room[number] for number in op.outputs)
-        for number in _gone(op, owned):
+        keeps = bool(op.outputs) and specs[op.outputs[-1]].kind in AUTOGRAD_KINDS
+        for number in _gone(op, owned, keeps=keeps):
             live -= room[number]
         if at in fused:  # the sum is the older gradient's buffer, and from now on that is all that counts
             older, _ = fused[at]
@@ -44,8 +46,8 @@ def _of_rank(checked: Checked, rank: int, of: Collection[Kind]) -> list[int]:
     return before
 
 
-def _gone(op: Op, owned: dict[int, dict[Kind, int]]) -> Iterator[int]:
-    """What an op ends; `owned` keeps note of what autograd keeps for each activation."""
+def _gone(op: Op, owned: dict[int, dict[Kind, int]], *, keeps: bool) -> Iterator[int]:
+    """What an op ends; `owned` keeps note of what autograd keeps for each activation, if it `keeps` anything."""
     kind, activation = op.kind, op.inputs[0] if op.inputs else -1
     if kind is OpKind.FREE:
         yield activation
@@ -54,7 +56,7 @@ def _gone(op: Op, owned: dict[int, dict[Kind, int]]) -> Iterator[int]:
         yield from op.inputs[1:3]
     if kind in _READS:
         yield owned[activation].pop(_READS[kind])
-    if kind in _MAKES and len(op.outputs) > (kind is not OpKind.RECOMPUTE):
+    if kind in _MAKES and keeps:
         if _MAKES[kind] in owned[activation]:
             yield owned[activation][_MAKES[kind]]
         owned[activation][_MAKES[kind]] = op.outputs[-1]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.check import Checked, check
-from shardlab.models import Blocks, ExpertLayers, Halves, Model, MoE
+from shardlab.models import Blocks, Columns, ExpertLayers, Halves, Model, MoE
 from shardlab.program import Sizes, UserError, trace
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
@@ -75,9 +75,12 @@ class Job:
                     "none; train a MoE, or set ep to 1"
                 )
             return ExpertLayers(self.model, mesh.ep)
+        if entry.columns:
+            return Columns(self.model, mesh.tp)
         tied = bool(self.model.borrowed(self.model.layers - 1))
-        halves = mesh.tp > 1 or mesh.cp > 1 or (plan is not None and (plan.half_blocks or tied))
-        return Halves(self.model, mesh.tp, context=mesh.cp > 1) if halves else self.model
+        apart = mesh.cp > 1 or (plan is not None and plan.attention_apart)
+        halves = mesh.tp > 1 or apart or (plan is not None and tied)
+        return Halves(self.model, mesh.tp, context=apart) if halves else self.model
 
     @property
     def sizes(self) -> Sizes:
