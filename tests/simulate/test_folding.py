@@ -25,7 +25,13 @@ SHARD, BOTH = ("dp_shard",), ("dp_shard", "dp_replicate")
 
 def both(plan: Plan, blocks: int, each: int, *, tied: bool = False) -> tuple[Folded, Checked]:
     """A plan traced folded and whole, on the puzzles' model with saved activations."""
-    sizes = Sizes.half_blocks(blocks, tied=tied) if plan.half_blocks or tied else Sizes.of_puzzle(blocks, plan.mesh)
+    sizes = (
+        Sizes.half_blocks(blocks, tied=tied)
+        if tied
+        else Sizes.context_blocks(blocks)
+        if plan.attention_apart
+        else Sizes.of_puzzle(blocks, plan.mesh)
+    )
     microbatches = plan.data_ranks * each
     return fold(plan, sizes, microbatches), check(trace(planned(plan), plan.mesh, sizes, microbatches))
 
@@ -65,9 +71,9 @@ def test_a_preset_of_64_ranks_folded_is_what_it_is_unfolded(name: str) -> None:
 def plans(draw: st.DrawFn) -> Plan:
     """Meshes of up to 32 ranks, with any sharding and recomputation."""
     size = st.sampled_from([1, 2, 3])
-    cut = draw(st.sampled_from(["tp", "cp", "ep", "none"]))
+    cut = draw(st.sampled_from([("tp",), ("cp",), ("cp", "tp"), ("ep",), ()]))
     axes = {"pp": draw(st.sampled_from([1, 2])), "dp_replicate": draw(size), "dp_shard": draw(size)}
-    axes |= {cut: draw(st.sampled_from([2, 4]))} if cut != "none" else {}
+    axes |= {axis: draw(st.sampled_from([2, 4] if len(cut) == 1 else [2])) for axis in cut}
     optimizer = draw(st.sampled_from([(), SHARD, BOTH, ("dp_replicate",)]))
     count = draw(st.integers(0, len(optimizer)))
     gradients = optimizer[: draw(st.integers(0, count))]
@@ -78,8 +84,8 @@ def plans(draw: st.DrawFn) -> Plan:
         shard_gradients=gradients,
         shard_parameters=optimizer[: draw(st.integers(0, len(optimizer)))],
         reshard_after=draw(st.sampled_from(["layer", "stage", "step"])),
-        sequence_parallel=cut == "tp" and draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "full"])),
+        sequence_parallel="tp" in cut and draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "full", *(["selective"] if "ep" not in cut else [])])),
         context=draw(st.sampled_from(["ring", "all_gather"])),
     )
 
@@ -103,6 +109,8 @@ def test_a_tied_model_folds(sequence_parallel: bool) -> None:
         Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True),
         Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD),
         Plan(Mesh(cp=4)),
+        Plan(Mesh(cp=2, tp=2), sequence_parallel=True),
+        Plan(Mesh(cp=2, tp=4)),
         Plan(Mesh(cp=3), context="all_gather"),
     ],
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import Checked, check
-from shardlab.program import Mesh, Op, OpKind, Sizes, UserError, trace
+from shardlab.program import Kind, Mesh, Op, OpKind, Sizes, UserError, trace
+from shardlab.program.mesh import group_of
 from shardlab.simulate.precision import PRECISIONS, find_precision
 from shardlab.simulate.priced import ClusterPrices
 from shardlab.strategies import STRATEGIES
@@ -22,7 +23,7 @@ PRODUCT = 2 * (3 * 16) * 4 * 8
 
 
 def traced(plan: Plan, blocks: int, microbatches: int) -> Checked:
-    sizes = Sizes.half_blocks(blocks) if plan.half_blocks else Sizes.of_puzzle(blocks, plan.mesh)
+    sizes = Sizes.context_blocks(blocks) if plan.attention_apart else Sizes.of_puzzle(blocks, plan.mesh)
     return check(trace(planned(plan), plan.mesh, BF16.sizes(sizes), microbatches))
 
 

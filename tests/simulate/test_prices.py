@@ -8,6 +8,7 @@ import pytest
 
 from shardlab.check import check
 from shardlab.program import Mesh, OpKind, Rank, UserError, trace
+from shardlab.program.mesh import group_of
 from shardlab.simulate import Costs
 from shardlab.simulate.clocks import Clocks
 from shardlab.simulate.prices import Bytes, PriceList

@@ -79,7 +79,7 @@ class PlanOptions:
     """When gathered weights are freed."""
 
     recompute: Annotated[
-        tuple[str, ...] | None, tyro.conf.arg(metavar="{none,selective,full,LAYER ...}", help_behavior_hint="")
+        tuple[str, ...] | None, tyro.conf.arg(metavar="{none,selective,full,BLOCK ...}", help_behavior_hint="")
     ] = None
     """What the backward pass computes again: nothing, attention (in half-blocks), everything, or layers by number."""
 
@@ -141,7 +141,7 @@ Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=""
 
 
 def _recomputed(words: tuple[str, ...]) -> str | tuple[int, ...]:
-    """A word for the plan to judge, or the numbers of layers."""
+    """A word for the plan to judge, or the numbers of blocks."""
     if words and all(word.isdecimal() for word in words):
         return tuple(int(word) for word in words)
     return " ".join(words)

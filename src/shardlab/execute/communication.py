@@ -37,6 +37,8 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     assert group is not None
     shape = state.shapes.shape(state.specs[output])
     members = _given(state, op)
+    if members[0].kind is not Kind.STATS and any(member.parts != members[0].parts for member in members):
+        return _gather_features(state, links, op, members)
     if _along_sequence(members):
         return _gather_sequences(state, links, op, members)
     places = _places(members, state.specs[output])
@@ -108,6 +110,26 @@ def _gather_sequences(state: State, links: Communicator, op: Op, members: list[S
             wait()
             joined = torch.cat(inbox.unbind(), 1)
             values[output] = joined if order == sorted(order) else joined[:, order]
+
+        return join
+
+    return start
+
+
+def _gather_features(state: State, links: Communicator, op: Op, members: list[Spec]) -> Start:
+    """Slices that lie side by side: some features of the same tokens, or some logits."""
+    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    assert group is not None
+    order = sorted(range(len(members)), key=lambda place: members[place].parts)
+
+    def start() -> Wait:
+        piece = values[given].contiguous()
+        inbox = piece.new_empty((len(members), *piece.shape))
+        wait = links.all_gather(inbox.flatten(0, 1), piece, group)
+
+        def join() -> None:
+            wait()
+            values[output] = torch.cat([inbox[place] for place in order], -1)
 
         return join
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.layout import Cut, Parameter
@@ -33,6 +33,10 @@ class Attention(Part):
     def kv_width(self) -> int:
         """Features of all keys of a token, and of all values."""
         return self.width // self.heads * self.kv_heads
+
+    def heads_of(self, slices: int) -> Attention:
+        """As if the heads of one slice of so many were all."""
+        return replace(self, width=self.width // slices, heads=self.heads // slices, kv_heads=self.kv_heads // slices)
 
     @property
     def features(self) -> int:

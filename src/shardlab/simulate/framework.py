@@ -70,8 +70,13 @@ class Framework:
         """
         if self.again == "nothing":
             return []
-        learned = [kernel for kernel in kernels if isinstance(kernel, Matmul) and kernel.learned]
-        return [(kernel, 0.5) for kernel in learned] + [(k, 1.0) for k in kernels if isinstance(k, Pointwise)]
+        run: list[tuple[Kernel, float]] = []
+        for kernel in kernels:
+            if isinstance(kernel, Pointwise):
+                run.append((kernel, 1.0))
+            elif isinstance(kernel, Matmul) and kernel.learned:
+                run.append((kernel, 0.5))
+        return run
 
 
 OWN = Framework()

@@ -148,7 +148,7 @@ class ClusterPrices:
         pieces = spec.holds.pieces
         return microbatches * self.rows, self.model.block * pieces // (microbatches * spec.grid.sequence)
 
-    def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> tuple[Kernel, ...]:
+    def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> list[Kernel]:
         """Attention's kernels where queries meet a block of keys and values."""
         sequences, asking = self._tokens(queries)
         _, asked = self._tokens(keys_values)
@@ -156,7 +156,8 @@ class ClusterPrices:
         each = queries.microbatches.bit_count()
         pairs = queries.holds.pieces * keys_values.holds.pieces / each**2
         seen = attention.work(queries, keys_values) / each * half / pairs
-        return self.model.attend_kernels(layer, sequences, asking, asked, seen)
+        slices = _of_width(queries)
+        return self.framework.kernels(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
@@ -167,9 +168,12 @@ def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
         told = specs[op.inputs[2]]
     else:
         told = specs[op.inputs[3] if op.kind in _BACKWARD else op.inputs[0]]
-    width = told.grid.width
-    here = (told.sums & ((1 << width) - 1)).bit_count()
-    return width // here if here else 1
+    return _of_width(told)
+
+
+def _of_width(spec: Spec) -> int:
+    """Into how many slices like this value's the parameters are cut (1: it has all)."""
+    return spec.grid.width // (spec.parts.bit_count() or spec.grid.width)
 
 
 def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:

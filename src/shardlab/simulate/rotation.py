@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property
 
 from shardlab.program import Holds, Kind, LayerKind, Mesh, Sizes, Spec
+from shardlab.program.attention import balanced
 from shardlab.program.sizes import PARTED
-from shardlab.program.values import ROW_KINDS, Grid
+from shardlab.program.values import ROW_KINDS, Grid, bits, mask_of
 from shardlab.strategies.plan import Plan
 
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
@@ -59,10 +60,28 @@ class Rotation:
             return cycled(mask, total, total // outer, sizes[axis], by)
         if axis == "cp":  # an early and a late slice on each rank, the late ones in falling order
             early = repeated((1 << sequence // 2) - 1, sequence, total)
-            half = sequence // 2
-            falling = cycled(mask & ~early, total, 1, half, half - by)
-            return cycled(mask & early, total, 1, half, by) | falling
-        return cycled(mask, total, 1, sequence, by) if axis == "tp" and sequence > 1 else mask
+            pieces, ranks = self._pieces, self.mesh.cp
+            falling = cycled(mask & ~early, total, pieces, ranks, ranks - by)
+            return cycled(mask & early, total, pieces, ranks, by) | falling
+        if axis != "tp" or sequence == 1:
+            return mask
+        return cycled(mask, total, 1, sequence, by) if self.mesh.cp == 1 else self._along_tp(mask, by)
+
+    @property
+    def _pieces(self) -> int:
+        """Pieces of each of a context-parallel rank's two slices of a sequence."""
+        return self.grid.sequence // (2 * self.mesh.cp)
+
+    def _along_tp(self, mask: int, by: int) -> int:
+        """Tensor-parallel ranks share out what their context-parallel rank has, an early and a late slice, in order."""
+        sequence, ahead, made = self.grid.sequence, 2 * self._pieces * by // self.mesh.tp, 0
+        for place in range(self.mesh.cp):
+            order = balanced(place, self.mesh.cp, self._pieces)
+            for at, piece in enumerate(order):
+                held = mask & repeated(1 << piece, sequence, self.microbatches * sequence)
+                to = order[(at + ahead) % len(order)]
+                made |= held << to - piece if to > piece else held >> piece - to
+        return made
 
     def _met(self, spec: Spec, axis: str, by: int) -> int:
         """The *sums* of rows: slices of a layer's parameters, and above them slices of the sequence."""
@@ -73,9 +92,9 @@ class Rotation:
         if axis == "cp" and met:
             # Whose slices have been met tells more than which: of the masked ones nothing is noted.
             late = met & ~((1 << grid.sequence // 2) - 1)
-            ranks = {grid.sequence - 1 - slice for slice in range(grid.sequence) if late >> slice & 1}
-            moved = {(rank + by) % self.mesh.cp for rank in ranks}
-            met = reduce(int.__or__, (1 << rank | 1 << grid.sequence - 1 - rank for rank in moved), 0)
+            ranks = {(grid.sequence - 1 - slice) // self._pieces for slice in bits(late)}
+            moved = [balanced((rank + by) % self.mesh.cp, self.mesh.cp, self._pieces) for rank in ranks]
+            met = mask_of(piece for pieces in moved for piece in pieces)
             first = self._rows(spec.holds.mask, axis, by)
             lowest = ((first & -first).bit_length() - 1) % grid.sequence
             met &= (1 << grid.sequence) - (1 << lowest)

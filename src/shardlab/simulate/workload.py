@@ -53,7 +53,7 @@ class Workload:
         """The model in the program's layers."""
         if isinstance(self.plan, Mesh):
             return cut_for(self.model, self.plan)
-        return cut_for(self.model, self.mesh, planned=True, half_blocks=self.plan.half_blocks)
+        return cut_for(self.model, self.mesh, planned=True, apart=self.plan.attention_apart)
 
     @cached_property
     def traced(self) -> Traced:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardlab.models import GPT, MoE
+from shardlab.models import GPT, MLP, MoE
 from shardlab.program import Mesh
-from shardlab.strategies import STRATEGIES
+from shardlab.strategies import STRATEGIES, find
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.train.job import Job
@@ -69,8 +69,12 @@ class Case:
         return f"{self.row}, {self.column}, {self.microbatches} microbatches"
 
     def job(self) -> Job:
-        experts = self.column.startswith("ep") or self.strategy == "expert_parallel"
-        model = (MoE if experts else GPT)(layers=self.layers, width=16, heads=2, block=8, dropout=self.dropout)
+        if isinstance(self.strategy, str) and find(self.strategy).columns:
+            model = MLP(layers=self.layers, width=16, block=8, dropout=self.dropout)
+        else:
+            experts = self.column.startswith("ep") or self.strategy == "expert_parallel"
+            kind = MoE if experts else GPT
+            model = kind(layers=self.layers, width=16, heads=2, block=8, dropout=self.dropout)
         return Job(self.strategy, self.ranks, self.microbatches, model, 2, torch.float64, name=str(self))
 
 
