@@ -9,10 +9,12 @@ program, waits for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
+from shardlab.models.kept import AUTOGRAD, Kept, kept_elements
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
+from shardlab.models.model import Model
+from shardlab.program import Kind, Sizes
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,8 @@ class Framework:
         source: where its choices are described.
         attention: the generation of fused attention kernels (see `Efficiency.attention`; "": the device's own choice).
         passes: by a pointwise kernel's name, how often it moves what the fused kernel moves: forward, backward.
-        mask_bytes: of an element of a dropout mask that is kept (0: as wide as an activation, as on a CPU).
+        kept: what stays for the backward pass.
         fused_accumulation: whether the product that makes a weight's gradient adds to the older ones.
-        again: what of a layer the backward pass computes again without being told by the plan: nothing, or all but
-            every second product and attention ("per_op", torchtitan's selective activation checkpointing).
         logit_bytes: what the loss holds for each logit at its peak, logits and gradients included (0: two activations).
         hidden: by axis of the mesh, the share of each collective's time that the framework hides behind compute.
         sends_block: the share of a message's time for which its sender does nothing else.
@@ -42,9 +42,8 @@ class Framework:
     source: str = "shardlab's own executor"
     attention: str = ""
     passes: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    mask_bytes: float = 0.0
+    kept: Kept = AUTOGRAD
     fused_accumulation: bool = False
-    again: Literal["nothing", "per_op"] = "nothing"
     logit_bytes: float = 0.0
     hidden: Mapping[str, float] = field(default_factory=dict[str, float])
     sends_block: float = 0.0
@@ -63,12 +62,22 @@ class Framework:
         forward, backward = self.passes.get(kernel.name, (1.0, 1.0))
         return Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)
 
+    def sizes(self, model: Model, sizes: Sizes, rows: int) -> Sizes:
+        """A model's sizes with what this framework keeps, and with what its loss holds."""
+        width = sizes.element_bytes[Kind.SAVED]
+        saved = tuple(kept_elements(model, layer, rows, self.kept, width) for layer in range(model.layers))
+        activations = sizes.activations
+        if self.logit_bytes:  # of logits and their gradient, which are counted alike
+            logits = int(activations[-1] * self.logit_bytes / (2 * width))
+            activations = (*activations[:-1], logits)
+        return replace(sizes, saved=saved, activations=activations)
+
     def recomputed(self, kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
         """Of a layer's forward pass, what the backward pass runs again, each with the share of it that is run.
 
         Every second product of torchtitan's is kept; here some are one product of several, so half of each is.
         """
-        if self.again == "nothing":
+        if not self.kept.per_op:
             return []
         run: list[tuple[Kernel, float]] = []
         for kernel in kernels:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardlab.models.kernels import Kernel, Pointwise
+from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
 from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec, attention
 from shardlab.simulate.framework import OWN, Framework
 from shardlab.simulate.precision import Precision
@@ -96,7 +96,10 @@ class ClusterPrices:
         sequences, tokens = self._tokens(read)
         if kind is OpKind.ATTEND or kind is OpKind.ATTEND_BACKWARD:
             forward = self._attend(op.layer, read, specs[op.inputs[1]])
-            return self._sum(forward if kind is OpKind.ATTEND else _backward_input(forward))
+            if kind is OpKind.ATTEND:
+                return self._sum(forward)
+            fused = any(isinstance(kernel, FusedAttention) for kernel in forward)  # it computes scores again itself
+            return self._sum([*(() if fused else forward), *_backward_input(forward)])
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
             loss = self.framework.kernels(self.model.loss_kernels(sequences, tokens, slices))

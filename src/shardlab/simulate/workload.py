@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlab.hardware import Cluster
@@ -12,6 +12,7 @@ from shardlab.models.fit import cut_for
 from shardlab.program import Mesh, Sizes
 from shardlab.simulate.estimate import Estimate, estimate
 from shardlab.simulate.folding import fold
+from shardlab.simulate.framework import OWN, Framework
 from shardlab.simulate.memory import memory_in_bytes
 from shardlab.simulate.precision import Precision
 from shardlab.simulate.priced import ClusterPrices
@@ -34,6 +35,7 @@ class Workload:
         rows: sequences of a microbatch.
         precision: in which numbers.
         trace: what traces a program of its own; plans are folded.
+        framework: what runs it.
     """
 
     plan: Plan | Mesh
@@ -43,6 +45,7 @@ class Workload:
     rows: int
     precision: Precision
     trace: Trace | None = None
+    framework: Framework = OWN
 
     @property
     def mesh(self) -> Mesh:
@@ -64,6 +67,7 @@ class Workload:
             UserError: for sizes that do not go together.
         """
         sizes = self.precision.sizes(self.cut.sizes(self.rows, self.precision.activations))
+        sizes = self.framework.sizes(self.cut, sizes, self.rows)
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, sizes, self.microbatches)
@@ -77,7 +81,15 @@ class Workload:
         """
         self.cluster.require(self.mesh.world)
         self.cluster.device.peak(self.precision.compute)
-        return estimate(self.traced, ClusterPrices(self.cut, self.rows, self.cluster, self.precision))
+        return estimate(self.traced, self.prices)
+
+    @property
+    def prices(self) -> ClusterPrices:
+        """What its ops take."""
+        cluster, tensor = self.cluster, self.mesh.group(0, "tp").ranks
+        if self.framework.attention:
+            cluster = replace(cluster, device=replace(cluster.device, attention=self.framework.attention))
+        return ClusterPrices(self.cut, self.rows, cluster, self.precision, self.framework, tensor)
 
     def peak_bytes(self) -> int:
         """The most that any rank holds, without asking how long anything takes."""
