@@ -35,6 +35,7 @@ class Framework:
             2021, arXiv 2104.04473, section 4.1).
         carries_sum: whether a pipeline's message is the residual stream alone, the branch already added to it.
         contention: seconds that compute loses in a second in which a collective runs beside it.
+        update_bytes: that the optimizer moves for each parameter (0: as the precision says).
         bucket: bytes of gradients or parameters that are communicated at once, so that small ones share a start.
     """
 
@@ -51,6 +52,7 @@ class Framework:
     carries_sum: bool = False
     contention: float = 0.0
     bucket: float = 0.0
+    update_bytes: float = 0.0
 
     def kernels(self, kernels: Iterable[Kernel]) -> list[Kernel]:
         """A model's kernels as this framework runs them."""

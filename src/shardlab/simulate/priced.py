@@ -86,7 +86,8 @@ class ClusterPrices:
             return 0.0
         made = specs[op.outputs[0]]
         if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
-            elements = sizes.elements(made) * self.precision.moved_by_update / 4
+            moved = self.framework.update_bytes or self.precision.moved_by_update
+            elements = sizes.elements(made) * moved / 4
             return self.cluster.device.seconds(Pointwise("adamw", elements, 0.0), "float32")
         if kind is OpKind.ADD:
             return self._add(sizes.elements(made))
