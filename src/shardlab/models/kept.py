@@ -7,7 +7,6 @@ included), and a framework may hold a value once that our programs hold twice, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardlab.models.blocks import Blocks
@@ -23,6 +22,8 @@ class Kept:
     Attributes:
         mask: bytes of an element of a dropout mask (0: as wide as an activation).
         branch: whether the branch that a norm of half-blocks adds to the residual stays until its backward pass.
+        gathered: whether a body's input that sequence parallelism has gathered stays so; otherwise a slice of it does
+            (Korthikanti et al. 2022, section 4.2.2).
         activated: whether an activation function that is run as several kernels keeps what is between them.
         per_op: whether of each block only its input, attention's result and every second product are kept, and all
             else is computed again (torchtitan's selective activation checkpointing, torchtitan/models/llama/
@@ -31,6 +32,7 @@ class Kept:
 
     mask: float = 0.0
     branch: bool = True
+    gathered: bool = True
     activated: bool = False
     per_op: bool = False
 
@@ -46,10 +48,10 @@ def kept_elements(model: Model, layer: int, rows: int, kept: Kept, element: int)
         return saved
     if isinstance(model, Halves):
         half = model.half(layer)
-        less = sum(_less(part, kept, element, _what(half)) for part in _parts(half))
-        if isinstance(half, Norm) and not kept.branch:
-            less += half.before.stream
-        return max(0, saved - int(rows * less))
+        if kept.per_op:
+            return rows * _every_second_of_half(half)
+        part = half.before if isinstance(half, Norm) else half.part
+        return max(0, saved - int(rows * _less(part, kept, element, _what(half))))
     assert isinstance(model, Blocks)
     if kept.per_op:
         return rows * sum(_every_second(part) for part in model.parts(layer))
@@ -62,8 +64,17 @@ def _what(half: Norm | Body) -> str:
     return "none" if isinstance(half, Projection | Output) else "body"
 
 
-def _parts(half: Norm | Body) -> Iterator[Part]:
-    yield half.before if isinstance(half, Norm) else half.part
+def kept_activations(model: Model, rows: int, kept: Kept, slices: int) -> tuple[int, ...]:
+    """Elements that stay of each activation that enters a layer; `slices`: into how many sequence parallelism cuts."""
+    sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]
+    if not isinstance(model, Halves):
+        return tuple(sizes)
+    for layer, half in enumerate(model.halves):
+        if isinstance(half, Norm):
+            sizes[layer] *= kept.branch
+        elif not isinstance(half, Output) and layer:
+            sizes[layer] = 0 if kept.per_op else sizes[layer] // (1 if kept.gathered else slices)
+    return tuple(sizes)
 
 
 def _less(part: Part, kept: Kept, element: int, what: str) -> float:
@@ -80,10 +91,16 @@ def _less(part: Part, kept: Kept, element: int, what: str) -> float:
     return less
 
 
+def _every_second_of_half(half: Norm | Body) -> int:
+    if isinstance(half, Norm):
+        return half.before.stream if isinstance(half.after, Attention) else 0
+    return _every_second(half.part)
+
+
 def _every_second(part: Part) -> int:
-    """Of a part its input, and of its products (queries, keys, values, output; gate, up, down) the odd ones."""
+    """Of a part, of its products (queries, keys, values, output; gate, up, down) the odd ones."""
     if isinstance(part, Attention):
-        return part.stream + part.block * (part.width + part.kv_width) + part.stream
+        return part.block * (part.width + part.kv_width) + part.stream
     if isinstance(part, FeedForward):
         return part.block * part.hidden + part.stream
     return part.saved()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardlab.models.kept import AUTOGRAD, Kept, kept_elements
+from shardlab.models.kept import AUTOGRAD, Kept, kept_activations, kept_elements
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.model import Model
 from shardlab.program import Kind, Sizes
@@ -34,6 +34,8 @@ class Framework:
         scatters_messages: whether tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al.
             2021, arXiv 2104.04473, section 4.1).
         carries_sum: whether a pipeline's message is the residual stream alone, the branch already added to it.
+        all_reduces: whether a gradient of which each rank keeps a slice is all-reduced all the same.
+        one_card: whether collectives leave a node through one of its cards only.
         contention: seconds that compute loses in a second in which a collective runs beside it.
         update_bytes: that the optimizer moves for each parameter (0: as the precision says).
         bucket: bytes of gradients or parameters that are communicated at once, so that small ones share a start.
@@ -50,6 +52,8 @@ class Framework:
     sends_block: float = 0.0
     scatters_messages: bool = False
     carries_sum: bool = False
+    all_reduces: bool = False
+    one_card: bool = False
     contention: float = 0.0
     bucket: float = 0.0
     update_bytes: float = 0.0
@@ -64,11 +68,17 @@ class Framework:
         forward, backward = self.passes.get(kernel.name, (1.0, 1.0))
         return Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)
 
-    def sizes(self, model: Model, sizes: Sizes, rows: int) -> Sizes:
-        """A model's sizes with what this framework keeps, and with what its loss holds."""
+    def kept_sizes(self, model: Model, sizes: Sizes, rows: int, slices: int) -> Sizes:
+        """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.
+
+        Args:
+            slices: into how many sequence parallelism cuts a sequence.
+        """
+        if self.kept == AUTOGRAD and not self.logit_bytes:
+            return sizes
         width = sizes.element_bytes[Kind.SAVED]
         saved = tuple(kept_elements(model, layer, rows, self.kept, width) for layer in range(model.layers))
-        activations = sizes.activations
+        activations = kept_activations(model, rows, self.kept, slices)
         if self.logit_bytes:  # of logits and their gradient, which are counted alike
             logits = int(activations[-1] * self.logit_bytes / (2 * width))
             activations = (*activations[:-1], logits)

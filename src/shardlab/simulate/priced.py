@@ -121,8 +121,10 @@ class ClusterPrices:
         if len(group.ranks) == 1:
             return 0.0
         framework = self.framework
-        whole = max(bytes, framework.bucket) if group.axis in _DATA_AXES else bytes
-        seconds = self.cluster.collective_seconds(kind.value, whole, group.ranks)
+        data = group.axis in _DATA_AXES
+        whole = max(bytes, framework.bucket) if data else bytes
+        done = "all_reduce" if framework.all_reduces and kind is OpKind.REDUCE_SCATTER and data else kind.value
+        seconds = self.cluster.collective_seconds(done, whole, group.ranks)
         share = bytes / whole if whole else 1.0
         return seconds * share * (1.0 - framework.hidden.get(group.axis, 0.0))
 

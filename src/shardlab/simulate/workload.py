@@ -67,7 +67,6 @@ class Workload:
             UserError: for sizes that do not go together.
         """
         sizes = self.precision.sizes(self.cut.sizes(self.rows, self.precision.activations))
-        sizes = self.framework.sizes(self.cut, sizes, self.rows)
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, sizes, self.microbatches)
@@ -81,19 +80,28 @@ class Workload:
         """
         self.cluster.require(self.mesh.world)
         self.cluster.device.peak(self.precision.compute)
-        return estimate(self.traced, self.prices)
+        return estimate(self.traced, self.prices, self.kept_sizes)
+
+    @property
+    def kept_sizes(self) -> Sizes:
+        """How large values are in memory, as the framework keeps them."""
+        sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
+        slices = self.mesh.tp if sequence_parallel else 1
+        return self.framework.kept_sizes(self.cut, self.traced.program.sizes, self.rows, slices)
 
     @property
     def prices(self) -> ClusterPrices:
         """What its ops take."""
         cluster, tensor = self.cluster, self.mesh.group(0, "tp").ranks
+        if self.framework.one_card:
+            cluster = replace(cluster, cards=1)
         if self.framework.attention:
             cluster = replace(cluster, device=replace(cluster.device, attention=self.framework.attention))
         return ClusterPrices(self.cut, self.rows, cluster, self.precision, self.framework, tensor)
 
     def peak_bytes(self) -> int:
         """The most that any rank holds, without asking how long anything takes."""
-        return max(memory.peak for memory in memory_in_bytes(self.traced))
+        return max(memory.peak for memory in memory_in_bytes(self.traced, self.kept_sizes))
 
     @property
     def tokens(self) -> int:

@@ -88,11 +88,11 @@ class Gradients:
             await self._reduce_once(layer)
 
     async def _reduce_once(self, layer: int) -> None:
-        await self._settle()
         once = [axis for axis in self._axes(layer) if axis not in self._plan.reduced_each]
         if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM:
             once.append("tp")  # each of its ranks has seen other tokens
         if once:
+            await self._settle()
             gradient = self._rank.grad_weights.pop(layer)
             self._arriving[layer] = self._reduce(gradient, once[0]), once[1:]
 

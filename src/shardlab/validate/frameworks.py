@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardlab.models.kept import Kept
 from shardlab.simulate.framework import Framework
+from shardlab.validate.rows import GIB
 
 FUSED: Mapping[str, tuple[float, float]] = {
     "residual": (3.5 / 4, 2.5 / 6),  # bias, dropout with masks of a byte, and sum in one kernel
@@ -42,7 +43,7 @@ TRANSFORMER_ENGINE: Mapping[str, tuple[float, float]] = {
     "cross_entropy": (8.0, 2.5),
 }
 
-MEGATRON_KEPT = Kept(mask=1.0, branch=False)
+MEGATRON_KEPT = Kept(mask=1.0, branch=False, gathered=False)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ MEGATRON_2022 = replace(
     framework=replace(
         MEGATRON_2021.framework,
         name="megatron-2022",
-        source="Korthikanti et al. 2022, arXiv 2205.05198, section 6; gradients add up in the product's own kernel, and "
-        "in the backward pass communication runs beside the weight's product",
+        source="Korthikanti et al. 2022, arXiv 2205.05198, section 6; gradients add up in the product's own kernel, "
+        "and in the backward pass communication runs beside the weight's product",
         fused_accumulation=True,
         hidden={"tp": 0.2},
     ),
@@ -102,9 +103,10 @@ ZERO_BUBBLE = replace(
     framework=replace(
         MEGATRON_2021.framework,
         name="zero-bubble",
-        source="Qi et al. 2023, arXiv 2401.10241: a Megatron-LM without tensor parallelism, messages beside compute",
-        sends_block=0.3,
+        source="Qi et al. 2023, arXiv 2401.10241: a Megatron-LM of 2023, messages beside compute",
+        sends_block=0.0,
         scatters_messages=False,
+        fused_accumulation=True,
     ),
 )
 
@@ -115,7 +117,7 @@ FOUNDRY = Stack(
         attention="flash1",
         passes=EAGER,
         kept=Kept(branch=False),
-        logit_bytes=16.0,
+        logit_bytes=6.0,
         update_bytes=34.0,
         contention=0.3,
         fused_accumulation=True,
@@ -135,7 +137,7 @@ TORCHTITAN_EAGER = Stack(
         fused_accumulation=True,
     ),
     reduce_bytes=4,
-    reserved=1.12,
+    reserved=1.1,
 )
 TORCHTITAN = replace(
     TORCHTITAN_EAGER,
@@ -148,6 +150,16 @@ TORCHTITAN = replace(
     ),
 )
 
+TORCHTITAN_2025 = replace(
+    TORCHTITAN,
+    framework=replace(
+        TORCHTITAN.framework,
+        name="torchtitan-2025",
+        source="pytorch/torchtitan of 2025, which compiles the loss as well, so that it makes no float32 copies",
+        logit_bytes=4.0,
+    ),
+)
+
 MEGATRON_CORE = Stack(
     Framework(
         "megatron-core",
@@ -155,11 +167,10 @@ MEGATRON_CORE = Stack(
         "tensor-parallel communication cut into chunks beside the products, messages and gradients overlapped",
         attention="cudnn",
         passes=TRANSFORMER_ENGINE,
-        kept=Kept(mask=1.0, branch=False),
+        kept=MEGATRON_KEPT,
         logit_bytes=14.0,
         fused_accumulation=True,
         hidden={"tp": 0.7, "dp_shard": 0.9, "cp": 0.7},
-        sends_block=0.2,
         carries_sum=True,
         bucket=160e6,
         update_bytes=46.0,
@@ -188,7 +199,20 @@ DEEPSPEED = replace(
         name="deepspeed-2021",
         source="DeepSpeed's ZeRO-3 of 2021 (compared with in arXiv 2104.04473, section 5.2)",
         contention=0.3,
+        one_card=True,
     ),
+    shards_optimizer=True,
+)
+
+BIGSCIENCE = replace(
+    MEGATRON_2021,
+    framework=replace(
+        MEGATRON_2021.framework,
+        name="megatron-deepspeed-2022",
+        source="bigscience's Megatron-DeepSpeed: ZeRO-1 with a pipeline all-reduces gradients, and gathers parameters",
+        all_reduces=True,
+    ),
+    context_bytes=17 * GIB,
 )
 
 STACKS = (
@@ -196,9 +220,11 @@ STACKS = (
     ("Zero Bubble", ZERO_BUBBLE),
     ("SC21", MEGATRON_2021),
     ("Smith et al", MEGATRON_2021),
-    ("bigscience", replace(MEGATRON_2021, context_bytes=4 * 2.0**30)),
+    ("bigscience", BIGSCIENCE),
     ("vTrain", MEGATRON_2021),
     ("llm-foundry", FOUNDRY),
+    ("torchtitan benchmarks/asyncTP_llama3_h100_2025", TORCHTITAN_2025),
+    ("llama3-8b_h200_2025", TORCHTITAN_2025),
     ("torchtitan", TORCHTITAN),
     ("Megatron-Core", MEGATRON_CORE),
     ("dgxc", MEGATRON_CORE),

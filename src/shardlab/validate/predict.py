@@ -13,12 +13,12 @@ class Prediction:
     """What a run should have taken.
 
     Attributes:
-        seconds: of a step.
+        seconds: of a step (None: there was none).
         bytes: of the fullest GPU's memory, as it was measured: with what the allocator or CUDA adds if that counts.
         fits: whether all that the GPU holds finds room on it.
     """
 
-    seconds: float
+    seconds: float | None
     bytes: float
     fits: bool
 
@@ -32,10 +32,10 @@ def predict(run: Run) -> Prediction:
     few = _few(run)
     first = _replay(run, few)
     seconds, taken = first.step, first.peak.bytes
-    ranks = run.plan.mesh.pp
     if few < run.each:
-        second = _replay(run, few + ranks)
-        seconds += (run.each - few) / ranks * (second.step - first.step)
+        more = _period(run)
+        second = _replay(run, few + more)
+        seconds += (run.each - few) / more * (second.step - first.step)
         taken = second.peak.bytes
     held = taken * run.stack.reserved + run.stack.context_bytes
     as_measured = {"allocated": taken, "reserved": taken * run.stack.reserved}
@@ -44,9 +44,15 @@ def predict(run: Run) -> Prediction:
 
 def _few(run: Run) -> int:
     """How many microbatches are enough to see what one more takes; all, if that is hardly more work."""
-    ranks = run.plan.mesh.pp
-    few = 3 * ranks + run.each % ranks
-    return few if 2 * few + ranks < run.each else run.each
+    ranks, period = run.plan.mesh.pp, _period(run)
+    split = isinstance(run.plan.schedule, str) and run.plan.schedule.startswith("zb")
+    few = (3 if split else 2) * ranks + run.each % period
+    return few if 2 * few + period < run.each else run.each
+
+
+def _period(run: Run) -> int:
+    """After how many microbatches a full pipeline does the same again: interleaved stages take one from each rank."""
+    return run.plan.mesh.pp if run.plan.schedule == "interleaved-1f1b" else max(1, run.plan.mesh.pp // 8)
 
 
 def _replay(run: Run, each: int) -> Estimate:

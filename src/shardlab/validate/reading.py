@@ -11,7 +11,7 @@ from shardlab.simulate.precision import Precision
 from shardlab.simulate.workload import Workload
 from shardlab.strategies.plan import Plan, Recompute
 from shardlab.validate.clusters import cluster_of
-from shardlab.validate.frameworks import STACKS, TORCHTITAN, TORCHTITAN_EAGER, Stack
+from shardlab.validate.frameworks import DEEPSPEED, MEGATRON_2021, STACKS, TORCHTITAN, TORCHTITAN_EAGER, Stack
 from shardlab.validate.rows import Measured, measured_of, section
 from shardlab.validate.stages import layers_per_stage
 
@@ -86,6 +86,8 @@ def _read(row: dict[str, Any]) -> Run:
     stack = next((stack for words, stack in STACKS if words in source), None)
     if stack is None:
         raise Incomplete("comes from no framework that is known here")
+    if stack is MEGATRON_2021 and section(row, "parallelism").get("zero_stage") == 3:
+        stack = DEEPSPEED
     if stack is TORCHTITAN and not row.get("compile", True):
         stack = TORCHTITAN_EAGER
     cluster = cluster_of(section(row, "hardware"))
@@ -138,6 +140,8 @@ def model_of(row: dict[str, Any], stack: Stack, zero: int) -> Blocks:
     padded = -(-vocabulary // to) * to if stack.framework.carries_sum or to > 128 else vocabulary
     kind = written.get("ffn_type") or "gelu"
     tied = bool(written.get("tied_embeddings")) and zero < 3
+    if written.get("tied_embeddings") is None and parallelism["pp"] > 1:  # half a block a stage takes half-blocks
+        tied = written["layers"] + 2 == parallelism["pp"] * _stages_of_a_rank(parallelism)
     common: dict[str, Any] = {
         "layers": written["layers"],
         "width": written["hidden"],
@@ -154,7 +158,12 @@ def model_of(row: dict[str, Any], stack: Stack, zero: int) -> Blocks:
         return GPT(**common, activation="squared_relu", rope_theta=10000.0, bias=False)
     if kind != "gelu":
         raise Incomplete(f"has an activation function that is unknown here, {kind}")
-    return GPT(**common, bias="foundry" not in stack.framework.name, dropout=0.1 if stack.dropout else 0.0)
+    bias = stack.framework.name not in ("llm-foundry", "nanogpt")
+    return GPT(**common, bias=bias, dropout=0.1 if stack.dropout else 0.0)
+
+
+def _stages_of_a_rank(parallelism: dict[str, Any]) -> int:
+    return 2 if "zb-v" in str(parallelism.get("schedule")) else int(parallelism.get("interleave_v") or 1)
 
 
 def recompute_of(row: dict[str, Any]) -> Recompute | str:
@@ -192,7 +201,7 @@ def plan_of(row: dict[str, Any], mesh: Mesh, zero: int, stack: Stack, model: Blo
         stages_per_rank=chunks if schedule == "interleaved-1f1b" else None,
         layers_per_stage=layers_per_stage(model.layers, stages, fewer_at_ends, bool(halves)) if pipelined else (),
         shard_parameters=shard if zero >= 3 else (),
-        shard_gradients=shard if zero >= 2 else (),
+        shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
         reduce_at="step" if stack.reduces_at_end else "layer",
         reshard_after="step" if keeps_weights else "layer",
