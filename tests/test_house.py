@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "execute": {"program", "check", "models"},
     "train": {"program", "strategies", "check", "simulate", "draw", "models", "execute"},
     "puzzles": {"program", "check", "simulate", "draw"},
+    "validate": {"program", "strategies", "simulate", "models", "hardware"},
 }
 """Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
 

@@ -13,6 +13,7 @@ from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
 from shardlab.cli.train import Train
+from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.program import Refused, UserError
 
@@ -36,6 +37,7 @@ COMMANDS: dict[str, type[Command]] = {
     "schedule": Schedule,
     "train": Train,
     "verify": Verify,
+    "validate": Validate,
 }
 """A module that torch is imported for imports it inside `run`, so that the other commands need no torch."""
 
