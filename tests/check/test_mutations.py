@@ -16,14 +16,14 @@ from shardlab.check import check
 from shardlab.program import Mesh, Op, OpKind, Program, Refused, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan import Plan
-from tests.check.programs import JUDGED, PLACE, built_in
+from tests.check.programs import PLACE, built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
 from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_HALVES = 24, 8
+SAMPLE, SAMPLE_OF_PLANS = 24, 8
 """Mutants of one kind and program that are tried; there may be thousands."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
@@ -34,12 +34,26 @@ RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two h
 ]
 
 SHARD = ("dp_shard",)
-HALVES = {  # half-blocks: with and without slices of sequences, states, pipelines, halves of backward passes
-    "tensor": Planned(Plan(Mesh(tp=2), "gpipe"), 2, True, 1),
-    "sequence": Planned(Plan(Mesh(tp=2), "zb-h1", sequence_parallel=True), 2, True, 2),
-    "tensor zero_1": Planned(Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True), 2, True, 2),
-    "tensor fsdp": Planned(Plan(Mesh(dp_shard=2, tp=2), "gpipe", None, (), SHARD, SHARD, SHARD), 1, True, 2),
-    "tensor pipeline": Planned(Plan(Mesh(pp=2, tp=2), "zb-h1", sequence_parallel=True), 3, True, 2),
+CUT = ("cp", "dp_shard")
+PLANS = {  # half-blocks: with and without slices of sequences, states, pipelines, halves of backward passes
+    "tensor": Planned(Plan(Mesh(tp=2), "gpipe"), 2, "halves", 1),
+    "sequence": Planned(Plan(Mesh(tp=2), "zb-h1", sequence_parallel=True), 2, "halves", 2),
+    "tensor zero_1": Planned(
+        Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True), 2, "halves", 2
+    ),
+    "tensor fsdp": Planned(Plan(Mesh(dp_shard=2, tp=2), "gpipe", None, (), SHARD, SHARD, SHARD), 1, "halves", 2),
+    "tensor pipeline": Planned(Plan(Mesh(pp=2, tp=2), "zb-h1", sequence_parallel=True), 3, "halves", 2),
+    # a head tied to the embedding: on one rank, on the two ends of a pipeline, in slices
+    "tied": Planned(Plan(Mesh(dp_shard=2), shard_optimizer=SHARD), 1, "tied", 2),
+    "tied pipeline": Planned(Plan(Mesh(pp=2), "zb-h1"), 2, "tied", 2),
+    "tied tensor": Planned(Plan(Mesh(pp=2, tp=2)), 2, "tied", 1),
+    # attention over cut sequences
+    "ring": Planned(Plan(Mesh(cp=3)), 2, "context", 1),
+    "gathered": Planned(Plan(Mesh(cp=2), "zb-h1", context="all_gather"), 2, "context", 2),
+    "ring fsdp": Planned(Plan(Mesh(cp=2, dp_shard=2), "1f1b", None, (), CUT, CUT, CUT), 2, "context", 2),
+    # experts
+    "experts pipeline": Planned(Plan(Mesh(pp=2, ep=2), "zb-h1"), 3, "mixture", 4),
+    "experts zero_1": Planned(Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD, recompute="full"), 2, "mixture", 4),
 }
 
 UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its update"}
@@ -49,16 +63,16 @@ UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its up
 @cache
 def subjects() -> dict[str, Program]:
     """The programs that mistakes are put into."""
-    programs = {name: built_in(name) for name in JUDGED}
+    programs = {name: built_in(name) for name in STRATEGIES}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
-    return programs | {name: plan.program for name, plan in HALVES.items()}
+    return programs | {name: plan.program for name, plan in PLANS.items()}
 
 
 def mutants(kind: str, name: str) -> list[Program]:
     """A sample of a program's mutants, the same every time."""
     found = list(MUTATIONS[kind](subjects()[name]))
-    sample = SAMPLE_OF_HALVES if subjects()[name].sizes.kinds else SAMPLE
+    sample = SAMPLE_OF_PLANS if subjects()[name].sizes.kinds else SAMPLE
     return found if len(found) <= sample else Random(f"{kind} {name}").sample(found, sample)
 
 

@@ -9,7 +9,14 @@ from dataclasses import replace
 from shardlab.program import Group, Holds, Mesh, Op, OpKind, Program, Sizes
 from shardlab.program.mesh import group_of
 from shardlab.program.tape import COLLECTIVES, COMMUNICATION
-from tests.support import mutations_of_halves, mutations_of_norms, mutations_of_slices
+from tests.support import (
+    mutations_of_attention,
+    mutations_of_experts,
+    mutations_of_halves,
+    mutations_of_norms,
+    mutations_of_slices,
+    mutations_of_ties,
+)
 from tests.support.mutating import (
     MUTATIONS,
     changed,
@@ -26,9 +33,12 @@ __all__ = [
     "MUTATIONS",
     "changed",
     "moved",
+    "mutations_of_attention",
+    "mutations_of_experts",
     "mutations_of_halves",
     "mutations_of_norms",
     "mutations_of_slices",
+    "mutations_of_ties",
     "places",
     "with_tape",
 ]

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardlab.program import Op, OpKind, Program
-from tests.support.mutating import changed, fresh_number, living_on, mutation, places, renamed, with_tape
-from tests.support.mutations_of_halves import without_summand
+from tests.support.mutating import (
+    added_twice,
+    changed,
+    living_on,
+    mutation,
+    places,
+    with_tape,
+    without_summand,
+)
 
 
 def scalars(tape: list[Op]) -> set[int]:
@@ -32,10 +39,7 @@ def part_of_the_norm_twice(program: Program) -> Iterator[Program]:
     """A part is added to itself; or another layer's stands in its place."""
     for rank, at, op in places(program, OpKind.NORM):
         tape, (part,) = program.tapes[rank], op.outputs
-        fresh = fresh_number(tape)
-        twice = [op, Op(OpKind.ADD, 0, (part, part), (fresh,)), Op(OpKind.FREE, -1, (part,))]
-        rest = [o for o in tape[at + 1 :] if o != Op(OpKind.FREE, -1, (part,))]
-        yield with_tape(program, rank, [*tape[:at], *twice, *renamed(rest, part, fresh)])
+        yield with_tape(program, rank, added_twice(tape, at, part, 0))
         for other in [o for o in tape if o.kind is OpKind.NORM and o != op]:
             kept = living_on(tape, other.inputs[0])
             yield with_tape(program, rank, [op._replace(inputs=other.inputs) if o == op else o for o in kept])

@@ -5,20 +5,44 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardlab.program import Op, OpKind, Program
+from shardlab.program import LayerKind, Op, OpKind, Program
 from shardlab.program.tape import COLLECTIVES
 from tests.support.mutating import changed, fresh_number, mutation, places, renamed, wait_of, with_tape
 from tests.support.mutations_of_norms import scalars
 
-ROWS = (OpKind.FORWARD, OpKind.LOSS_STATS, OpKind.LOSS, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.LOAD_WEIGHT)
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""Over which a rank might meet the wrong others."""
+
+ROWS = (
+    OpKind.FORWARD,
+    OpKind.ATTEND,
+    OpKind.LOSS_STATS,
+    OpKind.LOSS,
+    OpKind.BACKWARD,
+    OpKind.BACKWARD_INPUT,
+    OpKind.ATTEND_BACKWARD,
+    OpKind.LOAD_WEIGHT,
+)
 """Ops whose results a rank might put together with others' although it must not."""
+
+
+def layer_of_result(program: Program, op: Op, place: int) -> int:
+    """The number of what an op in `ROWS` makes."""
+    sizes = program.sizes
+    if op.kind is OpKind.BACKWARD and place == 0:
+        return sizes.weight_of(op.layer)
+    if op.kind is OpKind.ATTEND:
+        return op.layer + 1
+    if op.kind is not OpKind.FORWARD or sizes.kind(op.layer) is LayerKind.PROJECT:
+        return op.layer
+    return op.layer + 1 if place == 0 else sizes.next_carrying(op.layer)
 
 
 @mutation
 def collective_too_many(program: Program) -> Iterator[Program]:
     """What a layer, the loss or a load has made is reduced or gathered over an axis on all its ranks."""
     mesh = program.mesh
-    for axis in ("dp_replicate", "dp_shard", "tp"):
+    for axis in AXES:
         group = mesh.group(0, axis)
         if len(group.ranks) < 2:
             continue
@@ -32,7 +56,7 @@ def collective_too_many(program: Program) -> Iterator[Program]:
                     tape = mutant.tapes[rank]
                     made = tape[at].outputs[place]
                     fresh, handle = fresh_number(tape), 1 + max(o.handle for o in tape)
-                    layer = op.layer + (op.kind is OpKind.FORWARD) * (1 + place)
+                    layer = layer_of_result(program, op, place)
                     more = [
                         Op(kind, layer, (made,), (fresh,), handle, mesh.group(rank, axis)),
                         Op(OpKind.WAIT, -1, handle=handle),
@@ -47,7 +71,7 @@ def collective_too_many(program: Program) -> Iterator[Program]:
 def collective_over_another_axis(program: Program) -> Iterator[Program]:
     """All ranks that meet, and those that they meet instead, take the other axis."""
     mesh = program.mesh
-    axes = [axis for axis in ("dp_replicate", "dp_shard", "tp") if len(mesh.group(0, axis).ranks) > 1]
+    axes = [axis for axis in AXES if len(mesh.group(0, axis).ranks) > 1]
     for at, op in enumerate(program.tapes[0]):
         if op.kind in COLLECTIVES and op.group is not None:
             for axis in axes:
