@@ -19,11 +19,12 @@ from shardlab.strategies.plan import Plan
 from tests.check.programs import PLACE, built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
+from tests.support.random_attention import random_attention
 from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_PLANS = 24, 8
+SAMPLE, SAMPLE_OF_PLANS = 12, 4
 """Mutants of one kind and program that are tried; there may be thousands."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
@@ -66,14 +67,19 @@ def subjects() -> dict[str, Program]:
     programs = {name: built_in(name) for name in STRATEGIES}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
+    programs["attention at random"] = random_attention(36)
     return programs | {name: plan.program for name, plan in PLANS.items()}
 
 
 def mutants(kind: str, name: str) -> list[Program]:
     """A sample of a program's mutants, the same every time."""
-    found = list(MUTATIONS[kind](subjects()[name]))
     sample = SAMPLE_OF_PLANS if subjects()[name].sizes.kinds else SAMPLE
-    return found if len(found) <= sample else Random(f"{kind} {name}").sample(found, sample)
+    random = Random(f"{kind} {name}")
+    kept: list[Program] = []
+    for count, mutant in enumerate(MUTATIONS[kind](subjects()[name])):  # each is kept with the same chance
+        place = count if count < sample else random.randrange(count + 1)
+        kept[place : place + 1] = [mutant] if place < sample else []
+    return kept
 
 
 def refusal(program: Program) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardlab.check import ChannelModel, check
 from shardlab.program import OpKind
 from tests.support.interpreter import judge
+from tests.support.random_attention import random_attention
 from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
 
@@ -32,6 +34,17 @@ def test_any_plan_is_right_on_any_channel(shape: Planned) -> None:
     assert verdict.right, verdict.reason
     assert set(checked.models.values()) == {None}
     assert checked.not_runnable is None
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6))
+def test_queries_may_meet_blocks_in_any_way_that_is_right(seed: int) -> None:
+    """Slices dealt to any rank, blocks sent straight to where they are seen, gradients added up in any order."""
+    program = random_attention(seed)
+    checked = check(program)
+    verdict = judge(program)
+    assert verdict.right, verdict.reason
+    assert checked.models[ChannelModel.RENDEZVOUS] is None
 
 
 @settings(max_examples=60)

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 from shardlab.check import check
 from shardlab.program import Program, Refused
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS
+from tests.support.random_attention import random_attention
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
+
+WRITERS: list[Callable[[int], Program]] = [
+    lambda seed: random_program(random_shape(seed)),
+    lambda seed: random_plan(seed).program,
+    random_attention,
+]
+"""Of valid programs, each from a seed."""
 
 LONGEST = 600
 """Ops of a program that mistakes are put into."""
@@ -38,6 +46,8 @@ def subjects(random: Random) -> Iterator[Program]:
         yield random_plan(seed, ranks=random.choice([2, 3, 4])).program
         if random.random() < 0.2:
             yield random_program(random_shape(seed))
+        if random.random() < 0.2:
+            yield random_attention(seed)
 
 
 def mutants(wanted: int, random: Random) -> None:
@@ -75,11 +85,11 @@ def programs(wanted: int, random: Random) -> None:
     alarms = 0
     for number in range(wanted):
         seed = random.randrange(10**9)
-        program = random_program(random_shape(seed)) if number % 2 else random_plan(seed).program
+        program = WRITERS[number % len(WRITERS)](seed)
         sentence, verdict = refusal(program), judge(program)
         if sentence or not verdict.right:
             alarms += 1
-            print(f"FALSE ALARM {'program' if number % 2 else 'plan'} {seed}: {sentence}; {verdict}")
+            print(f"FALSE ALARM of writer {number % len(WRITERS)}, seed {seed}: {sentence}; {verdict}")
     print(f"{wanted} valid programs, {alarms} false alarms")
 
 
