@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from shardlab.program import LayerKind, Op, OpKind, Program
 from shardlab.program.tape import COLLECTIVES
-from tests.support.mutating import changed, fresh_number, mutation, places, renamed, wait_of, with_tape
-from tests.support.mutations_of_norms import scalars
+from tests.support.mutating import changed, fresh_number, mutation, places, renamed, with_tape
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Over which a rank might meet the wrong others."""
@@ -129,34 +128,3 @@ def slice_of_another_rank(program: Program) -> Iterator[Program]:
                 for kind, (at, op) in theirs.items():
                     mutant = changed(mutant, other, at, op._replace(holds=mine[kind][1].holds))
                 yield mutant
-
-
-@mutation
-def squares_counted_on_every_rank(program: Program) -> Iterator[Program]:
-    """The sum of squares over an axis comes last, so that squares which all of its ranks have are counted by each."""
-    tape = program.tapes[0]
-    found = scalars(tape)
-    for at, op in enumerate(tape):
-        if op.kind is not OpKind.ALL_REDUCE or op.inputs[0] not in found or op.group is None:
-            continue
-        mutant = program
-        for rank in range(program.ranks):
-            theirs = mutant.tapes[rank]
-            if at < len(theirs) and theirs[at].kind is op.kind and theirs[at].layer == op.layer:
-                mutant = with_tape(mutant, rank, _reduced_last(mutant, rank, theirs[at]))
-        if mutant is not program:
-            yield mutant
-
-
-def _reduced_last(program: Program, rank: int, op: Op) -> list[Op]:
-    tape = program.tapes[rank]
-    wait = tape[wait_of(program, rank, op.handle)]
-    once = Op(OpKind.FREE, -1, op.inputs)
-    tape = renamed([o for o in tape if o not in (op, wait, once)], op.outputs[0], op.inputs[0])
-    first = next((i for i, o in enumerate(tape) if o.kind is OpKind.UPDATE and len(o.inputs) == 4), None)
-    if first is None:
-        return tape
-    norm = tape[first].inputs[3]
-    fresh = fresh_number(tape)
-    again = [op._replace(inputs=(norm,), outputs=(fresh,)), wait, Op(OpKind.FREE, -1, (norm,))]
-    return [*tape[:first], *again, *renamed(tape[first:], norm, fresh)]
