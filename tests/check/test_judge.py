@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import sys
 
 import pytest
 
-from shardlab.program import OpKind, Program, Strategy, trace
+from shardlab.program import Mesh, OpKind, Program, Strategy, trace
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.plan import Plan
 from tests.check.programs import built_in, exchanged, gradients_swapped
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
+from tests.support.random_plans import Planned
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
 WHOLE = [(1, 1, 1), (1, 3, 4)]
@@ -142,6 +145,38 @@ def test_mistakes_in_halves_slices_and_norms_are_found(kind: str, user: Strategy
     program = trace(user, 2, 2, 2)
     assert judge(program).right
     assert outcome in outcomes(kind, program)
+
+
+RING = Planned(Plan(Mesh(cp=3)), 2, "context", 1)
+MIXTURE = Planned(Plan(Mesh(ep=2), "zb-h1"), 2, "mixture", 4)
+TIED = Planned(Plan(Mesh(pp=2)), 2, "tied", 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "outcome"),
+    [
+        ("block met twice", RING, Outcome.WRONG),
+        ("block left out", RING, Outcome.WRONG),
+        ("attended in part", RING, Outcome.WRONG),
+        ("another block sent", RING, Outcome.WRONG),
+        ("hop the other way", RING, Outcome.WRONG),
+        ("hop left out", RING, Outcome.WRONG),
+        ("exchange left out", MIXTURE, Outcome.BROKEN),
+        ("exchanged twice", MIXTURE, Outcome.BROKEN),
+        ("buffers of another exchange", MIXTURE, Outcome.WRONG),
+        ("carried of another pass", MIXTURE, Outcome.WRONG),
+        ("slice of another rank", MIXTURE, Outcome.WRONG),
+        ("use of a tied weight left out", TIED, Outcome.WRONG),
+        ("use of a tied weight twice", TIED, Outcome.WRONG),
+        ("squares of a tied weight twice", TIED, Outcome.WRONG),
+        ("head updated as if alone", TIED, Outcome.WRONG),
+    ],
+)
+def test_mistakes_in_attention_experts_and_ties_are_found(kind: str, plan: Planned, outcome: Outcome) -> None:
+    program = plan.program
+    assert judge(program).right
+    mutants = (mutant for mutant in MUTATIONS[kind](program) if mutant.tapes != program.tapes)
+    assert any(judge(mutant).outcome is outcome for mutant in itertools.islice(mutants, 100))
 
 
 def test_a_slice_that_nobody_updates_is_wrong() -> None:

@@ -72,9 +72,7 @@ def mutants(wanted: int, random: Random) -> None:
         if done >= wanted:
             break
     print(f"{'':44s}" + "".join(f"{outcome.value:>8s}" for outcome in Outcome) + "  passed, judged right")
-    total = Counter[tuple[Outcome, bool]]()
-    for kind, counts in [*found.items(), ("all", total)]:
-        total.update(counts)
+    for kind, counts in [*found.items(), ("all", sum(found.values(), Counter[tuple[Outcome, bool]]()))]:
         of = [counts[outcome, True] + counts[outcome, False] for outcome in Outcome]
         print(f"{kind:44s}" + "".join(f"{count:8d}" for count in of) + f"{counts[Outcome.RIGHT, True]:8d}")
     print(f"{done} mutants, {survivors} that are not right passed")
