@@ -20,6 +20,7 @@ from tests.check.programs import PLACE, built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
 from tests.support.random_attention import random_attention
+from tests.support.random_experts import random_experts
 from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
@@ -67,7 +68,7 @@ def subjects() -> dict[str, Program]:
     programs = {name: built_in(name) for name in STRATEGIES}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
-    programs["attention at random"] = random_attention(36)
+    programs |= {"attention at random": random_attention(36), "experts at random": random_experts(2)}
     return programs | {name: plan.program for name, plan in PLANS.items()}
 
 

@@ -9,6 +9,7 @@ from shardlab.check import ChannelModel, check
 from shardlab.program import OpKind
 from tests.support.interpreter import judge
 from tests.support.random_attention import random_attention
+from tests.support.random_experts import random_experts
 from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
 
@@ -45,6 +46,18 @@ def test_queries_may_meet_blocks_in_any_way_that_is_right(seed: int) -> None:
     verdict = judge(program)
     assert verdict.right, verdict.reason
     assert checked.models[ChannelModel.RENDEZVOUS] is None
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6))
+def test_buffers_of_any_number_of_microbatches_may_travel_together(seed: int) -> None:
+    """Any dealing of microbatches, recomputed experts, halves of backward passes as late as may be."""
+    program = random_experts(seed)
+    checked = check(program)
+    verdict = judge(program)
+    assert verdict.right, verdict.reason
+    assert set(checked.models.values()) == {None}
+    assert checked.not_runnable is None
 
 
 @settings(max_examples=60)

@@ -16,6 +16,7 @@ from shardlab.program import Program, Refused
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS
 from tests.support.random_attention import random_attention
+from tests.support.random_experts import random_experts
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
 
@@ -23,6 +24,7 @@ WRITERS: list[Callable[[int], Program]] = [
     lambda seed: random_program(random_shape(seed)),
     lambda seed: random_plan(seed).program,
     random_attention,
+    random_experts,
 ]
 """Of valid programs, each from a seed."""
 
@@ -48,6 +50,7 @@ def subjects(random: Random) -> Iterator[Program]:
             yield random_program(random_shape(seed))
         if random.random() < 0.2:
             yield random_attention(seed)
+            yield random_experts(seed)
 
 
 def mutants(wanted: int, random: Random) -> None:
