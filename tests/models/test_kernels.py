@@ -20,7 +20,7 @@ LLAMA_LIKE = GPT(
     heads=8, kv_heads=4, bias=False, norm="rms", activation="swiglu", ffn_hidden=20, rope_theta=1e4, **SMALL
 )
 MIXTURE = MoE(heads=4, experts=4, activation="swiglu", **SMALL)
-MODELS = [GROUPED, DROPPING, LLAMA_LIKE, MLP(hidden=12, **SMALL), MIXTURE]
+MODELS = [GROUPED, DROPPING, LLAMA_LIKE, MLP(ffn_hidden=12, **SMALL), MIXTURE]
 
 
 def flops(kernels: Iterable[Kernel], *kinds: type) -> float:
