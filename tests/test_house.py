@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "simulate": {"program", "check"},
     "draw": {"program", "check", "simulate"},
     "models": {"program"},
+    "hardware": {"program", "models"},
     "execute": {"program", "check", "models"},
     "train": {"program", "strategies", "check", "simulate", "draw", "models", "execute"},
     "puzzles": {"program", "check", "simulate", "draw"},

@@ -1,0 +1,161 @@
+"""A profile: what `shardlab bench` measured on one machine, in a file.
+
+Times are `launch + bytes * per byte` for communication, and the longer of arithmetic and memory for a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardlab.program import UserError
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What tells machines apart, without a name of the host.
+
+    Attributes:
+        processor: the CPU's or the GPU's model.
+        places: how many ranks have one to themselves: CPU cores, or devices.
+        torch: its version.
+        backend: of torch.distributed: "gloo" or "nccl".
+    """
+
+    processor: str
+    places: int
+    torch: str
+    backend: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """Alpha and beta: seconds to start, and seconds for each byte."""
+
+    alpha: float
+    beta: float
+
+    def seconds(self, bytes: float) -> float:
+        return self.alpha + self.beta * bytes
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a family of kernels reaches: seconds to start, FLOP/s, and bytes/s of memory; 0 where it does not matter."""
+
+    launch: float
+    flops: float
+    bytes: float
+
+    def seconds(self, flops: float, bytes: float) -> float:
+        computing = flops / self.flops if self.flops else 0.0
+        moving = bytes / self.bytes if self.bytes else 0.0
+        return self.launch + max(computing, moving)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        machine: on what.
+        collectives: by the collective's name and the number of ranks; bytes are those of the whole value.
+        messages: from one rank to another.
+        kernels: by family and dtype. Families are "matmul", "attention", "attention_backward", "update", "pointwise",
+            and "pointwise:NAME" for one pointwise kernel of its own speed.
+        memory: bytes that all ranks have together, or each device.
+        layers: the raw points that the kernels were fitted to, as measured.
+    """
+
+    machine: Machine
+    collectives: Mapping[tuple[str, int], Line]
+    messages: Line
+    kernels: Mapping[tuple[str, str], Rate]
+    memory: float
+    layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def write(self, path: Path | None = None) -> Path:
+        """Write it as JSON, by default where `read` looks; returns where."""
+        path = path or default_path()
+        data = {
+            "version": VERSION,
+            "machine": asdict(self.machine),
+            "memory": self.memory,
+            "messages": asdict(self.messages),
+            "collectives": [
+                {"kind": kind, "ranks": ranks, **asdict(line)}
+                for (kind, ranks), line in sorted(self.collectives.items())
+            ],
+            "kernels": [
+                {"family": family, "dtype": dtype, **asdict(rate)}
+                for (family, dtype), rate in sorted(self.kernels.items())
+            ],
+            "layers": self.layers,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, path: Path | None = None, *, here: Machine | None = None, force: bool = False) -> Profile:
+        """Read a profile.
+
+        Args:
+            path: the file; by default the one that `shardlab bench` wrote last.
+            here: this machine; without it, nothing is compared.
+            force: take the profile although it is from another machine.
+
+        Raises:
+            UserError: there is no such file, it is not a profile, or it is from another machine.
+        """
+        path = path or default_path()
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["version"] != VERSION:
+                raise UserError(
+                    f"{path} is a profile of version {data['version']}, not {VERSION}; run shardlab bench again"
+                )
+            profile = cls(
+                machine=Machine(**data["machine"]),
+                collectives={
+                    (row["kind"], row["ranks"]): Line(row["alpha"], row["beta"]) for row in data["collectives"]
+                },
+                messages=Line(**data["messages"]),
+                kernels={
+                    (row["family"], row["dtype"]): Rate(row["launch"], row["flops"], row["bytes"])
+                    for row in data["kernels"]
+                },
+                memory=data["memory"],
+                layers=data["layers"],
+            )
+        except FileNotFoundError:
+            raise UserError(
+                f"there is no profile at {path}; shardlab bench measures this machine and writes one"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a profile ({error}); shardlab bench writes one") from None
+        if here is not None and not force and here != profile.machine:
+            raise UserError(
+                f"{path} is from another machine: {differences(profile.machine, here)}; --force takes it anyway"
+            )
+        return profile
+
+
+def differences(there: Machine, here: Machine) -> str:
+    """How two machines differ, in words."""
+    mine = asdict(here)
+    return ", ".join(
+        f"{key} {value} there, {mine[key]} here" for key, value in asdict(there).items() if value != mine[key]
+    )
+
+
+def default_path() -> Path:
+    """Where this machine's profile lies: $XDG_CACHE_HOME or ~/.cache, then shardlab/profile.json."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "shardlab" / "profile.json"
