@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.models import GPT, ExpertLayers, Halves, MoE
-from shardlab.models.moe import Mixture
+from shardlab.models.mixture import Mixture
 from shardlab.program import LayerKind, UserError
 
 SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12}

@@ -15,6 +15,7 @@ class Matmul(NamedTuple):
         m, n, k: rows of the result, its columns, and what is summed over.
         batch: how many independent products.
         learned: whether the second matrix is a parameter, so that its gradient is the weight's.
+        bias: whether a learned row is added as well; its gradient is a sum over the result's rows.
     """
 
     m: int
@@ -22,6 +23,7 @@ class Matmul(NamedTuple):
     k: int
     batch: int = 1
     learned: bool = True
+    bias: bool = False
 
     @property
     def flops(self) -> float:
@@ -35,15 +37,16 @@ class Matmul(NamedTuple):
 
     def backward_input(self) -> tuple[Kernel, ...]:
         """The gradient of the first matrix, and of the second if it is an input too."""
-        first = self._replace(n=self.k, k=self.n)
+        first = self._replace(n=self.k, k=self.n, bias=False)
         return (first,) if self.learned else (first, self._second())
 
     def backward_weight(self) -> tuple[Kernel, ...]:
-        """The gradient of the second matrix, if it is a parameter."""
-        return (self._second(),) if self.learned else ()
+        """The gradient of the second matrix, if it is a parameter, and of the bias."""
+        bias = (Pointwise("bias", float(self.batch * self.m * self.n), 0.0),) if self.bias else ()
+        return (self._second(), *bias) if self.learned else ()
 
     def _second(self) -> Matmul:
-        return self._replace(m=self.k, k=self.m)
+        return self._replace(m=self.k, k=self.m, bias=False)
 
 
 class FusedAttention(NamedTuple):
@@ -91,6 +94,8 @@ class FusedAttention(NamedTuple):
 
 class Pointwise(NamedTuple):
     """What goes through memory element by element: norms, activations, dropout, sums, softmax, look-ups.
+
+    Counted as by one fused kernel, which reads what goes in and writes what comes out once.
 
     Attributes:
         name: what is computed.

@@ -25,12 +25,12 @@ class MLP(Blocks):
 
     @property
     def embedding(self) -> Part:
-        return Embedding(*self.common, vocabulary=self.vocabulary, positions=False)
+        return Embedding(**self.common, vocabulary=self.vocabulary, positions=False)
 
     @property
     def body(self) -> tuple[Part, ...]:
-        return (FeedForward(*self.common, hidden=self.hidden or 4 * self.width),)
+        return (FeedForward(**self.common, hidden=self.hidden or 4 * self.width),)
 
     @property
     def head(self) -> Part:
-        return Head(*self.common, vocabulary=self.vocabulary, tied=False)
+        return Head(**self.common, vocabulary=self.vocabulary, tied=False)

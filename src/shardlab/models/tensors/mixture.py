@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.moe import Mixture
+from shardlab.models.mixture import Mixture
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import Share, body_of
 

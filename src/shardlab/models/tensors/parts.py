@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.moe import Mixture
+from shardlab.models.mixture import Mixture
 from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
 from shardlab.models.tensors.dropout import Dropout, Site
 from shardlab.models.tensors.lookup import look_up
