@@ -65,6 +65,10 @@ class OverlapPoint:
         return (self.compute + self.communication - self.together) / min(self.compute, self.communication)
 
 
+KernelWork = tuple[str, bool, float, float]
+"""A kernel's family, whether it is of a backward pass, its FLOPs, and the bytes that it moves."""
+
+
 @dataclass(frozen=True)
 class LayerPoint:
     """One op of a training step on one layer.
@@ -78,7 +82,7 @@ class LayerPoint:
         dtype: of weights and activations.
         processes: that computed at once, each on its own device or core.
         seconds: of one call, the median over steps, mean over processes.
-        kernels: what it runs, as (family, name, flops, bytes) of each.
+        kernels: what it runs: (family, whether it is of a backward pass, FLOPs, bytes) of each.
     """
 
     layer: str
@@ -90,7 +94,7 @@ class LayerPoint:
     dtype: str
     processes: int
     seconds: float
-    kernels: tuple[tuple[str, str, float, float], ...]
+    kernels: tuple[KernelWork, ...]
 
     @property
     def flops(self) -> float:
