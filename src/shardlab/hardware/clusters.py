@@ -120,7 +120,7 @@ def read_cluster(path: Path) -> Cluster:
             raise UserError(f"{path}: {key!r} is no entry of a cluster; {nearest(key, known)}")
     if "device" not in data:
         raise UserError(f'{path} names no device; write device = "h100"')
-    base = data["device"]["base"] if isinstance(data["device"], dict) and "base" in data["device"] else data["device"]
+    base = base_of(data["device"], None)
     if not isinstance(base, str):
         raise UserError(f'{path}: [device] has no base; write base = "h100"')
     node = NODES[find_device(base).name]
@@ -144,10 +144,15 @@ def whole(path: Path, data: dict[str, Any], key: str, default: int) -> int:
 
 def link_of(path: Path, data: dict[str, Any], key: str, default: str) -> Link:
     given: Any = data.get(key, default)
-    base: Any = given.get("base", default) if isinstance(given, dict) else given  # pyright: ignore[reportUnknownMemberType]
+    base = base_of(given, default)
     if not isinstance(base, str):
         raise UserError(f"{path}: {key} is {given!r}, not a link's name")
     return changed(path, find_link(base), given)
+
+
+def base_of(given: Any, default: str | None) -> object:
+    """The name in an entry that is either a name, or a table that says what it is based on."""
+    return cast(dict[str, Any], given).get("base", default) if isinstance(given, dict) else given
 
 
 def changed(path: Path, row: T, given: Any) -> T:
