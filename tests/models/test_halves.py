@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab.models import GPT, MLP, Blocks, Halves
+from shardlab.models import GPT, MLP, Blocks, Halves, Llama
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
@@ -23,6 +23,9 @@ MODELS = [
     MLP(hidden=10, **SMALL),
     MLP(hidden=10, dropout=0.1, **SMALL),
     GPT(heads=4, tied=True, **SMALL),
+    Llama(heads=4, kv_heads=2, tied=True, **SMALL),
+    Llama(heads=4, kv_heads=2, dropout=0.1, **SMALL),
+    GPT(heads=4, activation="squared_relu", rope_theta=1e4, **SMALL),
 ]
 
 
@@ -85,7 +88,7 @@ def test_autograd_keeps_exactly_the_declared_elements(
             assert len(set(kept)) == 1
 
 
-@pytest.mark.parametrize("whole", [MODELS[1], MODELS[3], MODELS[4]], ids=str)
+@pytest.mark.parametrize("whole", [MODELS[1], MODELS[3], MODELS[4], MODELS[8]], ids=str)
 def test_flops_are_those_that_torch_counts_over_all_slices(whole: Blocks) -> None:
     model = Halves(whole, 2)
     for layer, compute in enumerate(layers_of(model)):

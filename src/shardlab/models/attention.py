@@ -55,7 +55,8 @@ class Attention(Part):
         return mixed + queries_keys_values
 
     def body_saved(self) -> int:
-        queries_keys_values, mixed = 3 * self.stream, self.stream  # shared keys and values are kept once for each head
+        mixed = self.stream  # with dropout, shared keys and values are kept once for each head
+        queries_keys_values = 3 * self.stream if self.drops else self.block * self.features
         scores = self.heads * self.block * (3 * self.block if self.drops else 1)
         return queries_keys_values + scores + mixed
 
