@@ -19,7 +19,7 @@ from shardlab.measure.clock import Clock, iterations_for
 from shardlab.measure.points import LayerPoint, PeakPoint, append
 from shardlab.measure.progress import Progress
 from shardlab.measure.shapes import MEASURED, Shape, Subject, subjects
-from shardlab.measure.world import World, leave_signals_to_parent
+from shardlab.measure.world import World, leave_quietly
 from shardlab.models.tensors import generator_of
 from shardlab.program import OpKind
 
@@ -60,7 +60,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     Returns:
         Whether this is rank 0.
     """
-    leave_signals_to_parent()
+    leave_quietly()
     world = World(rank, device)
     plan = bench.plan(world.size)
     progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
@@ -160,6 +160,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     ops = {(op.kind, op.layer): op for op in tape if op.kind in MEASURED}
     for key, op in ops.items():
         elements = 0 if op.kind is OpKind.LOSS else shapes.flat[op.layer]
+        each_call = list(zip(*calls[key], strict=True))
         yield LayerPoint(
             layer=subject.layer_name(op),
             op=op.kind.value,
@@ -169,7 +170,8 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
             elements=elements,
             dtype=subject.dtype,
             processes=crowd.processes,
-            seconds=crowd.mean(fmean(median(of_call) for of_call in zip(*calls[key], strict=True))),
+            seconds=crowd.mean(fmean(map(median, each_call))),
+            fastest=crowd.mean(fmean(map(min, each_call))),
             kernels=subject.work(op, elements),
         )
 

@@ -65,8 +65,8 @@ class OverlapPoint:
         return (self.compute + self.communication - self.together) / min(self.compute, self.communication)
 
 
-KernelWork = tuple[str, bool, float, float]
-"""A kernel's family, whether it is of a backward pass, its FLOPs, and the bytes that it moves."""
+KernelWork = tuple[str, float, float]
+"""A kernel's family (see `hardware.Profile`), its FLOPs, and the bytes that it moves."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class LayerPoint:
         dtype: of weights and activations.
         processes: that computed at once, each on its own device or core.
         seconds: of one call, the median over steps, mean over processes.
-        kernels: what it runs: (family, whether it is of a backward pass, FLOPs, bytes) of each.
+        fastest: the same of the fastest calls: far below `seconds` if the machine was busy with something else.
+        kernels: what it runs: (family, FLOPs, bytes) of each.
     """
 
     layer: str
@@ -94,11 +95,12 @@ class LayerPoint:
     dtype: str
     processes: int
     seconds: float
+    fastest: float
     kernels: tuple[KernelWork, ...]
 
     @property
     def flops(self) -> float:
-        return sum(flops for _, _, flops, _ in self.kernels)
+        return sum(flops for _, flops, _ in self.kernels)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardlab.check import Checked, check
@@ -13,7 +13,7 @@ from shardlab.models import GPT, Blocks, Halves, Model
 from shardlab.models.halves import Body
 from shardlab.models.kernels import Kernel
 from shardlab.models.parts import Attention, Embedding, FeedForward
-from shardlab.program import Mesh, Op, OpKind, trace
+from shardlab.program import Mesh, Op, OpKind, UserError, trace
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 
@@ -30,12 +30,31 @@ MEASURED = (
 )
 
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""That layers are computed in."""
+
+
 class Shape(NamedTuple):
     """A model's width, and a microbatch of so many sequences of so many tokens."""
 
     width: int
     rows: int
     tokens: int
+
+
+def parse_batch(text: str) -> tuple[int, int]:
+    """Sequences and tokens of each.
+
+    >>> parse_batch("8x128")
+    (8, 128)
+
+    Raises:
+        UserError: when it is no such pair.
+    """
+    rows, _, tokens = text.lower().partition("x")
+    if not (rows.isdecimal() and tokens.isdecimal() and int(rows) and int(tokens)):
+        raise UserError(f"{text!r} is no microbatch; write sequences x tokens, such as 8x128")
+    return int(rows), int(tokens)
 
 
 @dataclass(frozen=True)
@@ -69,45 +88,42 @@ class Subject:
             half = model.half(op.layer)
             if not isinstance(half, Body):
                 return "norm"
-            names = {Embedding: "embedding", Attention: "attention", FeedForward: "mlp"}
-            return names.get(type(half.part), "head")
+            names = ((Embedding, "embedding"), (Attention, "attention"), (FeedForward, "mlp"))
+            return next((name for part, name in names if isinstance(half.part, part)), "head")
         assert isinstance(model, Blocks)
         return {0: "first block", last: "last block"}.get(op.layer, "block")
 
     def work(self, op: Op, elements: int) -> tuple[KernelWork, ...]:
         """The kernels of an op; `elements` are those of its layer's weights."""
-        back, bytes = OpKind.BACKWARD, BYTES[self.dtype]
+        bytes = BYTES[self.dtype]
         if op.kind is OpKind.UPDATE:
-            return (("update", False, 0.0, float(elements * bytes * UPDATE_MOVES)),)
+            return (("update", 0.0, float(elements * bytes * UPDATE_MOVES)),)
         tokens = self.model.block
         forward = (
             self.model.loss_kernels(self.rows, tokens)
             if op.kind is OpKind.LOSS
             else self.model.kernels(op.layer, self.rows, tokens)
         )
-        kernels: list[tuple[Kernel, bool]] = []
+        kernels: list[Kernel] = []
         if op.kind in (OpKind.FORWARD, OpKind.LOSS):
-            kernels += [(kernel, False) for kernel in forward]
-        if op.kind in (back, OpKind.BACKWARD_INPUT, OpKind.LOSS):
-            kernels += [(made, True) for kernel in forward for made in kernel.backward_input()]
-        if op.kind in (back, OpKind.BACKWARD_WEIGHT):
-            kernels += [(made, True) for kernel in forward for made in kernel.backward_weight()]
-        return tuple(
-            (families(kernel)[0], backward, float(kernel.flops), float(kernel.elements * bytes))
-            for kernel, backward in kernels
-        )
+            kernels += forward
+        if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.LOSS):
+            kernels += [made for kernel in forward for made in kernel.backward_input()]
+        if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
+            kernels += [made for kernel in forward for made in kernel.backward_weight()]
+        return tuple((families(kernel)[0], kernel.flops, kernel.elements * bytes) for kernel in kernels)
 
 
 UPDATE_MOVES = 7
-"""Elements that AdamW moves for each of a weight: it reads gradient, weight and two moments, and writes the last three."""
+"""Elements that AdamW moves for each of a weight: it reads gradient, weight and two moments, and writes all but one."""
 
 
 def subjects(shape: Shape, dtype: str, vocabulary: int) -> list[Subject]:
-    """What is measured of a shape: whole blocks (first, middle, last), then halves, then these with a split backward."""
-    common = {"width": shape.width, "heads": heads_of(shape.width), "block": shape.tokens, "vocabulary": vocabulary}
-    halves = Halves(GPT(layers=1, **common), 1)
+    """What is measured of a shape: whole blocks (first, middle, last), halves, and these with a split backward."""
+    one = GPT(layers=1, width=shape.width, heads=heads_of(shape.width), block=shape.tokens, vocabulary=vocabulary)
+    halves = Halves(one, 1)
     return [
-        Subject(GPT(layers=3, **common), shape.rows, False, dtype),
+        Subject(replace(one, layers=3), shape.rows, False, dtype),
         Subject(halves, shape.rows, False, dtype),
         Subject(halves, shape.rows, True, dtype),
     ]

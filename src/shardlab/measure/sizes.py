@@ -52,7 +52,7 @@ def sizes_between(smallest: int, largest: int, factor: int = 2) -> list[int]:
         raise UserError(f"the smallest size is {smallest} bytes; one float32 number has 4: give 4 or more")
     if largest < smallest:
         raise UserError(
-            f"the largest size, {size_text(largest)}, is smaller than the smallest, {size_text(smallest)}; exchange them"
+            f"the largest size, {size_text(largest)}, is less than the smallest, {size_text(smallest)}; exchange them"
         )
     if factor < 2:
         raise UserError(f"each size is {factor} times the one before, so there is no end; give 2 or more")

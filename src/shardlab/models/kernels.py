@@ -16,7 +16,7 @@ class Matmul(NamedTuple):
         batch: how many independent products.
         learned: whether the second matrix is a parameter, so that its gradient is the weight's.
         bias: whether a learned row is added as well; its gradient is a sum over the result's rows.
-        backward: whether it makes a gradient: libraries read transposed matrices at another speed, and add to gradients.
+        backward: whether it makes a gradient, which runs at another speed: of transposed matrices, added to others.
     """
 
     m: int
