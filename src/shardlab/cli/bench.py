@@ -12,7 +12,7 @@ from shardlab.cli.measuring import Measuring, check_seconds, default_ranks
 from shardlab.cli.options import Count, OptionalCount
 from shardlab.cli.picture import check_new_file
 from shardlab.hardware.names import nearest
-from shardlab.measure.bandwidth import KINDS
+from shardlab.measure.points import KINDS
 from shardlab.measure.sizes import parse_size, sizes_between
 from shardlab.program import UserError
 

@@ -189,7 +189,7 @@ def _scatter(elements: int, team: Team) -> Case:
             dist.scatter(piece, given if team.index == 0 else None, team.ranks[0], group=team.group, async_op=True)
         ),
         piece,
-        given[team.index],
+        given[team.index].clone(),
     )
 
 

@@ -28,7 +28,7 @@ class CollectiveBench:
     """What is to be measured.
 
     Attributes:
-        kinds: of `bandwidth.KINDS`.
+        kinds: of `points.KINDS`.
         sizes: bytes of the whole value, ascending.
         groups: sizes of the groups that meet; each divides the number of ranks.
         seconds: how long each point is measured for, about.

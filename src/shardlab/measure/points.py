@@ -7,7 +7,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlab.measure.bandwidth import bus_factor
+from shardlab.hardware.formulas import algorithm_bandwidth, bus_bandwidth
+
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "send_recv",
+)
+"""What is measured; the last is one message from one rank to another."""
 
 
 @dataclass(frozen=True)
@@ -15,9 +29,10 @@ class CollectivePoint:
     """One collective at one size.
 
     Attributes:
-        kind: its name.
+        kind: its name (see `KINDS`).
         ranks: of a group; all groups of the world work at once.
-        bytes: of the whole value (see `bandwidth`).
+        bytes: of the whole value: what an all_gather or a gather results in, what a reduce_scatter or a scatter is
+            given, one rank's input of an all_to_all; of a barrier none.
         seconds: of one call, the median over batches of the mean over calls and ranks.
         iterations: calls that were timed.
         wrong: elements of the results that were wrong, over all ranks.
@@ -33,12 +48,12 @@ class CollectivePoint:
     @property
     def algorithm_bandwidth(self) -> float:
         """Bytes per second."""
-        return self.bytes / self.seconds
+        return algorithm_bandwidth(self.bytes, self.seconds)
 
     @property
     def bus_bandwidth(self) -> float:
         """Bytes per second."""
-        return self.algorithm_bandwidth * bus_factor(self.kind, self.ranks)
+        return bus_bandwidth(self.kind, self.bytes, self.ranks, self.seconds)
 
 
 @dataclass(frozen=True)
