@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.hardware import Cluster, Line, Machine, Profile, Rate
@@ -40,6 +40,7 @@ def timed(points: list[LayerPoint], rates: Rates) -> list[LayerPoint]:
     return [replace(point, seconds=predict(point, rates)) for point in points]
 
 
+@settings(max_examples=5)
 @given(st.integers(0, 2**32), st.floats(1e-6, 1e-4), st.floats(1e9, 1e13))
 def test_layers_made_of_known_rates_are_predicted_exactly(seed: int, launch: float, flops: float) -> None:
     slower = [1 + (seed >> number) % 5 for number in range(len(FAMILIES))]

@@ -41,7 +41,8 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
     """
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1  # columns of seconds per byte and of seconds differ by ten orders of magnitude
-    scaled = matrix / scale
+    triangle: Array = np.linalg.qr(np.column_stack([matrix / scale, target]), mode="r")
+    scaled, target = triangle[:, :-1], triangle[:, -1]  # the same problem with only as many equations as unknowns
     x = np.zeros(scaled.shape[1])
     free = np.zeros(len(x), dtype=bool)
     tolerance = 1e-12 * max(1.0, float(np.abs(scaled.T @ target).max(initial=0)))
