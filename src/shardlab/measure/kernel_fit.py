@@ -20,6 +20,9 @@ Rates = dict[tuple[str, str], Rate]
 
 POINTWISE = "pointwise:"
 
+GRAPHS = ("forward", "backward", "backward_input", "backward_weight")
+"""The ops that build or walk a graph, which takes time beside the kernels; what others take is their kernel's launch."""
+
 
 def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
     """The rates of every family in every dtype, from layers that were measured with equally many processes.
@@ -58,11 +61,13 @@ def errors_of(points: Sequence[LayerPoint], rates: Rates) -> Errors:
 def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
     families: dict[str, None] = {}
     for point in points:
-        families |= dict.fromkeys([f"op:{point.op}", *(_family(kernel, any_pointwise) for kernel in point.kernels)])
+        own = [f"op:{point.op}"] if point.op in GRAPHS else []
+        families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
     place = {family: number for number, family in enumerate(families)}
     matrix: Array = np.zeros((len(points), len(place), 3))
     for row, point in zip(matrix, points, strict=True):
-        row[place[f"op:{point.op}"], 0] = 1
+        if point.op in GRAPHS:
+            row[place[f"op:{point.op}"], 0] = 1
         for kernel in point.kernels:
             row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
     measured = np.array([point.seconds for point in points])
