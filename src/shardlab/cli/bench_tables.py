@@ -38,7 +38,7 @@ def print_collectives(points: Sequence[Point], console: Console | None = None) -
         )
     console.print(table, "")
     _print_overlap(console, [point for point in points if isinstance(point, OverlapPoint)])
-    fits = _table("fit: latency + bytes x time", "ranks", "latency us", "1/beta GB/s", "median error", "worst", left=1)
+    fits = _table("fit", "ranks", "latency us", "1/beta GB/s", "error: median", "worst", left=1)
     for fit in collective_fits(points):
         bandwidth = f"{1 / fit['beta'] / GIGA:.3f}" if fit["beta"] else "-"
         errors = (f"{fit['errors'][key]:.0%}" for key in ("median", "worst"))
@@ -76,8 +76,12 @@ def print_compute(points: Sequence[Point], console: Console | None = None) -> No
 
 
 def _print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tuple[str, int], PeakPoint]) -> None:
-    heads = ("forward us", "of peak", "backward us", "of peak", "input us", "weight us", "update us")
-    table = _table(f"{layers[0].processes} at once", "width", "batch", *heads, left=1)
+    console.print(
+        f"[bold]{layers[0].processes} at once[/], in microseconds, and as a share of the peak; a backward pass also in "
+        "halves, for the input and for the weight"
+    )
+    heads = ("forward", "peak", "backward", "peak", "input", "weight", "update")
+    table = _table("layer", "width", "batch", *heads, left=1)
     rows: dict[tuple[str, int, int, int, str], dict[str, LayerPoint]] = {}
     for point in layers:
         key = (point.layer, point.width, point.rows, point.tokens, point.dtype)
@@ -101,12 +105,12 @@ def _print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tu
 
 def _print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
     rates = fit_kernels(layers)
-    table = _table(f"fit: kernels, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", left=2)
+    table = _table(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", left=2)
     for (family, dtype), rate in sorted(rates.items()):
         numbers = (f"{each / GIGA:,.1f}" if each else "-" for each in (rate.flops, rate.bytes))
         table.add_row(family, dtype, f"{rate.launch / MICRO:,.1f}" if rate.launch else "-", *numbers)
     console.print("", table, "")
-    errors = _table(f"errors of that fit, {layers[0].processes} at once", "points", "median", "worst", left=1)
+    errors = _table("errors of that fit", "points", "median", "worst", left=1)
     for (layer, op), found in sorted(errors_by_layer(layers, rates).items()):
         errors.add_row(f"{layer}, {op.replace('_', ' ')}", *_errors(found))
     errors.add_row()
@@ -120,7 +124,7 @@ def _errors(errors: Errors) -> tuple[str, str, str]:
 
 def _table(*heads: str, left: int) -> Table:
     """A table whose first columns are words and whose others are numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
     for number, head in enumerate(heads):
         table.add_column(head, justify="left" if number < left else "right", no_wrap=True)
     return table
