@@ -53,15 +53,9 @@ def test_collectives_are_told_in_json_drawn_and_kept(tmp_path: Path, capsys: Cap
     assert set(told) == {
         *("machine", "collectives", "overlap", "fits", "peaks", "layers", "kernels", "profile", "failure"),
     }
-    assert [(each["kind"], each["bytes"], each["wrong"]) for each in told["collectives"]] == [
-        *(
-            ("all_reduce", 64, 0),
-            ("all_reduce", 256, 0),
-            ("barrier", 0, 0),
-            ("send_recv", 64, 0),
-            ("send_recv", 256, 0),
-        ),
-    ]
+    points = [(each["kind"], each["bytes"]) for each in told["collectives"]]
+    assert points == [*(("all_reduce", 64), ("all_reduce", 256), ("barrier", 0), ("send_recv", 64), ("send_recv", 256))]
+    assert not any(each["wrong"] for each in told["collectives"])
     assert {"seconds", "algorithm_bandwidth", "bus_bandwidth", "iterations", "ranks"} < set(told["collectives"][0])
     assert {"compute", "communication", "together", "hidden"} < set(told["overlap"][0])
     assert {"kind", "ranks", "alpha", "beta", "errors"} == set(told["fits"][0])
@@ -77,7 +71,7 @@ def test_layers_are_told_in_tables_and_nothing_is_kept_unasked(tmp_path: Path, c
     sizes = ["--widths", "16", "--batches", "1x8", "2x8", "--vocabulary", "32", "--seconds", "0.0001"]
     assert main(["bench", "compute", "--ranks", "1", *sizes, "--no-save", "--plot", str(plot)]) == 0
     told = capsys.readouterr().out
-    for words in ("of peak", "peak in float32, 1 at once", "last block", "fit: kernels", "matmul_backward", "worst"):
+    for words in ("share of the peak", "peak in float32, 1 at once", "last block", "fit, 1 at once", "matmul_backward"):
         assert words in told
     assert plot.stat().st_size > 0
     assert "profile " not in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
     """
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1  # columns of seconds per byte and of seconds differ by ten orders of magnitude
-    triangle: Array = np.linalg.qr(np.column_stack([matrix / scale, target]), mode="r")
+    triangle = cast(Array, np.linalg.qr(np.column_stack([matrix / scale, target]), mode="r"))
     scaled, target = triangle[:, :-1], triangle[:, -1]  # the same problem with only as many equations as unknowns
     x = np.zeros(scaled.shape[1])
     free = np.zeros(len(x), dtype=bool)

@@ -21,7 +21,7 @@ Rates = dict[tuple[str, str], Rate]
 POINTWISE = "pointwise:"
 
 GRAPHS = ("forward", "backward", "backward_input", "backward_weight")
-"""The ops that build or walk a graph, which takes time beside the kernels; what others take is their kernel's launch."""
+"""The ops that build or walk a graph, which takes time beside the kernels; others take it with their one kernel."""
 
 
 def fit_kernels(points: Sequence[LayerPoint]) -> Rates:

@@ -62,7 +62,7 @@ def plot_compute(points: Sequence[Point], path: Path) -> None:
             for peak in points:
                 if isinstance(peak, PeakPoint) and peak.processes == most:
                     axis.axhline(peak.flops / GIGA, lw=0.8, color="0.5")
-                    axis.annotate(f"peak, {peak.dtype}", (0.02, peak.flops / GIGA), ("axes fraction", "data"))
+                    axis.annotate(f"peak, {peak.dtype}", (0.02, peak.flops / GIGA), xycoords=("axes fraction", "data"))
             axis.set(title=f"{op}, {most} at once", xlabel="FLOPs", ylabel="GFLOP/s", xscale="log", yscale="log")
             axis.legend(frameon=False, fontsize=6)
         figure.savefig(path)
