@@ -107,8 +107,8 @@ def test_the_way_back_takes_twice_the_products_and_fused_attention_two_and_a_hal
 def test_a_bias_is_added_by_its_product_and_its_gradient_is_a_sum_over_rows() -> None:
     product = Matmul(30, 7, 5, bias=True)
     assert product.elements == Matmul(30, 7, 5).elements
-    assert product.backward_weight() == (Matmul(5, 7, 30), Pointwise("bias", 210.0, 0.0))
-    assert product.backward_input() == (Matmul(30, 5, 7),)
+    assert product.backward_weight() == (Matmul(5, 7, 30, backward=True), Pointwise("bias", 210.0, 0.0, backward=True))
+    assert product.backward_input() == (Matmul(30, 5, 7, backward=True),)
     biased = [GPT(bias=bias, **SMALL).kernels(1, 1, 8) for bias in (True, False)]
     sums = [elements([made for k in ks for made in k.backward_weight()], "bias") for ks in biased]
     maps = (GROUPED.width * 3, GROUPED.width, 4 * GROUPED.width, GROUPED.width)
