@@ -121,7 +121,7 @@ class ClusterPrices:
         each = queries.microbatches.bit_count()
         pairs = queries.holds.pieces * keys_values.holds.pieces / each**2
         seen = attention.work(queries, keys_values) / each * half / pairs
-        return self.model.attend_kernels(layer, sequences, asking, asked, seen)
+        return self.model.attend_kernels(layer, sequences, asking, asked, seen, _cut(queries))
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
@@ -132,8 +132,13 @@ def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
         told = specs[op.inputs[2]]
     else:
         told = specs[op.inputs[3] if op.kind in _BACKWARD else op.inputs[0]]
-    width = told.grid.width
-    here = (told.sums & ((1 << width) - 1)).bit_count()
+    return _cut(told)
+
+
+def _cut(spec: Spec) -> int:
+    """The same, told by a value that the layer makes."""
+    width = spec.grid.width
+    here = (spec.sums & ((1 << width) - 1)).bit_count()
     return width // here if here else 1
 
 

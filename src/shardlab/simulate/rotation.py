@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property
 
 from shardlab.program import Holds, Kind, LayerKind, Mesh, Sizes, Spec
 from shardlab.program.sizes import PARTED
@@ -57,12 +57,37 @@ class Rotation:
         if axis in BATCH_AXES:
             outer = math.prod(sizes[name] for name in BATCH_AXES[: BATCH_AXES.index(axis) + 1])
             return cycled(mask, total, total // outer, sizes[axis], by)
-        if axis == "cp":  # an early and a late slice on each rank, the late ones in falling order
-            early = repeated((1 << sequence // 2) - 1, sequence, total)
-            half = sequence // 2
-            falling = cycled(mask & ~early, total, 1, half, half - by)
-            return cycled(mask & early, total, 1, half, by) | falling
-        return cycled(mask, total, 1, sequence, by) if axis == "tp" and sequence > 1 else mask
+        if self.mesh.cp == 1:
+            return cycled(mask, total, 1, sequence, by) if axis == "tp" and sequence > 1 else mask
+        if axis not in ("cp", "tp") or not mask:
+            return mask
+        moved = 0
+        for slice in range(sequence):
+            there = self._slice(slice, axis, by) - slice
+            some = mask & repeated(1 << slice, sequence, total)
+            moved |= some << there if there > 0 else some >> -there
+        return moved
+
+    def _slice(self, slice: int, axis: str, by: int) -> int:
+        """Which slice of the sequence the rank `by` further has in the place of this one.
+
+        A context-parallel rank has an early and a late run of slices; its tensor-parallel ranks share them in order.
+        """
+        cp, run = self.mesh.cp, self.grid.sequence // (2 * self.mesh.cp)
+        place, position = divmod(slice, run)
+        rank = self._owner(slice)
+        position += run if place >= cp else 0
+        if axis == "cp":
+            rank = (rank + by) % cp
+        else:
+            position = (position + by * 2 * run // self.mesh.tp) % (2 * run)
+        late, offset = divmod(position, run)
+        return (2 * cp - 1 - rank if late else rank) * run + offset
+
+    def _owner(self, slice: int) -> int:
+        """The context-parallel rank that has a slice."""
+        place = slice // (self.grid.sequence // (2 * self.mesh.cp))
+        return min(place, 2 * self.mesh.cp - 1 - place)
 
     def _met(self, spec: Spec, axis: str, by: int) -> int:
         """The *sums* of rows: slices of a layer's parameters, and above them slices of the sequence."""
@@ -71,14 +96,14 @@ class Rotation:
         if axis in ("tp", "ep"):
             alone = cycled(alone, width, 1, width, by)
         if axis == "cp" and met:
-            # Whose slices have been met tells more than which: of the masked ones nothing is noted.
-            late = met & ~((1 << grid.sequence // 2) - 1)
-            ranks = {grid.sequence - 1 - slice for slice in range(grid.sequence) if late >> slice & 1}
+            # Whose slices have been met tells more than which: of the masked ones nothing is noted, and late ones
+            # are never masked in what travels.
+            slices = range(grid.sequence)
+            ranks = {self._owner(slice) for slice in slices[grid.sequence // 2 :] if met >> slice & 1}
             moved = {(rank + by) % self.mesh.cp for rank in ranks}
-            met = reduce(int.__or__, (1 << rank | 1 << grid.sequence - 1 - rank for rank in moved), 0)
             first = self._rows(spec.holds.mask, axis, by)
             lowest = ((first & -first).bit_length() - 1) % grid.sequence
-            met &= (1 << grid.sequence) - (1 << lowest)
+            met = sum(1 << slice for slice in slices if self._owner(slice) in moved and slice >= lowest)
         return alone | met << width
 
     def _summed(self, sums: int, axis: str, by: int) -> int:
