@@ -36,10 +36,14 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """When each op of each row starts and ends (WAIT and FREE: 0), and when its compute stood still."""
+    """When each op of each row starts and ends (WAIT and FREE: 0), and when its compute stood still.
+
+    `ready` is when a communication could have started, its last member having come, were its streams free.
+    """
 
     starts: list[list[float]]
     ends: list[list[float]]
+    ready: list[list[float]]
     idle: list[list[Idle]]
 
     @property
@@ -63,9 +67,8 @@ class Clocks:
         self._price = PriceList(traced, prices)
         self._clock = [0.0] * len(tapes)
         self._at = [0] * len(tapes)
-        self._times = Times(
-            [[0.0] * len(tape) for tape in tapes], [[0.0] * len(tape) for tape in tapes], [[] for _ in tapes]
-        )
+        starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
+        self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: dict[tuple[int, Hashable], float] = {}
         self._came: dict[int, int] = {}  # meeting -> members that have come
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
@@ -192,6 +195,7 @@ class Clocks:
             sent_away = on_link and places == [0]  # the link has it; the sender need not wait
             self._handle_end[rank][handle] = start if sent_away else end
             self._times.starts[rank][op], self._times.ends[rank][op] = start, end
+            self._times.ready[rank][op] = now
             if (rank, handle) in self._parked:
                 self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
         return end
