@@ -160,11 +160,11 @@ class Clocks:
 
     def _start(self, number: int, now: float) -> None:
         meeting = self._traced.meetings[number]
+        if meeting.group is not None:
+            self._run(number, range(len(meeting.members)), now, self._price.collective(meeting))
+            return
         rank, _, at = meeting.members[0]
         op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
-        if meeting.group is not None:
-            self._run(number, range(len(meeting.members)), now, self._price.collective(op, specs))
-            return
         sending, receiving = self._price.message(op, rank, specs)
         if self._prices.messages == "rendezvous":
             self._run(number, range(2), now, sending)
