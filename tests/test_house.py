@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "program": set[str](),
     "strategies": {"program"},
     "check": {"program"},
-    "simulate": {"program", "check"},
+    "simulate": {"program", "check", "strategies", "models", "hardware"},
     "draw": {"program", "check", "simulate"},
     "models": {"program"},
     "hardware": {"program", "models"},

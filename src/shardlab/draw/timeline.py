@@ -10,10 +10,11 @@ from pathlib import Path
 from shardlab.draw.canvas import FAINT, Page, style
 from shardlab.draw.lanes import Scale, draw_lanes, label_of
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
-from shardlab.draw.memory import draw_memory, ranks_text, short
+from shardlab.draw.memory import draw_memory, memory_unit, ranks_text, short
 from shardlab.program import OpKind, Program
 from shardlab.program.mesh import AXES
 from shardlab.simulate import Timeline
+from shardlab.simulate.traced import rank_of
 
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 
@@ -85,8 +86,9 @@ def timeline_page(timeline: Timeline, title: str, time_unit: str) -> Page:
     return page
 
 
-def rank_name(program: Program, rank: int) -> str:
+def rank_name(program: Program, row: int) -> str:
     """`rank 5`, with its coordinates where the mesh has several axes."""
+    rank = rank_of(program, row)
     axes = [axis for axis in AXES if program.mesh.sizes()[axis] > 1]
     if len(axes) < 2:
         return f"rank {rank}"
@@ -100,7 +102,10 @@ def summary(timeline: Timeline) -> str:
     counts = [(program.ranks, "rank"), (program.layers, "layer"), (program.microbatches, "microbatch")]
     plurals = {"microbatch": "microbatches"}
     parts = [f"{n} {what if n == 1 else plurals.get(what, what + 's')}" for n, what in counts]
-    parts += [f"ends at {timeline.end:g}", f"peak {short(timeline.peak_memory)} elements on {ranks_text(peak)}"]
+    parts += [
+        f"ends at {timeline.end:g}",
+        f"peak {short(timeline.peak_memory)} {memory_unit(timeline)} on {ranks_text(peak)}",
+    ]
     return "  ·  ".join(parts)
 
 
