@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,35 +15,8 @@ from shardlab.execute.compute import Instruction
 from shardlab.execute.executor import Executor
 from shardlab.execute.stopwatch import Read, stopwatch_for
 from shardlab.program import Op
+from shardlab.program.record import Moments, StepRecord
 from shardlab.program.tape import COMMUNICATION
-
-
-class Moments(NamedTuple):
-    """Of one op, in seconds of its process's clock; None is what did not come before the step failed.
-
-    Attributes:
-        began: when the rank came to it.
-        ended: when the rank went on to the next; of a communication, when it had been issued.
-        over: of a communication, when this rank's part was complete.
-    """
-
-    began: float
-    ended: float | None
-    over: float | None = None
-
-
-@dataclass
-class StepRecord:
-    """One step of one rank.
-
-    Attributes:
-        began, ended: the whole step, with what the tape does not show; `ended` is None if it failed.
-        ops: by place on the tape.
-    """
-
-    began: float
-    ended: float | None = None
-    ops: dict[int, Moments] = field(default_factory=dict[int, Moments])
 
 
 class Recorder:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -21,22 +20,10 @@ from shardlab.execute.compute import Instruction
 from shardlab.execute.executor import Executor
 from shardlab.execute.state import State
 from shardlab.program import Kind
+from shardlab.program.record import MemoryRecord
 
 NAMED = ("parameters", "optimizer", "gathered", "gradients")
 """What is told apart by the tensors that hold it; all the rest is activations, with what autograd keeps."""
-
-
-@dataclass
-class MemoryRecord:
-    """One step of one rank.
-
-    Attributes:
-        live: bytes at the start of each op, by place on the tape and by category.
-        peak: the most bytes at any moment, what ops need only while they run included.
-    """
-
-    live: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
-    peak: int = 0
 
 
 class Account(Protocol):
