@@ -136,7 +136,7 @@ class Train:
         )
         tracing = Tracing() if self.trace else None
         if tracing is not None and self.steps < tracing.steps:
-            raise UserError(f"--trace records {tracing.steps} steps, but --steps is {self.steps}; give {tracing.steps} or more")
+            raise UserError(f"--trace needs {tracing.steps} steps, but --steps is {self.steps}; give more")
         plan = Run(job, optimizer, self.data, out, tracing)
         plan.corpus(plan.text())
         proof = checked(chosen, ranks, job.sizes, self.microbatches)

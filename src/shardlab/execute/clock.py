@@ -63,4 +63,4 @@ def _send(numbers: list[float], to: int, device: torch.device) -> None:
 def _receive(source: int, count: int, device: torch.device) -> list[float]:
     numbers = torch.empty(count, dtype=torch.float64, device=device)
     dist.recv(numbers, source)
-    return numbers.tolist()
+    return [float(number) for number in numbers]

@@ -115,9 +115,13 @@ class DeviceStopwatch:
 
     def watch(self, work: Any) -> tuple[Wait, Read]:
         event = torch.cuda.Event(enable_timing=True)
+
+        def note(_: Any) -> None:
+            event.record()
+
         # NCCL's future has its result at once; what is called with it is put on a stream that the communication holds
         # up. A wait on such a stream would not do: it lets go of tensors that the communication still uses.
-        work.get_future().add_done_callback(lambda _: event.record())
+        work.get_future().add_done_callback(note)
         return work.wait, lambda: self._read(event)
 
     def _read(self, event: torch.cuda.Event) -> float | None:

@@ -109,7 +109,7 @@ def _on_gpu(state: State) -> bool:
 
 def _by_category(state: State, total: int) -> dict[str, int]:
     counted: set[int] = set()
-    sizes = dict.fromkeys(NAMED, 0)
+    sizes: dict[str, int] = dict.fromkeys(NAMED, 0)
     for category, tensors in (*_kept(state), *_passing(state)):
         for tensor in tensors:
             storage = tensor.untyped_storage()

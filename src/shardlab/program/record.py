@@ -1,4 +1,4 @@
-"""What was seen of one rank's tape while it really ran. It is written by whoever runs tapes, and holds plain numbers."""
+"""What was seen of one rank's tape while it really ran, in plain numbers."""
 
 from __future__ import annotations
 

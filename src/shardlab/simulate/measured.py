@@ -8,6 +8,7 @@ from statistics import median, median_low
 
 from shardlab.check import Checked
 from shardlab.program.record import RankRecord, StepRecord
+from shardlab.simulate.exposed import RankTimes, rank_times
 from shardlab.simulate.spans import Spans, spans
 from shardlab.simulate.timeline import Event, Timeline, is_event
 
@@ -19,6 +20,7 @@ class Measured:
     Attributes:
         timeline: the step of median length, in seconds and bytes; if no step was whole, the last as far as it came.
         seconds: for each rank, the median time of each op, by place on the tape.
+        ranks: for each rank, the medians of where its time goes.
         steps: how long each whole step took, from the first rank's beginning to the last one's end.
         live: for each rank, bytes by category where the sum is largest at the start of an op; empty if not measured.
         peaks: for each rank, the most bytes at any moment, what ops need only while they run included; 0 if not
@@ -29,6 +31,7 @@ class Measured:
 
     timeline: Timeline
     seconds: list[dict[int, float]]
+    ranks: list[RankTimes]
     steps: list[float]
     live: list[dict[str, int]]
     peaks: list[int]
@@ -44,14 +47,14 @@ def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
     whole = [steps for steps in numbered if len(steps) == len(records) and all(step.ended for step in steps.values())]
     lengths = [_length(steps, offsets) for steps in whole]
     told = [spans(checked, steps, offsets) for steps in whole]
-    if told:
-        shown = told[lengths.index(median_low(lengths))]
-    else:
-        shown = spans(checked, numbered[-1], offsets) if numbered else {}
-        told = [shown]
+    if not told and numbered:
+        told = [spans(checked, numbered[-1], offsets)]
+    timelines = [_timeline(checked, step, records) for step in told] or [_timeline(checked, {}, records)]
+    shown = lengths.index(median_low(lengths)) if lengths else 0
     return Measured(
-        Timeline(checked.program, [_events(checked, rank, shown.get(rank, {}), records.get(rank)) for rank in ranks]),
-        [_medians([each[rank] for each in told if rank in each]) for rank in ranks],
+        timelines[shown],
+        [_medians([step[rank] for step in told if rank in step]) for rank in ranks],
+        [_usual([rank_times(timeline, rank) for timeline in timelines]) for rank in ranks],
         lengths,
         [_fullest(records.get(rank)) for rank in ranks],
         [record.memory.peak if (record := records.get(rank)) and record.memory else 0 for rank in ranks],
@@ -75,6 +78,15 @@ def _medians(each: Sequence[Spans]) -> dict[int, float]:
     return {at: median(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
 
 
+def _usual(each: Sequence[RankTimes]) -> RankTimes:
+    return RankTimes(*map(median, zip(*each, strict=True)))
+
+
+def _timeline(checked: Checked, step: Mapping[int, Spans], records: Mapping[int, RankRecord]) -> Timeline:
+    ranks = range(checked.program.ranks)
+    return Timeline(checked.program, [_events(checked, rank, step.get(rank, {}), records.get(rank)) for rank in ranks])
+
+
 def _events(checked: Checked, rank: int, spans: Spans, record: RankRecord | None) -> list[Event]:
     live = record.memory.live if record is not None and record.memory is not None else {}
     events: list[Event] = []
@@ -88,9 +100,9 @@ def _events(checked: Checked, rank: int, spans: Spans, record: RankRecord | None
 
 
 def _fullest(record: RankRecord | None) -> dict[str, int]:
-    if record is None or record.memory is None:
+    if record is None or record.memory is None or not record.memory.live:
         return {}
-    return max(record.memory.live.values(), key=lambda live: sum(live.values()), default={})
+    return max(record.memory.live.values(), key=lambda live: sum(live.values()))
 
 
 def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -> list[str]:

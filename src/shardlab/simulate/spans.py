@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardlab.check import Checked
+from shardlab.program import Op, OpKind
 from shardlab.program.record import StepRecord
 from shardlab.program.tape import COMMUNICATION
 
@@ -16,8 +17,8 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
     """For each rank, the ops that it finished; in seconds since the first rank began.
 
     Compute is as it was seen. A communication ends when this rank's part was over, and starts when its last member had
-    come, or when the rank's communication that was over just before it was, if that is later: what is in flight at the
-    same time shares a link, and is told one after the other, as on a stream.
+    come, or when the one that was over just before it on the same communicator was, if that is later: what a group has
+    in flight at the same time shares its links, and is told one after the other, as on a stream.
 
     Args:
         steps: one step, by rank.
@@ -38,8 +39,18 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
                     parts.append((moments.over + shift[rank], rank, at, meeting))
             elif moments.ended is not None:
                 found[rank][at] = (moments.began + shift[rank], moments.ended + shift[rank])
-    free = dict.fromkeys(steps, 0.0)
+    free: dict[tuple[int, object], float] = {}
     for over, rank, at, meeting in sorted(parts):
-        found[rank][at] = (min(over, max(came[meeting], free[rank])), over)
-        free[rank] = over
+        stream = (rank, communicator(rank, checked.program.tapes[rank][at]))
+        found[rank][at] = (min(over, max(came[meeting], free.get(stream, 0.0))), over)
+        free[stream] = over
     return found
+
+
+def communicator(rank: int, op: Op) -> object:
+    """What a communication shares with those that it takes turns with: its group, or the two ranks' link."""
+    if op.group is not None:
+        return op.group
+    if op.batch < 0:
+        return frozenset((rank, op.peer))
+    return (rank, op.peer) if op.kind is OpKind.SEND else (op.peer, rank)  # what is exchanged crosses

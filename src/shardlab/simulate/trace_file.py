@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shardlab.check import Checked
 from shardlab.program import OpKind, UserError
 from shardlab.program.record import MemoryRecord, Moments, RankRecord, StepRecord
+from shardlab.simulate.exposed import RankTimes
 from shardlab.simulate.measured import Measured, measured
 from shardlab.simulate.timeline import Event, Timeline
 
@@ -99,13 +100,14 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a trace: {error}") from None
-    found = content.get("format") if isinstance(content, dict) else None
+    written = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+    found = written.get("format")
     if found != FORMAT:
         raise UserError(f"{path} is a trace of format {found!r}, but this version of Shardlab reads format {FORMAT}")
-    return content
+    return written
 
 
 def _record(words: Mapping[str, Any]) -> RankRecord:
@@ -122,8 +124,10 @@ def _record(words: Mapping[str, Any]) -> RankRecord:
 
 def _measured_of(checked: Checked, whole: Mapping[str, Any]) -> Measured:
     events: list[list[Event]] = [[] for _ in checked.program.tapes]
-    for rank, op, kind, *others in whole["events"]:
-        events[rank].append(Event(rank, op, OpKind(kind), *others))
+    for written in whole["events"]:
+        event = Event(*written)
+        events[event.rank].append(event._replace(kind=OpKind(event.kind)))
     seconds = [{int(at): time for at, time in rank.items()} for rank in whole["seconds"]]
-    others = {name: whole[name] for name in ("steps", "live", "peaks", "bound", "missing")}
-    return Measured(Timeline(checked.program, events), seconds, **others)
+    times = [RankTimes(*rank) for rank in whole["ranks"]]
+    others: dict[str, Any] = {name: whole[name] for name in ("steps", "live", "peaks", "bound", "missing")}
+    return Measured(Timeline(checked.program, events), seconds, times, **others)
