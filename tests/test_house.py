@@ -135,6 +135,7 @@ sys.exit(status)
         (["simulate", "fsdp", "--svg", "fsdp.svg"], True),
         (["train", "--help"], False),
         (["verify", "--help"], False),
+        (["compare", "--help"], False),
     ],
 )
 def test_checking_timing_and_drawing_need_no_torch(arguments: list[str], draws: bool, tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 
 from shardlab.check import Checked
+from shardlab.program import Op
 from shardlab.program.record import RankRecord, StepRecord
 from shardlab.simulate.exposed import RankTimes, rank_times
 from shardlab.simulate.spans import Spans, spans
@@ -110,13 +111,21 @@ def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -
     said = [f"rank {rank} left no record" for rank in range(len(tapes)) if rank not in records]
     if not whole:
         said.append("no step was recorded to its end on all ranks")
+    most = max((len(record.steps) for record in records.values()), default=0)
     for rank, record in sorted(records.items()):
-        if record.steps and record.steps[-1].ended is None:
-            ops = record.steps[-1].ops
-            at = max(ops, default=0)
-            number = len(record.steps) - 1
-            said.append(f"rank {rank} came no further than op {at} {tapes[rank][at]} of recorded step {number}")
+        if len(record.steps) < most:
+            said.append(f"rank {rank} recorded {len(record.steps)} steps and another {most}")
+        elif record.steps and record.steps[-1].ended is None:
+            place = _place(tapes[rank], record.steps[-1].ops)
+            said.append(f"rank {rank} came no further than {place} of recorded step {most - 1}")
+        if record.memory is not None and len(record.memory.live) < len(tapes[rank]):
+            said.append(f"rank {rank} measured memory no further than {_place(tapes[rank], record.memory.live)}")
     unmeasured = [str(rank) for rank, record in sorted(records.items()) if record.memory is None]
     if unmeasured:
         said.append(f"memory was not measured on rank {', '.join(unmeasured)}")
     return said
+
+
+def _place(tape: Sequence[Op], ops: Iterable[int]) -> str:
+    at = max(ops, default=0)
+    return f"op {at} {tape[at]}"
