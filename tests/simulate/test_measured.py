@@ -47,7 +47,7 @@ def records(checked: Checked, *times: float, lead: float = 0.0) -> dict[int, Ran
             rank * lead,
             1e-6,
             [step_as_simulated(checked, rank, 100.0 * number + rank * lead, each) for number, each in enumerate(times)],
-            MemoryRecord(dict.fromkeys(range(len(tape)), {"parameters": 8, "activations": 6}), 20),
+            MemoryRecord({key: {"parameters": 8, "activations": 6} for key in range(len(tape))}, 20),
         )
         for rank, tape in enumerate(checked.program.tapes)
     }
