@@ -12,7 +12,8 @@ import tyro
 from shardlab.cli.comparison_table import print_comparison
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, NewFile
-from shardlab.cli.picture import check_new_file, writing
+from shardlab.cli.picture import check_new_file
+from shardlab.program import UserError
 from shardlab.simulate import live_memory, simulate
 from shardlab.simulate.compare import Comparison, Pair, compare
 from shardlab.simulate.trace_file import read_trace
@@ -68,8 +69,10 @@ class Compare:
         from shardlab.draw import save_comparison  # matplotlib takes long to import
 
         timelines = {"predicted": predicted} if predicted else {}
-        with writing("--svg", self.svg):
+        try:
             save_comparison({**timelines, "measured": measured.timeline}, self.svg, f"{job.title}: one optimizer step")
+        except OSError as error:
+            raise UserError(f"--svg {self.svg}: it cannot be written: {error.strerror}") from None
 
 
 def _memory(checked: Checked, job: Job) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 from shardlab.program import UserError
@@ -35,14 +33,7 @@ def save_picture(timeline: Timeline, path: Path | None, title: str) -> None:
         return
     from shardlab.draw import save_timeline  # matplotlib takes longer to import than most simulations take
 
-    with writing("--svg", path):
-        save_timeline(timeline, path, title)
-
-
-@contextmanager
-def writing(option: str, path: Path) -> Generator[None, None, None]:
-    """Within this, a file that cannot be written is the user's mistake."""
     try:
-        yield
+        save_timeline(timeline, path, title)
     except OSError as error:
-        raise UserError(f"{option} {path}: it cannot be written: {error.strerror}") from None
+        raise UserError(f"--svg {path}: it cannot be written: {error.strerror}") from None
