@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +48,8 @@ class TraceFile:
                 "this trace is of another program than its job stands for now; compare it with the files and the "
                 "version of Shardlab that recorded it"
             )
-        return measured(checked, self.records) if self.whole is None else _measured_of(checked, self.whole)
+        with _complaining("this trace"):
+            return measured(checked, self.records) if self.whole is None else _measured_of(checked, self.whole)
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -79,13 +81,26 @@ def read_trace(folder: Path) -> TraceFile:
         raise UserError(f"{folder} is no folder; give the folder of a run, as in runs/fsdp-1")
     if (folder / TRACE).exists():
         whole = _read(folder / TRACE)
-        return TraceFile(whole["job"], whole["fingerprint"], whole, {})
+        with _complaining(str(folder / TRACE)):
+            return TraceFile(whole["job"], whole["fingerprint"], whole, {})
     paths = sorted(folder.glob("trace-rank-*.json"))
     if not paths:
         raise UserError(f"{folder} has no trace; run shardlab train with --trace")
     files = [_read(path) for path in paths]
-    records = [_record(file["record"]) for file in files]
-    return TraceFile(files[0]["job"], files[0]["fingerprint"], None, {record.rank: record for record in records})
+    with _complaining(f"the traces of ranks in {folder}"):
+        records = [_record(file["record"]) for file in files]
+        return TraceFile(files[0]["job"], files[0]["fingerprint"], None, {record.rank: record for record in records})
+
+
+@contextmanager
+def _complaining(name: str) -> Generator[None, None, None]:
+    """Within this, a file that is not as it was written is named."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{name} cannot be read ({type(error).__name__}: {error}); record the run again with shardlab train --trace"
+        ) from None
 
 
 def _head(job: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
