@@ -138,6 +138,7 @@ sys.exit(status)
         (["train", "--help"], False),
         (["verify", "--help"], False),
         (["bench", "collectives", "--help"], False),
+        (["compare", "--help"], False),
     ],
 )
 def test_checking_timing_and_drawing_need_no_torch(arguments: list[str], draws: bool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import tyro
 
 from shardlab.cli.bench import Bench
+from shardlab.cli.compare import Compare
 from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
@@ -38,6 +39,7 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "verify": Verify,
     "bench": Bench,
+    "compare": Compare,
 }
 """A module that torch is imported for imports it inside `run`, so that the other commands need no torch."""
 
