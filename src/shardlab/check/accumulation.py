@@ -18,7 +18,7 @@ class InPlace:
     """What may be done in place on one tape.
 
     Attributes:
-        first_input: indices of the ALL_REDUCEs and ADDs that may write over their first input.
+        first_input: indices of the ALL_REDUCEs and ADDs that may write over their first input, and REDUCEs.
         accumulates: index of a BACKWARD to the number of the older gradient that it adds its own to.
         fused: index of the ADD that such a BACKWARD has done to (older gradient, new gradient).
     """
@@ -40,7 +40,9 @@ class InPlace:
         self.first_input = {
             at
             for at, op in enumerate(tape)
-            if op.kind in (OpKind.ALL_REDUCE, OpKind.ADD) and self._last_read(op.inputs[0], at, before=at)
+            if op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.ADD)
+            and op.inputs
+            and self._last_read(op.inputs[0], at, before=at)
         }
         self.accumulates: dict[int, int] = {}
         self.fused: dict[int, tuple[int, int]] = {}

@@ -163,7 +163,7 @@ class _Clocks:
                         at,
                         op.kind,
                         op.layer,
-                        specs[(op.inputs or op.outputs)[0]].microbatches,
+                        specs[(op.inputs or op.outputs)[0]].microbatches if op.inputs or op.outputs else 0,
                         *times[at],
                         memory[at],
                     )
