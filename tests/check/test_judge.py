@@ -10,7 +10,7 @@ import pytest
 
 from shardlab.program import OpKind, Program, Strategy, trace
 from tests.check.programs import JUDGED, built_in, exchanged, gradients_swapped
-from tests.support import interpreter, pieces, toy_halves, toy_layers
+from tests.support import interpreter, interpreter_rooted, pieces, toy_halves, toy_layers
 from tests.support.interpreter import Outcome, initial, judge
 from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
 from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Piece
@@ -46,7 +46,7 @@ def test_every_strategy_is_judged_right(name: str, size: tuple[int, int, int]) -
 
 def test_the_judge_knows_neither_rules_nor_checks() -> None:
     taken: set[str] = set()
-    for module in (interpreter, pieces, toy_halves, toy_layers):
+    for module in (interpreter, interpreter_rooted, pieces, toy_halves, toy_layers):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Import):
                 taken |= {alias.name for alias in node.names}
@@ -58,6 +58,7 @@ def test_the_judge_knows_neither_rules_nor_checks() -> None:
         "shardlab.program.Program",
     }
     parts = ("tests.support.pieces.", "tests.support.toy_halves.", "tests.support.toy_layers.")
+    taken.remove("tests.support.interpreter_rooted")
     assert all(name.startswith(parts) for name in taken if name.startswith("tests"))
 
 

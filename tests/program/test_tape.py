@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import Holds, Kind, Mesh, Message, Op, OpKind, Program, Sizes, trace
+from shardlab.program import Holds, Kind, Mesh, Message, Op, OpKind, Program, Reduction, Sizes, trace
 from shardlab.strategies import STRATEGIES
 
 PROGRAM = trace(STRATEGIES["pipeline_fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 4)
@@ -40,6 +40,8 @@ CHANGES: dict[str, Any] = {
     "holds": Holds(1, 77),
     "expect": Message(Kind.SAVED, 77, 1),
     "batch": 77,
+    "root": 77,
+    "reduction": Reduction.MAX,
 }
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from shardlab.program import Op, OpKind, Program
-from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape, Piece, combined, summed
+from tests.support import interpreter_rooted
+from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape, Piece, summed
 from tests.support.toy_halves import Halves
 from tests.support.toy_layers import Whole
 
@@ -42,6 +43,7 @@ ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.RECV: ((0,), (1,)),
     OpKind.WAIT: ((0,), (0,)),
     OpKind.FREE: ((1,), (0,)),
+    **interpreter_rooted.ARITY,
 }
 """How many values each op may read, and make; layers take and give as many as they are made for."""
 
@@ -185,7 +187,7 @@ class Interpreter:
         self.channels: dict[tuple[int, int], deque[Piece]] = defaultdict(deque)
         self.receives: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self.turns: dict[tuple[int, object], int] = defaultdict(int)
-        self.meetings: dict[tuple[object, int], dict[int, tuple[OpKind, int, Piece]]] = defaultdict(dict)
+        self.meetings: dict[tuple[object, int], dict[int, tuple[Op, Piece | None]]] = defaultdict(dict)
 
     def judge(self) -> Verdict:
         try:
@@ -223,8 +225,9 @@ class Interpreter:
     def _arrive(self, rank: Rank, handle: int) -> None:
         _, made = rank.in_flight.pop(handle)
         piece = rank.arrived.pop(handle)
-        if piece is not None:
-            assert made is not None
+        if (piece is None) != (made is None):
+            raise BrokenTape("a communication brings a value that nobody takes, or none to one who does")
+        if piece is not None and made is not None:
             rank.write(made, piece)
 
     def _issue(self, rank: Rank, op: Op) -> None:
@@ -296,6 +299,8 @@ class Interpreter:
                 self._deliver(op.peer, rank.index)
             case OpKind.ALL_REDUCE | OpKind.ALL_GATHER | OpKind.REDUCE_SCATTER:
                 self._collective(rank, op)
+            case OpKind.BROADCAST | OpKind.SCATTER | OpKind.GATHER | OpKind.REDUCE | OpKind.BARRIER:
+                self._collective(rank, op)
             case OpKind.FREE:
                 rank.delete(op.inputs[0])
             case _:
@@ -339,7 +344,7 @@ class Interpreter:
             self.ranks[to].arrived[wanted.popleft()] = sent.popleft()
 
     def _collective(self, rank: Rank, op: Op) -> None:
-        piece = rank.read(op.inputs[0])
+        piece = rank.read(op.inputs[0]) if op.inputs else None
         self._issue(rank, op)
         if op.group is None or rank.index not in op.group.ranks:
             raise BrokenTape("this rank is not of the group")
@@ -347,16 +352,17 @@ class Interpreter:
         turn = self.turns[rank.index, key]
         self.turns[rank.index, key] = turn + 1
         members = self.meetings[key, turn]
-        members[rank.index] = (op.kind, op.handle, piece)
+        members[rank.index] = (op, piece)
         if len(members) < len(op.group.ranks):
             return
         del self.meetings[key, turn]
         ordered = [members[index] for index in op.group.ranks]
-        if len({kind for kind, _, _ in ordered}) > 1:
-            raise BrokenTape("the members of a collective disagree about its kind")
-        results = combined(op.kind, [given for _, _, given in ordered], self.network.sequence)
-        for index, (_, handle, _), result in zip(op.group.ranks, ordered, results, strict=True):
-            self.ranks[index].arrived[handle] = result
+        if len({(call.kind, call.root, call.reduction) for call, _ in ordered}) > 1:
+            raise BrokenTape("the members of a collective disagree about what it does")
+        given = [piece for _, piece in ordered]
+        results = interpreter_rooted.received(op, op.group.ranks, given, self.network.sequence)
+        for index, (call, _), result in zip(op.group.ranks, ordered, results, strict=True):
+            self.ranks[index].arrived[call.handle] = result
 
     def _compare(self) -> Verdict:
         """The final slices against one device's, and nothing left over."""

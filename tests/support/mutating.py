@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from shardlab.program import Op, OpKind, Program
+from shardlab.program import Group, Op, OpKind, Program
+from shardlab.program.tape import COLLECTIVES
 
 Mutation = Callable[[Program], Iterator[Program]]
 MUTATIONS: dict[str, Mutation] = {}
@@ -58,3 +59,19 @@ def living_on(tape: list[Op], number: int) -> list[Op]:
     """The tape with a value that is freed only when the step ends."""
     free = Op(OpKind.FREE, -1, (number,))
     return [*(op for op in tape if op != free), free]
+
+
+def meetings(program: Program, kinds: frozenset[OpKind]) -> Iterator[list[tuple[int, int]]]:
+    """For each collective, (rank, index) of its members' ops: the k-th of a group on each."""
+    calls: dict[tuple[Group, int], list[list[tuple[int, int]]]] = {}
+    for rank, tape in enumerate(program.tapes):
+        counts: dict[Group, int] = {}
+        for at, op in enumerate(tape):
+            if op.kind in COLLECTIVES:
+                assert op.group is not None
+                turn = counts[op.group] = counts.get(op.group, -1) + 1
+                calls.setdefault((op.group, turn), [[]])[0].append((rank, at))
+    for (members,) in calls.values():
+        rank, at = members[0]
+        if program.tapes[rank][at].kind in kinds:
+            yield members

@@ -9,11 +9,12 @@ from dataclasses import replace
 from shardlab.program import Group, Holds, Mesh, Op, OpKind, Program, Sizes
 from shardlab.program.mesh import group_of
 from shardlab.program.tape import COLLECTIVES, COMMUNICATION
-from tests.support import mutations_of_halves, mutations_of_norms, mutations_of_slices
+from tests.support import mutations_of_halves, mutations_of_norms, mutations_of_roots, mutations_of_slices
 from tests.support.mutating import (
     MUTATIONS,
     changed,
     fresh_number,
+    meetings,
     moved,
     mutation,
     places,
@@ -28,6 +29,7 @@ __all__ = [
     "moved",
     "mutations_of_halves",
     "mutations_of_norms",
+    "mutations_of_roots",
     "mutations_of_slices",
     "places",
     "with_tape",
@@ -210,30 +212,18 @@ def second_update(program: Program) -> Iterator[Program]:
 # Collectives.
 
 
-def meetings(program: Program, kinds: frozenset[OpKind]) -> Iterator[list[tuple[int, int]]]:
-    """For each collective, (rank, index) of its members' ops: the k-th of a group on each."""
-    calls: dict[tuple[Group, int], list[list[tuple[int, int]]]] = {}
-    for rank, tape in enumerate(program.tapes):
-        counts: dict[Group, int] = {}
-        for at, op in enumerate(tape):
-            if op.kind in COLLECTIVES:
-                assert op.group is not None
-                turn = counts[op.group] = counts.get(op.group, -1) + 1
-                calls.setdefault((op.group, turn), [[]])[0].append((rank, at))
-    for (members,) in calls.values():
-        rank, at = members[0]
-        if program.tapes[rank][at].kind in kinds:
-            yield members
-
-
 def without_collective(program: Program, members: list[tuple[int, int]]) -> Program:
     """These members do not issue it, and each goes on with its own value."""
     for rank, at in members:
         tape = program.tapes[rank]
         op, wait = tape[at], wait_of(program, rank, tape[at].handle)
         freed = [i for i, o in enumerate(tape) if o.kind is OpKind.FREE and o.inputs == op.inputs]
+        if not op.inputs or not op.outputs:  # a root's value that others lack, or a barrier
+            freed = []
         kept = [o for i, o in enumerate(tape) if i not in (at, wait, *freed[:1])]
-        program = with_tape(program, rank, renamed(kept, op.outputs[0], op.inputs[0]))
+        for old, new in zip(op.outputs, op.inputs, strict=False):
+            kept = renamed(kept, old, new)
+        program = with_tape(program, rank, kept)
     return program
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import tyro
 
+from shardlab.cli.collectives import Collectives
 from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
@@ -34,6 +35,7 @@ COMMANDS: dict[str, type[Command]] = {
     "strategies": Strategies,
     "simulate": Simulate,
     "schedule": Schedule,
+    "collectives": Collectives,
     "train": Train,
     "verify": Verify,
 }

@@ -35,15 +35,18 @@ class Call(NamedTuple):
     root: int = -1
     reduction: Reduction = Reduction.SUM
 
+    @property
+    def how(self) -> str:
+        by = f" by {self.reduction.value}" if self.reduction is not Reduction.SUM else ""
+        return by + (f" with root {self.root}" if self.root >= 0 else "")
+
     def __str__(self) -> str:
-        how = [f"root {self.root}"] if self.root >= 0 else []
-        how += [f"by {self.reduction.value}"] if self.reduction is not Reduction.SUM else []
-        return " ".join([self.kind.value, *how])
+        return self.kind.value + self.how
 
 
 def said(call: Call, spec: Spec | None) -> str:
-    """A member's part, with what it gives: `all_reduce(grad_weights[1] (microbatch 0))`."""
-    return str(call) if spec is None else f"{call}({spec})"
+    """A member's part, with what it gives: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
+    return str(call) if spec is None else f"{call.kind.value}({spec}){call.how}"
 
 
 def want_sound(call: Call, ranks: Sequence[int]) -> None:
