@@ -43,7 +43,7 @@ class Collectives:
     """Show what a collective does: every rank's tensor before and after, on real processes.
 
     Names: broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier, send
-    (or recv), and all for one after the other. Where one is the same as two others in a row, that is shown by running them too.
+    (or recv), and all for one after the other. What is the same as two others in a row is shown by running them too.
     """
 
     action: tyro.conf.Positional[Literal["show"]]
