@@ -32,7 +32,7 @@ def test_what_real_processes_did_is_printed_in_the_order_of_ranks(capsys: Captur
         "10 and 11 are elements 0 and 1 of rank 1's tensor; - is no tensor",
         "",
         "all_reduce  the sum of the ranks' tensors, on every rank",
-        "rank  before                after",
+        "rank  before                 after",
         "   0  00 01   ──┬─ sum ─┬─▶  10 12",
         "   1  10 11   ──┘       └─▶  10 12",
         "",
