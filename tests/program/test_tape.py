@@ -101,6 +101,7 @@ def test_a_program_knows_its_ranks_and_layers() -> None:
             "recv from rank 2 of weights[1]",
         ),
         (Op(OpKind.ALL_REDUCE, 1, group=Mesh(tp=2).group(0, "tp")), "all_reduce(layer 1) on tp"),
+        (Op(OpKind.BARRIER, -1, group=Mesh(tp=2).group(0, "tp")), "barrier on tp"),
     ],
 )
 def test_an_op_says_what_it_does(op: Op, text: str) -> None:

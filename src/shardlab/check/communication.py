@@ -40,7 +40,7 @@ class Communication:
             **dict.fromkeys(COLLECTIVES, self._collective),
         }
         self._wake = wake
-        self._open: dict[tuple[Group, int], dict[int, tuple[Member, Spec | None]]] = {}
+        self._open: dict[tuple[Group, int], dict[int, tuple[Member, Spec | None, Call]]] = {}
         self._sent: dict[tuple[int, int], deque[tuple[Member, Spec]]] = defaultdict(deque)
         self._wanted: dict[tuple[int, int], deque[Member]] = defaultdict(deque)
 
@@ -109,25 +109,24 @@ class Communication:
         state.groups[group] = turn + 1
         meeting = self._open.setdefault((group, turn), {})
         if meeting:
-            first, first_spec = next(iter(meeting.values()))
-            there = self.states[first.rank].ops[first.op]
-            if not rooted.agree(_call(there), first_spec, call, spec):
+            first, first_spec, first_call = next(iter(meeting.values()))
+            if not rooted.agree(first_call, first_spec, call, spec):
                 state.refuse(
                     f"{said(call, spec)} on {group}: rank {first.rank} meets it with "
-                    f"{said(_call(there), first_spec)} (its op {first.op}); all members of a group must issue its "
+                    f"{said(first_call, first_spec)} (its op {first.op}); all members of a group must issue its "
                     "collectives in one order, of one kind and for one layer."
                 )
-        meeting[state.index] = (member, spec)
+        meeting[state.index] = (member, spec, call)
         if len(meeting) == len(group.ranks):
             del self._open[group, turn]
             members = [meeting[rank] for rank in group.ranks]
             sizes = state.program.sizes
-            given = [spec for _, spec in members]
+            given = [spec for _, spec, _ in members]
             specs = rooted.collective(call, given, group.ranks, sizes.layers, sizes.kinds)
-            for (member, gave), received in zip(members, specs, strict=True):
+            for (other, gave, _), received in zip(members, specs, strict=True):
                 if gave is None and received is not None:
-                    self._want_expected(member, call, received)
-            self._meet(Meeting(group, [m for m, _ in members]), specs)
+                    self._want_expected(other, call, received)
+            self._meet(Meeting(group, [other for other, _, _ in members]), specs)
 
     def _want_expected(self, member: Member, call: Call, received: Spec) -> None:
         """What comes from a root must be what the receiving rank's op says."""

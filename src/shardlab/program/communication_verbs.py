@@ -11,7 +11,7 @@ from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group, group_among
 from shardlab.program.place import Place
 from shardlab.program.rooted import Call
-from shardlab.program.tape import ROOT_GIVES, Message, Op, OpKind
+from shardlab.program.tape import ROOT_GIVES, ROOTED, Message, Op, OpKind
 from shardlab.program.value import Value
 from shardlab.program.values import AUTOGRAD_KINDS, Kind, Reduction, mask_of
 
@@ -30,6 +30,7 @@ the mean of different ones is refused. Of scalars all four are taken; only their
 """
 
 
+_ALL_GATHER, _REDUCE_SCATTER = Call(OpKind.ALL_GATHER), Call(OpKind.REDUCE_SCATTER)
 _MAY_GIVE_NONE = ROOT_GIVES | {OpKind.BARRIER}
 
 
@@ -56,11 +57,11 @@ class CommunicationVerbs(Place):
 
     def all_gather(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """The members' pieces side by side, on every member."""
-        return self._on_all(Call(OpKind.ALL_GATHER), value, self.group(axis))
+        return self._on_all(_ALL_GATHER, value, self.group(axis))
 
     def reduce_scatter(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """The sum of the members' gradients, slice i of it on the group's i-th member."""
-        return self._on_all(Call(OpKind.REDUCE_SCATTER), value, self.group(axis))
+        return self._on_all(_REDUCE_SCATTER, value, self.group(axis))
 
     def all_to_all(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """From every expert's buffers of a rank's microbatches to its own experts' of all members', or back again.
@@ -126,16 +127,17 @@ class CommunicationVerbs(Place):
         self, call: Call, value: Value | None, group: Group, expect: Message | None = None
     ) -> Handle[Value | None]:
         spec = None if value is None and call.kind in _MAY_GIVE_NONE else self._read(cast("Value", value))
-        try:
-            rooted.want_sound(call, group.ranks)
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
+        if call.kind in ROOTED:
+            try:
+                rooted.want_sound(call, group.ranks)
+            except Refused as refusal:
+                raise refusal.at(self.index, len(self.ops)) from None
         handle = self._world.collectives.issue(self, call, value, group)
         inputs = () if value is None else (value.number,)
         outputs = () if handle.result is None or handle.result is value else (handle.result.number,)
         layer = spec.layer if spec is not None else -1 if expect is None else expect.layer
         kind, root, reduction = call
-        op = Op(kind, layer, inputs, outputs, handle.number, group, expect=expect, root=root, reduction=reduction)
+        op = Op(kind, layer, inputs, outputs, handle.number, group, -1, None, expect, -1, root, reduction)
         self._issue(op, handle, value)
         self._world.collectives.meet(handle)
         return handle

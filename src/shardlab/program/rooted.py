@@ -8,17 +8,20 @@ all_reduce do, on the root alone. A barrier carries nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from shardlab.program import transfer
 from shardlab.program.errors import Refused
 from shardlab.program.sizes import LayerKind
-from shardlab.program.tape import ROOT_GIVES, ROOT_RECEIVES, ROOTED, Message, OpKind
+from shardlab.program.tape import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Message, OpKind
 from shardlab.program.uniting import unite_replicas
 from shardlab.program.values import Holds, Kind, Reduction, Spec, bits, mask_of
 
 _CUT = frozenset({Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT})
 _DEALT = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
+_ALIKE = COLLECTIVES - ROOTED - {OpKind.BARRIER}
+"""Every member gives a value and receives one."""
+
 _REDUCES = frozenset({OpKind.REDUCE, OpKind.ALL_REDUCE})
 
 
@@ -73,7 +76,10 @@ def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool
 
 def values_of(call: Call, rank: int) -> tuple[int, int]:
     """How many values a member gives, and how many it receives."""
-    kind, is_root = call.kind, rank == call.root
+    kind = call.kind
+    if kind in _ALIKE:
+        return 1, 1
+    is_root = rank == call.root
     if kind is OpKind.BARRIER:
         return 0, 0
     if kind is OpKind.BROADCAST:
@@ -86,6 +92,8 @@ def collective(
 ) -> Sequence[Spec | None]:
     """What each member receives, in group order, of what each has given as `values_of` says."""
     kind, root, reduction = call
+    if kind in _ALIKE and reduction is Reduction.SUM:
+        return transfer.collective(kind, cast("Sequence[Spec]", given), ranks, layers, kinds)
     if kind is OpKind.BARRIER:
         return [None] * len(ranks)
     if kind in ROOT_GIVES:
@@ -99,11 +107,9 @@ def collective(
     else:
         name = f"{kind.value}({specs[0].kind.value}[{specs[0].layer}])"
         received = [unite_replicas(name, reduction, specs, [f"rank {rank}" for rank in ranks])] * len(ranks)
-    return (
-        received
-        if kind not in ROOT_RECEIVES
-        else [spec if rank == root else None for rank, spec in zip(ranks, received, strict=True)]
-    )
+    if kind not in ROOT_RECEIVES:
+        return received
+    return [spec if rank == root else None for rank, spec in zip(ranks, received, strict=True)]
 
 
 def _scattered(spec: Spec, parts: int) -> list[Spec]:
