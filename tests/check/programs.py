@@ -23,16 +23,6 @@ FEWEST = {
 }
 """The fewest ranks that show what a strategy does, where they are not 2."""
 
-GRIDS = {name: entry.mesh(entry.ranks) for name, entry in STRATEGIES.items()}
-
-NOT_JUDGED = {name for name, grid in GRIDS.items() if grid.cp > 1 or grid.ep > 1}
-"""Strategies that the judge cannot execute: it knows no ALL_TO_ALL, and its toy networks neither experts nor attention.
-
-Experts are layers of kinds DENSE and EXPERTS; attention over `cp` is PROJECT, and what ATTEND makes of it.
-"""
-
-JUDGED = [name for name in STRATEGIES if name not in NOT_JUDGED]
-
 
 def fits(name: str, ranks: int) -> bool:
     """Whether a built-in strategy has a grid for so many ranks."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from shardlab.program import Op, OpKind, Program, Reduction
 from shardlab.program.tape import COLLECTIVES, ROOT_GIVES, ROOTED
-from tests.support.mutating import changed, fresh_number, meetings, mutation, places, wait_of, with_tape
+from tests.support.mutating import changed, fresh_number, mutation, places, wait_of, with_tape
+from tests.support.mutations_of_collectives import meetings
 
 
 @mutation

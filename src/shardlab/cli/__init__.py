@@ -9,6 +9,7 @@ from typing import Protocol
 
 import tyro
 
+from shardlab.cli.bench import Bench
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
@@ -38,6 +39,7 @@ COMMANDS: dict[str, type[Command]] = {
     "collectives": Collectives,
     "train": Train,
     "verify": Verify,
+    "bench": Bench,
 }
 """A module that torch is imported for imports it inside `run`, so that the other commands need no torch."""
 

@@ -131,7 +131,7 @@ class State:
             UserError: when it is several slices of a layer that is cut into more, which no layer computes at once.
         """
         kind, spec = self.checked.program.sizes.kind(op.layer), self.specs[op.inputs[0]]
-        if kind is LayerKind.NORM:
+        if kind in (LayerKind.NORM, LayerKind.PROJECT):  # both compute any tokens, and need to know which
             return Share(tokens=self.shapes.tokens(spec))
         whole = Share(microbatches=spec.microbatches.bit_count(), of_step=self.checked.program.microbatches)
         if kind in (LayerKind.WHOLE, LayerKind.DENSE) or spec.grid.width == 1:

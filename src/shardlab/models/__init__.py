@@ -6,8 +6,24 @@ from shardlab.models.expert_layers import ExpertLayers
 from shardlab.models.gpt import GPT
 from shardlab.models.halves import Halves
 from shardlab.models.layout import LayerLayout, Parameter
+from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
 from shardlab.models.moe import MoE
+from shardlab.models.named import find_model
 
-__all__ = ["GPT", "MLP", "Blocks", "CutModel", "ExpertLayers", "Halves", "LayerLayout", "MoE", "Model", "Parameter"]
+__all__ = [
+    "GPT",
+    "MLP",
+    "Blocks",
+    "CutModel",
+    "ExpertLayers",
+    "Halves",
+    "LayerLayout",
+    "Llama",
+    "Mixtral",
+    "MoE",
+    "Model",
+    "Parameter",
+    "find_model",
+]

@@ -133,6 +133,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     prompt = torch.tensor(list(b"def "))
     sample = (
         generate(job.model, flats, prompt, SAMPLE_BYTES, job.seed)
+        .clamp(max=255)  # a larger vocabulary has tokens that are no byte; 255 alone is no text
         .to(torch.uint8)
         .numpy()
         .tobytes()

@@ -14,6 +14,7 @@ from shardlab.models.halves import Body, Norm
 from shardlab.models.parts import Attention, Part
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
+from shardlab.models.tensors.rotary import rotated
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -119,6 +120,9 @@ class ProjectionLayer(Layer):
         (x,) = inputs
         assert x is not None
         features = F.linear(x, p["attn.c_attn.weight"], p.get("attn.c_attn.bias"))  # one node where parameters enter
+        if self.part.rope_theta is not None:
+            heads, size = self.part.heads + self.part.kv_heads, self.part.width // self.part.heads
+            features = rotated(features, heads, size, share.tokens or range(x.shape[1]), self.part.rope_theta)
         queries, keys_values = torch.split(features, [self.part.width, 2 * self.part.kv_width], -1)
         return keys_values.clone(), queries.clone()
 
