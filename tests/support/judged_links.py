@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from shardlab.program import Op, OpKind
-from tests.support.judged_collectives import combined
 from tests.support.judged_rank import JudgedRank
+from tests.support.judged_roots import received
 from tests.support.pieces import BrokenTape, Piece
 
 
@@ -19,7 +19,7 @@ class Links:
         self.channels: dict[tuple[int, int], deque[Piece]] = defaultdict(deque)
         self.receives: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self.turns: dict[tuple[int, object], int] = defaultdict(int)
-        self.meetings: dict[tuple[object, int], dict[int, tuple[OpKind, int, Piece]]] = defaultdict(dict)
+        self.meetings: dict[tuple[object, int], dict[int, tuple[Op, Piece | None]]] = defaultdict(dict)
 
     def start(self, rank: JudgedRank, op: Op) -> None:
         """A rank issues its part of a communication."""
@@ -50,7 +50,7 @@ class Links:
             self.ranks[to].arrived[wanted.popleft()] = sent.popleft()
 
     def _collective(self, rank: JudgedRank, op: Op) -> None:
-        piece = rank.read(op.inputs[0])
+        piece = rank.read(op.inputs[0]) if op.inputs else None
         rank.issue(op)
         if op.group is None or rank.index not in op.group.ranks:
             raise BrokenTape("this rank is not of the group")
@@ -58,13 +58,13 @@ class Links:
         turn = self.turns[rank.index, key]
         self.turns[rank.index, key] = turn + 1
         members = self.meetings[key, turn]
-        members[rank.index] = (op.kind, op.handle, piece)
+        members[rank.index] = (op, piece)
         if len(members) < len(op.group.ranks):
             return
         del self.meetings[key, turn]
         ordered = [members[index] for index in op.group.ranks]
-        if len({kind for kind, _, _ in ordered}) > 1:
-            raise BrokenTape("the members of a collective disagree about its kind")
-        results = combined(op.kind, [given for _, _, given in ordered], self.sequence)
-        for index, (_, handle, _), result in zip(op.group.ranks, ordered, results, strict=True):
-            self.ranks[index].arrived[handle] = result
+        if len({(call.kind, call.root, call.reduction) for call, _ in ordered}) > 1:
+            raise BrokenTape("the members of a collective disagree about what it does")
+        results = received(op, op.group.ranks, [given for _, given in ordered], self.sequence)
+        for index, (call, _), result in zip(op.group.ranks, ordered, results, strict=True):
+            self.ranks[index].arrived[call.handle] = result

@@ -84,7 +84,8 @@ class JudgedRank:
             return False
         _, made = self.in_flight.pop(handle)
         piece = self.arrived.pop(handle)
-        if piece is not None:
-            assert made is not None
+        if (piece is None) != (made is None):
+            raise BrokenTape("a communication brings a value that nobody takes, or none to one who does")
+        if piece is not None and made is not None:
             self.write(made, piece)
         return True

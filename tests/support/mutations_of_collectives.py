@@ -35,8 +35,12 @@ def without_collective(program: Program, members: list[tuple[int, int]]) -> Prog
         tape = program.tapes[rank]
         op, wait = tape[at], wait_of(program, rank, tape[at].handle)
         freed = [i for i, o in enumerate(tape) if o.kind is OpKind.FREE and o.inputs == op.inputs]
+        if not op.inputs or not op.outputs:  # a root's value that others lack, or a barrier
+            freed = []
         kept = [o for i, o in enumerate(tape) if i not in (at, wait, *freed[:1])]
-        program = with_tape(program, rank, renamed(kept, op.outputs[0], op.inputs[0]))
+        for old, new in zip(op.outputs, op.inputs, strict=False):
+            kept = renamed(kept, old, new)
+        program = with_tape(program, rank, kept)
     return program
 
 

@@ -102,7 +102,7 @@ def new_weight_not_gathered(program: Program) -> Iterator[Program]:
     everywhere = program
     for rank, tape in enumerate(program.tapes):
         updated = {op.outputs[0]: op for op in tape if op.kind is OpKind.UPDATE}
-        for op in [o for o in tape if o.kind in COLLECTIVES and o.inputs[0] in updated]:
+        for op in [o for o in tape if o.kind in COLLECTIVES and o.outputs and updated.keys() & o.inputs]:
             mutant = with_tape(program, rank, _ungathered(tape, op))
             yield mutant
             everywhere = with_tape(everywhere, rank, _ungathered(everywhere.tapes[rank], op))

@@ -46,7 +46,8 @@ def collective_too_many(program: Program) -> Iterator[Program]:
         if len(group.ranks) < 2:
             continue
         for at, op in enumerate(program.tapes[0]):
-            if op.kind not in ROWS or any(program.tapes[rank][at].kind is not op.kind for rank in group.ranks):
+            there = [program.tapes[rank][at : at + 1] for rank in group.ranks]
+            if op.kind not in ROWS or any(not other or other[0].kind is not op.kind for other in there):
                 continue
             outputs = len(op.outputs) - (op.kind in (OpKind.FORWARD, OpKind.BACKWARD_INPUT))
             for place, kind in itertools.product(range(outputs), sorted(COLLECTIVES, key=lambda kind: kind.value)):

@@ -90,6 +90,8 @@ class Plan:
         self.idle_gather = [random.random() < 0.2 for _ in range(shape.layers)]
         self.checkpoint = random.random() < 0.3
         self.update_order = random.sample(range(shape.layers), shape.layers)
+        self.by_root = random.choice([0.0, 0.3, 0.8])
+        """The chance of each collective to go by way of a root."""
 
 
 def schedule(plan: Plan, position: int) -> Iterator[tuple[str, int]]:

@@ -10,6 +10,7 @@ from typing import Protocol
 import tyro
 
 from shardlab.cli.bench import Bench
+from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
 from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
@@ -36,6 +37,7 @@ COMMANDS: dict[str, type[Command]] = {
     "strategies": Strategies,
     "simulate": Simulate,
     "schedule": Schedule,
+    "collectives": Collectives,
     "train": Train,
     "verify": Verify,
     "bench": Bench,

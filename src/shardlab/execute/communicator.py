@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.execute.groups import Groups, make_groups
-from shardlab.program import Group, Program
+from shardlab.program import Group, Program, Reduction
 
 Wait = Callable[[], Any]
 
@@ -31,6 +31,14 @@ def _newest(*names: str) -> Callable[..., Any]:
 _all_gather = _newest("all_gather_single", "all_gather_into_tensor")
 _all_to_all = _newest("all_to_all_single")
 _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+_REDUCE_OP = {
+    Reduction.SUM: dist.ReduceOp.SUM,
+    Reduction.MEAN: dist.ReduceOp.AVG,
+    Reduction.MIN: dist.ReduceOp.MIN,
+    Reduction.MAX: dist.ReduceOp.MAX,
+}
 
 
 class Communicator:
@@ -55,9 +63,31 @@ class Communicator:
         self._issued: dict[int, list[Wait]] = {}
         self.wait_of: Callable[[Any], Wait] = wait_of
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Wait:
-        """Sum in place."""
-        return self._wait(dist.all_reduce(tensor, group=self._groups[group], async_op=True))
+    def all_reduce(self, tensor: Tensor, group: Group, by: Reduction = Reduction.SUM) -> Wait:
+        """Reduce in place."""
+        return self._wait(dist.all_reduce(tensor, _REDUCE_OP[by], self._groups[group], async_op=True))
+
+    def reduce(self, tensor: Tensor, group: Group, root: int, by: Reduction = Reduction.SUM) -> Wait:
+        """Reduce in place on the root; the others' tensors are written over with something else."""
+        return self._wait(dist.reduce(tensor, root, _REDUCE_OP[by], self._groups[group], async_op=True))
+
+    def broadcast(self, tensor: Tensor, group: Group, root: int) -> Wait:
+        """The root's tensor into the others'."""
+        return self._wait(dist.broadcast(tensor, root, self._groups[group], async_op=True))
+
+    def scatter(self, output: Tensor, whole: Tensor | None, group: Group, root: int) -> Wait:
+        """Equal pieces of the root's `whole` into `output`, in group order."""
+        pieces = None if whole is None else list(whole.chunk(len(group.ranks)))
+        return self._wait(dist.scatter(output, pieces, root, self._groups[group], async_op=True))
+
+    def gather(self, output: Tensor | None, piece: Tensor, group: Group, root: int) -> Wait:
+        """The members' equal pieces into the root's `output`, in group order."""
+        pieces = None if output is None else list(output.chunk(len(group.ranks)))
+        return self._wait(dist.gather(piece, pieces, root, self._groups[group], async_op=True))
+
+    def barrier(self, group: Group) -> Wait:
+        """Nothing is moved; the wait ends when all members have come."""
+        return self._wait(dist.barrier(self._groups[group], async_op=True))
 
     def all_gather(self, output: Tensor, piece: Tensor, group: Group) -> Wait:
         """The members' equal pieces into `output`, in group order."""

@@ -138,7 +138,7 @@ class Recorder:
         read = handle.read
         if read is not None:
             read.reading = tuple(other for other in read.reading if other is not handle)
-            if not read.keys:
+            if not read.keys and handle.result is not read:
                 self._used(read)
 
     def end(self) -> None:
