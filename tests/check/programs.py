@@ -25,8 +25,9 @@ FEWEST = {
 
 GRIDS = {name: entry.mesh(entry.ranks) for name, entry in STRATEGIES.items()}
 
-NOT_JUDGED = {name for name, grid in GRIDS.items() if grid.cp > 1 or grid.ep > 1}
-"""Strategies that the judge cannot execute: it knows no ALL_TO_ALL, and its toy networks neither experts nor attention.
+NOT_JUDGED = {name for name, grid in GRIDS.items() if grid.cp > 1 or grid.ep > 1 or STRATEGIES[name].columns}
+"""Strategies that the judge cannot execute: it knows no ALL_TO_ALL, and its toy networks neither experts nor attention
+nor columns.
 
 Experts are layers of kinds DENSE and EXPERTS; attention over `cp` is PROJECT, and what ATTEND makes of it.
 """
@@ -55,7 +56,7 @@ def built_in(name: str, ranks: int = 0, layers: int = 0, microbatches: int = 0) 
     columns = mesh.dp_replicate * mesh.dp_shard
     blocks = mesh.tp > 1 or mesh.ep > 1
     layers = layers or max(1 if blocks else 2, entry.plan(ranks).natural_layers() if entry.plan and not blocks else 1)
-    return trace(entry.program, mesh, layers, microbatches or max(2, columns))
+    return trace(entry.program, mesh, entry.puzzle(ranks, layers), microbatches or max(2, columns))
 
 
 async def one_layer_gradient(rank: Rank, microbatches: list[int]) -> Value:
