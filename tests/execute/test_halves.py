@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardlab.execute.graph import FlatWeight, Graph
 from shardlab.execute.saved import Saved
-from shardlab.models import GPT, MLP, Blocks, Halves, Model
+from shardlab.models import GPT, MLP, Blocks, Halves, Llama, Model
+from shardlab.models.parts import Attention, FeedForward, Head
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 
 MODELS: list[Model] = [
@@ -23,6 +24,8 @@ MODELS: list[Model] = [
     GPT(layers=1, width=16, heads=2, block=8, tied=True, bias=False, dropout=0.2),
     MLP(layers=3, width=16, block=8),
     MLP(layers=1, width=16, block=8, bias=False, dropout=0.2),
+    Llama(layers=2, width=16, heads=2, block=8, kv_heads=1, ffn_hidden=24),
+    GPT(layers=1, width=16, heads=2, block=8, activation="squared_relu", norm="rms", rope_theta=1e4),
 ]
 ROWS = 3
 CASES = [(model, layer) for model in MODELS for layer in range(model.layers)]
@@ -150,8 +153,9 @@ def test_in_the_first_pass_all_that_was_saved_is_kept_and_the_gradients_that_mee
 ) -> None:
     """Each norm's and each linear map's output's. Without dropout the last one's is that of the layer's output."""
     t, c = model.block, model.width
-    of_part = {"Embedding": t * c, "Attention": 5 * t * c, "FeedForward": 6 * t * c, "Head": t * c}
-    parts = [type(part).__name__ for part in model.parts(layer)]
-    given = t * c if parts[-1] != "Head" and not model.dropout else 0
-    caught = sum(of_part[part] for part in parts) - given
+    parts = model.parts(layer)
+    made = [part.features for part in parts if isinstance(part, Attention | FeedForward)]  # by its first linear map
+    streams = sum(2 if isinstance(part, Attention | FeedForward) else 1 for part in parts)
+    given = t * c if not isinstance(parts[-1], Head) and not model.dropout else 0
+    caught = t * (sum(made) + streams * c) - given
     assert kept_between_the_halves(model, layer, None) == model.saved_elements(layer) + caught

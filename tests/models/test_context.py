@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardlab.models import GPT, MLP, Blocks, Halves
+from shardlab.models import GPT, MLP, Blocks, Halves, Llama
 from shardlab.models.tensors import Share
 from shardlab.program.sizes import LayerKind
 
@@ -16,7 +16,8 @@ MODELS = [
     GPT(heads=4, **SMALL),
     GPT(heads=6, kv_heads=2, bias=False, **SMALL),
     GPT(heads=4, dropout=0.1, **SMALL),
-    MLP(hidden=10, **SMALL),
+    MLP(ffn_hidden=10, **SMALL),
+    Llama(heads=4, kv_heads=2, **SMALL),
 ]
 
 

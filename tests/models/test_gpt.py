@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab.models import GPT, Model
+from shardlab.models import GPT, Llama, Model
 from shardlab.models.tensors import Dropout, initial_weights, layers_of, views
 from shardlab.program.errors import UserError
 from shardlab.program.values import Kind
@@ -67,6 +67,10 @@ def test_activations_go_from_tokens_to_logits() -> None:
         GPT(layers=2, heads=3, width=48, block=7, vocabulary=30),
         GPT(layers=2, heads=6, kv_heads=2, width=48, block=7, vocabulary=30),
         GPT(layers=1, heads=6, kv_heads=1, width=48, block=7, vocabulary=30, dropout=0.1),
+        GPT(layers=2, activation="squared_relu", rope_theta=1e4, ffn_hidden=100),
+        Llama(layers=3),
+        Llama(layers=2, heads=6, kv_heads=2, width=48, block=7, vocabulary=30, ffn_hidden=100),
+        Llama(layers=2, heads=6, kv_heads=2, width=48, block=7, vocabulary=30, dropout=0.1),
     ],
     ids=str,
 )
@@ -127,6 +131,11 @@ def test_it_is_frozen_and_hashable() -> None:
         ({"block": 0}, "block is 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),
         ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"ffn_hidden": 0}, "ffn_hidden is 0; a model needs at least 1"),
+        ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, squared_relu, swiglu"),
+        ({"norm": "batch"}, "norm is 'batch'; choose layer or rms"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0; the base of the rotary angles is a positive number"),
+        ({"rope_theta": 1e4, "width": 12}, "rotary positions turn pairs of features, but a head has 3"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_a_sentence(fields: dict[str, Any], sentence: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab.models import GPT, MLP, Blocks, Halves
+from shardlab.models import GPT, MLP, Blocks, Halves, Llama
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
@@ -20,9 +20,12 @@ MODELS = [
     GPT(heads=4, dropout=0.1, bias=False, **SMALL),
     GPT(heads=6, kv_heads=2, **SMALL),
     GPT(heads=6, kv_heads=2, dropout=0.1, **SMALL),
-    MLP(hidden=10, **SMALL),
-    MLP(hidden=10, dropout=0.1, **SMALL),
+    MLP(ffn_hidden=10, **SMALL),
+    MLP(ffn_hidden=10, dropout=0.1, **SMALL),
     GPT(heads=4, tied=True, **SMALL),
+    Llama(heads=4, kv_heads=2, tied=True, **SMALL),
+    Llama(heads=4, kv_heads=2, dropout=0.1, **SMALL),
+    GPT(heads=4, activation="squared_relu", rope_theta=1e4, **SMALL),
 ]
 
 
@@ -85,7 +88,7 @@ def test_autograd_keeps_exactly_the_declared_elements(
             assert len(set(kept)) == 1
 
 
-@pytest.mark.parametrize("whole", [MODELS[1], MODELS[3], MODELS[4]], ids=str)
+@pytest.mark.parametrize("whole", [MODELS[1], MODELS[3], MODELS[4], MODELS[8]], ids=str)
 def test_flops_are_those_that_torch_counts_over_all_slices(whole: Blocks) -> None:
     model = Halves(whole, 2)
     for layer, compute in enumerate(layers_of(model)):
@@ -136,7 +139,7 @@ def test_a_process_receives_the_model_that_another_sent() -> None:
     [
         (GPT(heads=4), 3, "4 heads do not divide into 3 tensor-parallel slices (remainder 1); choose heads"),
         (GPT(heads=4, kv_heads=2), 4, "2 key/value heads do not divide into 4 tensor-parallel slices (remainder 2)"),
-        (MLP(hidden=10), 4, "10 hidden features do not divide into 4 tensor-parallel slices (remainder 2)"),
+        (MLP(ffn_hidden=10), 4, "10 hidden features do not divide into 4 tensor-parallel slices (remainder 2)"),
         (GPT(), 0, "slices is 0; a model needs at least 1"),
     ],
     ids=str,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.models import GPT, ExpertLayers, Halves, MoE
-from shardlab.models.moe import Mixture
+from shardlab.models import GPT, ExpertLayers, Halves, Mixtral, MoE
+from shardlab.models.mixture import Mixture
 from shardlab.program import LayerKind, UserError
 
 SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12}
@@ -64,7 +64,8 @@ def test_dropless_buffers_have_room_for_every_token_at_every_expert() -> None:
 def test_what_autograd_keeps_is_what_the_model_declares(
     saved_bytes: Callable[..., int], dropout: float, capacity_factor: float | None, top_k: int
 ) -> None:
-    whole = MoE(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, **SMALL)
+    kind = MoE if top_k == 1 else Mixtral
+    whole = kind(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, **SMALL)
     for layer in range(whole.layers):
         assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
     model = ExpertLayers(whole)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from random import Random
 
 from shardlab.program import Handle, Program, Rank, Strategy, Value, trace
-from tests.support.random_plan import Plan, Shape, schedule, shapes
+from tests.support.random_plan import Plan, Shape, random_shape, schedule, shapes
 
-__all__ = ["Shape", "program_of", "random_program", "shapes"]
+__all__ = ["Shape", "program_of", "random_program", "random_shape", "shapes"]
 
 
 class Writer:

@@ -28,30 +28,32 @@ class InPlace:
         self._made: dict[int, int] = {}
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._read_until: dict[int, list[int]] = defaultdict(list)  # when a communication that reads it has ended
-        waits = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
+        writing = [(at, op) for at, op in enumerate(tape) if op[0] is OpKind.ADD or op[0] is OpKind.ALL_REDUCE]
+        watched = {number for _, op in writing for number in op.inputs}
+        waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
         for at, op in enumerate(tape):
-            for number in op.outputs:
-                self._made[number] = at if op.handle < 0 else waits[op.handle]
-            for number in op.inputs:
-                if op.kind is not OpKind.FREE:
+            kind, inputs, outputs, handle = op[0], op[2], op[3], op[4]
+            if kind is OpKind.FREE:
+                continue
+            for number in outputs:
+                if number in watched:
+                    self._made[number] = at if handle < 0 else waits[handle]
+            for number in inputs:
+                if number in watched:
                     self._readers[number].append(at)
-                    if op.handle >= 0:
-                        self._read_until[number].append(waits[op.handle])
-        self.first_input = {
-            at
-            for at, op in enumerate(tape)
-            if op.kind in (OpKind.ALL_REDUCE, OpKind.ADD) and self._last_read(op.inputs[0], at, before=at)
-        }
+                    if handle >= 0:
+                        self._read_until[number].append(waits[handle])
+        self.first_input = {at for at, op in writing if self._last_read(op.inputs[0], at, before=at)}
         self.accumulates: dict[int, int] = {}
         self.fused: dict[int, tuple[int, int]] = {}
-        for at, op in enumerate(tape):
+        for at, op in writing:
             if op.kind is OpKind.ADD:
                 self._fuse(at, op)
 
     def _last_read(self, number: int, reader: int, before: int) -> bool:
         """Whether `reader` is the only one to read a value from op `before` on, communications in flight included."""
         others = [at for at in self._readers[number] if at != reader]
-        ends = self._read_until[number]
+        ends = self._read_until.get(number, ())
         own = 1 if self._tape[reader].handle >= 0 else 0  # an all_reduce's own reading ends with it
         return all(at < before for at in others) and sum(end > before for end in ends) <= own
 

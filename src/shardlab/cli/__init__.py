@@ -9,6 +9,8 @@ from typing import Protocol
 
 import tyro
 
+from shardlab.cli.bench import Bench
+from shardlab.cli.compare import Compare
 from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
@@ -36,6 +38,8 @@ COMMANDS: dict[str, type[Command]] = {
     "schedule": Schedule,
     "train": Train,
     "verify": Verify,
+    "bench": Bench,
+    "compare": Compare,
 }
 """A module that torch is imported for imports it inside `run`, so that the other commands need no torch."""
 

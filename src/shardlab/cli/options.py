@@ -49,5 +49,8 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 NewFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 """A file to be written."""
 
+Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+"""A name, or none."""
+
 StrategyName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="")]
 """A built-in name or `path/to/file.py:function`; none for a plan by flags."""

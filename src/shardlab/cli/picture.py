@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardlab.program import UserError
 from shardlab.simulate import Timeline
+
+if TYPE_CHECKING:
+    from shardlab.simulate.estimate import Estimate
+
+MOST_DRAWN = 100_000
+"""Events in a picture."""
 
 
 def check_new_file(option: str, path: Path | None, example: str) -> None:
@@ -33,7 +40,28 @@ def save_picture(timeline: Timeline, path: Path | None, title: str) -> None:
         return
     from shardlab.draw import save_timeline  # matplotlib takes longer to import than most simulations take
 
+    if (count := sum(map(len, timeline.events))) > MOST_DRAWN:
+        raise UserError(
+            f"--svg {path}: {count:,} events are too many for a picture of at most {MOST_DRAWN:,}; write --trace, or "
+            "take fewer microbatches"
+        )
     try:
-        save_timeline(timeline, path, title)
+        if timeline.in_seconds:
+            save_timeline(timeline, path, title, "time (seconds)")
+        else:
+            save_timeline(timeline, path, title)
     except OSError as error:
         raise UserError(f"--svg {path}: it cannot be written: {error.strerror}") from None
+
+
+def save_trace(timeline: Timeline, estimate: Estimate | None, path: Path | None) -> None:
+    """Write a timeline for trace viewers, with memory by category if it was priced."""
+    if path is None:
+        return
+    from shardlab.draw.trace import save_trace_events
+    from shardlab.simulate.counters import memory_counters
+
+    try:
+        save_trace_events(timeline, path, memory_counters(estimate) if estimate is not None else None)
+    except OSError as error:
+        raise UserError(f"--trace {path}: it cannot be written: {error.strerror}") from None

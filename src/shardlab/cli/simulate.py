@@ -8,11 +8,12 @@ from typing import Any
 
 from shardlab.check import ChannelModel, Checked
 from shardlab.cli.costs import CostsText, costs_of
-from shardlab.cli.options import Count, Flag, Layers, NewFile, Ranks, StrategyName
-from shardlab.cli.picture import check_new_file, save_picture
+from shardlab.cli.options import Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
+from shardlab.cli.picture import check_new_file, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
+from shardlab.program import UserError
 from shardlab.simulate import UNIT_COSTS, Timeline, bubble, simulate
 from shardlab.strategies.entry import Entry
 
@@ -22,6 +23,8 @@ class Simulate:
     """Check a strategy, and time it in the unit costs of the LLM Training Puzzles, or in those of --costs.
 
     One microbatch through one layer takes 1, an update 0.5, a collective 0.3, a send or a receive 0.2.
+    With --model and --cluster a step is timed in seconds and its memory counted in bytes; ranks that a plan makes
+    alike are then simulated once.
     """
 
     strategy: StrategyName = None
@@ -33,8 +36,21 @@ class Simulate:
     layers: Layers = None
     """How many layers the model has."""
 
-    microbatches: Count = 4
-    """How many microbatches the global batch has."""
+    microbatches: OptionalCount = None
+    """How many microbatches the global batch has (default: 4; priced, one for each data-parallel rank, and in a
+    pipeline 2 for each of its ranks)."""
+
+    model: Name = None
+    """A model by name, such as gpt2-xl or llama3-8b, or path/to/model.toml; with --cluster."""
+
+    cluster: Name = None
+    """Devices and how many, such as h100x16, or path/to/cluster.toml, or local; with --model."""
+
+    rows: OptionalCount = None
+    """Sequences of a microbatch (default: 1; with --model)."""
+
+    precision: Name = None
+    """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
 
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
@@ -43,6 +59,9 @@ class Simulate:
     svg: NewFile = None
     """Draw the timeline into this file."""
 
+    trace: NewFile = None
+    """Write the timeline into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -50,16 +69,53 @@ class Simulate:
 
     def run(self) -> int:
         check_new_file("--svg", self.svg, "timeline.svg")
+        check_new_file("--trace", self.trace, "trace.json")
+        if self._is_priced():
+            return self._run_priced()
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
         entry, ranks = self.layout.entry(self.strategy, self.ranks)
         layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
-        proof = checked(entry, ranks, layers, self.microbatches)
+        proof = checked(entry, ranks, layers, self.microbatches or 4)
         timeline = simulate(proof, costs)
         save_picture(timeline, self.svg, entry.name)
+        save_trace(timeline, None, self.trace)
         if self.json:
             print(json_format.dumps(as_json(entry, proof, timeline), indent=2))
         else:
             print_report(entry.name, proof, timeline, self.svg)
+        return 0
+
+    def _is_priced(self) -> bool:
+        if self.model and self.cluster:
+            if self.costs is not None:
+                raise UserError("--costs are unit costs, and --cluster gives seconds; leave out one of them")
+            return True
+        if self.model or self.cluster:
+            missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
+            raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
+        for option in ("rows", "precision"):
+            if getattr(self, option) is not None:
+                raise UserError(f"--{option} is for a model on a cluster; give --model and --cluster, or leave it out")
+        return False
+
+    def _run_priced(self) -> int:
+        from shardlab.cli.priced import Request, price
+        from shardlab.cli.priced import as_json as priced_json
+        from shardlab.cli.priced_report import print_priced
+
+        assert self.model is not None
+        assert self.cluster is not None
+        asked = self.model, self.cluster, self.precision, self.ranks, self.layers, self.microbatches, self.rows
+        result = price(Request(self.strategy, self.layout, *asked))
+        written = [path for path in (self.svg, self.trace) if path is not None]
+        if written:
+            timeline = result.estimate.timeline()
+            save_picture(timeline, self.svg, f"{result.entry.name} of {self.model} on {self.cluster}")
+            save_trace(timeline, result.estimate, self.trace)
+        if self.json:
+            print(json_format.dumps(priced_json(result), indent=2))
+        else:
+            print_priced(result, written)
         return 0
 
 

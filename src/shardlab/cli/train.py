@@ -5,20 +5,21 @@ from __future__ import annotations
 import json as json_format
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.options import Count, Flag, Layers, OptionalCount, Ranks
+from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
+from shardlab.cli.options import Count, Flag, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import OpKind, UserError
 
 if TYPE_CHECKING:
-    from shardlab.models import Blocks, Model
+    from shardlab.models import Model
     from shardlab.train.loop import Summary
 
 
@@ -40,50 +41,11 @@ class Train:
     steps: Count = 200
     """How many optimizer steps."""
 
-    model: Literal["gpt", "mlp", "moe"] = "gpt"
-    """A GPT, an MLP that sees one byte at a time, or a GPT with a mixture of experts in every layer."""
-
-    layers: Layers = None
-    """Layers of the model; the embedding is part of the first, the head of the last."""
-
-    width: Count = 64
-    """Features of a token."""
-
-    heads: Count = 4
-    """Attention heads."""
-
-    kv_heads: OptionalCount = None
-    """Heads of keys and values, each shared by several query heads."""
-
-    experts: Count = 4
-    """Experts of every layer (moe)."""
-
-    top_k: Count = 2
-    """How many experts a token is sent to (moe)."""
-
-    capacity_factor: float | None = 1.25
-    """Places of an expert, as a multiple of its even share of the tokens; None drops no token (moe)."""
-
-    auxiliary: float = 0.01
-    """Weight of the load-balancing loss (moe)."""
-
-    block: Count = 64
-    """Bytes of a sequence."""
-
     microbatches: Count = 4
     """How many microbatches the global batch is cut into."""
 
     rows: Count = 4
     """Sequences of a microbatch."""
-
-    dropout: float = 0.0
-    """Dropout's probability."""
-
-    bias: bool = True
-    """Biases in linear maps and norms."""
-
-    tied: Flag = False
-    """The head uses the token embedding; with more than one layer, under a plan."""
 
     learning_rate: float = 2e-3
     """AdamW's largest learning rate, after a warm-up of a twentieth of the steps."""
@@ -103,8 +65,13 @@ class Train:
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
 
+    trace: Flag = False
+    """Record a few steps, every op's time and memory on every rank; shardlab compare FOLDER shows them."""
+
     json: Flag = False
     """Print JSON alone."""
+
+    model: ModelFlags = DEFAULT_MODEL
 
     layout: Layout = NO_FLAGS
 
@@ -115,13 +82,16 @@ class Train:
         from shardlab.train.launch import ranks_here, run_ranks
         from shardlab.train.loop import Run, train_rank
         from shardlab.train.output import free_folder
+        from shardlab.train.tracing import Tracing
 
         name = "fsdp" if self.strategy is None and self.layout == NO_FLAGS else self.strategy
         chosen, ranks = self.layout.entry(name, self.ranks or ranks_here(0) or None)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         if out.exists():
             raise UserError(f"--out {out} exists; name a new folder, so that nothing is overwritten")
-        model = self.make_model(self.layers or chosen.default_layers(ranks))
+        model = self.model.make(chosen.default_layers(ranks))
+        if model.vocabulary < 256:
+            raise UserError(f"the vocabulary is {model.vocabulary}, but text is read as bytes; give 256 or more")
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.rows, seed=self.seed, name=chosen.name)
         optimizer = AdamW(
             self.learning_rate,
@@ -130,7 +100,10 @@ class Train:
             steps=self.steps,
             clip=self.clip,
         )
-        plan = Run(job, optimizer, self.data, out)
+        tracing = Tracing() if self.trace else None
+        if tracing is not None and self.steps < tracing.steps:
+            raise UserError(f"--trace needs {tracing.steps} steps, but --steps is {self.steps}; give more")
+        plan = Run(job, optimizer, self.data, out, tracing)
         plan.corpus(plan.text())
         proof = checked(chosen, ranks, job.sizes, self.microbatches)
         if self.clip is not None and not any(op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape):
@@ -144,34 +117,6 @@ class Train:
         if summary is not None:
             self._print(summary, job.model)
         return 0
-
-    def make_model(self, layers: int) -> Blocks:
-        """The model that the options describe.
-
-        Raises:
-            UserError: when they contradict each other.
-        """
-        from shardlab.models import GPT, MLP, MoE
-
-        common: dict[str, Any] = {
-            "layers": layers,
-            "width": self.width,
-            "block": self.block,
-            "bias": self.bias,
-            "dropout": self.dropout,
-        }
-        if self.model == "mlp":
-            return MLP(**common)
-        common |= {"heads": self.heads, "kv_heads": self.kv_heads, "tied": self.tied}
-        if self.model == "gpt":
-            return GPT(**common)
-        return MoE(
-            **common,
-            experts=self.experts,
-            top_k=self.top_k,
-            capacity_factor=self.capacity_factor,
-            auxiliary=self.auxiliary,
-        )
 
     def _print(self, summary: Summary, model: Model) -> None:
         if self.json:

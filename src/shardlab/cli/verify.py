@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardlab.cli.options import Count, Flag, Layers, Ranks, StrategyName
+from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
+from shardlab.cli.options import Count, Flag, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
@@ -29,23 +30,19 @@ class Verify:
     ranks: Ranks = None
     """How many ranks."""
 
-    layers: Layers = None
-    """How many layers the model has."""
-
     microbatches: Count = 4
     """How many microbatches the global batch has."""
 
     steps: Count = 3
     """How many optimizer steps are compared."""
 
-    dropout: float = 0.0
-    """Dropout's probability in the model."""
-
     all: Flag = False
     """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
 
     json: Flag = False
     """Print JSON alone."""
+
+    model: ModelFlags = DEFAULT_MODEL
 
     layout: Layout = NO_FLAGS
 
@@ -55,19 +52,14 @@ class Verify:
         import torch
 
         from shardlab.cli.ranks import failures_as_exit, refuse_hanging
-        from shardlab.models import GPT, MLP, MoE
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here
         from shardlab.train.verify import TOLERANCE, verify
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
-        layers = self.layers or chosen.default_layers(ranks)
-        if (ep := chosen.grid(ranks).ep) > 1:
-            model = MoE(layers=layers, width=32, heads=4, block=16, dropout=self.dropout, experts=2 * ep)
-        elif chosen.columns:
-            model = MLP(layers=layers, width=32, block=16, dropout=self.dropout)
-        else:
-            model = GPT(layers=layers, width=32, heads=4, block=16, dropout=self.dropout)
+        ep = chosen.grid(ranks).ep
+        layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
+        model = self.model.make(layers, kind, width=32, heads=4, block=16, experts=max(4, 2 * ep))
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
         refuse_hanging(checked(chosen, ranks, job.sizes, self.microbatches))
         with failures_as_exit():
@@ -78,7 +70,7 @@ class Verify:
             facts = {
                 "strategy": chosen.name,
                 "ranks": ranks,
-                "layers": layers,
+                "layers": model.layers,
                 "microbatches": self.microbatches,
             }
             print(json_format.dumps({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}, indent=2))

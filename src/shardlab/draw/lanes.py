@@ -18,6 +18,7 @@ from shardlab.draw.palette import COMMUNICATION_LOOKS, LOSS, UPDATE, ink_on, lay
 from shardlab.program import OpKind
 from shardlab.program.values import bits, listed
 from shardlab.simulate import Event, Timeline
+from shardlab.simulate.traced import rank_of
 
 TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
 """A row is 1 high: compute lies between the first two, communication between the last two."""
@@ -141,14 +142,15 @@ def _draw_messages(axes: Axes, timeline: Timeline, scale: Scale) -> None:
 
 def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
     """Every send with its receive; one whose sender is not in the timeline is left out."""
+    program = timeline.program
     sent: dict[tuple[int, int], deque[Event]] = defaultdict(deque)
     for events in timeline.events:
         for event in events:
             if event.kind is OpKind.SEND:
-                sent[event.rank, timeline.program.tapes[event.rank][event.op].peer].append(event)
+                sent[rank_of(program, event.rank), program.tapes[event.rank][event.op].peer].append(event)
     for events in timeline.events:
         for event in events:
             if event.kind is OpKind.RECV:
-                channel = sent[timeline.program.tapes[event.rank][event.op].peer, event.rank]
+                channel = sent[program.tapes[event.rank][event.op].peer, rank_of(program, event.rank)]
                 if channel:
                     yield channel.popleft(), event

@@ -42,9 +42,9 @@ def draw_memory(axes: Axes, timeline: Timeline) -> None:
     if len(ranks_of) > NAMED_CURVES:
         for place, rank in ((0, 0), (1, timeline.program.ranks // 2), (2, timeline.program.ranks - 1)):
             _name(axes, place, _color(rank, timeline.program.ranks), f"rank {rank}")
-    _mark_peak(axes, ranks_of, peak, timeline.end)
+    _mark_peak(axes, ranks_of, peak, timeline)
     axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.set_ylabel("live elements")
+    axes.set_ylabel(f"live {memory_unit(timeline)}")
 
 
 def curve(timeline: Timeline, rank: int) -> Curve:
@@ -82,6 +82,10 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
+def memory_unit(timeline: Timeline) -> str:
+    return "bytes" if timeline.in_seconds else "elements"
+
+
 def short(elements: int) -> str:
     """`3407872` as `3.41 M`."""
     digits = len(str(elements)) % 3 or 3
@@ -99,16 +103,16 @@ def _name(axes: Axes, place: int, color: str, text: str) -> None:
     axes.text(1.037, y, text, size=7, va="center", color=FAINT, transform=axes.transAxes)
 
 
-def _mark_peak(axes: Axes, ranks_of: dict[Curve, list[int]], peak: int, end: float) -> None:
+def _mark_peak(axes: Axes, ranks_of: dict[Curve, list[int]], peak: int, timeline: Timeline) -> None:
     ranks = sorted(
         rank for steps, group in ranks_of.items() if max(live for _, live in steps) == peak for rank in group
     )
     time = min(time for steps in ranks_of for time, live in steps if live == peak)
     axes.axhline(peak, color=PEAK, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
     axes.plot([time], [peak], marker="o", markersize=5, color=PEAK, markeredgecolor="white", zorder=5)
-    left = time < end / 2
+    left = time < timeline.end / 2
     axes.annotate(
-        f"peak {short(peak)} elements ({peak:,}) on {ranks_text(ranks)}",
+        f"peak {short(peak)} {memory_unit(timeline)} ({peak:,}) on {ranks_text(ranks)}",
         (time, peak),
         (6 if left else -6, 5),
         textcoords="offset points",

@@ -10,10 +10,11 @@ from pathlib import Path
 from shardlab.draw.canvas import FAINT, Page, style
 from shardlab.draw.lanes import Scale, draw_lanes, label_of
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
-from shardlab.draw.memory import draw_memory, ranks_text, short
+from shardlab.draw.memory import draw_memory, memory_unit, ranks_text, short
 from shardlab.program import OpKind, Program
 from shardlab.program.mesh import AXES
 from shardlab.simulate import Timeline
+from shardlab.simulate.traced import rank_of
 
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 
@@ -37,8 +38,11 @@ def timeline_svg(timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME
 
 def save_timeline(timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME) -> None:
     """Write the picture to a file; it appears whole or not at all."""
-    path = Path(path)
-    text = timeline_svg(timeline, title, time_unit)
+    write_whole(Path(path), timeline_svg(timeline, title, time_unit))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -85,8 +89,9 @@ def timeline_page(timeline: Timeline, title: str, time_unit: str) -> Page:
     return page
 
 
-def rank_name(program: Program, rank: int) -> str:
+def rank_name(program: Program, row: int) -> str:
     """`rank 5`, with its coordinates where the mesh has several axes."""
+    rank = rank_of(program, row)
     axes = [axis for axis in AXES if program.mesh.sizes()[axis] > 1]
     if len(axes) < 2:
         return f"rank {rank}"
@@ -100,7 +105,10 @@ def summary(timeline: Timeline) -> str:
     counts = [(program.ranks, "rank"), (program.layers, "layer"), (program.microbatches, "microbatch")]
     plurals = {"microbatch": "microbatches"}
     parts = [f"{n} {what if n == 1 else plurals.get(what, what + 's')}" for n, what in counts]
-    parts += [f"ends at {timeline.end:g}", f"peak {short(timeline.peak_memory)} elements on {ranks_text(peak)}"]
+    parts += [
+        f"ends at {timeline.end:g}",
+        f"peak {short(timeline.peak_memory)} {memory_unit(timeline)} on {ranks_text(peak)}",
+    ]
     return "  ·  ".join(parts)
 
 

@@ -17,6 +17,12 @@ from shardlab.program import Group, Program
 Wait = Callable[[], Any]
 
 
+def wait_of(work: Any) -> Wait:
+    """How to wait for what torch.distributed has started."""
+    assert work is not None, "an asynchronous operation gives its work"
+    return work.wait
+
+
 def _newest(*names: str) -> Callable[..., Any]:
     """The first of these functions that this torch has: 2.13 renamed some and warns at the old names."""
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
@@ -34,6 +40,9 @@ class Communicator:
         program: the tapes.
         rank: whose.
         groups: where groups are kept for further programs of the same processes (see `make_groups`).
+
+    Attributes:
+        wait_of: makes of every communication that has started how to wait for it; a recorder puts its own here.
     """
 
     def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:
@@ -43,7 +52,8 @@ class Communicator:
             if op.batch >= 0:
                 self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
         self._pending: dict[int, list[dist.P2POp]] = {}
-        self._issued: dict[int, list[Any]] = {}
+        self._issued: dict[int, list[Wait]] = {}
+        self.wait_of: Callable[[Any], Wait] = wait_of
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Wait:
         """Sum in place."""
@@ -77,10 +87,8 @@ class Communicator:
         place = len(operations) - 1
         if len(operations) == self._batches[batch]:
             del self._pending[batch]
-            self._issued[batch] = dist.batch_isend_irecv(operations)
-        return lambda: self._issued[batch][min(place, len(self._issued[batch]) - 1)].wait()
+            self._issued[batch] = [self.wait_of(work) for work in dist.batch_isend_irecv(operations)]
+        return lambda: self._issued[batch][min(place, len(self._issued[batch]) - 1)]()
 
-    @staticmethod
-    def _wait(work: Any) -> Wait:
-        assert work is not None, "an asynchronous operation gives its work"
-        return work.wait
+    def _wait(self, work: Any) -> Wait:
+        return self.wait_of(work)

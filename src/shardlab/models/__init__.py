@@ -7,9 +7,11 @@ from shardlab.models.expert_layers import ExpertLayers
 from shardlab.models.gpt import GPT
 from shardlab.models.halves import Halves
 from shardlab.models.layout import LayerLayout, Parameter
+from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
 from shardlab.models.moe import MoE
+from shardlab.models.named import find_model
 
 __all__ = [
     "GPT",
@@ -20,7 +22,10 @@ __all__ = [
     "ExpertLayers",
     "Halves",
     "LayerLayout",
+    "Llama",
+    "Mixtral",
     "MoE",
     "Model",
     "Parameter",
+    "find_model",
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
+from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout
 from shardlab.models.model import Model
 from shardlab.models.parts import Head, Part
@@ -35,9 +37,9 @@ class Blocks(Model):
         """What comes after the last layer's body."""
 
     @property
-    def common(self) -> tuple[int, int, bool, bool]:
+    def common(self) -> dict[str, Any]:
         """The fields that all parts share."""
-        return self.block, self.width, self.bias, self.dropout > 0
+        return {"block": self.block, "width": self.width, "bias": self.bias, "drops": self.dropout > 0}
 
     def parts(self, layer: int) -> tuple[Part, ...]:
         """What layer `layer` computes, in order."""
@@ -91,3 +93,6 @@ class Blocks(Model):
 
     def forward_flops(self, layer: int) -> int:
         return sum(part.flops() for part in self.parts(layer))
+
+    def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
+        return tuple(kernel for part in self.parts(layer) for kernel in part.kernels(sequences, tokens, slices))

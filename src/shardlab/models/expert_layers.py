@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 from shardlab.models.cut import CutModel
+from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout, Parameter
-from shardlab.models.moe import Mixture, MoE
+from shardlab.models.mixture import Mixture
+from shardlab.models.moe import MoE
 from shardlab.models.parts import Part
 from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
@@ -51,6 +53,13 @@ class Dense:
     def flops(self) -> int:
         return sum(part.flops() for part in self.parts) + (self.after.router_flops() if self.after else 0)
 
+    def kernels(self, sequences: int, tokens: int, slices: int) -> tuple[Kernel, ...]:
+        """None of it is sliced."""
+        before = () if self.before is None else self.before.combining_kernels(sequences, tokens)
+        parts = (kernel for part in self.parts for kernel in part.kernels(sequences, tokens))
+        after = () if self.after is None else self.after.routing_kernels(sequences, tokens)
+        return (*before, *parts, *after)
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -73,6 +82,10 @@ class Experts:
 
     def flops(self) -> int:
         return self.part.experts_flops()
+
+    def kernels(self, sequences: int, tokens: int, slices: int) -> tuple[Kernel, ...]:
+        """On the buffers that so many sequences fill together."""
+        return self.part.body_kernels(sequences, tokens, slices)
 
 
 @dataclass(frozen=True, init=False)
@@ -155,6 +168,9 @@ class ExpertLayers(CutModel):
 
     def forward_flops(self, layer: int) -> int:
         return self.half(layer).flops()
+
+    def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
+        return self.half(layer).kernels(sequences, tokens, slices)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

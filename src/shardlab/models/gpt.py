@@ -1,12 +1,17 @@
-"""GPT, with nanoGPT's architecture."""
+"""GPT, with nanoGPT's architecture, and the choices that later transformers make otherwise."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from shardlab.models.blocks import Blocks
+from shardlab.models.feed_forward import ACTIVATIONS, Activation
 from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
 from shardlab.program.errors import UserError
+
+NormKind = Literal["layer", "rms"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +26,19 @@ class GPT(Blocks):
         kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: as many).
         tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
             With more than one layer, such a model is trained in half-blocks.
+        ffn_hidden: features inside each MLP (None: 4 x width).
+        activation: of the MLPs: gelu, squared_relu or swiglu.
+        norm: layer, or rms (RMSNorm).
+        rope_theta: the base of rotary position embeddings (None: positions are learned).
     """
 
     heads: int = 4
     kv_heads: int | None = None
     tied: bool = False
+    ffn_hidden: int | None = None
+    activation: Activation = "gelu"
+    norm: NormKind = "layer"
+    rope_theta: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,16 +55,48 @@ class GPT(Blocks):
                     f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly (remainder "
                     f"{self.heads % self.kv_heads}); choose a number of key/value heads that divides the heads"
                 )
+        if self.ffn_hidden is not None:
+            self.at_least_one("ffn_hidden")
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        if self.norm not in ("layer", "rms"):
+            raise UserError(f"norm is {self.norm!r}; choose layer or rms")
+        if self.rope_theta is None:
+            return
+        if not 0 < self.rope_theta < math.inf:
+            raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
+        if self.width // self.heads % 2:
+            raise UserError(
+                f"rotary positions turn pairs of features, but a head has {self.width // self.heads} (width "
+                f"{self.width} / {self.heads} heads); choose a width that is a multiple of twice the heads"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """Features inside each MLP."""
+        return 4 * self.width if self.ffn_hidden is None else self.ffn_hidden
+
+    @property
+    def common(self) -> dict[str, Any]:
+        return super().common | {"rms": self.norm == "rms"}
 
     @property
     def embedding(self) -> Part:
-        return Embedding(*self.common, vocabulary=self.vocabulary, positions=True)
+        return Embedding(**self.common, vocabulary=self.vocabulary, positions=self.rope_theta is None)
+
+    @property
+    def attention(self) -> Attention:
+        """Every layer's."""
+        kv_heads = self.kv_heads or self.heads
+        return Attention(**self.common, heads=self.heads, kv_heads=kv_heads, rope_theta=self.rope_theta)
 
     @property
     def body(self) -> tuple[Part, ...]:
-        attention = Attention(*self.common, heads=self.heads, kv_heads=self.kv_heads or self.heads)
-        return attention, FeedForward(*self.common, hidden=4 * self.width)
+        return self.attention, FeedForward(**self.common, hidden=self.hidden, activation=self.activation)
 
     @property
     def head(self) -> Part:
-        return Head(*self.common, vocabulary=self.vocabulary, tied=self.tied)
+        return Head(**self.common, vocabulary=self.vocabulary, tied=self.tied)

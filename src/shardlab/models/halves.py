@@ -7,6 +7,7 @@ from functools import cached_property
 
 from shardlab.models.blocks import Blocks
 from shardlab.models.cut import CutModel
+from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.moe import MoE
 from shardlab.models.parts import Attention, Part
@@ -38,16 +39,19 @@ class Norm:
         return [(self.block_before, p) for p in added] + [(self.block_after, p) for p in norm]
 
     def saved(self) -> int:
-        """The residual that it hands on, each token's mean and 1/deviation, and dropout's mask."""
-        return self.before.stream + 2 * self.before.block + self.before.drops * self.before.stream
+        """The residual that it hands on, what the norm keeps of each token, and dropout's mask."""
+        return self.before.stream + self.after.norm_stats + self.before.drops * self.before.stream
 
     def saved_for_weight(self) -> int:
         """Without the mask; with the gradient of what is added, if anything is."""
         added = any(p.name == self.before.added for p in self.before.parameters())
-        return self.before.stream + 2 * self.before.block + added * self.before.stream
+        return self.before.stream + self.after.norm_stats + added * self.before.stream
 
     def flops(self) -> int:
         return 0
+
+    def kernels(self, sequences: int, tokens: int, slices: int) -> tuple[Kernel, ...]:
+        return (*self.before.added_kernels(sequences, tokens), *self.after.norm_kernels(sequences, tokens))
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,9 @@ class Body:
     def flops(self) -> int:
         return self.part.flops()
 
+    def kernels(self, sequences: int, tokens: int, slices: int) -> tuple[Kernel, ...]:
+        return self.part.body_kernels(sequences, tokens, slices)
+
 
 @dataclass(frozen=True)
 class Projection(Body):
@@ -97,6 +104,9 @@ class Projection(Body):
     def flops(self) -> int:
         return 2 * self.part.stream * (self.part.width + 2 * self.part.kv_width)
 
+    def kernels(self, sequences: int, tokens: int, slices: int) -> tuple[Kernel, ...]:
+        return self.part.projection_kernels(sequences, tokens, slices)
+
 
 @dataclass(frozen=True)
 class Output(Body):
@@ -112,6 +122,9 @@ class Output(Body):
 
     def flops(self) -> int:
         return 2 * self.part.stream * self.part.width
+
+    def kernels(self, sequences: int, tokens: int, slices: int) -> tuple[Kernel, ...]:
+        return self.part.output_kernels(sequences, tokens, slices)
 
 
 @dataclass(frozen=True, init=False)
@@ -221,6 +234,20 @@ class Halves(CutModel):
 
     def forward_flops(self, layer: int) -> int:
         return self.half(layer).flops()
+
+    def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
+        return self.half(layer).kernels(sequences, tokens, slices)
+
+    def attend_kernels(
+        self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
+    ) -> tuple[Kernel, ...]:
+        half = self.half(layer)
+        assert isinstance(half, Projection), f"layer {layer} makes no queries"
+        return half.part.mixing_kernels(sequences, queries, keys, seen, slices)
+
+    @property
+    def logits(self) -> int:
+        return self.padded_vocabulary
 
     @property
     def block_bounds(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from shardlab.models.kernels import Kernel, Pointwise
 from shardlab.models.layout import LayerLayout
 from shardlab.program.errors import UserError
 from shardlab.program.sizes import CARRYING, LayerKind, Sizes
@@ -72,6 +73,44 @@ class Model(ABC):
     @abstractmethod
     def forward_flops(self, layer: int) -> int:
         """FLOPs of the layer's matrix products for one sequence; a backward pass takes twice as many."""
+
+    @abstractmethod
+    def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
+        """What the layer's forward pass asks of a device.
+
+        Args:
+            layer: its number.
+            sequences: of the microbatches that are computed together.
+            tokens: of each sequence that are here, at most `block`.
+            slices: that the layer's parameters are cut into, if they are cut; one of them is computed.
+        """
+
+    def attend_kernels(
+        self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
+    ) -> tuple[Kernel, ...]:
+        """What queries that layer `layer` made ask, when they meet keys and values: for models cut for `cp`.
+
+        Args:
+            layer: its number.
+            sequences: of the microbatches that are computed together.
+            queries, keys: tokens of each sequence.
+            seen: the part of the pairs of queries and keys in which the query comes no earlier than the key.
+            slices: that heads are cut into.
+        """
+        raise AssertionError(f"attention is no op of its own in {type(self).__name__}")
+
+    @property
+    def logits(self) -> int:
+        """Scores of a token, those of padding included."""
+        return self.vocabulary
+
+    def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
+        """Cross-entropy of one of `slices` slices of the vocabulary; its backward kernels make the logits' gradient.
+
+        A LOSS op does both at once. Where the vocabulary is sliced, LOSS_STATS is the first and LOSS the second.
+        """
+        logits = sequences * tokens * self.logits // slices
+        return (Pointwise("cross_entropy", logits, 2 * logits),)
 
     def borrowed(self, layer: int) -> tuple[str, ...]:
         """The parameters of the first layer that this other layer computes with as well, by name: a tied embedding."""

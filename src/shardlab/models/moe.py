@@ -6,91 +6,12 @@ import math
 from dataclasses import dataclass
 
 from shardlab.models.gpt import GPT
-from shardlab.models.layout import Cut, Parameter
-from shardlab.models.parts import Attention, Part
+from shardlab.models.mixture import Mixture
+from shardlab.models.parts import Part
 from shardlab.program.errors import UserError
 
 MOST_EXPERTS = 256
 """An expert's number travels beside the residual stream in the compute dtype; bfloat16 is exact up to here."""
-
-
-@dataclass(frozen=True)
-class Mixture(Part):
-    """Norm, router, and MLPs (linear map, exact GELU, linear map back) of which each token takes `top_k`; dropout;
-    added to the residual stream.
-
-    Experts compute on buffers of one fixed size: `capacity` places each, for the tokens of one microbatch. Sliced by
-    experts.
-    """
-
-    norm_name = "ln_2"
-
-    hidden: int
-    experts: int
-    top_k: int
-    capacity_factor: float | None
-    auxiliary: float
-
-    def capacity(self, tokens: int) -> int:
-        """Places of each expert for a microbatch of so many tokens (Fedus et al. 2021, arXiv 2101.03961, eq. 3).
-
-        Without a factor nothing is dropped: a token reaches an expert at most once, so as many places as tokens do.
-        """
-        if self.capacity_factor is None:
-            return tokens
-        return min(tokens, math.ceil(self.capacity_factor * self.top_k * tokens / self.experts))
-
-    def router(self) -> Parameter:
-        return Parameter("mlp.router.weight", (self.experts, self.width), True)
-
-    def parameters(self) -> list[Parameter]:
-        e, c, hidden = self.experts, self.width, self.hidden
-        weights = [
-            Parameter("mlp.experts.c_fc.weight", (e, hidden, c), True, Cut(0)),
-            Parameter("mlp.experts.c_proj.weight", (e, c, hidden), True, Cut(0)),
-        ]
-        biases = [
-            Parameter("mlp.experts.c_fc.bias", (e, hidden), False, Cut(0)),
-            Parameter("mlp.experts.c_proj.bias", (e, c), False, Cut(0)),
-        ]
-        return [*self.norm(), self.router(), *weights, *(biases if self.bias else [])]
-
-    def routing_saved(self, rows: int) -> int:
-        """What the norm and the router keep: the choices' probabilities, numbers and places (both int32), the gates."""
-        return rows * (self.norm_saved + self.block * (self.experts + 2 * self.top_k))
-
-    def buffers(self, rows: int) -> int:
-        """Elements of all experts' buffers."""
-        return self.experts * self.capacity(rows * self.block) * self.width
-
-    def experts_saved(self, rows: int) -> int:
-        """What the experts keep beyond their buffers."""
-        return 2 * self.experts * self.capacity(rows * self.block) * self.hidden
-
-    def microbatch_saved(self, rows: int) -> int:
-        gates = rows * self.block * self.top_k
-        dropped = self.drops * rows * self.stream
-        return self.routing_saved(rows) + gates + 2 * self.buffers(rows) + self.experts_saved(rows) + dropped
-
-    def saved(self) -> int:
-        return self.microbatch_saved(1)
-
-    def saved_for_weight(self) -> int:
-        """A bound, not measured: all that was saved, and the gradients of what norm, router and experts make."""
-        return self.saved() + 2 * self.stream + self.buffers(1) + self.experts_saved(1)
-
-    def body_saved(self) -> int:
-        raise AssertionError("a mixture is cut by experts (ExpertLayers), not in half-blocks")
-
-    def router_flops(self) -> int:
-        return 2 * self.block * self.width * self.experts
-
-    def experts_flops(self) -> int:
-        return 2 * (2 * self.experts * self.capacity(self.block) * self.width * self.hidden)
-
-    def flops(self) -> int:
-        """Those of full buffers, with the capacity of one sequence."""
-        return self.router_flops() + self.experts_flops()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +62,15 @@ class MoE(GPT):
     def mixture(self) -> Mixture:
         """Every layer's."""
         return Mixture(
-            *self.common,
-            hidden=4 * self.width,
+            **self.common,
+            hidden=self.hidden,
             experts=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
             auxiliary=self.auxiliary,
+            activation=self.activation,
         )
 
     @property
     def body(self) -> tuple[Part, ...]:
-        attention = Attention(*self.common, heads=self.heads, kv_heads=self.kv_heads or self.heads)
-        return attention, self.mixture
+        return self.attention, self.mixture

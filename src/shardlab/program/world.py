@@ -69,9 +69,17 @@ class World:
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake)
         self.channels = Channels(self._wake)
-        self.ranks = [Rank(index, self) for index in range(self.mesh.world)]
+        self.ranks = self.make_ranks()
         self._parked: dict[int, Handle[Any]] = {}
         self._runnable: deque[int] = deque()
+
+    def make_ranks(self) -> list[Rank]:
+        """The ranks that are traced: all of them."""
+        return [Rank(index, self) for index in range(self.mesh.world)]
+
+    def place(self, rank: int) -> int:
+        """Where a rank stands among those that are traced."""
+        return rank
 
     def run(self, strategy: Strategy) -> Program:
         """Drive `strategy` on every rank, in rank order, until all have ended.
@@ -90,7 +98,7 @@ class World:
                 while self._runnable:
                     self._resume(self._runnable.popleft(), coroutines)
                 if self._parked:
-                    raise Deadlock(explain({rank: handle.wait() for rank, handle in self._parked.items()}))
+                    raise Deadlock(explain({handle.rank.index: handle.wait() for handle in self._parked.values()}))
                 return self.finish()
             finally:
                 for coroutine in coroutines:
@@ -123,7 +131,9 @@ class World:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, RuntimeError) and "no running event loop" in str(error):  # asyncio.sleep and the like
                 rank.refuse(AWAITED_SOMETHING_ELSE)
-            raise Refused(f"the program raised {type(error).__name__}: {error}").at(index, len(rank.ops)) from error
+            raise Refused(f"the program raised {type(error).__name__}: {error}").at(
+                rank.index, len(rank.ops)
+            ) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
             rank.refuse(AWAITED_SOMETHING_ELSE)
         self._parked[index] = handle  # it was not ready, or it would not have been yielded
@@ -133,9 +143,11 @@ class World:
         index = handle.rank.index
         if self.watch is not None:
             self.watch.wake(index, handle)
-        elif self._parked.get(index) is handle:
-            del self._parked[index]
-            self._runnable.append(index)
+            return
+        place = self.place(index)
+        if self._parked.get(place) is handle:
+            del self._parked[place]
+            self._runnable.append(place)
 
 
 def _close(coroutine: Coroutine[Any, Any, object]) -> None:

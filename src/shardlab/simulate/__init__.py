@@ -1,9 +1,9 @@
 """Clocks, streams and memory over a checked tape."""
 
 from shardlab.simulate.bubble import bubble
-from shardlab.simulate.clocks import simulate
 from shardlab.simulate.costs import UNIT_COSTS, Costs
 from shardlab.simulate.memory import live_memory
+from shardlab.simulate.run import simulate
 from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.traffic import Traffic, traffic
 

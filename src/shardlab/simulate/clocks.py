@@ -1,4 +1,4 @@
-"""The clocks: every rank has a compute stream and a communication stream.
+"""The clocks: every rank has a compute stream, and one or more for communication.
 
 Compute goes on in tape order and stops only at a WAIT. A communication starts when its last member has issued it
 and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
@@ -8,63 +8,84 @@ Messages on links that have latency only take no stream: each arrives so long af
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
-from shardlab.check import Checked
-from shardlab.program import Kind, LayerKind, Op, OpKind, Sizes, Spec, attention
-from shardlab.program.tape import COMMUNICATION
-from shardlab.program.values import AUTOGRAD_KINDS
-from shardlab.simulate.costs import UNIT_COSTS, Costs
-from shardlab.simulate.memory import live_memory
-from shardlab.simulate.timeline import Event, Timeline, is_event
+from shardlab.check import Meeting
+from shardlab.program import OpKind, UserError
+from shardlab.simulate.prices import PriceList, Prices
+from shardlab.simulate.traced import Traced
 
-
-def simulate(checked: Checked, costs: Costs = UNIT_COSTS) -> Timeline:
-    """When each op of a checked program starts and ends, and how much memory is live."""
-    return _Clocks(checked, costs).run()
+FREE, WAIT, SEND = OpKind.FREE, OpKind.WAIT, OpKind.SEND
 
 
-def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-    """Of half-blocks, which part of a microbatch's work a piece is.
+class Idle(NamedTuple):
+    """Compute that stands still in a WAIT.
 
-    A norm's is none, a body's that of its slices; attention's is told by the pairs of slices that meet.
+    Attributes:
+        op: index of the op that issued what is waited for.
+        since, until: from when to when.
     """
-    sequence, width, _ = specs[op.inputs[0]].grid
-    if sizes.kind(op.layer) is LayerKind.NORM:
-        return 0.0
-    if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
-        queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]
-        heads = (queries.parts.bit_count() or width) / width
-        return heads * attention.work(queries, keys_values) / queries.holds.pieces
-    told = [specs[number] for number in (*op.inputs, *op.outputs)]
-    sums = max((spec.parts.bit_count() for spec in told if spec.kind in _TELL_SLICES), default=0)
-    return (sums or width) / width / sequence
+
+    op: int
+    since: float
+    until: float
 
 
-_TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
-"""Kinds of value whose *sums* are the slices of the layer that was computed."""
+@dataclass(frozen=True)
+class Times:
+    """When each op of each row starts and ends (WAIT and FREE: 0), and when its compute stood still.
+
+    `ready` is when a communication could have started, its last member having come, were its streams free.
+    """
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    ready: list[list[float]]
+    idle: list[list[Idle]]
+
+    @property
+    def end(self) -> float:
+        """When the last op ends."""
+        return max((max(ends, default=0.0) for ends in self.ends), default=0.0)
 
 
-class _Clocks:
-    def __init__(self, checked: Checked, costs: Costs) -> None:
-        ranks = checked.program.ranks
-        self.checked = checked
-        self.costs = costs
-        self.clock = [0.0] * ranks
-        self.stream_free = [0.0] * ranks
-        self.at = [0] * ranks
-        self.times: list[dict[int, tuple[float, float]]] = [{} for _ in range(ranks)]  # op -> (start, end)
-        self.came: dict[int, int] = {}  # meeting -> members that have come
-        self.arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
-        self.wanted: dict[int, float] = {}  # message -> when its receive was issued
-        self.handle_end: list[dict[int, float]] = [{} for _ in range(ranks)]
-        self.parked: dict[tuple[int, int], float] = {}
+class Clocks:
+    """Replays tapes in the order of time.
+
+    Args:
+        traced: what is replayed.
+        prices: how long things take.
+    """
+
+    def __init__(self, traced: Traced, prices: Prices) -> None:
+        tapes = traced.program.tapes
+        self._traced = traced
+        self._prices = prices
+        self._price = PriceList(traced, prices)
+        self._clock = [0.0] * len(tapes)
+        self._at = [0] * len(tapes)
+        starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
+        self._times = Times(starts, ends, ready, [[] for _ in tapes])
+        self._stream_free: dict[tuple[int, Hashable], float] = {}
+        self._came: dict[int, int] = {}  # meeting -> members that have come
+        self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
+        self._wanted: dict[int, float] = {}  # message -> when its receive was issued
+        self._handle_end: list[dict[int, float]] = [{} for _ in tapes]
+        self._handle_op: list[dict[int, int]] = [{} for _ in tapes]
+        self._parked: dict[tuple[int, int], float] = {}
         self._heap: list[tuple[float, int, int, int]] = []  # (time, tie, rank to go on or -1, meeting that is ready)
         self._tie = count()
 
-    def run(self) -> Timeline:
-        for rank in range(len(self.clock)):
+    def run(self) -> Times:
+        """Replay to the end.
+
+        Raises:
+            UserError: when ranks wait for ever, where messages are rendezvous and the program passes only with buffers.
+        """
+        for rank in range(len(self._clock)):
             self._push(0.0, rank, -1)
         while self._heap:
             now, _, rank, meeting = heapq.heappop(self._heap)
@@ -72,104 +93,124 @@ class _Clocks:
                 self._advance(rank, now)
             else:
                 self._start(meeting, now)
-        assert not self.parked, "a checked program does not deadlock"
-        return self._timeline()
+        if self._parked:
+            rank, handle = next(iter(self._parked))
+            op = self._traced.program.tapes[rank][self._handle_op[rank][handle]]
+            raise UserError(
+                f"the step never ends where a send waits for its receive: rank {rank} waits in {op}; issue crossing "
+                "sends and receives with exchange"
+            )
+        return self._times
 
     def _push(self, time: float, rank: int, meeting: int) -> None:
         heapq.heappush(self._heap, (time, next(self._tie), rank, meeting))
 
     def _advance(self, rank: int, now: float) -> None:
-        """Go on with one rank: alone while it computes, in the order of time where it issues communication."""
-        ops, specs, sizes = self.checked.program.tapes[rank], self.checked.specs[rank], self.checked.program.sizes
-        times, ends = self.times[rank], self.handle_end[rank]
-        clock = self.clock[rank]
-        for at in range(self.at[rank], len(ops)):
+        """Go on with one rank: alone while it computes, in the order of time where it meets others."""
+        ops, specs = self._traced.program.tapes[rank], self._traced.specs[rank]
+        starts, ends = self._times.starts[rank], self._times.ends[rank]
+        handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
+        idle, price, one_stream = self._times.idle[rank], self._price.compute, self._prices.one_stream
+        meetings, meeting_of = self._traced.meetings, self._traced.meeting_of[rank]
+        clock = self._clock[rank]
+        for at in range(self._at[rank], len(ops)):
             op = ops[at]
-            kind = op.kind
-            if kind is OpKind.WAIT:
-                if op.handle not in ends:
-                    self.parked[rank, op.handle] = clock
-                    self.at[rank], self.clock[rank] = at, clock
+            kind, handle = op[0], op[4]
+            if kind is FREE:
+                continue
+            if kind is WAIT:
+                end = handle_end.get(handle)
+                if end is None:
+                    self._parked[rank, handle] = clock
+                    self._at[rank], self._clock[rank] = at, clock
                     return
-                clock = max(clock, ends[op.handle])
-            elif kind in COMMUNICATION:
-                if clock > now:
-                    self.at[rank], self.clock[rank] = at, clock
+                if end > clock:
+                    idle.append(Idle(handle_op[handle], clock, end))
+                    clock = end
+            elif handle >= 0:
+                number = meeting_of[handle]
+                alone = not one_stream and len(meetings[number].members) == 1
+                if clock > now and not alone:
+                    self._at[rank], self._clock[rank] = at, clock
                     self._push(clock, rank, -1)
                     return
-                self._issue(rank, op.handle, now)
-            elif kind is not OpKind.FREE:
-                acted_on = specs[op.inputs[0]].holds.pieces if op.inputs else 0
-                if sizes.kinds and op.inputs:
-                    acted_on *= _share(op, specs, sizes)
-                start, clock = clock, clock + self.costs.duration(kind, acted_on)
-                times[at] = (start, clock)
-        self.at[rank], self.clock[rank] = len(ops), clock
+                handle_op[handle] = at
+                if alone:
+                    self._start(number, clock)
+                else:
+                    self._issue(kind, number, now)
+            else:
+                starts[at] = clock
+                clock += price(op, specs)
+                ends[at] = clock
+        self._at[rank], self._clock[rank] = len(ops), clock
 
-    def _issue(self, rank: int, handle: int, now: float) -> None:
-        """A part of a communication is issued: a send is ready at once, all else when its last member has come."""
-        number = self.checked.meeting_of[rank][handle]
-        meeting = self.checked.meetings[number]
-        if meeting.group is not None:
-            self.came[number] = self.came.get(number, 0) + 1
-            if self.came[number] == len(meeting.members):
+    def _issue(self, kind: OpKind, number: int, now: float) -> None:
+        """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
+        meeting = self._traced.meetings[number]
+        if meeting.group is not None or self._prices.messages == "rendezvous":
+            self._came[number] = self._came.get(number, 0) + 1
+            if self._came[number] == len(meeting.members):
                 self._push(now, -1, number)
-        elif meeting.members[0].rank == rank:
+        elif kind is SEND:
             self._push(now, -1, number)
         else:
-            self.wanted[number] = now
+            self._wanted[number] = now
             self._receive(number)
 
     def _start(self, number: int, now: float) -> None:
-        meeting = self.checked.meetings[number]
+        meeting = self._traced.meetings[number]
         if meeting.group is not None:
-            self._run(number, range(len(meeting.members)), now, self.costs.collective)
-        elif number in self.arrives:
-            self._run(number, [1], now, self.costs.recv)
+            self._run(number, range(len(meeting.members)), now, self._price.collective(meeting))
+            return
+        rank, _, at = meeting.members[0]
+        op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
+        sending, receiving = self._price.message(op, rank, specs)
+        if self._prices.messages == "rendezvous":
+            self._run(number, range(2), now, sending)
+        elif number in self._arrives:
+            self._run(number, [1], now, receiving)
         else:
-            self.arrives[number] = self._run(number, [0], now, self.costs.send)
+            self._arrives[number] = self._run(number, [0], now, sending)
             self._receive(number)
 
     def _receive(self, number: int) -> None:
         """A receive is ready once it is issued and its message has arrived."""
-        if number in self.arrives and number in self.wanted:
-            self._push(max(self.wanted[number], self.arrives[number]), -1, number)
+        if number in self._arrives and number in self._wanted:
+            self._push(max(self._wanted[number], self._arrives[number]), -1, number)
 
-    def _run(self, number: int, places: list[int] | range, now: float, duration: float) -> float:
+    def _run(self, number: int, places: Sequence[int], now: float, duration: float) -> float:
         """Some members' part of a communication; when it ends."""
-        meeting = self.checked.meetings[number]
+        meeting = self._traced.meetings[number]
         members = [meeting.members[place] for place in places]
-        on_link = self.costs.link_latency and meeting.group is None
-        start = now if on_link else max(now, *(self.stream_free[member.rank] for member in members))
+        on_link = meeting.group is None and self._prices.messages == "link"
+        stream, free, start = self._stream(meeting), self._stream_free, now
+        if not on_link:
+            for rank, _, _ in members:
+                start = max(start, free.get((rank, stream), 0.0))
         end = start + duration
         for rank, handle, op in members:
             if not on_link:
-                self.stream_free[rank] = end
+                free[rank, stream] = end
             sent_away = on_link and places == [0]  # the link has it; the sender need not wait
-            self.handle_end[rank][handle] = start if sent_away else end
-            self.times[rank][op] = (start, end)
-            if (rank, handle) in self.parked:
-                self._push(max(self.parked.pop((rank, handle)), now), rank, -1)
+            self._handle_end[rank][handle] = start if sent_away else end
+            self._times.starts[rank][op], self._times.ends[rank][op] = start, end
+            self._times.ready[rank][op] = now
+            if (rank, handle) in self._parked:
+                self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
         return end
 
-    def _timeline(self) -> Timeline:
-        program = self.checked.program
-        events: list[list[Event]] = []
-        for rank, memory in enumerate(live_memory(self.checked)):
-            specs, times = self.checked.specs[rank], self.times[rank]
-            events.append(
-                [
-                    Event(
-                        rank,
-                        at,
-                        op.kind,
-                        op.layer,
-                        specs[(op.inputs or op.outputs)[0]].microbatches,
-                        *times[at],
-                        memory[at],
-                    )
-                    for at, op in enumerate(program.tapes[rank])
-                    if is_event(op.kind)
-                ]
-            )
-        return Timeline(program, events)
+    def _stream(self, meeting: Meeting) -> Hashable:
+        """The stream that a communication takes on each of its ranks: the only one, or its communicator's.
+
+        A group has a communicator; so have two ranks, for single messages (ProcessGroupNCCL::pointToPoint). What is
+        exchanged in one call crosses, so there each direction counts alone.
+        """
+        if self._prices.one_stream:
+            return None
+        if meeting.group is not None:
+            return meeting.group
+        sender, receiver = meeting.members
+        if self._traced.program.tapes[sender.rank][sender.op].batch >= 0:
+            return sender.rank, receiver.rank
+        return frozenset((sender.rank, receiver.rank))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlab.program import OpKind
+from shardlab.program import Kind, LayerKind, Op, OpKind, Sizes, Spec, attention
 from shardlab.program.tape import COLLECTIVES
+from shardlab.program.values import AUTOGRAD_KINDS
+from shardlab.simulate.prices import Messages
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,28 @@ class Costs:
         """An unsplit backward pass: both halves."""
         return self.backward_input + self.backward_weight
 
+    @property
+    def one_stream(self) -> bool:
+        """Messages and collectives of a rank take turns."""
+        return True
+
+    @property
+    def messages(self) -> Messages:
+        return "link" if self.link_latency else "buffered"
+
+    def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        """Time units of a compute op: its microbatches count, and of half-blocks the part that is computed."""
+        acted_on: float = specs[op.inputs[0]].holds.pieces if op.inputs else 0
+        if sizes.kinds and op.inputs:
+            acted_on *= _share(op, specs, sizes)
+        return self.duration(op.kind, acted_on)
+
+    def collective_time(self, kind: OpKind, bytes: float, ranks: Sequence[int]) -> float:
+        return self.collective
+
+    def message_times(self, bytes: float, source: int, target: int) -> tuple[float, float]:
+        return self.send, self.recv
+
     def duration(self, kind: OpKind, microbatches: float) -> float:
         """Time units of an op that acts on so many microbatches."""
         if kind in COLLECTIVES:
@@ -53,6 +78,26 @@ class Costs:
         each: float = getattr(self, kind.value)
         return each * microbatches if kind.value in _PER_MICROBATCH else each
 
+
+def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+    """Of half-blocks, which part of a microbatch's work a piece is.
+
+    A norm's is none, a body's that of its slices; attention's is told by the pairs of slices that meet.
+    """
+    sequence, width, _ = specs[op.inputs[0]].grid
+    if sizes.kind(op.layer) is LayerKind.NORM:
+        return 0.0
+    if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
+        queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]
+        heads = (queries.parts.bit_count() or width) / width
+        return heads * attention.work(queries, keys_values) / queries.holds.pieces
+    told = [specs[number] for number in (*op.inputs, *op.outputs)]
+    sums = max((spec.parts.bit_count() for spec in told if spec.kind in _TELL_SLICES), default=0)
+    return (sums or width) / width / sequence
+
+
+_TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
+"""Kinds of value whose *sums* are the slices of the layer that was computed."""
 
 _FREE_OF_CHARGE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.WAIT, OpKind.FREE})
 _ATTENTION = frozenset({"attend", "attend_backward"})

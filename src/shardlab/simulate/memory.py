@@ -1,17 +1,66 @@
-"""Live memory at every op of every rank, in elements."""
+"""Live memory at every op of every rank, in all and by what it is for."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
-from shardlab.program import Kind, Op, OpKind
+from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.program.values import AUTOGRAD_KINDS
+from shardlab.simulate.prices import Bytes
+from shardlab.simulate.traced import Traced
 
 
-def live_memory(checked: Checked, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
+class Category(Enum):
+    """What memory is for.
+
+    GATHERED: weights put together for a use. COMMUNICATION: results that are on their way.
+    """
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    GATHERED = "gathered"
+    COMMUNICATION = "communication"
+
+
+CATEGORIES = tuple(Category)
+
+_PLACE = {category: place for place, category in enumerate(CATEGORIES)}
+_PARAMETERS, _GATHERED, _COMMUNICATION = (
+    _PLACE[category] for category in (Category.PARAMETERS, Category.GATHERED, Category.COMMUNICATION)
+)
+_PLACE_OF_KIND = dict.fromkeys(Kind, _PLACE[Category.ACTIVATIONS]) | {
+    Kind.WEIGHT: _PARAMETERS,
+    Kind.OPT_STATE: _PLACE[Category.OPTIMIZER],
+    Kind.GRAD_WEIGHT: _PLACE[Category.GRADIENTS],
+}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds in a step.
+
+    Attributes:
+        before: for each op what is live when it starts, before its own result is stored.
+        peak: the most that is live while an op runs: what was there, and its own result.
+        peak_op: index of the first op with which the peak is reached.
+        by_category: the peak, in the order of `CATEGORIES`.
+        counters: for each op what is live while it runs, by category (empty unless asked for).
+    """
+
+    before: list[int]
+    peak: int
+    peak_op: int
+    by_category: tuple[int, ...]
+    counters: list[tuple[int, ...]]
+
+
+def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
     """For each rank and op, the elements that are live when the op starts, before its own result is stored.
 
     Only values of some kinds are counted, if `of` names them.
@@ -20,30 +69,95 @@ def live_memory(checked: Checked, of: Collection[Kind] = tuple(Kind)) -> list[li
     and an update's results take the place of what it was given. A gradient that BACKWARD adds to an older one takes no
     room of its own, and neither does their sum.
     """
-    return [_of_rank(checked, rank, of) for rank in range(checked.program.ranks)]
+    elements = traced.program.sizes.elements
+
+    def size(spec: Spec) -> int:
+        return elements(spec) if spec.kind in of else 0
+
+    return [account(tape, traced.specs[row], size).before for row, tape in enumerate(traced.program.tapes)]
 
 
-def _of_rank(checked: Checked, rank: int, of: Collection[Kind]) -> list[int]:
-    tape, specs = checked.program.tapes[rank], checked.specs[rank]
-    elements = checked.program.sizes.elements
-    fused = InPlace(tape).fused
-    room = {number: elements(spec) if spec.kind in of else 0 for number, spec in specs.items()}
-    for _, newer in fused.values():
-        room[newer] = 0
+def memory_in_bytes(traced: Traced, *, counters: bool = False) -> list[RankMemory]:
+    """The same in bytes as the executor holds them, with the peak; with all categories at every op for `counters`."""
+    size = Bytes(traced.program.sizes)
+    return [
+        account(tape, traced.specs[row], size, real=True, counters=counters)
+        for row, tape in enumerate(traced.program.tapes)
+    ]
+
+
+def account(
+    tape: Sequence[Op],
+    specs: Mapping[int, Spec],
+    size: Callable[[Spec], int],
+    *,
+    real: bool = False,
+    counters: bool = False,
+) -> RankMemory:
+    """Follow one tape, with every value as large as `size` says.
+
+    Args:
+        real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
+            puzzles count both.
+        counters: whether to note all categories at every op.
+    """
+    in_place = InPlace(tape)
+    taken_over = {at: older for at, (older, _) in in_place.fused.items()}
+    if real:
+        taken_over |= {at: tape[at].inputs[0] for at in in_place.first_input if at not in taken_over}
+    free_of_room = {newer for _, newer in in_place.fused.values()}
+    room: dict[int, int] = {}
+    place: dict[int, int] = {}
     owned: dict[int, dict[Kind, int]] = defaultdict(dict)
-    live = 0
+    issued: dict[int, tuple[int, ...]] = {}
+    live, peak, peak_op = 0, 0, 0
+    by_category = [0] * len(CATEGORIES)
+    at_peak = tuple(by_category)
     before: list[int] = []
+    curve: list[tuple[int, ...]] = []
     for at, op in enumerate(tape):
         before.append(live)
-        live += sum(room[number] for number in op.outputs)
-        keeps = bool(op.outputs) and specs[op.outputs[-1]].kind in AUTOGRAD_KINDS
-        for number in _gone(op, owned, keeps=keeps):
-            live -= room[number]
-        if at in fused:  # the sum is the older gradient's buffer, and from now on that is all that counts
-            older, _ = fused[at]
+        kind, outputs, handle = op[0], op[3], op[4]
+        for number in outputs:
+            spec = specs[number]
+            bytes = room[number] = 0 if number in free_of_room else size(spec)
+            slot = _PLACE_OF_KIND[spec[0]]
+            if handle >= 0:
+                gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[4] == 0
+                slot = _GATHERED if gathers else _COMMUNICATION
+                issued[handle] = outputs
+            place[number] = slot
+            by_category[slot] += bytes
+            live += bytes
+        if at in taken_over:  # the result is that value's buffer, and from now on that is all that counts
+            older = taken_over[at]
             live -= room[older]
+            by_category[place[older]] -= room[older]
             room[older] = 0
-    return before
+        if kind is OpKind.UPDATE:  # in place: what is made is what was given
+            for number in op[2][1:3]:
+                live -= room[number]
+                by_category[place[number]] -= room[number]
+        if live > peak:
+            peak, peak_op, at_peak = live, at, tuple(by_category)
+        if counters:
+            curve.append(tuple(by_category))
+        if kind is OpKind.FREE and op[2][0] not in owned:  # what most ops are
+            number = op[2][0]
+            live -= room[number]
+            by_category[place[number]] -= room[number]
+        elif kind is OpKind.WAIT:
+            for number in issued.pop(handle, ()):
+                if place[number] == _COMMUNICATION and number in room:  # it has arrived
+                    by_category[_COMMUNICATION] -= room[number]
+                    place[number] = _PLACE_OF_KIND[specs[number][0]]
+                    by_category[place[number]] += room[number]
+        elif kind in _ENDS:
+            keeps = bool(outputs) and specs[outputs[-1]].kind in AUTOGRAD_KINDS
+            for number in _gone(op, owned, keeps=keeps):
+                live -= room[number]
+                by_category[place[number]] -= room[number]
+    return RankMemory(before, peak, peak_op, at_peak, curve)
 
 
 def _gone(op: Op, owned: dict[int, dict[Kind, int]], *, keeps: bool) -> Iterator[int]:
@@ -52,8 +166,6 @@ def _gone(op: Op, owned: dict[int, dict[Kind, int]], *, keeps: bool) -> Iterator
     if kind is OpKind.FREE:
         yield activation
         yield from owned.pop(activation, {}).values()
-    if kind is OpKind.UPDATE:
-        yield from op.inputs[1:3]
     if kind in _READS:
         yield owned[activation].pop(_READS[kind])
     if kind in _MAKES and keeps:
@@ -72,3 +184,4 @@ _MAKES = {
     OpKind.RECOMPUTE: Kind.SAVED,
     OpKind.BACKWARD_INPUT: Kind.SAVED_FOR_WEIGHT,
 }
+_ENDS = frozenset({OpKind.FREE, *_READS, *_MAKES})

@@ -17,8 +17,8 @@ class Event(NamedTuple):
         rank, op: where it stands on the tapes.
         kind, layer: what was done.
         microbatches: the microbatches acted on, as a bit set.
-        start, end: when, in the cost model's unit.
-        memory: elements live on the rank when the op starts, before its own result is stored.
+        start, end: when, in the cost model's unit, or in seconds.
+        memory: elements, or bytes, live on the rank when the op starts, before its own result is stored.
     """
 
     rank: int
@@ -38,10 +38,12 @@ class Timeline:
     Attributes:
         program: the tapes.
         events: for each rank its events; WAIT and FREE are not among them.
+        in_seconds: whether times are seconds and memory bytes, rather than unit costs and elements.
     """
 
     program: Program
     events: list[list[Event]]
+    in_seconds: bool = False
 
     @property
     def steps(self) -> float:

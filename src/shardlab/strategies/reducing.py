@@ -33,6 +33,8 @@ class Gradients:
         kept_whole = [axis in plan.reduced_each and axis not in plan.shard_gradients for axis in axes]
         uncut = kept_whole.index(True) if True in kept_whole else len(axes)
         self._cut = [axis for axis in axes[:uncut] if axis in plan.shard_optimizer]
+        others = (*axes, *(("ep",) if len(rank.group("ep").ranks) > 1 else ()))
+        self._axes_of_experts, self._axes_of_others = axes, list(others)
         self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
         self._owner = rank.sizes.weight_of
         self._counted = [l for l in layers if self._owner(l) == l]
@@ -60,10 +62,8 @@ class Gradients:
 
         Over `ep` experts are other slices, whose gradients have every microbatch of the group in them already.
         """
-        axes = dict.fromkeys((*self._plan.shard_optimizer, *CUT_AXES, "ep"))
-        if self._rank.kinds[layer] is LayerKind.EXPERTS:
-            del axes["ep"]
-        return [axis for axis in axes if len(self._rank.group(axis).ranks) > 1]
+        experts = self._rank.kinds[layer] is LayerKind.EXPERTS
+        return self._axes_of_experts if experts else self._axes_of_others
 
     async def add(self, layer: int, gradient: Value) -> None:
         """A microbatch's gradient of a layer."""

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from shardlab.check import Checked, check
-from shardlab.models import Blocks, Columns, ExpertLayers, Halves, Model, MoE
-from shardlab.program import Sizes, UserError, trace
+from shardlab.models import Blocks, Model
+from shardlab.models.fit import cut_for
+from shardlab.program import Sizes, trace
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 
@@ -68,19 +69,8 @@ class Job:
         """
         entry = load(self.strategy)
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
-        if mesh.ep > 1:
-            if not isinstance(self.model, MoE):
-                raise UserError(
-                    f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(self.model).__name__} has "
-                    "none; train a MoE, or set ep to 1"
-                )
-            return ExpertLayers(self.model, mesh.ep)
-        if entry.columns:
-            return Columns(self.model, mesh.tp)
-        tied = bool(self.model.borrowed(self.model.layers - 1))
-        apart = mesh.cp > 1 or (plan is not None and plan.attention_apart)
-        halves = mesh.tp > 1 or apart or (plan is not None and tied)
-        return Halves(self.model, mesh.tp, context=apart) if halves else self.model
+        apart = plan is not None and plan.attention_apart
+        return cut_for(self.model, mesh, planned=plan is not None, attention_apart=apart, columns=entry.columns)
 
     @property
     def sizes(self) -> Sizes:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.models import GPT, MLP, Blocks, Halves
+from shardlab.models import GPT, MLP, Blocks, Halves, Llama
 from shardlab.models.halves import Projection
 from shardlab.models.tensors import Dropout, Share, layers_of, loss_of, to_blocks, to_halves, views
 from shardlab.models.tensors.attention import attend, attend_backward, merge
@@ -15,7 +15,12 @@ from shardlab.program.sizes import LayerKind
 from tests.models.tensors.test_halves import batch, error, random_flats
 
 SMALL = {"layers": 2, "width": 16, "vocabulary": 40, "block": 12}
-MODELS = [GPT(heads=4, **SMALL), GPT(heads=8, kv_heads=4, bias=False, **SMALL), MLP(hidden=20, dropout=0.3, **SMALL)]
+MODELS = [
+    GPT(heads=4, **SMALL),
+    GPT(heads=8, kv_heads=4, bias=False, **SMALL),
+    MLP(ffn_hidden=20, dropout=0.3, **SMALL),
+]
+MODELS += [Llama(heads=4, kv_heads=2, **SMALL), GPT(heads=4, rope_theta=1e3, activation="squared_relu", **SMALL)]
 TOKENS = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
 """Of each of two ranks, in the balanced order."""
 
@@ -72,7 +77,10 @@ def test_the_cut_model_equals_the_whole_in_loss_and_gradients(whole: Blocks) -> 
             ]
             residuals, held = [r for r, _ in made], [x for _, x in made]
         else:
-            made = [layer.run(leaves[number], (x,), dropout=dropout) for x in held]
+            made = [
+                layer.run(leaves[number], (x,), Share(tokens=mine), dropout)
+                for x, mine in zip(held, TOKENS, strict=True)
+            ]
             half = model.half(number)
             if isinstance(half, Projection):
                 held = Attended.apply(half.part, *(q for _, q in made), *(kv for kv, _ in made))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.models import GPT, MLP, Blocks, Halves
+from shardlab.models import GPT, MLP, Blocks, Halves, Llama
 from shardlab.models.tensors import (
     Dropout,
     Share,
@@ -30,10 +30,13 @@ MODELS = [
     GPT(heads=8, kv_heads=4, dropout=0.3, **SMALL),
     GPT(heads=4, bias=False, **SMALL | {"vocabulary": 37}),
     GPT(heads=4, dropout=0.2, **SMALL | {"vocabulary": 5}),  # of four slices, the last is padding alone
-    MLP(hidden=20, **SMALL),
+    MLP(ffn_hidden=20, **SMALL),
     MLP(dropout=0.1, **SMALL | {"layers": 1, "vocabulary": 41}),
     GPT(heads=4, dropout=0.1, tied=True, **SMALL | {"vocabulary": 41}),
     GPT(heads=4, tied=True, **SMALL | {"layers": 1}),
+    Llama(heads=8, kv_heads=4, **SMALL),
+    Llama(heads=4, dropout=0.2, ffn_hidden=20, **SMALL),
+    GPT(heads=4, activation="squared_relu", norm="rms", **SMALL),
 ]
 DROPPED = Dropout(0.3, seed=1, step=2, layer=99, microbatches=(3, 5))
 """As an executor gives it to any layer: which masks a layer's are is the layer's own business."""

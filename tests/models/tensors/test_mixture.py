@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardlab.models import MoE
-from shardlab.models.moe import Mixture
+from shardlab.models.mixture import Mixture
 from shardlab.models.tensors import Share
 from shardlab.models.tensors.mixture import auxiliary_loss, dispatch, route, slots_of
 from shardlab.models.tensors.parts import body_of

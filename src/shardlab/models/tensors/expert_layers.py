@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardlab.models.expert_layers import Dense
+from shardlab.models.expert_layers import Dense, Experts
 from shardlab.models.parts import Head
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.layers import Layer, Tensors
@@ -58,7 +58,9 @@ class DenseLayer(Layer):
 class ExpertsLayer(Layer):
     """(dispatched,) to (combined,): the buffers of some experts, of any number of microbatches."""
 
+    half: Experts
+
     def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
         (x,) = inputs
         assert x is not None
-        return (experts_of(p, x),)
+        return (experts_of(self.half.part, p, x),)

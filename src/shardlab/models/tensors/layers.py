@@ -12,9 +12,11 @@ from torch import Tensor
 
 from shardlab.models.columns import Matrix
 from shardlab.models.halves import Body, Norm
-from shardlab.models.parts import Attention, Embedding, Head, Part
+from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
+from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
+from shardlab.models.tensors.rotary import rotated
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -125,7 +127,9 @@ class ColumnLayer(Layer):
         if isinstance(part, Head):
             return (body_of(part, p, x, share, dropout),)
         made = F.linear(x, weight, p.get(f"{self.half.name}.bias"))
-        return (F.gelu(made) if self.half.activates else made,)
+        if self.half.activates and isinstance(part, FeedForward):
+            made = activated(part.activation, made)
+        return (made,)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,9 @@ class ProjectionLayer(Layer):
         assert x is not None
         features = F.linear(x, p["attn.c_attn.weight"], p.get("attn.c_attn.bias"))  # one node where parameters enter
         mine = self.part.heads_of(share.of)
+        if mine.rope_theta is not None:
+            heads, size = mine.heads + mine.kv_heads, mine.width // mine.heads
+            features = rotated(features, heads, size, share.tokens or range(x.shape[1]), mine.rope_theta)
         queries, keys_values = torch.split(features, [mine.width, 2 * mine.kv_width], -1)
         return keys_values.clone(), queries.clone()
 

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.moe import Mixture
+from shardlab.models.mixture import Mixture
+from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import Share, body_of
 
@@ -162,10 +163,10 @@ def _gathered(buffers: Tensor, slots: Tensor) -> Tensor:
     return found.masked_fill_((slots < 0)[..., None], 0)
 
 
-def experts_of(p: Mapping[str, Tensor], buffers: Tensor) -> Tensor:
+def experts_of(part: Mixture, p: Mapping[str, Tensor], buffers: Tensor) -> Tensor:
     """Buffers (microbatches * experts, capacity, C) through the experts whose parameters are given."""
     hidden = _linear(p, "mlp.experts.c_fc", buffers)
-    return _linear(p, "mlp.experts.c_proj", F.gelu(hidden))
+    return _linear(p, "mlp.experts.c_proj", activated(part.activation, hidden))
 
 
 def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -207,5 +208,5 @@ class _ExpertLinear(torch.autograd.Function):
 def _(part: Mixture, p: Mapping[str, Tensor], x: Tensor, share: Share, dropout: Dropout | None) -> Tensor:
     routed = route(part, p, x, share)
     slots = slots_of(part, routed.choices, share.microbatches)
-    buffers = experts_of(p, dispatch(part, x, slots, share.microbatches))
+    buffers = experts_of(part, p, dispatch(part, x, slots, share.microbatches))
     return combine(buffers, routed.gates, slots)

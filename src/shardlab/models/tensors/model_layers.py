@@ -30,7 +30,7 @@ def _layer(model: Model, layer: int) -> Layer:
         return BlockLayer(names, model.parts(layer))
     if isinstance(model, ExpertLayers):
         half = model.half(layer)
-        return DenseLayer(names, half) if isinstance(half, Dense) else ExpertsLayer(names)
+        return DenseLayer(names, half) if isinstance(half, Dense) else ExpertsLayer(names, half)
     assert isinstance(model, Halves), f"no arithmetic for {type(model).__name__}"
     half = model.half(layer)
     if isinstance(half, Projection):

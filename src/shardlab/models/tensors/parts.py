@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.moe import Mixture
+from shardlab.models.mixture import Mixture
 from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
+from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.dropout import Dropout, Site
 from shardlab.models.tensors.lookup import look_up
+from shardlab.models.tensors.rms_norm import rms_norm
+from shardlab.models.tensors.rotary import rotated
 from shardlab.models.tensors.tokens import rows_of
 
 Parameters = Mapping[str, Tensor]
@@ -33,7 +36,7 @@ class Share:
 
     Attributes:
         slice, of: of a body, the slice of its parameters, and how many there are.
-        tokens: of a norm, the tokens of the sequence, ascending (None: all).
+        tokens: of a norm or a projection, the tokens of the sequence, ascending (None: all).
         microbatches: how many the input's rows are, with equally many rows each; each is routed by itself.
         of_step: how many the step has; each has an equal share of the tokens that are routed.
     """
@@ -61,7 +64,8 @@ def compute(part: Part, p: Parameters, x: Tensor, dropout: Dropout | None, share
 
 def norm_of(part: Part, p: Parameters, x: Tensor) -> Tensor:
     """The norm that a part begins with."""
-    return F.layer_norm(x, x.shape[-1:], p[f"{part.norm_name}.weight"], p.get(f"{part.norm_name}.bias"))
+    weight = p[f"{part.norm_name}.weight"]
+    return rms_norm(x, weight) if part.rms else F.layer_norm(x, x.shape[-1:], weight, p.get(f"{part.norm_name}.bias"))
 
 
 def add_branch(
@@ -100,14 +104,17 @@ def _(part: Embedding, p: Parameters, x: Tensor, share: Share, dropout: Dropout 
 def _(part: Attention, p: Parameters, x: Tensor, share: Share, dropout: Dropout | None) -> Tensor:
     rows, tokens, _ = x.shape
     heads, kv_heads, size = part.heads // share.of, part.kv_heads // share.of, part.width // part.heads
-    features = _linear(p, "attn.c_attn", x).view(rows, tokens, heads + 2 * kv_heads, size).transpose(1, 2)
+    features = _linear(p, "attn.c_attn", x)
+    if part.rope_theta is not None:
+        features = rotated(features, heads + kv_heads, size, range(tokens), part.rope_theta)
+    features = features.view(rows, tokens, heads + 2 * kv_heads, size).transpose(1, 2)
     q, k, v = features[:, :heads], features[:, heads:-kv_heads], features[:, -kv_heads:]  # (rows, heads, T, size)
-    if kv_heads < heads:
-        q = q.clone()  # autograd then keeps this and not all features
-        k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
     if dropout is None:
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads < heads)
     else:
+        if kv_heads < heads:
+            q = q.clone()  # autograd then keeps this and not all features
+            k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
         mine = range(share.slice * heads, (share.slice + 1) * heads)
         mask = dropout.mask(Site.ATTENTION, (rows, part.heads, tokens, tokens), q, 1, mine)
         mixed = _attention_with_dropout(q, k, v, mask)
@@ -116,7 +123,7 @@ def _(part: Attention, p: Parameters, x: Tensor, share: Share, dropout: Dropout 
 
 @body_of.register
 def _(part: FeedForward, p: Parameters, x: Tensor, share: Share, dropout: Dropout | None) -> Tensor:
-    return _linear(p, "mlp.c_proj", F.gelu(_linear(p, "mlp.c_fc", x)))
+    return _linear(p, "mlp.c_proj", activated(part.activation, _linear(p, "mlp.c_fc", x)))
 
 
 @body_of.register

@@ -1,0 +1,88 @@
+"""How fast a step of many ranks is simulated: traced with alike ranks folded, then clocks and memory replayed.
+
+    python benchmarks/simulate.py
+
+Ops are the entries of the tapes that are traced, WAIT and FREE included. Everything runs in one process on one core;
+`seconds` is the process's own time from the plan to the figures of the step, `ops_per_s` that of clocks and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from shardlab.hardware import find_cluster
+from shardlab.models import find_model
+from shardlab.program import Mesh
+from shardlab.simulate.estimate import estimate
+from shardlab.simulate.precision import find_precision
+from shardlab.simulate.priced import ClusterPrices
+from shardlab.simulate.workload import Workload
+from shardlab.strategies.plan import Plan
+
+SHARD = ("dp_shard",)
+
+CASES = [  # model, cluster, plan, microbatches of each pipeline
+    ("llama3-70b", "h100x64", Plan(Mesh(pp=4, dp_shard=2, tp=8), sequence_parallel=True, shard_optimizer=SHARD), 32),
+    (
+        "llama3-405b",  # its 126 layers
+        "h100x16384",
+        Plan(Mesh(pp=16, dp_shard=128, tp=8), sequence_parallel=True, shard_optimizer=SHARD),
+        128,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time simulation."""
+
+    json: bool = False
+    """Print JSON alone."""
+
+
+def main(options: Options) -> None:
+    rows: list[dict[str, object]] = []
+    for model, cluster, plan, microbatches in CASES:
+        start, began = time.process_time(), time.perf_counter()
+        workload = Workload(
+            plan, find_model(model), find_cluster(cluster), microbatches * plan.data_ranks, 1, find_precision("bf16")
+        )
+        traced = workload.traced
+        middle = time.process_time()
+        step = estimate(traced, ClusterPrices(workload.cut, workload.rows, workload.cluster, workload.precision))
+        end = time.process_time()
+        ops = sum(map(len, traced.program.tapes))
+        rows.append(
+            {
+                "model": model,
+                "cluster": cluster,
+                "layers": workload.model.layers,
+                "microbatches": microbatches,
+                "ops": ops,
+                "trace_s": middle - start,
+                "simulate_s": end - middle,
+                "seconds": end - start,
+                "wall_s": time.perf_counter() - began,
+                "ops_per_s": ops / (end - middle),
+                "step_s": step.step,
+            }
+        )
+    if options.json:
+        print(json.dumps({"cases": rows}, indent=2))
+        return
+    shown = ("cluster", "layers", "microbatches", "ops", "trace_s", "simulate_s", "seconds", "ops_per_s")
+    table = Table(*shown)
+    for row in rows:
+        values = (row[name] for name in shown)
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in values))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,132 @@
+"""The flags that say which model, and what they change of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from shardlab.cli.options import Flag, Layers, OptionalCount
+from shardlab.program import UserError
+
+if TYPE_CHECKING:
+    from shardlab.models import Blocks
+
+
+def _factor(words: list[str]) -> float:
+    if words[0].lower() == "none":
+        return math.inf
+    try:
+        return float(words[0])
+    except ValueError:
+        raise ValueError(f"{words[0]!r} is not a number; give one, or none.") from None
+
+
+Factor = Annotated[
+    float | None,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{FLOAT|none}",
+        instance_from_str=_factor,
+        is_instance=lambda value: value is None or isinstance(value, float),
+        str_from_instance=lambda value: [str(value)],
+    ),
+    tyro.conf.arg(help_behavior_hint=""),
+]
+"""A number or the word none, which is infinity here; or not given."""
+
+OptionalNumber = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+Name = Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model by name, and what flags change of it."""
+
+    model: Name = None
+    """gpt, llama, mlp (sees one token at a time), moe, mixtral; a published one such as gpt2-xl, gpt3-175b, llama3-8b
+    or mixtral-8x7b; or a TOML file. Published ones have their own sizes, which the flags below change."""
+
+    layers: Layers = None
+    """Layers of the model; the embedding is part of the first, the head of the last."""
+
+    width: OptionalCount = None
+    """Features of a token."""
+
+    heads: OptionalCount = None
+    """Attention heads."""
+
+    kv_heads: OptionalCount = None
+    """Heads of keys and values, each shared by several query heads."""
+
+    ffn_hidden: OptionalCount = None
+    """Features inside each MLP or expert."""
+
+    experts: OptionalCount = None
+    """Experts of every layer (moe, mixtral)."""
+
+    top_k: OptionalCount = None
+    """How many experts a token is sent to (moe, mixtral)."""
+
+    capacity_factor: Factor = None
+    """Places of an expert, as a multiple of its even share of the tokens; none drops no token (moe, mixtral)."""
+
+    auxiliary: OptionalNumber = None
+    """Weight of the load-balancing loss (moe, mixtral)."""
+
+    vocabulary: OptionalCount = None
+    """How many different tokens there are (256: bytes)."""
+
+    block: OptionalCount = None
+    """Tokens of a sequence."""
+
+    dropout: OptionalNumber = None
+    """Dropout's probability."""
+
+    no_bias: Flag = False
+    """No biases in linear maps and norms."""
+
+    tied: Flag = False
+    """The head uses the token embedding; with more than one layer, under a plan."""
+
+    untied: Flag = False
+    """The head has a matrix of its own, also where the published model's has not."""
+
+    def make(self, layers: int, otherwise: str = "gpt", **small: Any) -> Blocks:
+        """The model that the options describe.
+
+        Args:
+            layers: of an architecture for which nobody says.
+            otherwise: the model, if none is named.
+            small: other sizes of an architecture for which nobody says, as far as it has them.
+
+        Raises:
+            UserError: when there is no such model, or it has not what a flag says.
+        """
+        from shardlab.models.named import ARCHITECTURES, find_model, with_fields
+
+        name = self.model or otherwise
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        given = {field: value for field, value in given.items() if value is not None and value is not False}
+        if given.pop("no_bias", False):
+            given["bias"] = False
+        if given.pop("untied", False):
+            if self.tied:
+                raise UserError("both --tied and --untied were given; give one of them")
+            given["tied"] = False
+        if given.get("capacity_factor") == math.inf:
+            given["capacity_factor"] = None
+        model = find_model(name)
+        if name.lower() in ARCHITECTURES:
+            has = {field.name for field in fields(model)}
+            given = {field: value for field, value in small.items() if field in has} | {"layers": layers} | given
+        return with_fields(model, given, name)
+
+
+DEFAULT_MODEL = ModelOptions()
+
+ModelFlags = Annotated[ModelOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
+"""The flags, as a command's field; their names stand alone."""

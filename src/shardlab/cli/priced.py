@@ -1,0 +1,162 @@
+"""`shardlab simulate ... --model NAME --cluster NAME`: a step in seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardlab.cli.plan_options import PlanOptions
+from shardlab.cli.strategy import checked
+from shardlab.program import AXES, Mesh, Sizes, UserError
+from shardlab.strategies.entry import Entry
+from shardlab.strategies.load import load
+
+if TYPE_CHECKING:
+    from shardlab.simulate.estimate import Estimate, Peak
+    from shardlab.simulate.workload import Workload
+
+FLOPS_CONVENTION = (
+    "products of matrices, forward and twice as many backward; attention as a whole square; "
+    "nothing for what is computed again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        strategy: its name, if one is given.
+        layout: flags of a plan.
+        model, cluster, precision: by name; without a precision, bfloat16 where the device has it.
+        ranks, layers, microbatches, rows: as given, or None.
+    """
+
+    strategy: str | None
+    layout: PlanOptions
+    model: str
+    cluster: str
+    precision: str | None
+    ranks: int | None
+    layers: int | None
+    microbatches: int | None
+    rows: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A priced step.
+
+    Attributes:
+        entry: the strategy.
+        workload, estimate: what was simulated, and what came out.
+        names: of the model and the cluster.
+        notes: what was done to the model that a reader should know.
+    """
+
+    entry: Entry
+    workload: Workload
+    estimate: Estimate
+    names: tuple[str, str]
+    notes: list[str]
+
+
+def price(request: Request) -> Result:
+    """Simulate.
+
+    Raises:
+        UserError: for names that are unknown, sizes that do not fit, and a plan that does not fit into memory.
+        Refused: for a program that is wrong.
+    """
+    from shardlab.hardware import find_cluster
+    from shardlab.models import find_model
+    from shardlab.simulate.fitting import require_memory
+    from shardlab.simulate.precision import find_precision
+    from shardlab.simulate.workload import Workload
+
+    cluster = find_cluster(request.cluster)
+    model = find_model(request.model)
+    if request.layers is not None:
+        model = replace(model, layers=request.layers)
+    entry, ranks = request.layout.entry(request.strategy, request.ranks or _ranks(request, cluster.size))
+    cluster.require(ranks)
+    precision = find_precision(request.precision or ("bf16" if "bfloat16" in cluster.device.flops else "fp32"))
+    mesh, notes = entry.grid(ranks), list[str]()
+    microbatches = request.microbatches or _microbatches(mesh)
+    if entry.plan is None and model.borrowed(model.layers - 1):
+        notes.append(
+            f"{entry.name} computes on whole blocks, which share no weight: the tied head of {request.model} is priced "
+            f"as {model.vocabulary * model.width:,} parameters of its own (plans keep it tied)"
+        )
+        model = replace(model, tied=False)  # type: ignore[call-arg]  # a model that borrows has the field
+
+    def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Any:
+        proof = checked(entry, ranks, sizes, microbatches)
+        if (why := proof.why_not("nccl")) is not None:
+            raise UserError(f"{entry.name} cannot be timed on {request.cluster}: {why}")
+        return proof
+
+    plan = mesh if entry.plan is None else entry.plan(ranks)
+    workload = Workload(plan, model, cluster, microbatches, request.rows or 1, precision, trace, entry.columns)
+    estimate = workload.estimate()
+    require_memory(workload, estimate)
+    return Result(entry, workload, estimate, (request.model, request.cluster), notes)
+
+
+def _ranks(request: Request, size: int) -> int | None:
+    """The whole cluster, unless the strategy or the flags say how many ranks there are."""
+    named = any(getattr(request.layout, axis) for axis in AXES) or request.layout.plan is not None
+    alone = request.strategy is not None and load(request.strategy).ranks == 1
+    return None if named or alone else size
+
+
+def _microbatches(mesh: Mesh) -> int:
+    """One for each data-parallel rank; in a pipeline, twice as many as it has ranks."""
+    return mesh.dp_replicate * mesh.dp_shard * mesh.ep * (2 * mesh.pp if mesh.pp > 1 else 1)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """What is known of the step, for other programs; seconds, bytes and shares."""
+    workload, estimate, entry = result.workload, result.estimate, result.entry
+    program, step = estimate.traced.program, estimate.step
+    return {
+        "strategy": entry.name,
+        **({"plan": entry.plan(workload.mesh.world).as_dict()} if entry.plan else {}),
+        "model": result.names[0],
+        "cluster": result.names[1],
+        "precision": workload.precision.name,
+        "ranks": workload.mesh.world,
+        "mesh": {axis: size for axis, size in workload.mesh.sizes().items() if size > 1},
+        "layers": program.layers,
+        "microbatches": workload.microbatches,
+        "rows": workload.rows,
+        "tokens": workload.tokens,
+        "step_seconds": step,
+        "tokens_per_second": workload.tokens / step,
+        "tokens_per_second_per_device": workload.tokens / step / workload.mesh.world,
+        "model_flops": workload.flops,
+        "mfu": workload.mfu(step),
+        "flops_convention": FLOPS_CONVENTION,
+        "compute_share": estimate.compute_share,
+        "exposed_share": estimate.exposed_share,
+        "exposed": [
+            {"kind": kind, "axis": axis, "share": share, "seconds": share * step}
+            for (kind, axis), share in estimate.exposed.items()
+        ],
+        "bubble_share": estimate.bubble_share,
+        "peak_memory": estimate.peak.bytes,
+        "device_memory": workload.cluster.device.memory,
+        "peak_memory_by_rank": [_peak(peak) for peak in estimate.peaks],
+        "ops": sum(map(len, program.tapes)),
+        "ranks_simulated": program.ranks,
+        "notes": result.notes,
+    }
+
+
+def _peak(peak: Peak) -> dict[str, Any]:
+    return {
+        "rank": peak.rank,
+        "bytes": peak.bytes,
+        "by_category": peak.by_category,
+        "cause": {"op": peak.op.value, "layer": peak.layer, "text": peak.cause},
+    }

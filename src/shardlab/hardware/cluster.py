@@ -1,0 +1,111 @@
+"""A cluster: so many nodes of so many devices, and the links inside a node and between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardlab.hardware.collectives import COSTS, START, Span, collective_seconds, nodes_of
+from shardlab.hardware.device import Device
+from shardlab.hardware.links import Link
+from shardlab.hardware.measured import device_of_profile, measured_seconds
+from shardlab.hardware.names import find
+from shardlab.hardware.profile import Profile
+from shardlab.program import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Devices on nodes; global ranks are placed on the nodes in order.
+
+    Attributes:
+        device: what every rank runs on.
+        per_node: how many of them share a node.
+        nodes: how many nodes.
+        inside: the link between devices of a node.
+        outside: the link between nodes; its bandwidth is that of one card.
+        cards: how many cards a node has, shared evenly by its devices.
+        profile: what was measured on this machine; it stands in for the links.
+    """
+
+    device: Device
+    per_node: int
+    nodes: int
+    inside: Link
+    outside: Link
+    cards: int
+    profile: Profile | None = None
+
+    @classmethod
+    def of_profile(cls, profile: Profile) -> Cluster:
+        """The machine that the profile was measured on: as many ranks as it has cores or devices, on one node."""
+        link = Link("measured", 1.0, 0.0, 1.0, "a profile")
+        return cls(device_of_profile(profile), profile.machine.places, 1, link, link, 1, profile)
+
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return self.per_node * self.nodes
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.per_node} {self.device.name}"
+
+    def require(self, ranks: int) -> None:
+        """See that so many ranks have a device each.
+
+        Raises:
+            UserError: there are more ranks than devices.
+        """
+        if ranks > self.size:
+            raise UserError(
+                f"{ranks} ranks do not fit on {self.size} devices ({self}); "
+                f"make the mesh smaller, or the cluster {ranks} devices"
+            )
+
+    def span(self, ranks: Sequence[int]) -> Span:
+        """Where a group lies. Other groups of its axis use the rest of a node's cards at the same time."""
+        nodes, members = nodes_of(ranks, self.per_node)
+        return Span(
+            size=len(ranks),
+            nodes=nodes,
+            members=members,
+            inside=self.inside.speed,
+            outside=self.outside.speed * self.cards / self.per_node,
+            hop_inside=self.inside.latency,
+            hop_outside=self.outside.latency,
+        )
+
+    def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:
+        """How long a collective of these global ranks takes.
+
+        Args:
+            kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
+                "scatter" or "barrier".
+            bytes: of the whole value: the tensor that is reduced or broadcast, the gathered result, what is scattered,
+                one rank's whole input of an all_to_all.
+            ranks: global numbers of the members.
+
+        Raises:
+            UserError: no collective has that name, or the profile has not measured it.
+        """
+        find(COSTS, kind, "collective")
+        if self.profile is not None:
+            return measured_seconds(self.profile, kind, bytes, len(ranks))
+        return collective_seconds(kind, bytes, self.span(ranks))
+
+    def message_seconds(self, bytes: float, source: int, target: int) -> float:
+        """How long a message takes from one global rank to another.
+
+        Raises:
+            UserError: the profile has not measured it.
+        """
+        if source == target:
+            return 0.0
+        if self.profile is not None:
+            if self.profile.messages is None:
+                raise UserError("the profile has no messages; measure them: shardlab bench collectives")
+            return self.profile.messages.seconds(bytes)
+        if source // self.per_node == target // self.per_node:
+            return START + self.inside.latency + bytes / self.inside.pair_speed
+        share = min(1.0, self.cards / self.per_node)
+        return START + self.outside.latency + bytes / (self.outside.speed * share)

@@ -1,0 +1,169 @@
+"""Clusters by name: `h100x16`, a TOML file, or `local` for this machine's profile.
+
+A file names a device and its nodes, and may put its own figures in the place of the table's:
+
+    device = "h100"             # or [device] with base = "h100" and, say, memory = 96e9
+    nodes = 4
+    per_node = 8
+    inside = "nvlink4"          # or [inside] with base = "nvlink4" and, say, efficiency = 0.7
+    outside = "infiniband-ndr"
+    cards = 8
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from shardlab.hardware.cluster import Cluster
+from shardlab.hardware.device import Device
+from shardlab.hardware.devices import DEVICES, find_device
+from shardlab.hardware.links import Link, find_link
+from shardlab.hardware.names import nearest
+from shardlab.hardware.profile import Machine, Profile
+from shardlab.program import UserError
+
+T = TypeVar("T", Device, Link)
+
+
+@dataclass(frozen=True)
+class Node:
+    """How many devices a usual node has, and its links by name."""
+
+    devices: int
+    inside: str
+    outside: str
+    cards: int
+    source: str
+
+
+HGX_H100 = Node(8, "nvlink4", "infiniband-ndr", 8, "DGX H100: NVSwitch, 8 cards of 400 Gb/s")
+NODES = {
+    "p100": Node(8, "nvlink1", "infiniband-edr", 4, "DGX-1 with P100: 4 cards of 100 Gb/s"),
+    "v100": Node(8, "nvlink2", "infiniband-edr", 4, "DGX-1 with V100: 4 cards of 100 Gb/s"),
+    "v100-32gb": Node(8, "nvlink2", "infiniband-edr", 4, "DGX-1 with V100: 4 cards of 100 Gb/s"),
+    "a100-40gb": Node(8, "nvlink3", "infiniband-hdr", 8, "DGX A100: NVSwitch, 8 cards of 200 Gb/s"),
+    "a100-80gb": Node(8, "nvlink3", "infiniband-hdr", 8, "DGX A100: NVSwitch, 8 cards of 200 Gb/s"),
+    "a100-pcie": Node(4, "pcie4", "infiniband-hdr", 1, "a server of four cards; no data sheet"),
+    "h100": HGX_H100,
+    "h100-96gb": Node(8, "nvlink4", "roce-400", 8, "Grand Teton: NVSwitch, RDMA of 400 Gb/s for each device"),
+    "h100-pcie": Node(4, "pcie5", "infiniband-ndr", 1, "a server of four cards; no data sheet"),
+    "h200": HGX_H100,
+    "b200": Node(8, "nvlink5", "infiniband-ndr", 8, "DGX B200: NVSwitch, 8 cards of 400 Gb/s"),
+    "gb200": Node(72, "nvlink5", "infiniband-ndr", 72, "GB200 NVL72: 72 devices on one NVSwitch, a card each"),
+    "mi300x": Node(8, "infinity-fabric-3", "roce-400", 8, "MI300X platform of 8; cards of 400 Gb/s are usual"),
+    "tpu-v5p": Node(64, "ici-v5p", "dcn-v5p", 64, "a cube of 4 x 4 x 4 chips; cloud.google.com/tpu/docs/v5p"),
+}
+"""The node that each device usually sits in."""
+
+
+def find_cluster(name: str, *, here: Machine | None = None, force: bool = False) -> Cluster:
+    """The cluster of that name.
+
+    Args:
+        name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured.
+        here: this machine, which "local" has to be from.
+        force: take a profile from another machine.
+
+    Raises:
+        UserError: there is no such device, the count is not whole nodes, or the file does not describe a cluster.
+    """
+    if name.strip().lower() == "local":
+        return Cluster.of_profile(Profile.read(here=here, force=force))
+    if name.endswith(".toml"):
+        return read_cluster(Path(name))
+    found = re.fullmatch(r"(.+)x(\d+)", name.strip().lower())
+    if found is None or int(found[2]) == 0:
+        raise UserError(
+            f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file, or local; "
+            f"of clusters with 8 devices {nearest(name, [f'{device}x8' for device in DEVICES])}"
+        )
+    device = find_device(found[1])
+    return cluster_of(device, int(found[2]))
+
+
+def cluster_of(device: Device, count: int) -> Cluster:
+    """So many devices on their usual nodes; fewer than a node's are part of one.
+
+    Raises:
+        UserError: they do not fill whole nodes.
+    """
+    node = NODES[device.name]
+    per_node = min(count, node.devices)
+    if count % per_node:
+        raise UserError(
+            f"{count} x {device.name} are not whole nodes of {per_node}; take {count - count % per_node} or "
+            f"{count - count % per_node + per_node}, or describe the nodes in a .toml file"
+        )
+    cards = max(1, node.cards * per_node // node.devices)
+    return Cluster(device, per_node, count // per_node, find_link(node.inside), find_link(node.outside), cards)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that a TOML file describes; what it leaves out is as in the device's usual node.
+
+    Raises:
+        UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no cluster file {path}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is not a cluster file ({error})") from None
+    known = {"device", "nodes", "per_node", "inside", "outside", "cards"}
+    for key in data:
+        if key not in known:
+            raise UserError(f"{path}: {key!r} is no entry of a cluster; {nearest(key, known)}")
+    if "device" not in data:
+        raise UserError(f'{path} names no device; write device = "h100"')
+    base = base_of(data["device"], None)
+    if not isinstance(base, str):
+        raise UserError(f'{path}: [device] has no base; write base = "h100"')
+    node = NODES[find_device(base).name]
+    per_node = whole(path, data, "per_node", node.devices)
+    return Cluster(
+        device=changed(path, find_device(base), data["device"]),
+        per_node=per_node,
+        nodes=whole(path, data, "nodes", 1),
+        inside=link_of(path, data, "inside", node.inside),
+        outside=link_of(path, data, "outside", node.outside),
+        cards=whole(path, data, "cards", max(1, node.cards * per_node // node.devices)),
+    )
+
+
+def whole(path: Path, data: dict[str, Any], key: str, default: int) -> int:
+    value = data.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{path}: {key} is {value!r}, not a whole number of at least 1")
+    return value
+
+
+def link_of(path: Path, data: dict[str, Any], key: str, default: str) -> Link:
+    given: Any = data.get(key, default)
+    base = base_of(given, default)
+    if not isinstance(base, str):
+        raise UserError(f"{path}: {key} is {given!r}, not a link's name")
+    return changed(path, find_link(base), given)
+
+
+def base_of(given: Any, default: str | None) -> object:
+    """The name in an entry that is either a name, or a table that says what it is based on."""
+    return cast(dict[str, Any], given).get("base", default) if isinstance(given, dict) else given
+
+
+def changed(path: Path, row: T, given: Any) -> T:
+    """The table's row, with the numbers that the file gives instead."""
+    if not isinstance(given, dict):
+        return row
+    numbers = {field.name for field in fields(row) if isinstance(getattr(row, field.name), (int, float))}
+    new = {key: value for key, value in cast(dict[str, Any], given).items() if key != "base"}
+    for key, value in new.items():
+        if key not in numbers:
+            raise UserError(f"{path}: {row.name} has no number called {key!r}; {nearest(key, numbers)}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise UserError(f"{path}: {key} of {row.name} is {value!r}, not a number")
+    return replace(row, **new)

@@ -1,0 +1,129 @@
+"""How long a collective takes, by algorithm, for a group of ranks that lie on some nodes.
+
+Costs are latency and bandwidth (alpha and beta) as in Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
+communication operations in MPICH", section 4; what is fastest is taken, as NCCL does from its own model (NVIDIA/nccl
+src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves each once: its speed is that of
+its slowest part. A hierarchy works inside every node first, then between nodes with every member at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+START = 6.6e-6
+"""Seconds to start a collective (NVIDIA/nccl src/graph/tuning.cc, baseLat of a ring, LL)."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a group lies, and what its members can send.
+
+    Attributes:
+        size: how many ranks it has.
+        nodes: over how many nodes they are spread.
+        members: how many are on the fullest node.
+        inside: bytes/s that a member sends to members on its node.
+        outside: bytes/s that a member sends to other nodes: its share of its node's cards.
+        hop_inside, hop_outside: seconds of a hop.
+    """
+
+    size: int
+    nodes: int
+    members: int
+    inside: float
+    outside: float
+    hop_inside: float
+    hop_outside: float
+
+    @property
+    def ring(self) -> float:
+        """Bytes/s of a ring through all members."""
+        crossing = self.members * self.outside
+        if self.nodes == 1:
+            return self.inside
+        return crossing if self.members == 1 else min(self.inside, crossing)
+
+    def around(self) -> float:
+        """Seconds of latency, once around the ring."""
+        return (self.size - self.nodes) * self.hop_inside + (self.nodes - 1) * self.hop_outside
+
+    def deep(self) -> float:
+        """Seconds of latency, once down a binary tree over the nodes, and then along the members of a node."""
+        return steps(self.nodes) * self.hop_outside + steps(self.members) * self.hop_inside
+
+
+def steps(count: int) -> int:
+    """How often `count` is halved until one is left."""
+    return ceil(log2(count)) if count > 1 else 0
+
+
+def nodes_of(ranks: Sequence[int], per_node: int) -> tuple[int, int]:
+    """Over how many nodes the ranks lie, placed in order, and how many are on the fullest one."""
+    count = Counter(rank // per_node for rank in ranks)
+    return len(count), max(count.values())
+
+
+def _scattering(span: Span, bytes: float) -> float:
+    """All_gather of `bytes` in all, or its mirror image reduce_scatter."""
+    ring = span.around() + bytes * (span.size - 1) / span.size / span.ring
+    if span.nodes == 1 or span.members == 1:
+        return ring
+    between = (span.nodes - 1) * span.hop_outside + bytes / span.members * (1 - 1 / span.nodes) / span.outside
+    within = (span.members - 1) * span.hop_inside + bytes * (1 - 1 / span.members) / span.inside
+    return min(ring, between + within)
+
+
+def _all_reduce(span: Span, bytes: float) -> float:
+    """A ring or a hierarchy is reduce_scatter and all_gather; a tree goes up and down with all of it."""
+    tree = 2 * span.deep() + 2 * bytes / span.ring
+    return min(2 * _scattering(span, bytes), tree)
+
+
+def _rooted(span: Span, bytes: float) -> float:
+    """Broadcast or reduce: a pipelined ring, or a binomial tree that sends all at every step."""
+    ring = span.around() + bytes / span.ring
+    tree = span.deep() + (steps(span.nodes) + steps(span.members)) * bytes / span.ring
+    return min(ring, tree)
+
+
+def _gathering(span: Span, bytes: float) -> float:
+    """Gather or scatter: everything passes the root's own link, what is on other nodes its card."""
+    near = (span.members - 1) / span.size * bytes / span.inside if span.members > 1 else 0.0
+    far = (span.size - span.members) / span.size * bytes / span.outside if span.nodes > 1 else 0.0
+    return span.deep() + max(near, far)
+
+
+def _all_to_all(span: Span, bytes: float) -> float:
+    """Every pair exchanges its part; parts for the node and for other nodes go at the same time."""
+    near = span.hop_inside + (span.members - 1) / span.size * bytes / span.inside if span.members > 1 else 0.0
+    far = 0.0
+    if span.nodes > 1:
+        far = steps(span.nodes) * span.hop_outside + (span.size - span.members) / span.size * bytes / span.outside
+    return max(near, far)
+
+
+def _barrier(span: Span, bytes: float) -> float:
+    return 2 * span.deep()
+
+
+COSTS: dict[str, Callable[[Span, float], float]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _scattering,
+    "reduce_scatter": _scattering,
+    "all_to_all": _all_to_all,
+    "broadcast": _rooted,
+    "reduce": _rooted,
+    "gather": _gathering,
+    "scatter": _gathering,
+    "barrier": _barrier,
+}
+"""By the collective's name. Bytes are those of the whole value: the tensor that is reduced or broadcast, the gathered
+result, the input that is scattered, one rank's whole input of an all_to_all."""
+
+
+def collective_seconds(kind: str, bytes: float, span: Span) -> float:
+    """How long the collective takes for a group of that span; nothing for a group of one."""
+    return START + COSTS[kind](span, bytes) if span.size > 1 else 0.0

@@ -1,0 +1,82 @@
+"""A measured machine in the place of a data sheet: kernels and collectives as its profile has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardlab.hardware.device import BYTES, Device, Efficiency
+from shardlab.hardware.profile import Line, Profile, Rate
+from shardlab.models.kernels import Kernel, Matmul, Pointwise
+from shardlab.program import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredDevice(Device):
+    """A device whose kernels take what a profile says."""
+
+    profile: Profile = field(kw_only=True)
+
+    def seconds(self, kernel: Kernel, dtype: str) -> float:
+        """How long the kernel takes, its operands in `dtype`.
+
+        Raises:
+            UserError: no kernel of its family was measured in that dtype.
+        """
+        return self._rate(kernel, dtype).seconds(kernel.flops, kernel.elements * BYTES[dtype])
+
+    def overhead(self, op: str, dtype: str) -> float:
+        rate = self.profile.kernels.get((f"op:{op}", dtype))
+        return rate.launch if rate else 0.0
+
+    def _rate(self, kernel: Kernel, dtype: str) -> Rate:
+        names = families(kernel)
+        for name in names:
+            rate = self.profile.kernels.get((name, dtype))
+            if rate is not None:
+                return rate
+        raise UserError(f"the profile has no {names[0]} in {dtype}; measure it: shardlab bench compute")
+
+
+def families(kernel: Kernel) -> tuple[str, ...]:
+    """The names under which a profile may have the kernel, the nearest first."""
+    if isinstance(kernel, Pointwise):
+        names = ("update",) if kernel.name == "adamw" else (f"pointwise:{kernel.name}", "pointwise")
+    else:
+        names = ("matmul",) if isinstance(kernel, Matmul) else ("attention",)
+    return (*(f"{name}_backward" for name in names), *names) if kernel.backward else names
+
+
+def device_of_profile(profile: Profile) -> MeasuredDevice:
+    """The device that the profile was measured on; its peaks are the best that a kernel reached."""
+    flops: dict[str, float] = {}
+    for (_, dtype), rate in profile.kernels.items():
+        flops[dtype] = max(flops.get(dtype, 0.0), rate.flops)
+    bandwidth = max((rate.bytes for rate in profile.kernels.values()), default=0.0)
+    reached = Efficiency(
+        dict.fromkeys(flops, 1.0),
+        {"flash2": (1.0, 1.0)},
+        memory=1.0,
+        launch=0.0,
+        inner=0.0,
+        small=0.0,
+        source="measured",
+    )
+    name = profile.machine.processor
+    return MeasuredDevice(name, flops, profile.memory, bandwidth, 1, reached, "shardlab bench", profile=profile)
+
+
+def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> float:
+    """How long a collective takes: between two measured group sizes on the straight line, outside them as the nearest.
+
+    Raises:
+        UserError: the collective was not measured.
+    """
+    if ranks == 1:
+        return 0.0
+    lines: dict[int, Line] = {size: line for (name, size), line in profile.collectives.items() if name == kind}
+    if not lines:
+        raise UserError(f"the profile has no {kind}; measure it: shardlab bench collectives")
+    below = max((size for size in lines if size <= ranks), default=min(lines))
+    above = min((size for size in lines if size >= ranks), default=max(lines))
+    low, high = lines[below].seconds(bytes), lines[above].seconds(bytes)
+    return low if below == above else low + (high - low) * (ranks - below) / (above - below)

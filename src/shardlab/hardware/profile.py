@@ -1,0 +1,195 @@
+"""A profile: what `shardlab bench` measured on one machine, in a file.
+
+Times are `launch + bytes * per byte` for communication; for a kernel, launch, arithmetic and memory together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardlab.program import UserError
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What tells machines apart, without a name of the host.
+
+    Attributes:
+        processor: the CPU's or the GPU's model.
+        places: how many ranks have one to themselves: CPU cores, or devices.
+        torch: its version.
+        backend: of torch.distributed: "gloo" or "nccl".
+    """
+
+    processor: str
+    places: int
+    torch: str
+    backend: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """Alpha and beta: seconds to start, and seconds for each byte."""
+
+    alpha: float
+    beta: float
+
+    def seconds(self, bytes: float) -> float:
+        return self.alpha + self.beta * bytes
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a family of kernels reaches: seconds to start, FLOP/s, and bytes/s of memory; 0 where it does not matter."""
+
+    launch: float
+    flops: float
+    bytes: float
+
+    def seconds(self, flops: float, bytes: float) -> float:
+        """Their sum: what a linear fit finds, and what a core does that waits for its memory."""
+        computing = flops / self.flops if self.flops else 0.0
+        moving = bytes / self.bytes if self.bytes else 0.0
+        return self.launch + computing + moving
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        machine: on what.
+        collectives: by the collective's name and the number of ranks; bytes are those of the whole value.
+        messages: from one rank to another; None if they were not measured.
+        kernels: by family and dtype, while all places are busy. Families are "matmul", "attention", "update",
+            "pointwise", "pointwise:NAME" for one pointwise kernel of its own speed, all but the update's also with
+            "_backward" at the end; and "op:NAME", whose launch is what each op of that name takes beside its kernels.
+        memory: bytes that all ranks have together, or each device.
+        layers: the raw points that the kernels were fitted to, as measured.
+        alone: the same as `kernels`, while one place is busy and has the memory to itself.
+    """
+
+    machine: Machine
+    collectives: Mapping[tuple[str, int], Line]
+    messages: Line | None
+    kernels: Mapping[tuple[str, str], Rate]
+    memory: float
+    layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    alone: Mapping[tuple[str, str], Rate] = field(default_factory=dict[tuple[str, str], Rate])
+
+    def write(self, path: Path | None = None) -> Path:
+        """Write it as JSON, by default where `read` looks; returns where."""
+        path = path or default_path()
+        data = {
+            "version": VERSION,
+            "machine": asdict(self.machine),
+            "memory": self.memory,
+            "messages": asdict(self.messages) if self.messages else None,
+            "collectives": [
+                {"kind": kind, "ranks": ranks, **asdict(line)}
+                for (kind, ranks), line in sorted(self.collectives.items())
+            ],
+            "kernels": _rows(self.kernels),
+            "alone": _rows(self.alone),
+            "layers": self.layers,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, path: Path | None = None, *, here: Machine | None = None, force: bool = False) -> Profile:
+        """Read a profile.
+
+        Args:
+            path: the file; by default the one that `shardlab bench` wrote last.
+            here: this machine; without it, nothing is compared.
+            force: take the profile although it is from another machine.
+
+        Raises:
+            UserError: there is no such file, it is not a profile, or it is from another machine.
+        """
+        path = path or default_path()
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            version = data["version"]
+            profile = profile_of(data) if version == VERSION else None
+        except FileNotFoundError:
+            raise UserError(
+                f"there is no profile at {path}; shardlab bench measures this machine and writes one"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a profile ({error}); shardlab bench writes one") from None
+        if profile is None:
+            raise UserError(f"{path} is a profile of version {version}, not {VERSION}; run shardlab bench again")
+        if here is not None and not force and here != profile.machine:
+            raise UserError(
+                f"{path} is from another machine: {differences(profile.machine, here)}; --force takes it anyway"
+            )
+        return profile
+
+
+def profile_of(data: dict[str, Any]) -> Profile:
+    """The profile in a file's data.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not one.
+    """
+    return Profile(
+        machine=Machine(**data["machine"]),
+        collectives={(row["kind"], int(row["ranks"])): line_of(row) for row in data["collectives"]},
+        messages=line_of(data["messages"]) if data["messages"] else None,
+        kernels=rates_of(data["kernels"]),
+        memory=number(data["memory"]),
+        layers=data["layers"],
+        alone=rates_of(data["alone"]),
+    )
+
+
+def number(value: Any) -> float:
+    """A measured figure.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    figure = float(value)
+    if not 0 <= figure < float("inf"):
+        raise ValueError(f"{value} is no measured figure")
+    return figure
+
+
+def line_of(row: Mapping[str, Any]) -> Line:
+    return Line(number(row["alpha"]), number(row["beta"]))
+
+
+def rate_of(row: Mapping[str, Any]) -> Rate:
+    return Rate(number(row["launch"]), number(row["flops"]), number(row["bytes"]))
+
+
+def rates_of(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Rate]:
+    return {(row["family"], row["dtype"]): rate_of(row) for row in rows}
+
+
+def _rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:
+    return [{"family": family, "dtype": dtype, **asdict(rate)} for (family, dtype), rate in sorted(rates.items())]
+
+
+def differences(there: Machine, here: Machine) -> str:
+    """How two machines differ, in words."""
+    mine = asdict(here)
+    return ", ".join(
+        f"{key} {value} there, {mine[key]} here" for key, value in asdict(there).items() if value != mine[key]
+    )
+
+
+def default_path() -> Path:
+    """Where this machine's profile lies: $XDG_CACHE_HOME or ~/.cache, then shardlab/profile.json."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "shardlab" / "profile.json"

@@ -1,0 +1,236 @@
+"""Folding: of ranks that a plan makes behave alike, only one is traced and priced.
+
+Along every axis but `pp` all ranks of a plan do the same with other slices. So one rank of each pipeline stage is
+traced, and whatever it meets there is made up of its own part: the other members of a group give what it gives, rotated
+along the axis, and a message along the axis is the one that it sends itself, rotated back. Every op's rule applies, but
+this is no check: that the others are alike is taken for granted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardlab.check.checked import Meeting, Member
+from shardlab.program import (
+    Group,
+    Kind,
+    Mesh,
+    Op,
+    OpKind,
+    Program,
+    Rank,
+    Refused,
+    Sizes,
+    Spec,
+    UserError,
+    World,
+    transfer,
+)
+from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle
+from shardlab.program.sliced import slices_of
+from shardlab.program.tape import COLLECTIVES
+from shardlab.program.value import Value
+from shardlab.program.values import ROW_KINDS
+from shardlab.program.world import gc_paused
+from shardlab.simulate.rotation import Rotation
+from shardlab.simulate.traced import rank_of
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.planned import planned
+
+if TYPE_CHECKING:
+    from shardlab.program.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What was traced of a plan: the tape of one rank of each pipeline stage, ready to be simulated.
+
+    Attributes:
+        program: as many tapes as there are pipeline ranks, on the whole mesh.
+        specs, meetings, meeting_of: as of a checked program; members of other rows are left out.
+    """
+
+    program: Program
+    specs: list[dict[int, Spec]]
+    meetings: list[Meeting]
+    meeting_of: list[dict[int, int]]
+
+
+def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
+    """Trace one rank of each pipeline stage.
+
+    Raises:
+        Refused: if an op breaks a rule.
+        UserError: if the plan does not fit the model or the microbatches.
+    """
+    with gc_paused():
+        world = FoldedWorld(plan, sizes, microbatches)
+        program = world.run(planned(plan))
+        specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
+        return Folded(program, specs, *_meetings(program))
+
+
+class FoldedRank(Rank):
+    """A rank that tells the specs of all its values once it has ended."""
+
+    def specs(self) -> dict[int, Spec]:
+        """By number; those that autograd keeps are as the op tells that makes them."""
+        known = {number: value.spec for number, value in enumerate(self._values) if value is not None}
+        for op in self.ops:
+            if op[3] and (number := op[3][-1]) not in known:
+                read, made = known[op[2][0]], known.get(op[3][0])
+                if op[0] is OpKind.RECOMPUTE:
+                    kind, slices = Kind.SAVED, _slices(self.sizes, op, read, known[op[2][1]])
+                else:
+                    kind = Kind.SAVED_FOR_WEIGHT if op[0] is OpKind.BACKWARD_INPUT else Kind.SAVED
+                    slices = made.sums if made is not None and made.kind in ROW_KINDS else 0
+                known[number] = transfer.saved(op[1], read, slices, kind)
+        return known
+
+
+def _slices(sizes: Sizes, op: Op, activation: Spec, weight: Spec) -> int:
+    """With which slices of its parameters a layer is computed again, as a bit set (0: all)."""
+    return slices_of("recompute", op.layer, sizes.weight_of(op.layer), weight, activation)
+
+
+class FoldedWorld(World):
+    """A world in which only the first rank of each pipeline stage is there."""
+
+    def __init__(self, plan: Plan, sizes: Sizes, microbatches: int) -> None:
+        self.stride = plan.mesh.world // plan.mesh.pp
+        super().__init__(plan.mesh, sizes, microbatches)
+        rotation = Rotation(plan, sizes, microbatches)
+        self.collectives = FoldedCollectives(self._wake, rotation, self.stride)
+        self.channels = FoldedChannels(self._wake, rotation, self.stride)
+
+    def make_ranks(self) -> list[Rank]:
+        return [FoldedRank(index, self) for index in range(0, self.mesh.world, self.stride)]
+
+    def place(self, rank: int) -> int:
+        return rank // self.stride
+
+
+class FoldedCollectives(Collectives):
+    """Groups along the pipeline meet; any other member gives what the one that is there gives, rotated."""
+
+    def __init__(self, wake: object, rotation: Rotation, stride: int) -> None:
+        super().__init__(wake)  # type: ignore[arg-type]
+        self._rotation = rotation
+        self._stride = stride
+        self._results: dict[Hashable, Spec] = {}
+        sizes = rotation.sizes
+        kinds = [sizes.kind(layer).value for layer in range(-1, sizes.layers + 1)]
+        around = ((*kinds[l : l + 2], l == 0, l == sizes.layers) for l in range(sizes.layers + 1))
+        classes: dict[Hashable, int] = {}
+        self._alike = [classes.setdefault(each, len(classes)) for each in around]
+
+    def issue(self, rank: Recorder, kind: OpKind, value: Value, group: Group) -> CollectiveHandle:
+        if _all_there(group, self._stride):
+            return super().issue(rank, kind, value, group)
+        return CollectiveHandle(rank, kind, value, group, 0, {})
+
+    def meet(self, handle: CollectiveHandle) -> None:
+        if _all_there(handle.group, self._stride):
+            super().meet(handle)
+            return
+        try:
+            handle.result.spec = self._result(handle.kind, handle.spec, handle.group)
+        except Refused as refusal:
+            raise refusal.at(handle.rank.index, handle.op) from None
+        self._wake(handle)
+
+    def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
+        """What the first member receives; layers of a kind are alike, so each is worked out once."""
+        sizes, layer = self._rotation.sizes, spec[1]
+        key = (kind, group.axis, self._alike[layer], spec[0], spec[2], spec[3], spec[4])
+        made = self._results.get(key)
+        if made is None:
+            if group.axis not in self._rotation.mesh.sizes():
+                raise UserError(f"ranks that meet on {group} do not behave alike, so they cannot be folded")
+            rotated = [self._rotation.rotated(spec, group.axis, by) for by in range(len(group.ranks))]
+            made = transfer.collective(kind, rotated, group.ranks, sizes.layers, sizes.kinds)[0]
+            self._results[key] = made
+        return made if made[1] == layer else Spec(made[0], layer, *made[2:])
+
+
+class FoldedChannels(Channels):
+    """Messages along the pipeline travel; those along another axis come back as the neighbour's, rotated."""
+
+    def __init__(self, wake: object, rotation: Rotation, stride: int) -> None:
+        super().__init__(wake)  # type: ignore[arg-type]
+        self._rotation = rotation
+        self._stride = stride
+
+    def post_send(self, rank: Recorder, value: Value, to: int) -> SendHandle:
+        handle = SendHandle(rank, value)
+        source, there = _twin(self._rotation.mesh, rank.index, to, self._stride)
+        if source != rank.index:
+            axis, by = _along(self._rotation.mesh, rank.index, to)
+            handle.spec = self._rotation.rotated(value.spec, axis, -by % self._rotation.mesh.sizes()[axis])
+        self._sent[source, there].append(handle)
+        return handle
+
+    def deliver(self, source: int, to: int) -> None:
+        super().deliver(*_twin(self._rotation.mesh, source, to, self._stride))
+
+
+def _all_there(group: Group, stride: int) -> bool:
+    """Whether all of a group's ranks are traced, or it has but one."""
+    return len(group.ranks) == 1 or group.ranks[1] % stride == 0 == group.ranks[0] % stride
+
+
+def _along(mesh: Mesh, source: int, to: int) -> tuple[str, int]:
+    """The axis along which two ranks lie, and how far it is."""
+    apart = [axis for axis in mesh.sizes() if mesh.coordinate(source, axis) != mesh.coordinate(to, axis)]
+    if len(apart) != 1:
+        raise UserError(f"a message goes from rank {source} to rank {to}, along no one axis; it cannot be folded")
+    return apart[0], (mesh.coordinate(to, apart[0]) - mesh.coordinate(source, apart[0])) % mesh.sizes()[apart[0]]
+
+
+def _twin(mesh: Mesh, source: int, to: int, stride: int) -> tuple[int, int]:
+    """The channel that stands for this one: the same, if it ends at a traced rank; else the alike one that does."""
+    if to % stride == 0:
+        return source, to
+    axis, by = _along(mesh, source, to)
+    ranks = mesh.group(source, axis).ranks
+    return ranks[(ranks.index(source) - by) % len(ranks)], source
+
+
+def _meetings(program: Program) -> tuple[list[Meeting], list[dict[int, int]]]:
+    """Who meets whom, from the tapes alone: the k-th on a group or a channel meet."""
+    meetings: list[Meeting] = []
+    meeting_of: list[dict[int, int]] = [{} for _ in program.tapes]
+    open_ones: dict[Hashable, list[int]] = defaultdict(list)  # by group, or by channel and direction
+    turns: dict[Hashable, int] = defaultdict(int)
+    stride = program.mesh.world // program.ranks
+    for row, tape in enumerate(program.tapes):
+        here = rank_of(program, row)
+        for at, op in enumerate(tape):
+            kind, handle = op[0], op[4]
+            if handle < 0 or kind is OpKind.WAIT:
+                continue
+            member = Member(row, handle, at)
+            if kind in COLLECTIVES and op.group is not None and not _all_there(op.group, stride):
+                meeting_of[row][handle] = len(meetings)
+                meetings.append(Meeting(op.group, [member]))
+                continue
+            key: Hashable = op.group
+            if kind is OpKind.SEND:
+                key = _twin(program.mesh, here, op.peer, stride)
+            elif kind is OpKind.RECV:
+                key = _twin(program.mesh, op.peer, here, stride)
+            turn = turns[row, kind, key]
+            turns[row, kind, key] = turn + 1
+            same = open_ones[key]
+            if turn == len(same):
+                same.append(len(meetings))
+                meetings.append(Meeting(op.group, []))
+            number = meeting_of[row][handle] = same[turn]
+            if kind is OpKind.SEND:
+                meetings[number].members.insert(0, member)
+            else:
+                meetings[number].members.append(member)
+    return meetings, meeting_of

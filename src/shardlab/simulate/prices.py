@@ -1,0 +1,123 @@
+"""What simulation asks of whoever knows how long things take."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal, Protocol
+
+from shardlab.check import Meeting
+from shardlab.program import Op, OpKind, Sizes, Spec
+from shardlab.program.values import ROW_KINDS
+from shardlab.simulate.traced import Traced, rank_of
+
+Messages = Literal["buffered", "link", "rendezvous"]
+
+
+class Prices(Protocol):
+    """Times of ops, in one unit: steps of the puzzles, or seconds.
+
+    Attributes:
+        one_stream: whether all communication of a rank takes turns on one stream. Otherwise each communicator, a group
+            or two ranks, has a stream of its own, as process groups have on NCCL.
+        messages: how they travel. "buffered": the sender's part comes first, then the receiver's, each on its rank's
+            stream; "link": the sender's part is spent on the link, which carries any number of messages at once;
+            "rendezvous": one transfer, which starts when both have come.
+    """
+
+    @property
+    def one_stream(self) -> bool: ...
+    @property
+    def messages(self) -> Messages: ...
+
+    def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        """How long an op that does not communicate takes."""
+        ...
+
+    def collective_time(self, kind: OpKind, bytes: float, ranks: Sequence[int]) -> float:
+        """From the moment the last member has come; `bytes` is the whole value's: what is reduced, scattered or
+        exchanged, the result of a gather."""
+        ...
+
+    def message_times(self, bytes: float, source: int, target: int) -> tuple[float, float]:
+        """The sender's part and the receiver's; in a rendezvous both are the one transfer."""
+        ...
+
+
+class PriceList:
+    """The prices of a program's ops, each asked for once: layers and microbatches are many, kinds of work are few."""
+
+    def __init__(self, traced: Traced, prices: Prices) -> None:
+        self._traced = traced
+        self._prices = prices
+        self._sizes = traced.program.sizes
+        self._known: dict[Hashable, float] = {}
+        self._messages: dict[Hashable, tuple[float, float]] = {}
+        self._bytes = Bytes(self._sizes)
+
+    def compute(self, op: Op, specs: Mapping[int, Spec]) -> float:
+        """The time of an op that does not communicate."""
+        kind, layer, inputs, outputs = op[0], op[1], op[2], op[3]
+        if kind is _FORWARD or kind is _RECOMPUTE:
+            key = (kind, layer, specs[inputs[0]][2][0].bit_count(), specs[outputs[0]][3])
+        elif kind is _BACKWARD or kind is _BACKWARD_INPUT:
+            key = (kind, layer, specs[inputs[0]][2][0].bit_count(), specs[inputs[3]][3])
+        elif kind is _BACKWARD_WEIGHT:
+            key = (kind, layer, specs[inputs[0]][2][0].bit_count(), specs[inputs[2]][3])
+        else:
+            key = (kind, layer, *[_told(specs[number]) for number in (*inputs, *outputs)])
+        time = self._known.get(key)
+        if time is None:
+            time = self._known[key] = self._prices.compute_time(op, specs, self._sizes)
+        return time
+
+    def collective(self, meeting: Meeting) -> float:
+        """The time of a collective: the whole value is the largest that any member gives or receives."""
+        tapes, bytes = self._traced.program.tapes, 0
+        op = None
+        for rank, _, at in meeting.members:
+            op, specs = tapes[rank][at], self._traced.specs[rank]
+            for number in (*op[2], *op[3]):
+                bytes = max(bytes, self._bytes(specs[number]))
+        assert op is not None
+        assert op.group is not None
+        key = (op[0], op.group, bytes)
+        time = self._known.get(key)
+        if time is None:
+            time = self._known[key] = self._prices.collective_time(op[0], bytes, op.group.ranks)
+        return time
+
+    def message(self, send: Op, row: int, specs: Mapping[int, Spec]) -> tuple[float, float]:
+        """The sender's and the receiver's part of a message."""
+        bytes, source = self._bytes(specs[send[2][0]]), rank_of(self._traced.program, row)
+        key = (source, send.peer, bytes)
+        if key not in self._messages:
+            self._messages[key] = self._prices.message_times(bytes, source, send.peer)
+        return self._messages[key]
+
+
+class Bytes:
+    """How many bytes a value has; microbatches' values are alike, so each size is computed once."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._known: dict[Hashable, int] = {}
+
+    def __call__(self, spec: Spec) -> int:
+        kind = spec[0]
+        if kind in ROW_KINDS:
+            key = (kind, spec[1], spec[2][0].bit_count(), spec.parts.bit_count())
+        else:
+            key = (kind, spec[1], spec[2])
+        size = self._known.get(key)
+        if size is None:
+            size = self._known[key] = self._sizes.bytes(spec)
+        return size
+
+
+def _told(spec: Spec) -> Hashable:
+    """What of a value can tell how much work it is: its slices and tokens, not what a gradient has summed."""
+    return (spec[0], spec[2], spec[3]) if spec[0] in ROW_KINDS else (spec[0], spec[2])
+
+
+_FORWARD, _RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE
+_BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT = OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT

@@ -1,0 +1,30 @@
+"""What can be simulated: tapes, and what is known of their values and meetings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from shardlab.check import Meeting
+from shardlab.program import Program, Spec
+
+
+class Traced(Protocol):
+    """A checked program, or one of which only the ranks that are not alike were traced (see `folding`).
+
+    A tape's place among the tapes is its row; a member of a meeting names its row.
+    """
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def specs(self) -> Sequence[Mapping[int, Spec]]: ...
+    @property
+    def meetings(self) -> Sequence[Meeting]: ...
+    @property
+    def meeting_of(self) -> Sequence[Mapping[int, int]]: ...
+
+
+def rank_of(program: Program, row: int) -> int:
+    """The number of the rank whose tape stands in a row: its own, or of folded tapes that of a pipeline's first."""
+    return row * (program.mesh.world // program.ranks)

@@ -1,0 +1,85 @@
+"""Clusters by name and by file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardlab.hardware import DEVICES, LINKS, find_cluster
+from shardlab.hardware.clusters import NODES
+from shardlab.program import UserError
+
+
+def test_a_name_is_a_device_and_a_count() -> None:
+    cluster = find_cluster("H100x16")
+    assert (cluster.device.name, cluster.per_node, cluster.nodes, cluster.size) == ("h100", 8, 2, 16)
+    assert find_cluster("mi300xx8").device.name == "mi300x"
+
+
+def test_fewer_devices_than_a_node_are_part_of_one() -> None:
+    cluster = find_cluster("a100-40gbx4")
+    assert (cluster.per_node, cluster.nodes, cluster.cards) == (4, 1, 4)
+
+
+def test_every_device_has_a_node_of_known_links() -> None:
+    assert set(NODES) == set(DEVICES)
+    assert {node.inside for node in NODES.values()} | {node.outside for node in NODES.values()} <= set(LINKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h10x16", "no device is called 'h10'; did you mean h100"),
+        ("h100", "'h100' is not a cluster; write DEVICExCOUNT such as h100x16"),
+        ("h100x0", "'h100x0' is not a cluster"),
+        ("h100x12", "12 x h100 are not whole nodes of 8; take 8 or 16"),
+        ("nowhere.toml", "there is no cluster file nowhere.toml"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_cluster(name)
+
+
+def test_a_mesh_larger_than_the_cluster_is_refused() -> None:
+    find_cluster("h100x16").require(16)
+    with pytest.raises(UserError, match=r"17 ranks do not fit on 16 devices \(2 x 8 h100\)"):
+        find_cluster("h100x16").require(17)
+
+
+def test_a_file_changes_the_figures_that_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        'nodes = 4\nper_node = 4\noutside = "ethernet-25"\n'
+        '[device]\nbase = "h100"\nmemory = 96e9\n[inside]\nbase = "nvlink3"\nefficiency = 0.5\n'
+    )
+    cluster = find_cluster(str(path))
+    assert cluster.size == 16
+    assert cluster.cards == 4
+    assert cluster.device.memory == 96e9
+    assert cluster.device.bandwidth == DEVICES["h100"].bandwidth
+    assert cluster.inside.speed == 0.5 * LINKS["nvlink3"].bandwidth
+    assert cluster.outside is LINKS["ethernet-25"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes = 2", 'names no device; write device = "h100"'),
+        ('device = "h100"\nnods = 2', "'nods' is no entry of a cluster; did you mean nodes"),
+        ('device = "h100"\nnodes = 0', "nodes is 0, not a whole number of at least 1"),
+        ('device = "h100"\nnodes = "2"', "nodes is '2', not a whole number"),
+        ('device = "h100"\ninside = "nvlink"', "no link is called 'nvlink'; did you mean nvlink"),
+        ('device = "h100"\ninside = 5', "inside is 5, not a link's name"),
+        ("[device]\nmemory = 1", r'\[device\] has no base; write base = "h100"'),
+        ('[device]\nbase = "h100"\nmemry = 1', "h100 has no number called 'memry'; did you mean memory"),
+        ('[device]\nbase = "h100"\nmemory = "1"', "memory of h100 is '1', not a number"),
+        ("device = ", "is not a cluster file"),
+    ],
+)
+def test_a_file_that_describes_no_cluster_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        find_cluster(str(path))

@@ -1,0 +1,86 @@
+"""What a collective takes on the links that its group crosses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.hardware import find_cluster
+from shardlab.hardware.collectives import COSTS
+from shardlab.hardware.formulas import bus_bandwidth
+from shardlab.program import UserError
+
+KIND = st.sampled_from(sorted(COSTS))
+BYTES = st.floats(1, 1e11)
+CLUSTER = find_cluster("h100x64")
+GROUPS = st.sampled_from([range(8), range(4), range(64), range(0, 64, 8), range(0, 32, 4), (3, 11), (0, 1)])
+
+
+@given(KIND, BYTES, GROUPS)
+def test_more_bytes_take_no_less_time(kind: str, bytes: float, group) -> None:
+    assert 0 < CLUSTER.collective_seconds(kind, bytes, group) <= CLUSTER.collective_seconds(kind, 2 * bytes, group)
+
+
+@given(KIND.filter(lambda kind: kind not in ("barrier", "gather", "scatter")), st.floats(1e6, 1e11), GROUPS)
+def test_no_bus_bandwidth_exceeds_the_links(kind: str, bytes: float, group) -> None:
+    crosses = len({rank // 8 for rank in group}) > 1
+    seconds = CLUSTER.collective_seconds(kind, bytes, group)
+    # a node's eight cards together, for the part that leaves it
+    limit = max(CLUSTER.inside.speed, 8 * CLUSTER.outside.speed) if crosses else CLUSTER.inside.speed
+    assert bus_bandwidth(kind, bytes, len(group), seconds) < limit
+
+
+@given(KIND, BYTES)
+def test_a_group_on_one_node_is_no_slower_than_one_over_eight(kind: str, bytes: float) -> None:
+    assert CLUSTER.collective_seconds(kind, bytes, range(8)) <= CLUSTER.collective_seconds(kind, bytes, range(0, 64, 8))
+
+
+@given(KIND, BYTES)
+def test_a_group_of_one_takes_no_time(kind: str, bytes: float) -> None:
+    assert CLUSTER.collective_seconds(kind, bytes, [5]) == 0
+
+
+def test_all_reduce_of_a_large_value_is_reduce_scatter_and_all_gather() -> None:
+    parts = sum(CLUSTER.collective_seconds(kind, 1e10, range(64)) for kind in ("reduce_scatter", "all_gather"))
+    assert CLUSTER.collective_seconds("all_reduce", 1e10, range(64)) == pytest.approx(parts, rel=1e-3)
+
+
+def test_a_small_all_reduce_over_many_nodes_goes_by_tree() -> None:
+    """A ring's latency grows with the ranks, a tree's with their logarithm."""
+    cluster = find_cluster("h100x1024")
+    small, smaller = (cluster.collective_seconds("all_reduce", 1e3, range(count)) for count in (1024, 64))
+    assert small < 3 * smaller
+
+
+def test_eight_groups_with_a_member_on_each_node_share_its_cards() -> None:
+    """One card for each GPU: the group has its own. Two cards for eight GPUs: it has a quarter of one."""
+    own = find_cluster("h100x16")
+    assert own.span([0, 8]).outside == own.outside.speed
+    assert own.span([0, 1, 8, 9]).ring == 2 * own.outside.speed
+    shared = type(own)(own.device, 8, 2, own.inside, own.outside, cards=2)
+    assert shared.span([0, 8]).outside == own.outside.speed / 4
+
+
+def test_a_message_to_another_node_is_slower() -> None:
+    assert CLUSTER.message_seconds(1e8, 0, 8) > CLUSTER.message_seconds(1e8, 0, 7) > CLUSTER.message_seconds(1e8, 0, 0)
+
+
+def test_without_a_switch_a_message_has_only_the_lanes_to_its_target() -> None:
+    cluster = find_cluster("v100x8")
+    message = 1e9 / cluster.message_seconds(1e9, 0, 1)
+    assert message < cluster.inside.bandwidth / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes", "seconds"), [("all_reduce", 400, 2.115e-3), ("reduce_scatter", 1600, 4.185e-3)]
+)
+def test_collectives_on_four_h100_take_what_cs336_measured(kind: str, bytes: int, seconds: float) -> None:
+    """MiB, and the seconds that the lecture's figures imply (test_formulas.py)."""
+    predicted = find_cluster("h100x4").collective_seconds(kind, bytes * 2**20, range(4))
+    assert predicted == pytest.approx(seconds, rel=0.1)
+
+
+def test_an_unknown_collective_suggests_the_nearest() -> None:
+    with pytest.raises(UserError, match="no collective is called 'allreduce'; did you mean all_reduce"):
+        CLUSTER.collective_seconds("allreduce", 1.0, [0, 1])

@@ -1,0 +1,111 @@
+"""A measured machine, in a file and as a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.hardware import Cluster, Line, Machine, Profile, Rate, find_cluster
+from shardlab.models.kernels import FusedAttention, Matmul, Pointwise
+from shardlab.program import UserError
+
+MACHINE = Machine("a CPU", places=2, torch="2.9", backend="gloo")
+PROFILE = Profile(
+    machine=MACHINE,
+    collectives={("all_reduce", 2): Line(1e-4, 1e-9), ("all_reduce", 4): Line(3e-4, 3e-9)},
+    messages=Line(5e-5, 2e-10),
+    kernels={
+        ("matmul", "float32"): Rate(1e-5, 1e11, 1e10),
+        ("pointwise", "float32"): Rate(1e-5, 0, 1e10),
+        ("pointwise:gelu", "float32"): Rate(1e-5, 0, 2e9),
+        ("attention", "float32"): Rate(1e-5, 5e10, 1e10),
+    },
+    memory=8e9,
+    layers=[{"name": "block", "seconds": 0.1}],
+    alone={("op:backward", "float32"): Rate(9e-5, 0, 0)},
+)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert Profile.read(PROFILE.write(tmp_path / "new" / "profile.json"), here=MACHINE) == PROFILE
+
+
+def test_it_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert PROFILE.write() == tmp_path / "shardlab" / "profile.json"
+    cluster = find_cluster("local", here=MACHINE)
+    assert (cluster.size, cluster.nodes, cluster.device.name) == (2, 1, "a CPU")
+
+
+def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path) -> None:
+    path = PROFILE.write(tmp_path / "profile.json")
+    here = Machine("a CPU", places=8, torch="2.9", backend="gloo")
+    with pytest.raises(UserError, match=r"from another machine: places 2 there, 8 here; --force takes it anyway"):
+        Profile.read(path, here=here)
+    assert Profile.read(path, here=here, force=True) == PROFILE
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 1, "machine": {"x": 1}}', '"text"'])
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="is not a profile"):
+        Profile.read(path)
+
+
+@pytest.mark.parametrize("figure", [-1.0, float("nan"), float("inf"), "fast", None])
+def test_a_profile_with_figures_that_cannot_be_is_refused(tmp_path: Path, figure: object) -> None:
+    path = PROFILE.write(tmp_path / "profile.json")
+    data = json.loads(path.read_text())
+    data["messages"]["alpha"] = figure
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="is not a profile"):
+        Profile.read(path)
+
+
+def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = PROFILE.write(tmp_path / "profile.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
+    with pytest.raises(UserError, match="version 99, not 1; run shardlab bench again"):
+        Profile.read(path)
+
+
+def test_a_missing_profile_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="shardlab bench measures this machine"):
+        Profile.read(tmp_path / "profile.json")
+
+
+def test_collectives_take_what_was_measured() -> None:
+    cluster = Cluster.of_profile(PROFILE)
+    assert cluster.collective_seconds("all_reduce", 1e6, [0, 1]) == pytest.approx(1.1e-3)
+    assert cluster.collective_seconds("all_reduce", 1e6, range(4)) == pytest.approx(3.3e-3)
+    assert cluster.message_seconds(1e6, 0, 1) == pytest.approx(2.5e-4)
+
+
+def test_a_group_size_between_two_measured_ones_lies_between_them() -> None:
+    cluster = Cluster.of_profile(PROFILE)
+    assert cluster.collective_seconds("all_reduce", 1e6, range(3)) == pytest.approx(2.2e-3)
+    assert cluster.collective_seconds("all_reduce", 1e6, range(8)) == pytest.approx(3.3e-3)
+
+
+def test_a_collective_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(UserError, match="the profile has no all_gather; measure it: shardlab bench collectives"):
+        Cluster.of_profile(PROFILE).collective_seconds("all_gather", 1.0, [0, 1])
+
+
+def test_kernels_take_what_was_measured() -> None:
+    device = Cluster.of_profile(PROFILE).device
+    assert device.seconds(Matmul(1000, 1000, 1000), "float32") == pytest.approx(1e-5 + 2e9 / 1e11 + 1.2e7 / 1e10)
+    assert device.seconds(Pointwise("gelu", 1e6, 1e6), "float32") == pytest.approx(1e-5 + 4e6 / 2e9)
+    assert device.seconds(Pointwise("norm", 1e6, 1e6), "float32") == pytest.approx(1e-5 + 4e6 / 1e10)
+    backward = FusedAttention(1, 2, 2, 64, 64, 8, 0.5, backward=True)
+    assert device.seconds(backward, "float32") == pytest.approx(
+        1e-5 + backward.flops / 5e10 + 4 * backward.elements / 1e10
+    )
+
+
+def test_a_kernel_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(UserError, match="the profile has no matmul in float64; measure it: shardlab bench compute"):
+        Cluster.of_profile(PROFILE).device.seconds(Matmul(8, 8, 8), "float64")

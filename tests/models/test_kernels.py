@@ -1,0 +1,147 @@
+"""What layers ask of a device: the FLOPs that the model declares, whole, in slices, and on the way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.models import GPT, MLP, Blocks, Columns, ExpertLayers, Halves, Model, MoE
+from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
+from shardlab.program import LayerKind
+
+SMALL = {"layers": 2, "width": 48, "block": 8, "vocabulary": 32}
+GROUPED = GPT(heads=8, kv_heads=4, **SMALL)
+DROPPING = GPT(heads=8, kv_heads=4, dropout=0.1, **SMALL)
+LLAMA_LIKE = GPT(
+    heads=8, kv_heads=4, bias=False, norm="rms", activation="swiglu", ffn_hidden=20, rope_theta=1e4, **SMALL
+)
+MIXTURE = MoE(heads=4, experts=4, activation="swiglu", **SMALL)
+MODELS = [GROUPED, DROPPING, LLAMA_LIKE, MLP(ffn_hidden=12, **SMALL), MIXTURE]
+
+
+def flops(kernels: Iterable[Kernel], *kinds: type) -> float:
+    return sum(kernel.flops for kernel in kernels if not kinds or isinstance(kernel, kinds))
+
+
+def elements(kernels: Iterable[Kernel], name: str) -> float:
+    return sum(kernel.elements for kernel in kernels if isinstance(kernel, Pointwise) and kernel.name == name)
+
+
+@pytest.mark.parametrize("whole", MODELS, ids=str)
+def test_matrix_products_are_the_declared_flops_but_that_fused_attention_skips_what_is_masked(whole: Blocks) -> None:
+    for layer in range(whole.layers):
+        kernels = whole.kernels(layer, 1, whole.block)
+        skipped = sum(k.flops * (1 / k.seen - 1) for k in kernels if isinstance(k, FusedAttention))
+        assert flops(kernels) + skipped == pytest.approx(whole.forward_flops(layer), rel=1e-12)
+
+
+@pytest.mark.parametrize("whole", [GROUPED, LLAMA_LIKE], ids=str)
+def test_a_causal_token_sees_itself_and_what_came_before(whole: GPT) -> None:
+    (attention,) = (k for k in whole.kernels(0, 3, 8) if isinstance(k, FusedAttention))
+    pairs = sum(range(1, 9))
+    assert attention.flops == pytest.approx(3 * 4 * pairs * whole.width)
+    assert (attention.heads, attention.kv_heads) == (8, 4)
+
+
+def test_with_dropout_attention_is_three_squares_a_head_and_none_is_skipped() -> None:
+    kernels = DROPPING.kernels(1, 2, 8)
+    square = 2 * 8 * 8 * 8  # sequences x heads x T x T
+    assert not [k for k in kernels if isinstance(k, FusedAttention)]
+    assert elements(kernels, "softmax") == 2 * square
+    assert elements(kernels, "dropout") == 3 * square
+    products = [k for k in kernels if isinstance(k, Matmul) and not k.learned]
+    assert [k.flops for k in products] == [2 * square * 6] * 2  # a head has 48 / 8 features
+    assert flops(kernels) == 2 * DROPPING.forward_flops(1)
+
+
+@given(st.sampled_from(MODELS), st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 2, 4]))
+def test_slices_add_up_to_the_whole(whole: Blocks, sequences: int, tokens: int, slices: int) -> None:
+    model: Model = ExpertLayers(whole, slices) if isinstance(whole, MoE) else Halves(whole, slices)
+    for layer, kind in enumerate(model.kinds):
+        one, whole_of_it = (model.kernels(layer, sequences, tokens, of) for of in (slices, 1))
+        shared = 1 if layer == 0 or kind in (LayerKind.NORM, LayerKind.DENSE) else slices  # look-ups give whole rows
+        assert flops(one) * shared == pytest.approx(flops(whole_of_it))
+        passes = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (one, whole_of_it)]
+        assert passes[0] * shared == pytest.approx(passes[1])
+
+
+@given(st.booleans(), st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 2, 4]))
+def test_columns_add_up_to_the_matrices_of_half_blocks(bias: bool, sequences: int, tokens: int, slices: int) -> None:
+    whole = MLP(ffn_hidden=12, bias=bias, **SMALL)
+    halves, model = Halves(whole), Columns(whole, slices)
+    norms, matrices = list[Kernel](), list[Kernel]()
+    for layer, kind in enumerate(model.kinds):
+        made = model.kernels(layer, sequences, tokens, slices)
+        (norms if kind is LayerKind.NORM else matrices).extend(made)
+    apart = [k for layer in range(halves.layers) for k in halves.kernels(layer, sequences, tokens)]
+    assert slices * flops(matrices) == pytest.approx(flops(apart))
+    both = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (matrices, norms, apart)]
+    assert slices * both[0] + both[1] == pytest.approx(both[2])
+    backs = [[back for k in ks for back in k.backward_input()] for ks in (matrices, norms, apart)]
+    moved = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in backs]
+    assert slices * moved[0] + moved[1] == pytest.approx(moved[2])
+
+
+@given(st.sampled_from(MODELS), st.integers(1, 3))
+def test_half_blocks_ask_for_what_whole_blocks_do(whole: Blocks, sequences: int) -> None:
+    """All but the bodies' last biases, which half-blocks add in a pass of their own, and the first residual."""
+    cut: Model = ExpertLayers(whole) if isinstance(whole, MoE) else Halves(whole)
+    together = [k for layer in range(cut.layers) for k in cut.kernels(layer, sequences, 8)]
+    apart = [k for layer in range(whole.layers) for k in whole.kernels(layer, sequences, 8)]
+    assert flops(together) == pytest.approx(flops(apart))
+    others = [[k for k in ks if isinstance(k, Pointwise) and k.name != "bias"] for ks in (together, apart)]
+    assert sorted(others[0]) == sorted(others[1])
+
+
+@pytest.mark.parametrize("whole", [GROUPED, DROPPING, LLAMA_LIKE], ids=str)
+def test_attention_between_layers_is_what_a_body_asks_for_less_its_maps(whole: GPT) -> None:
+    body, cut = Halves(whole), Halves(whole, context=True)
+    project = cut.kinds.index(LayerKind.PROJECT)
+    mixing = cut.attend_kernels(project, 2, 8, 8, 9 / 16)
+    apart = (*cut.kernels(project, 2, 8), *mixing, *cut.kernels(project + 1, 2, 8))
+    assert apart == body.kernels(2, 2, 8)
+    ring = [cut.attend_kernels(project, 2, 4, 4, seen) for seen in (5 / 8, 1.0, 5 / 8)]  # two ranks, three blocks
+    if not whole.dropout:
+        assert sum(map(flops, ring)) == pytest.approx(flops(mixing))
+
+
+@pytest.mark.parametrize("whole", MODELS, ids=str)
+def test_the_way_back_takes_twice_the_products_and_fused_attention_two_and_a_half_times(whole: Blocks) -> None:
+    for layer in range(whole.layers):
+        forward = whole.kernels(layer, 2, 8)
+        of_input = [made for kernel in forward for made in kernel.backward_input()]
+        of_weight = [made for kernel in forward for made in kernel.backward_weight()]
+        assert flops([*of_input, *of_weight], Matmul) == 2 * flops(forward, Matmul)
+        assert flops(of_input, FusedAttention) == 2.5 * flops(forward, FusedAttention)
+        learned = [k for k in forward if isinstance(k, Matmul) and k.learned]
+        assert flops(of_weight) == flops(learned)
+
+
+def test_a_bias_is_added_by_its_product_and_its_gradient_is_a_sum_over_rows() -> None:
+    product = Matmul(30, 7, 5, bias=True)
+    assert product.elements == Matmul(30, 7, 5).elements
+    assert product.backward_weight() == (Matmul(5, 7, 30, backward=True), Pointwise("bias", 210.0, 0.0, backward=True))
+    assert product.backward_input() == (Matmul(30, 5, 7, backward=True),)
+    biased = [GPT(bias=bias, **SMALL).kernels(1, 1, 8) for bias in (True, False)]
+    sums = [elements([made for k in ks for made in k.backward_weight()], "bias") for ks in biased]
+    maps = (GROUPED.width * 3, GROUPED.width, 4 * GROUPED.width, GROUPED.width)
+    assert sums == [8 * sum(maps), 0]
+
+
+def test_experts_compute_on_full_buffers() -> None:
+    model = MoE(heads=4, experts=4, top_k=2, capacity_factor=1.0, **SMALL)
+    experts = [k for k in model.mixture.body_kernels(3, 8) if isinstance(k, Matmul)]
+    assert [(k.batch, k.m) for k in experts] == [(4, 3 * 8 * 2 // 4)] * 2
+    dropless = MoE(heads=4, experts=4, top_k=2, capacity_factor=None, **SMALL).mixture
+    assert flops(dropless.body_kernels(3, 8)) == 2 * flops(experts)
+
+
+@given(st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_the_loss_reads_every_logit_of_its_slice(sequences: int, slices: int) -> None:
+    model = Halves(GPT(heads=4, **SMALL | {"vocabulary": 30}), slices)
+    (kernel,) = model.loss_kernels(sequences, 8, slices)
+    assert kernel.elements * slices == sequences * 8 * math.ceil(30 / slices) * slices

@@ -1,0 +1,123 @@
+"""Models by name have the sizes that were published; files change them; what is unknown is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardlab.models import GPT, Llama, Mixtral, find_model
+from shardlab.models.named import ARCHITECTURES, sources
+from shardlab.program import UserError
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+}
+"""Parameters in the checkpoints of openai-community, meta-llama and mistralai on Hugging Face."""
+
+ROUNDED = {
+    "gpt3-small": 125e6,
+    "gpt3-medium": 350e6,
+    "gpt3-large": 760e6,
+    "gpt3-2.7b": 2.7e9,
+    "gpt3-6.7b": 6.7e9,
+    "gpt3-175b": 175.0e9,
+}
+"""Brown et al. 2020, arXiv 2005.14165, table 2.1."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_models_parameters_are_those_of_its_checkpoint(name: str) -> None:
+    assert find_model(name).parameter_count == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_the_gpt_3_family_has_the_papers_rounded_counts(name: str) -> None:
+    assert find_model(name).parameter_count == pytest.approx(ROUNDED[name], rel=0.02)
+
+
+def test_every_name_is_counted_and_cites_its_source() -> None:
+    assert set(sources()) == set(PUBLISHED) | set(ROUNDED)
+    assert all(len(source) > 20 for source in sources().values())
+
+
+def test_an_architecture_alone_is_a_small_one() -> None:
+    assert find_model("gpt") == GPT()
+    assert {type(find_model(name)) for name in ARCHITECTURES} == set(ARCHITECTURES.values())
+    assert all(find_model(name).parameter_count < 1e6 for name in ARCHITECTURES)
+
+
+def test_names_are_found_in_any_case() -> None:
+    assert find_model("Llama3-8B") == find_model("llama3-8b")
+    assert isinstance(find_model("LLAMA"), Llama)
+
+
+def test_half_of_a_llamas_layer_is_its_attention_and_norms() -> None:
+    """arXiv 2407.21783, table 3: 8B has 32 layers of width 4096, 32 heads, 8 key/value heads and 14336 features."""
+    model = find_model("llama3-8b")
+    attention = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096
+    assert model.layout(1).parameter_count == attention + 3 * 4096 * 14336 + 4096
+
+
+def test_mixtral_uses_13_billion_parameters_for_a_token() -> None:
+    model = find_model("mixtral-8x7b")
+    assert isinstance(model, Mixtral)
+    idle = (model.experts - model.top_k) * 3 * model.width * model.hidden * model.layers
+    assert model.parameter_count - idle == pytest.approx(12.9e9, rel=0.01)  # arXiv 2401.04088: 13B active
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.toml"
+
+
+def test_a_file_changes_a_model_by_name(file: Path) -> None:
+    file.write_text('source = "mine"\nmodel = "llama3-8b"\nlayers = 4\nkv_heads = 4\nrope_theta = 10000\n')
+    model = find_model(str(file))
+    assert isinstance(model, Llama)
+    assert (model.layers, model.width, model.kv_heads, model.rope_theta) == (4, 4096, 4, 10000)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("layers = 4", 'does not say which model it changes; write, for example, model = "llama"'),
+        ('model = "lama"', "there is no model 'lama'; did you mean llama?"),
+        ('model = "gpt"\nlayer = 4', r"a model of this kind \(GPT\) has no layer; did you mean layers?"),
+        ('model = "gpt"\nexperts = 4', r"a model of this kind \(GPT\) has no experts"),
+        ('model = "gpt"\nlayers = "four"', "layers is 'four'; give a whole number"),
+        ('model = "gpt"\nlayers = true', "layers is True; give a whole number"),
+        ('model = "gpt"\ntied = 1', "tied is 1; give true or false"),
+        ('model = "gpt"\nkv_heads = 1.5', "kv_heads is 1.5; give a whole number"),
+        ('model = "gpt"\nrope_theta = "big"', "rope_theta is 'big'; give a number"),
+        ('model = "gpt"\nnorm = 3', "norm is 3; give a word in quotes"),
+        ('model = "gpt"\nwidth = 30', "width 30 does not divide by 4 heads"),
+        ("model =", "is not TOML"),
+    ],
+)
+def test_a_file_that_describes_no_model_is_refused_by_name(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(UserError, match=said) as refusal:
+        find_model(str(file))
+    assert str(file) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lama3-8b", "did you mean llama3-8b?"),
+        ("gpt3-175", "did you mean gpt3-175b?"),
+        ("zzz", "there are gpt, mlp, moe, llama, mixtral, gpt2"),
+        ("nowhere.toml", "nowhere.toml cannot be read: No such file"),
+    ],
+)
+def test_an_unknown_model_is_refused_with_the_nearest(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        find_model(name)
