@@ -43,9 +43,9 @@ def built_in(name: str, ranks: int = 0, layers: int = 0, microbatches: int = 0) 
     ranks = ranks or FEWEST.get(name, 2)
     mesh = entry.mesh(ranks)
     columns = mesh.dp_replicate * mesh.dp_shard
-    blocks = mesh.tp > 1 or mesh.ep > 1
+    blocks = (mesh.tp > 1 or mesh.ep > 1) and not entry.columns
     layers = layers or max(1 if blocks else 2, entry.plan(ranks).natural_layers() if entry.plan and not blocks else 1)
-    return trace(entry.program, mesh, layers, microbatches or max(2, columns))
+    return trace(entry.program, mesh, entry.puzzle(ranks, layers), microbatches or max(2, columns))
 
 
 async def one_layer_gradient(rank: Rank, microbatches: list[int]) -> Value:

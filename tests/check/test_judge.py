@@ -35,6 +35,7 @@ SIZES = {  # ranks, layers or blocks, microbatches
     **dict.fromkeys(("zb-v", "dualpipe-v"), TWICE),
     **dict.fromkeys(("pipeline_fsdp", "breadth-first-fsdp"), GRID),
     **dict.fromkeys(("3d", "4d"), BLOCKS),
+    "column-parallel": [(2, 1, 2), (3, 3, 2), (4, 2, 3)],
     "tensor_parallel": [(2, 1, 2), (4, 2, 1)],
     "context-parallel": [(2, 1, 2), (3, 2, 1), (4, 1, 1)],
     "expert_parallel": [(2, 1, 2), (3, 2, 3), (4, 1, 8)],

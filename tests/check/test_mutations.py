@@ -53,6 +53,11 @@ PLANS = {  # half-blocks: with and without slices of sequences, states, pipeline
     "ring": Planned(Plan(Mesh(cp=3)), 2, "context", 1),
     "gathered": Planned(Plan(Mesh(cp=2), "zb-h1", context="all_gather"), 2, "context", 2),
     "ring fsdp": Planned(Plan(Mesh(cp=2, dp_shard=2), "1f1b", None, (), CUT, CUT, CUT), 2, "context", 2),
+    # heads and sequences cut, attention and blocks computed again
+    "heads and sequences": Planned(Plan(Mesh(cp=2, tp=2), sequence_parallel=True), 2, "context", 1),
+    "heads again": Planned(Plan(Mesh(tp=2), "zb-h1", recompute="selective"), 2, "context", 2),
+    "blocks again": Planned(Plan(Mesh(tp=2), sequence_parallel=True, recompute="full"), 2, "halves", 1),
+    "all again": Planned(Plan(Mesh(cp=2, tp=2), context="all_gather", recompute="full"), 2, "context", 1),
     # experts
     "experts pipeline": Planned(Plan(Mesh(pp=2, ep=2), "zb-h1"), 3, "mixture", 4),
     "experts zero_1": Planned(Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD, recompute="full"), 2, "mixture", 4),

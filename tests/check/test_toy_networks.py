@@ -16,13 +16,15 @@ from tests.support.toy_network import CARRYING, Network
 
 TOKENS = 4
 HALVES = ("sliced", "norm", "sliced", "norm", "sliced", "norm", "sliced")
-CONTEXT = ("tokenwise", "norm", "project", "tokenwise", "norm", "project", "tokenwise", "norm", "tokenwise")
+CONTEXT = ("tokenwise", "norm", "project", "row", "norm", "project", "row", "norm", "tokenwise")
+COLUMNS = ("column", "column", "row", "column")
 MIXTURE = ("dense", "experts", "dense", "experts", "dense")
 NETWORKS = {
     "whole": Network(("whole", "whole")),
     "halves": Network(HALVES, TOKENS),
     "context": Network(CONTEXT, TOKENS),
     "mixture": Network(MIXTURE),
+    "columns": Network(COLUMNS, TOKENS),
 }
 LAYERS = [(name, layer) for name, network in NETWORKS.items() for layer in range(len(network.kinds))]
 
@@ -160,6 +162,29 @@ def test_slices_of_half_blocks_add_up_to_the_whole() -> None:
     assert (np.concatenate(losses, axis=1) == network.loss([logits]).data).all()
 
 
+def test_slices_of_columns_lie_side_by_side_and_rows_take_them_as_they_are() -> None:
+    """Whoever has which slice, what is gathered is in order; of a complete gradient a column takes its own."""
+    network, weight, other = NETWORKS["columns"], weight_of(1), weight_of(2)
+    column, row, x, dy = network.layer(1), network.layer(2), some(TOKENS, WIDTH, 1), some(TOKENS, WIDTH, 2)
+    (y,), kept = column.forward([x, weight])
+    (made,), _ = row.forward([y, other])
+    (dx,), _ = column.backward_input([x, dy, weight], kept)
+    slices, terms, below, (between,) = [], [], [], row.backward_input([y, dy, other], kept)[0]
+    for part, after in zip(slices_of(weight, 3), slices_of(other, 3), strict=True):
+        (slice_,), kept = column.forward([x, part])
+        slices.append(slice_)
+        below.append(column.backward_input([x, dy, part], kept)[0][0])
+        (term,), kept = row.forward([slice_, after])
+        terms.append(term)
+        (gradient,), _ = row.backward_input([slice_, dy, after], kept)
+        assert (gradient.data == between.data[:, list(gradient.columns)]).all()  # type: ignore[index]
+    gathered = combined(OpKind.ALL_GATHER, slices[::-1], TOKENS)[0]
+    assert gathered.columns == y.columns
+    assert (gathered.data == y.data).all()
+    assert (sum(term.data for term in terms) % PRIME == made.data).all()
+    assert (sum(term.data for term in below) % PRIME == dx.data).all()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_experts_on_many_ranks_make_what_they_make_on_one(ranks: int) -> None:
     """Buffers travel to their experts and back, in both directions."""
@@ -189,5 +214,7 @@ def test_gradients_of_keys_and_values_are_dealt_an_early_run_and_a_late_one() ->
     whole = some(4, 2 * WIDTH, 1, KEYS_VALUES)
     parts = combined(OpKind.REDUCE_SCATTER, [whole, whole], 4)
     assert [part.where for part in parts] == [(0, 3), (1, 2)]
+    heads = Piece(whole.where, whole.data[:, 6:12], KEYS_VALUES[6:12])
+    assert [part.where for part in combined(OpKind.REDUCE_SCATTER, [heads, heads], 4)] == [(0, 3), (1, 2)]
     plain = Piece(whole.where, whole.data)
     assert [part.where for part in combined(OpKind.REDUCE_SCATTER, [plain, plain], 4)] == [(0, 1), (2, 3)]

@@ -120,7 +120,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate fdsp", "there is no strategy 'fdsp'; did you mean fsdp?"),
         (
             "simulate qqq",
-            "Built in: single, grad_accum, ddp, wsdp, fsdp, tensor_parallel, expert_parallel, pipeline, zero-1, zero-2",
+            "Built in: single, grad_accum, ddp, wsdp, fsdp, column-parallel, tensor_parallel, expert_parallel",
         ),
         ("simulate none.py:right", "none.py is not a file"),
         ("simulate folder.py:right", "folder.py is not a file"),

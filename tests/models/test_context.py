@@ -9,7 +9,6 @@ import torch
 
 from shardlab.models import GPT, MLP, Blocks, Halves, Llama
 from shardlab.models.tensors import Share
-from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 
 SMALL = {"layers": 2, "width": 48, "block": 8, "vocabulary": 30}
@@ -30,7 +29,7 @@ def test_an_attention_is_two_layers_with_an_op_between_them() -> None:
         {"attn.c_proj.weight"},
         {"attn.c_proj.bias", "ln_2.weight", "ln_2.bias"},
     ]
-    assert model.kinds[1:5] == (LayerKind.NORM, LayerKind.PROJECT, LayerKind.TOKENWISE, LayerKind.NORM)
+    assert model.kinds[1:5] == (LayerKind.NORM, LayerKind.PROJECT, LayerKind.ROW, LayerKind.NORM)
     assert Halves(MLP(layers=3), context=True).kinds.count(LayerKind.PROJECT) == 0
 
 
@@ -54,9 +53,9 @@ def test_autograd_keeps_exactly_the_declared_elements(whole: Blocks, saved_bytes
         assert kept == 3 * model.saved_elements(layer) * 8, layer
 
 
-def test_heads_and_sequences_are_not_cut_both() -> None:
-    with pytest.raises(UserError, match="2 tensor-parallel slices and context parallelism were asked for"):
-        Halves(GPT(), 2, context=True)
+def test_heads_and_sequences_may_both_be_cut() -> None:
+    model = Halves(GPT(layers=1, heads=4, width=48), 4, context=True)
+    assert [model.layout(layer).slices for layer in range(2, 5)] == [4, 4, 1]
 
 
 def test_sizes_count_queries_keys_and_values_and_the_log_sum_exp() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.models import GPT, MLP, Blocks, ExpertLayers, Halves, Model, MoE
+from shardlab.models import GPT, MLP, Blocks, Columns, ExpertLayers, Halves, Model, MoE
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.program import LayerKind
 
@@ -67,6 +67,23 @@ def test_slices_add_up_to_the_whole(whole: Blocks, sequences: int, tokens: int, 
         assert flops(one) * shared == pytest.approx(flops(whole_of_it))
         passes = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (one, whole_of_it)]
         assert passes[0] * shared == pytest.approx(passes[1])
+
+
+@given(st.booleans(), st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 2, 4]))
+def test_columns_add_up_to_the_matrices_of_half_blocks(bias: bool, sequences: int, tokens: int, slices: int) -> None:
+    whole = MLP(ffn_hidden=12, bias=bias, **SMALL)
+    halves, model = Halves(whole), Columns(whole, slices)
+    norms, matrices = list[Kernel](), list[Kernel]()
+    for layer, kind in enumerate(model.kinds):
+        made = model.kernels(layer, sequences, tokens, slices)
+        (norms if kind is LayerKind.NORM else matrices).extend(made)
+    apart = [k for layer in range(halves.layers) for k in halves.kernels(layer, sequences, tokens)]
+    assert slices * flops(matrices) == pytest.approx(flops(apart))
+    both = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (matrices, norms, apart)]
+    assert slices * both[0] + both[1] == pytest.approx(both[2])
+    backs = [[back for k in ks for back in k.backward_input()] for ks in (matrices, norms, apart)]
+    moved = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in backs]
+    assert slices * moved[0] + moved[1] == pytest.approx(moved[2])
 
 
 @given(st.sampled_from(MODELS), st.integers(1, 3))

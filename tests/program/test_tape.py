@@ -18,14 +18,16 @@ PROGRAM = trace(STRATEGIES["pipeline_fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_equal_traces_have_one_fingerprint(name: str) -> None:
     entry = STRATEGIES[name]
-    layers = entry.default_layers(entry.ranks)
+    layers = entry.puzzle(entry.ranks)
     first, again = (trace(entry.program, entry.mesh(entry.ranks), layers, 4) for _ in range(2))
     assert first == again
     assert first.fingerprint() == again.fingerprint()
 
 
 def test_every_builtin_strategy_has_its_own_fingerprint() -> None:
-    programs = [trace(entry.program, entry.mesh(entry.ranks), 8, 4) for entry in STRATEGIES.values()]
+    programs = [
+        trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks, 8), 4) for entry in STRATEGIES.values()
+    ]
     assert len({program.fingerprint() for program in programs}) == len(programs)
 
 

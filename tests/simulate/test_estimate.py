@@ -17,7 +17,7 @@ from tests.simulate.runs import SQUARE
 
 def of_program(name: str, ranks: int, layers: int, microbatches: int, prices: FakePrices | None = None) -> Estimate:
     entry = STRATEGIES[name]
-    checked = check(trace(entry.program, entry.mesh(ranks), layers, microbatches))
+    checked = check(trace(entry.program, entry.mesh(ranks), entry.puzzle(ranks, layers), microbatches))
     return estimate(checked, prices or FakePrices())
 
 

@@ -16,7 +16,8 @@ BLOCKS = 2
 
 
 def checked(plan: Plan, microbatches: int = 1) -> Checked:
-    return check(trace(planned(plan), plan.mesh, BLOCKS * plan.mesh.pp, microbatches * plan.data_ranks))
+    sizes = Sizes.context_blocks(BLOCKS * plan.mesh.pp)
+    return check(trace(planned(plan), plan.mesh, sizes, microbatches * plan.data_ranks))
 
 
 CUT = ("dp_shard", "cp")
@@ -29,6 +30,10 @@ PLANS = [
     Plan(Mesh(pp=2, cp=2), "zb-h1"),
     Plan(Mesh(pp=2, cp=2), "interleaved-1f1b", context="all_gather"),
     Plan(Mesh(cp=2), recompute="full"),
+    Plan(Mesh(cp=2, tp=2)),
+    Plan(Mesh(cp=2, tp=2), context="all_gather", sequence_parallel=True, recompute="selective"),
+    Plan(Mesh(pp=2, cp=3, tp=2), "zb-h1", sequence_parallel=True, recompute="full"),
+    Plan(Mesh(cp=2, tp=2, dp_shard=2), shard_parameters=CUT, shard_gradients=CUT, shard_optimizer=CUT),
 ]
 
 
@@ -54,12 +59,22 @@ def test_gathered_blocks_take_one_collective_in_each_direction_and_one_back() ->
     assert met[OpKind.REDUCE_SCATTER, Kind.GRAD_KEYS_VALUES] == BLOCKS
 
 
+@pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(tp=4)])
 @pytest.mark.parametrize("context", ["ring", "all_gather"])
-def test_every_rank_computes_as_much_attention(context: Context) -> None:
-    timeline = simulate(checked(Plan(Mesh(cp=4), context=context)))
+def test_every_rank_computes_as_much_attention(context: Context, mesh: Mesh) -> None:
+    timeline = simulate(checked(Plan(mesh, context=context, recompute="selective")))
     for kind in (OpKind.ATTEND, OpKind.ATTEND_BACKWARD):
         spent = [sum(e.end - e.start for e in events if e.kind is kind) for events in timeline.events]
         assert spent == pytest.approx([BLOCKS / 4] * 4)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=2, tp=2)])
+def test_heads_share_the_room_of_queries_keys_and_values(mesh: Mesh) -> None:
+    done = checked(Plan(mesh))
+    sizes = done.program.sizes
+    for kind, whole in ((Kind.QUERIES, sizes.queries), (Kind.GRAD_KEYS_VALUES, sizes.keys_values)):
+        held = {sizes.elements(spec) for spec in done.specs[0].values() if spec.kind is kind}
+        assert held == {whole // mesh.world}
 
 
 @pytest.mark.parametrize("context", ["ring", "all_gather"])
@@ -106,9 +121,10 @@ def test_a_tape_with_a_mistake_is_refused(mistake: object) -> None:
         check(mistake(program))
 
 
-def test_heads_and_sequences_are_not_cut_both() -> None:
-    with pytest.raises(UserError, match=r"the mesh has cp 2, tp 2, ep 1; .* set all but one to 1"):
-        Plan(Mesh(cp=2, tp=2))
+def test_experts_are_not_cut_with_heads_or_sequences() -> None:
+    for mesh in (Mesh(ep=2, tp=2), Mesh(ep=2, cp=2)):
+        with pytest.raises(UserError, match=r"no model is cut into both yet: set ep to 1, or tp and cp"):
+            Plan(mesh)
 
 
 def test_a_model_whose_attention_is_no_step_of_its_own_is_refused() -> None:

@@ -146,14 +146,14 @@ def test_a_schedule_that_forgets_a_backward_pass_is_refused() -> None:
 
 
 def test_layers_to_recompute_must_exist() -> None:
-    with pytest.raises(UserError, match="recompute names layer 9, but the program has layers 0-3"):
+    with pytest.raises(UserError, match="recompute names block 9, but the model has blocks 0-3"):
         traced(Plan(recompute=(1, 9)), 4, 1)
-    with pytest.raises(UserError, match="neither cp nor ep cuts, but the mesh has cp 2"):
-        Plan(Mesh(cp=2), recompute="selective")
+    with pytest.raises(UserError, match="selective recomputation works on half-blocks, but the mesh has ep 2"):
+        Plan(Mesh(ep=2), recompute="selective")
 
 
-def test_of_a_mixture_the_experts_that_are_named_are_recomputed() -> None:
-    program = traced(Plan(Mesh(ep=2), recompute=(3,)), 2, 2)
+def test_of_a_mixture_the_experts_of_blocks_that_are_named_are_recomputed() -> None:
+    program = traced(Plan(Mesh(ep=2), recompute=(1,)), 2, 2)
     assert {op.layer for op in program.tapes[0] if op.kind is OpKind.RECOMPUTE} == {3}
 
 
@@ -161,6 +161,6 @@ def test_plans_by_name_are_the_plans_of_the_table() -> None:
     for name, entry in STRATEGIES.items():
         if entry.plan is not None:
             plan = entry.plan(entry.ranks)
-            layers = entry.default_layers(entry.ranks)
+            layers = entry.puzzle(entry.ranks)
             tapes = trace(entry.program, plan.mesh, layers, 4).tapes
             assert tapes == traced(plan, layers, 4).tapes, name

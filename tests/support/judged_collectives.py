@@ -34,7 +34,11 @@ def _gathered(pieces: list[Piece]) -> Piece:
         raise BrokenTape("the gathered pieces do not fit side by side")
     if len(pieces) > 1 and first.columns and all(piece.where == first.where for piece in pieces):
         columns = tuple(column for piece in pieces for column in piece.columns)
-        return Piece(first.where, np.concatenate([piece.data for piece in pieces], axis=1), columns)
+        data = np.concatenate([piece.data for piece in pieces], axis=1)
+        if all(isinstance(column, int) for column in columns):  # features and logits: layers read them by number
+            order = sorted(range(len(columns)), key=lambda i: int(str(columns[i])))
+            return Piece(first.where, data[:, order], tuple(columns[i] for i in order))
+        return Piece(first.where, data, columns)
     where = tuple(place for piece in pieces for place in piece.where)
     if len({piece.columns for piece in pieces}) > 1 or len(set(where)) < len(where):
         raise BrokenTape("the gathered pieces do not fit side by side")
@@ -47,7 +51,7 @@ def _scattered_rows(total: Piece, parts: int, sequence: int) -> list[Piece]:
 
     Gradients of keys and values are dealt as their tokens were: an early run and a late one to each member.
     """
-    balanced = total.columns[:1] == KEYS_VALUES[:1]
+    balanced = any(column in KEYS_VALUES for column in total.columns[:1])
     sequences: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(total.where):
         sequences[row // sequence if sequence > 1 else 0].append(index)

@@ -23,8 +23,8 @@ MODELS: dict[str, Callable[[int], Sizes]] = {
 }
 """Of so many whole layers, or of one block fewer in finer ones."""
 
-SLICED_OVER = {"halves": "tp", "tied": "tp", "context": "cp", "mixture": "ep"}
-"""The axis that cuts a model's layers or sequences."""
+SLICED_OVER = {"halves": ["tp"], "tied": ["tp"], "context": ["cp", "tp"], "mixture": ["ep"]}
+"""The axes that cut a model's layers or sequences."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Planned:
 
 
 def random_mesh(random: Random, model: str, ranks: int) -> Mesh:
-    """One of at most so many ranks; a model's own axis is more often cut than not (that of sequences always is)."""
+    """One of at most so many ranks; a model's own axes are more often cut than not."""
     while True:
         sizes = {axis: random.choice([1, 1, 2, 2, 4]) for axis in ("pp", "dp_replicate", "dp_shard")}
-        if model in SLICED_OVER:
-            sizes[SLICED_OVER[model]] = random.choice([2, 2, 3, 4] if model == "context" else [1, 2, 2, 3, 4])
+        for axis in SLICED_OVER.get(model, ()):
+            sizes[axis] = random.choice([1, 2, 2, 3, 4])
         if math.prod(sizes.values()) <= ranks and sizes.get("tp") != 3:
             return Mesh(**sizes)
 
@@ -61,6 +61,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     stages = schedule.stages_per_rank or random.choice([1, 2])
     layers = max(mesh.pp * stages + random.randint(0, 2), 1 if model in ("whole", "halves", "tied") else 2)
     kinds = MODELS[model](layers).kinds
+    blocks = layers - (model != "whole")
     of_stages = [1] * (mesh.pp * stages)
     for _ in range((len(cuts(kinds)) - 1 if kinds else layers) - len(of_stages)):
         of_stages[random.randrange(len(of_stages))] += 1
@@ -69,7 +70,9 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     gradients = axes[: random.randint(0, len(axes))]
     each = (*known, "ep") if model == "mixture" else known
     most = 2 * mesh.pp if schedule.name == "dualpipe-v" else 1
-    recompute = random.choice(["none", "none", "full", tuple(random.sample(range(len(kinds) or layers), 1))])
+    recompute = random.choice(["none", "none", "full", (random.randrange(max(blocks, 1)),) * (blocks > 0)])
+    if model == "context" and random.random() < 0.3:
+        recompute = "selective"
     plan = Plan(
         mesh,
         schedule.name,
@@ -83,7 +86,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         else tuple(axis for axis in each if axis in gradients or random.random() < 0.4),
         reshard_after=random.choice(["layer", "stage", "step"]),
         sequence_parallel=mesh.tp > 1 and random.random() < 0.5,
-        recompute="selective" if model in ("halves", "tied") and random.random() < 0.2 else recompute,
+        recompute=recompute,
         context=random.choice(["ring", "all_gather"]),
     )
     microbatches = plan.data_ranks * random.randint(most, max(3, most))

@@ -2,7 +2,7 @@
 
 A microbatch is a sequence of tokens. A body mixes the tokens of each sequence, and is a sum over its weight's rows:
 x' = x + (place + 2) sum(x), z_j = x' . W_j, branch = sum_j (z_j + z_j * z_j) W_j; of the last body, the logits are the
-z_j + z_j * z_j themselves. A tokenwise body does not mix; after attention it reads what the queries have met. A norm
+z_j + z_j * z_j themselves. A tokenwise body does not mix. A norm
 works token by token: r = residual + f branch + bias, y = gain r + r * r, where the factor f, like a dropout's mask,
 belongs to the token; so the gradients of residual and branch differ.
 """
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.support.pieces import PRIME, WIDTH, Array, BrokenTape, Piece, rows, whole
-from tests.support.toy_attention import met
 from tests.support.toy_layers import EVERYWHERE, Place, matrix_of, product, rows_of_matrix
 
 
@@ -30,7 +29,7 @@ class Body:
     """SLICED, or TOKENWISE: then each token is alone."""
 
     def __init__(self, place: Place, sequence: int) -> None:
-        self.shift, self.is_last, self.reads_met = 17 * place.number + 5, place.is_last, place.after_attention
+        self.shift, self.is_last = 17 * place.number + 5, place.is_last
         self.sequence = sequence if place.kinds[place.number] == "sliced" else 1
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Kept]:
@@ -61,7 +60,7 @@ class Body:
 
     def _mixed(self, activation: Piece) -> Array:
         x = rows(activation)
-        return mixed(mixing(x.where, self.sequence), met(x) if self.reads_met else x.data)
+        return mixed(mixing(x.where, self.sequence), x.data)
 
 
 class Norm:

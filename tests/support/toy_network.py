@@ -13,6 +13,7 @@ from shardlab.program import Program
 from tests.support import toy_attention
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, rows
 from tests.support.toy_attention import Project
+from tests.support.toy_columns import Column, Row
 from tests.support.toy_experts import Dense, Experts
 from tests.support.toy_halves import Body, Norm
 from tests.support.toy_layers import Place, ToyLayer, Whole, batch_rows
@@ -22,6 +23,8 @@ LAYERS: dict[str, Callable[[Place, int], ToyLayer]] = {
     "norm": Norm,
     "sliced": Body,
     "tokenwise": Body,
+    "column": Column,
+    "row": Row,
     "project": Project,
     "dense": Dense,
     "experts": Experts,
@@ -31,7 +34,7 @@ LAYERS: dict[str, Callable[[Place, int], ToyLayer]] = {
 CARRYING = frozenset({"norm", "dense"})
 """Kinds of layer that hand something on to the next of their kind."""
 
-LOGITS = frozenset({"sliced", "tokenwise"})
+LOGITS = frozenset({"sliced", "tokenwise", "column"})
 """Kinds of layer that, as the last, say which logits they made."""
 
 TOKENS = 4

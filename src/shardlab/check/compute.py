@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from shardlab.check.rank_state import RankState
@@ -48,16 +48,23 @@ def _forward(state: RankState, kind: LayerKind) -> Callable[..., Spec]:
         return transfer.forward
     if kind is LayerKind.EXPERTS:
         return experts.forward
-    return partial(sliced.forward, layers=state.program.layers, tokenwise=kind is LayerKind.TOKENWISE)
+    return partial(sliced.forward, layers=state.program.layers, kinds=state.program.sizes.kinds)
 
 
 def _project(state: RankState, op: Op) -> None:
-    (activation, weight), (queries, keys_values, saved) = op[2], op[3]
+    activation, weight = op[2]
     spec = state.live[activation]
     made = attention.project(op[1], spec, state.live[weight])
-    for number, output in zip((queries, keys_values), made, strict=True):
+    _make_and_save(state, op, made, transfer.saved(op[1], spec, made[0].parts))
+
+
+def _make_and_save(state: RankState, op: Op, made: Sequence[Spec], saved: Spec) -> None:
+    """All that a layer makes, and what autograd keeps of its first input, if the op says that it does."""
+    for number, output in zip(op[3][: len(made)], made, strict=True):
         state.make(number, output)
-    _save(state, saved, activation, transfer.saved(op[1], spec))
+    if len(op[3]) > len(made):
+        (number,) = op[3][len(made) :]
+        _save(state, number, op[2][0], saved)
 
 
 def attend(state: RankState, op: Op) -> None:
@@ -80,10 +87,7 @@ def _forward_carrying(state: RankState, op: Op) -> None:
     made = sliced.norm_forward(
         op[1], sizes.next_carrying(op[1]), spec, state.live[weight], read, what=sizes.kind(op[1]).value
     )
-    *outputs, saved = op[3]
-    for number, output in zip(outputs, [spec for spec in made if spec is not None], strict=True):
-        state.make(number, output)
-    _save(state, saved, branch, transfer.saved(op[1], spec))
+    _make_and_save(state, op, [each for each in made if each is not None], transfer.saved(op[1], spec))
 
 
 def recompute(state: RankState, op: Op) -> None:
@@ -156,8 +160,8 @@ def _backward(state: RankState, op: Op) -> tuple[Spec, ...]:
     elif kind is LayerKind.EXPERTS:
         made = experts.backward(layer, *specs, live[weight])
     elif kind is not LayerKind.WHOLE:
-        tokenwise = kind is LayerKind.TOKENWISE
-        made = sliced.backward(layer, *specs, live[weight], layers=state.program.layers, tokenwise=tokenwise)
+        sizes = state.program.sizes
+        made = sliced.backward(layer, *specs, live[weight], layers=sizes.layers, kinds=sizes.kinds)
     else:
         made = transfer.backward(layer, *specs, live[weight])
     if state.saved_of.pop(activation, None) != saved:
@@ -175,12 +179,13 @@ def backward_weight(state: RankState, op: Op) -> None:
     kind = state.program.sizes.kind(op[1])
     if kind is LayerKind.WHOLE:
         made = transfer.backward_weight(op[1], *specs)
-    elif state.program.sizes.kind(op[1]) is LayerKind.EXPERTS:
+    elif kind is LayerKind.EXPERTS:
         made = experts.backward_weight(op[1], *specs, state.specs[half].sums)
-    elif state.program.sizes.kind(op[1]) is LayerKind.PROJECT:
-        made = attention.project_backward_weight(op[1], *specs)
+    elif kind is LayerKind.PROJECT:
+        made = attention.project_backward_weight(op[1], *specs, state.specs[half].sums)
     else:
-        made = sliced.backward_weight(op[1], state.program.layers, *specs, state.specs[half].sums)
+        sizes, slices = state.program.sizes, state.specs[half].sums
+        made = sliced.backward_weight(op[1], sizes.layers, *specs, slices, sizes.kinds)
     state.make(grad_weight, made)
 
 

@@ -79,9 +79,9 @@ class PlanOptions:
     """When gathered weights are freed."""
 
     recompute: Annotated[
-        tuple[str, ...] | None, tyro.conf.arg(metavar="{none,selective,full,LAYER ...}", help_behavior_hint="")
+        tuple[str, ...] | None, tyro.conf.arg(metavar="{none,selective,full,BLOCK ...}", help_behavior_hint="")
     ] = None
-    """What the backward pass computes again: nothing, attention (in half-blocks), everything, or layers by number."""
+    """What the backward pass computes again: nothing, attention's scores, everything, or blocks by number."""
 
     def entry(self, name: str | None, ranks: int | None) -> tuple[Entry, int]:
         """The strategy that is meant, and on how many ranks.
@@ -154,7 +154,7 @@ Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=""
 
 
 def _recomputed(words: tuple[str, ...]) -> str | tuple[int, ...]:
-    """A word for the plan to judge, or the numbers of layers."""
+    """A word for the plan to judge, or the numbers of blocks."""
     if words and all(word.isdecimal() for word in words):
         return tuple(int(word) for word in words)
     return " ".join(words)

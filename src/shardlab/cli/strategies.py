@@ -73,7 +73,7 @@ class Sent:
 
 def sent_by(entry: Entry) -> Sent:
     """Counted on the tapes; elements have 4 bytes."""
-    checked = check(trace(entry.program, entry.grid(entry.ranks), LAYERS, MICROBATCHES))
+    checked = check(trace(entry.program, entry.grid(entry.ranks), entry.puzzle(entry.ranks, LAYERS), MICROBATCHES))
     sizes = checked.program.sizes
     most = max(traffic(checked), key=lambda each: each.bytes)
     return Sent(most, most.weights / 4 / sum(sizes.weights), most.activations / 4 / sizes.activations[0])

@@ -21,6 +21,8 @@ def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) ->
     """
     path, _ = file_and_function(entry.name)
     mesh = entry.grid(ranks)
+    if isinstance(layers, int) and layers > 0:
+        layers = entry.puzzle(ranks, layers)
     with contextlib.redirect_stdout(sys.stderr):
         if path is None:
             return check(trace(entry.program, mesh, layers, microbatches))

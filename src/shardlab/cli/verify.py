@@ -58,7 +58,7 @@ class Verify:
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
         ep = chosen.grid(ranks).ep
-        layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "gpt"
+        layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         model = self.model.make(layers, kind, width=32, heads=4, block=16, experts=max(4, 2 * ep))
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
         refuse_hanging(checked(chosen, ranks, job.sizes, self.microbatches))

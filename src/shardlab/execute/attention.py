@@ -11,9 +11,10 @@ from torch import Tensor
 from shardlab.execute.state import State
 from shardlab.models import Halves
 from shardlab.models.halves import Projection
+from shardlab.models.parts import Attention
 from shardlab.models.tensors import attention
 from shardlab.models.tensors.dropout import Site
-from shardlab.program import Op
+from shardlab.program import Op, Spec
 
 Instruction = Callable[[], None]
 
@@ -21,7 +22,7 @@ Instruction = Callable[[], None]
 def attend(state: State, at: int, op: Op) -> Instruction:
     """Queries that meet one lot of keys and values."""
     (queries, keys_values), (output,), values = op.inputs, op.outputs, state.values
-    part, mask = _projection(state, op.layer).part, _mask(state, op)
+    part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
     tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
 
     def run() -> None:
@@ -33,7 +34,7 @@ def attend(state: State, at: int, op: Op) -> Instruction:
 def attend_backward(state: State, at: int, op: Op) -> Instruction:
     """What one lot of keys and values gives to the queries' gradient, and they to its."""
     (queries, keys_values, attended, gradient), outputs, values = op.inputs, op.outputs, state.values
-    part, mask = _projection(state, op.layer).part, _mask(state, op)
+    part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
     tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
 
     def run() -> None:
@@ -47,8 +48,13 @@ def attend_backward(state: State, at: int, op: Op) -> Instruction:
 def merge(state: State, op: Op) -> Instruction:
     """The sum of what queries have met of two lots of keys and values."""
     (a, b), (output,), values = op.inputs, op.outputs, state.values
-    part = _projection(state, op.layer - 1).part
+    part = _heads(state, op.layer - 1, state.specs[a])
     return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
+
+
+def _heads(state: State, layer: int, spec: Spec) -> Attention:
+    """The attention of the heads that a value is of."""
+    return _projection(state, layer).part.heads_of(spec.grid.width if spec.parts else 1)
 
 
 def _projection(state: State, layer: int) -> Projection:
@@ -63,6 +69,8 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
     projection, queries, keys_values = _projection(state, op.layer), *(state.specs[n] for n in op.inputs[:2])
     part, rows = projection.part, queries.microbatches.bit_count() * state.shapes.rows
     tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
+    count = _heads(state, op.layer, queries).heads
+    first = count * max(queries.parts.bit_length() - 1, 0)
     like = state.empty((0,), torch.promote_types(state.settings.dtype, torch.float32))
 
     def mask() -> Tensor | None:
@@ -71,6 +79,6 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
             return None
         dropout = replace(dropout, layer=projection.block)
         whole = dropout.mask(Site.ATTENTION, (rows, part.heads, part.block, part.block), like)
-        return whole[..., tokens[:, None].to(whole.device), key_tokens.to(whole.device)]
+        return whole[:, first : first + count, tokens[:, None].to(whole.device), key_tokens.to(whole.device)]
 
     return mask

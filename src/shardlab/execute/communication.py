@@ -59,6 +59,8 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     (output,) = op.outputs
     shape = state.shapes.shape(state.specs[output])
     members = _given(state, op)
+    if members[0].kind is not Kind.STATS and any(member.parts != members[0].parts for member in members):
+        return _gather_features(state, gather, op, members)
     if _along_sequence(members):
         return _gather_sequences(state, gather, op, members)
     places = _places(members, state.specs[output])
@@ -131,6 +133,27 @@ def _gather_sequences(
             wait()
             joined = torch.cat(inbox.unbind(), 1)
             values[output] = joined if order == sorted(order) else joined[:, order]
+
+        return join
+
+    return start
+
+
+def _gather_features(
+    state: State, gather: Callable[[torch.Tensor, torch.Tensor], Wait], op: Op, members: list[Spec]
+) -> Start:
+    """Slices that lie side by side: some features of the same tokens, or some logits."""
+    (given,), (output,), values = op.inputs, op.outputs, state.values
+    order = sorted(range(len(members)), key=lambda place: members[place].parts)
+
+    def start() -> Wait:
+        piece = values[given].contiguous()
+        inbox = piece.new_empty((len(members), *piece.shape))
+        wait = gather(inbox.flatten(0, 1), piece)
+
+        def join() -> None:
+            wait()
+            values[output] = torch.cat([inbox[place] for place in order], -1)
 
         return join
 

@@ -15,7 +15,7 @@ from shardlab.execute.state import State
 from shardlab.models import tensors
 from shardlab.models.tensors import loss_of, views
 from shardlab.models.tensors.tokens import rows_of
-from shardlab.program import Kind, Op, OpKind, Spec
+from shardlab.program import Kind, LayerKind, Op, OpKind, Spec
 from shardlab.program.sizes import CARRYING
 from shardlab.program.values import bits
 
@@ -58,7 +58,7 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     layer, (x, weight, *residual), values = state.layers[op.layer], op.inputs, state.values
     share, hooked = state.share(op), at in state.analysis.hooked
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
-    outputs = op.outputs[: len(op.outputs) - saves]
+    outputs = op.outputs[: len(op.outputs) - saves]  # as the layer's, the last of which comes first
     carries = state.checked.program.sizes.kind(op.layer) in CARRYING
 
     def inputs() -> list[Tensor | None]:
@@ -74,7 +74,9 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     def run_without_saving() -> None:
         with torch.no_grad():
             leaves = state.flat_weight(op.layer, weight).leaves
-            (values[outputs[0]],) = layer.run(leaves, tuple(inputs()), share, state.dropout(op))
+            made = layer.run(leaves, tuple(inputs()), share, state.dropout(op))
+        for number, each in zip(outputs, reversed([each for each in made if each is not None]), strict=True):
+            values[number] = each
 
     return run if saves else run_without_saving
 
@@ -145,12 +147,13 @@ def backward(state: State, at: int, op: Op) -> Instruction:
     """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
     (_, gradient, weight, saved, *residual), (grad_weight, *outputs), values = op.inputs, op.outputs, state.values
     layout, room = state.shapes.layout_of_weight(op.layer), _gradient_room(state, at, op)
+    own = _own_columns(state, op)
 
     def run() -> None:
         graph: Graph = values[saved]
         values[saved] = None
         into = room()
-        gradients = [values[number] for number in (*residual, gradient)]
+        gradients = [own(values[number]) for number in (*residual, gradient)]
         for number, made in zip(outputs, graph.backward(gradients, values[weight], views(layout, into)), strict=False):
             values[number] = made  # there is none for tokens
         values[grad_weight] = into
@@ -161,16 +164,25 @@ def backward(state: State, at: int, op: Op) -> Instruction:
 def backward_input(state: State, at: int, op: Op) -> Instruction:
     """The half that gives the input's gradient; the graph stays for the other half."""
     (_, gradient, weight, saved, *residual), (*outputs, half), values = op.inputs, op.outputs, state.values
+    own = _own_columns(state, op)
 
     def run() -> None:
         graph: Graph = values[saved]
-        gradients = [values[number] for number in (*residual, gradient)]
+        gradients = [own(values[number]) for number in (*residual, gradient)]
         made = graph.backward_input(gradients, values[weight], state.reads.get(op.layer))
         for number, gradient_made in zip(outputs, made, strict=False):
             values[number] = gradient_made
         values[saved], values[half] = None, graph
 
     return run
+
+
+def _own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
+    """Of its output's complete gradient, a COLUMN layer's slice reads what belongs to its own slice of the output."""
+    gradient, slices = state.specs[op.inputs[1]], state.specs[op.inputs[3]].parts
+    if state.checked.program.sizes.kind(op.layer) is not LayerKind.COLUMN or gradient.sums or not slices:
+        return lambda whole: whole
+    return lambda whole: whole.chunk(gradient.grid.width, -1)[slices.bit_length() - 1]
 
 
 def backward_weight(state: State, at: int, op: Op) -> Instruction:

@@ -50,15 +50,15 @@ class Shapes:
         if isinstance(self.model, ExpertLayers) and self.model.is_buffers(spec.layer):
             experts, *capacity = self.model.buffers_shape(self.rows)
             return (microbatches * experts * (spec.sums.bit_count() or spec.grid.width) // spec.grid.width, *capacity)
-        tokens, *features = self.model.activation_shape(spec.layer)
+        _, *features = self.model.activation_shape(spec.layer)
         if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
             features = [self.model.attention_features[0]]
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
             features = [self.model.attention_features[1]]
         if spec.kind is Kind.STATS:
-            return ((spec.sums.bit_count() or spec.grid.width) * rows, tokens, 3)
-        if spec.sums and spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION) and spec.layer == self.model.layers:
-            features = [features[0] * spec.sums.bit_count() // spec.grid.width]
+            return ((spec.parts.bit_count() or spec.grid.width) * rows, len(self.tokens(spec)), 3)
+        if spec.parts and self._sizes.side_by_side(spec):
+            features = [features[0] * spec.parts.bit_count() // spec.grid.width]
         return (rows, len(self.tokens(spec)), *features)
 
     def tokens(self, spec: Spec) -> Sequence[int]:
@@ -73,8 +73,8 @@ class Shapes:
         if block % slices:
             raise UserError(
                 f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
-                f"a block that is a multiple of {slices} (two slices for each context-parallel rank, or one for each "
-                "tensor-parallel one)"
+                f"a block that is a multiple of {slices} (two slices for each context-parallel rank, times the "
+                "tensor-parallel ranks)"
             )
         held = self.slices(spec)
         first, last = held[0] * block // slices, (held[-1] + 1) * block // slices

@@ -1,6 +1,7 @@
 """Models as lists of layers: their shapes, FLOPs and bytes. `shardlab.models.tensors` computes them on torch."""
 
 from shardlab.models.blocks import Blocks
+from shardlab.models.columns import Columns
 from shardlab.models.cut import CutModel
 from shardlab.models.expert_layers import ExpertLayers
 from shardlab.models.gpt import GPT
@@ -16,6 +17,7 @@ __all__ = [
     "GPT",
     "MLP",
     "Blocks",
+    "Columns",
     "CutModel",
     "ExpertLayers",
     "Halves",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.layout import Cut, Parameter
@@ -38,6 +38,10 @@ class Attention(Part):
     def features(self) -> int:
         """Features of a token's queries, keys and values."""
         return self.width + 2 * self.kv_width
+
+    def heads_of(self, slices: int) -> Attention:
+        """As if the heads of one slice of so many were all."""
+        return replace(self, width=self.width // slices, heads=self.heads // slices, kv_heads=self.kv_heads // slices)
 
     def parameters(self) -> list[Parameter]:
         c, kv = self.width, self.kv_width

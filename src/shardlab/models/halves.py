@@ -131,8 +131,8 @@ class Output(Body):
 class Halves(CutModel):
     """A model in half-blocks: bodies (even layers) and norms (odd ones), from the embedding's body to the head's.
 
-    For context parallelism an attention's body is cut in two, and what lies between is an op of its own (`context`);
-    every layer then computes any tokens alone.
+    For context parallelism, and for selective recomputation, an attention's body is cut in two, and what lies between
+    is an op of its own (`context`); every layer then computes any tokens alone.
 
     Each body is cut into `slices` for tensor parallelism; its flat buffer holds one run after the other. The
     vocabulary is padded to a multiple of them: rows of zeros, and logits of -inf.
@@ -152,11 +152,6 @@ class Halves(CutModel):
         halves = 2 * (2 + whole.layers * len(whole.body)) - 1
         super().__init__(whole, slices, halves + whole.layers * attentions)
         object.__setattr__(self, "context", context)
-        if context and slices > 1:
-            raise UserError(
-                f"{slices} tensor-parallel slices and context parallelism were asked for; attention whose sequences "
-                "and heads are both cut is not built yet: give one of them"
-            )
         if isinstance(whole, MoE):
             raise UserError(
                 "half-blocks, which tp, cp, selective recomputation and tied embeddings need, do not cut mixtures of "
@@ -255,12 +250,16 @@ class Halves(CutModel):
         return self.padded_vocabulary
 
     @property
-    def selective(self) -> tuple[int, ...]:
-        """The bodies of attention."""
-        return tuple(2 * unit for unit, (_, part) in enumerate(self.units) if isinstance(part, Attention))
+    def block_bounds(self) -> tuple[int, ...]:
+        """Each block's first norm, and at last the head's."""
+        first: dict[int, int] = {}
+        for layer, half in enumerate(self.halves[:-2]):
+            if isinstance(half, Norm):
+                first.setdefault(half.block_after, layer)
+        return *first.values(), self.layers - 2
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         body = LayerKind.TOKENWISE if self.context else LayerKind.SLICED
-        kinds: dict[type, LayerKind] = {Norm: LayerKind.NORM, Projection: LayerKind.PROJECT}
+        kinds: dict[type, LayerKind] = {Norm: LayerKind.NORM, Projection: LayerKind.PROJECT, Output: LayerKind.ROW}
         return tuple([kinds.get(type(half), body) for half in self.halves])

@@ -140,8 +140,8 @@ class Model(ABC):
         return (LayerKind.WHOLE,) * self.layers
 
     @property
-    def selective(self) -> tuple[int, ...]:
-        """The layers that selective recomputation computes again."""
+    def block_bounds(self) -> tuple[int, ...]:
+        """Where blocks of several layers begin, and where the last one ends; none if layers are blocks themselves."""
         return ()
 
     @property
@@ -166,7 +166,7 @@ class Model(ABC):
             saved_for_weight=tuple(rows * self.saved_for_weight(layer) for layer in range(self.layers)),
             element_bytes=dict.fromkeys(Kind, element_bytes),
             kinds=self.kinds,
-            selective=self.selective,
+            blocks=self.block_bounds,
             tied=bool(self.borrowed(self.layers - 1)),
             stats=3 * rows * self.block,
             residual=rows * self.block * self.residual_width if CARRYING.intersection(self.kinds) else 0,

@@ -13,8 +13,11 @@ from shardlab.program.values import Spec
 class AttentionVerbs(NormVerbs):
     """Queries that meet blocks of keys and values, in any order, and the way back."""
 
-    def project(self, layer: int, activation: Value, weight: Value) -> tuple[Value, Value]:
-        """A PROJECT layer, on any tokens: their (queries, keys and values)."""
+    def project(self, layer: int, activation: Value, weight: Value, *, save: bool = True) -> tuple[Value, Value]:
+        """A PROJECT layer, on any tokens: their (queries, keys and values), or the heads of the weight's slices.
+
+        With `save=False` nothing is kept for the backward pass; before that the layer must be computed again.
+        """
         self._check_layer("project", layer)
         self._rule("project", layer, forward=True)
         try:
@@ -22,10 +25,10 @@ class AttentionVerbs(NormVerbs):
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         made = [self.make(spec) for spec in specs]
-        activation.saved, activation.saved_slices = len(self._values), 0
-        self._values.append(None)
-        outputs = (*(value.number for value in made), activation.saved)
-        self.ops.append(Op(OpKind.FORWARD, layer, (activation.number, weight.number), outputs))
+        outputs = [value.number for value in made]
+        if save:
+            outputs.append(self._save_of(activation, specs[0].parts))
+        self.ops.append(Op(OpKind.FORWARD, layer, (activation.number, weight.number), tuple(outputs)))
         self._done_with(activation, weight)
         return made[0], made[1]
 
@@ -80,7 +83,7 @@ class AttentionVerbs(NormVerbs):
         """The half that gives activation l's gradient; `backward_weight(l, activation, grad_queries)` is the other."""
         specs, inputs = self._backward_project(layer, activation, grad_queries, grad_keys_values, weight)
         made = self.make(specs[1])
-        activation.saved_for_weight, activation.half_slices = len(self._values), 0
+        activation.saved_for_weight, activation.half_slices = len(self._values), specs[1].sums
         self._values.append(None)
         self.ops.append(Op(OpKind.BACKWARD_INPUT, layer, inputs, (made.number, activation.saved_for_weight)))
         self._done_with(activation, grad_queries, grad_keys_values, weight)
@@ -98,5 +101,7 @@ class AttentionVerbs(NormVerbs):
             raise refusal.at(self.index, len(self.ops)) from None
         if activation.saved < 0:
             self.refuse(f"backward_project(layer {layer}): no project has come before it for {a}.")
+        if activation.saved_slices != specs[1].sums:
+            self.refuse(f"backward_project(layer {layer}): the projection was by other slices than {w}.")
         saved, activation.saved = activation.saved, -1
         return specs, (activation.number, grad_queries.number, weight.number, saved, grad_keys_values.number)

@@ -172,9 +172,10 @@ class ComputeVerbs(Place):
             elif self.kinds[layer] is LayerKind.EXPERTS:
                 made = experts.backward_weight(layer, *specs, activation.half_slices)
             elif self.kinds[layer] is LayerKind.PROJECT:
-                made = attention.project_backward_weight(layer, *specs)
+                made = attention.project_backward_weight(layer, *specs, activation.half_slices)
             else:
-                made = sliced.backward_weight(layer, len(self.layers), *specs, activation.half_slices)
+                slices = activation.half_slices
+                made = sliced.backward_weight(layer, len(self.layers), *specs, slices, self.kinds)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if activation.saved_for_weight < 0:
@@ -201,10 +202,9 @@ class ComputeVerbs(Place):
             self.refuse(f"{op}(layer {layer}): this layer {which}.")
         if kind is LayerKind.EXPERTS:
             return experts.forward if forward else experts.backward
-        if kind is LayerKind.SLICED or kind is LayerKind.TOKENWISE:
-            rule = sliced.forward if forward else sliced.backward
-            return partial(rule, layers=len(self.layers), tokenwise=kind is LayerKind.TOKENWISE)
-        return transfer.forward if forward else transfer.backward
+        if kind is LayerKind.WHOLE:
+            return transfer.forward if forward else transfer.backward
+        return partial(sliced.forward if forward else sliced.backward, layers=len(self.layers), kinds=self.kinds)
 
     def _saved(self, layer: int, activation: Value, weight: Value, slices: int) -> int:
         """What autograd saved from an activation's forward, for its backward; computed again if nothing was."""
@@ -219,6 +219,12 @@ class ComputeVerbs(Place):
             self.ops.append(Op(OpKind.RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
         activation.saved = -1
         return saved
+
+    def _save_of(self, activation: Value, slices: int) -> int:
+        """The number of what autograd keeps of an activation's forward pass by some slices of the layer."""
+        activation.saved, activation.saved_slices = len(self._values), slices
+        self._values.append(None)
+        return activation.saved
 
     def add(self, a: Value, b: Value) -> Value:
         """The sum of two weight gradients, of two scalars, or of what queries (or keys and values) have met in two

@@ -14,17 +14,18 @@ class NormVerbs(ComputeVerbs):
     """Passes through norms, which carry the residual from one to the next."""
 
     def forward_norm(
-        self, layer: int, residual: Value | None, branch: Value, weight: Value
+        self, layer: int, residual: Value | None, branch: Value, weight: Value, *, save: bool = True
     ) -> tuple[Value | None, Value]:
         """A norm of a model in half-blocks: (the residual for the next norm, the normalised activation l + 1).
 
         The branch, activation l, is added to the residual that the norm before has handed on. The first norm is given
-        no residual, the last one hands none on.
+        no residual, the last one hands none on. With `save=False` nothing is kept for the backward pass; before that
+        the norm must be computed again.
         """
-        return self._carry_forward("forward_norm", layer, residual, branch, weight)
+        return self._carry_forward("forward_norm", layer, residual, branch, weight, save=save)
 
     def _carry_forward(
-        self, op: str, layer: int, residual: Value | None, branch: Value, weight: Value
+        self, op: str, layer: int, residual: Value | None, branch: Value, weight: Value, *, save: bool = True
     ) -> tuple[Value | None, Value]:
         self._check_layer(op, layer)
         self._rule(op, layer, forward=True)
@@ -36,10 +37,10 @@ class NormVerbs(ComputeVerbs):
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         outputs = [self.make(spec) for spec in (made, handed_on) if spec is not None]
-        branch.saved, branch.saved_slices = len(self._values), 0
-        self._values.append(None)
-        numbers = (*(value.number for value in outputs), branch.saved)
-        self.ops.append(Op(OpKind.FORWARD, layer, tuple([value.number for value in read]), numbers))
+        numbers = [value.number for value in outputs]
+        if save:
+            numbers.append(self._save_of(branch, 0))
+        self.ops.append(Op(OpKind.FORWARD, layer, tuple([value.number for value in read]), tuple(numbers)))
         self._done_with(*read)
         return outputs[1] if handed_on is not None else None, outputs[0]
 

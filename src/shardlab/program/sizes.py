@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from shardlab.program.mesh import Mesh
@@ -21,8 +22,11 @@ class LayerKind(Enum):
       layer: a slice of the logits).
     - DENSE: (carried, combined) to (carried, dispatched); parameters replicated, one buffer for each expert made.
     - EXPERTS: dispatched to combined; parameters sliced by expert, each on its own buffers.
-    - TOKENWISE: as SLICED with one slice, each token alone, so that any slice of the sequence can be computed.
-    - PROJECT: normalised to queries, keys and values, each token alone; the next layer reads what attention mixes.
+    - TOKENWISE: as SLICED, but each token alone, so that any slice of the sequence can be computed.
+    - COLUMN: complete input to slices of the output, side by side: each slice of the matrix has some of its columns.
+    - ROW: slices of the input, side by side, to terms of the output: the matrix's slices have the rows for these.
+    - PROJECT: as COLUMN, with two outputs, queries and keys and values, cut by heads; the next layer is a ROW and reads
+      what attention mixes of them. COLUMN, ROW and PROJECT take each token alone.
     """
 
     WHOLE = "whole"
@@ -31,14 +35,33 @@ class LayerKind(Enum):
     DENSE = "dense"
     EXPERTS = "experts"
     TOKENWISE = "tokenwise"
+    COLUMN = "column"
+    ROW = "row"
     PROJECT = "project"
 
 
 CARRYING = frozenset({LayerKind.NORM, LayerKind.DENSE})
 """Layers that hand a residual to the next one of their kind, beside the activation."""
 
-PARTED = frozenset({LayerKind.SLICED, LayerKind.EXPERTS})
+PARTED = frozenset(LayerKind) - {LayerKind.WHOLE, *CARRYING}
 """Layers whose parameters are sliced over `tp` or `ep`."""
+
+HEADS = frozenset({Kind.QUERIES, Kind.KEYS_VALUES, Kind.GRAD_QUERIES, Kind.GRAD_KEYS_VALUES})
+"""Kinds of value that are cut by heads."""
+
+
+def side_by_side(kind: Kind, layer: int, layers: int, kinds: Sequence[LayerKind]) -> bool:
+    """Whether a value's slices lie side by side, and are gathered, or are terms of a sum, and are reduced.
+
+    Who makes a value decides: COLUMN and PROJECT layers make slices of the activation after them, ROW layers of the
+    gradient of the one before them; slices of the logits and of their gradient lie side by side as well.
+    """
+    if kind is Kind.ACTIVATION:
+        maker = kinds[layer - 1] if 0 < layer <= len(kinds) else LayerKind.SLICED
+        return maker in (LayerKind.COLUMN, LayerKind.PROJECT) or (layer == layers and maker is not LayerKind.ROW)
+    if kind is Kind.GRAD_ACTIVATION:
+        return layer == layers or (layer < len(kinds) and kinds[layer] is LayerKind.ROW)
+    return kind in HEADS or kind is Kind.STATS
 
 
 @dataclass(frozen=True)
@@ -58,7 +81,7 @@ class Sizes:
         tied: whether the last of several half-blocks, the head, computes with the weight of the first one, the
             embedding, and has none of its own (`weights[-1]` is 0).
         residual: elements of what NORM and DENSE layers hand on beside the activations, for one microbatch.
-        selective: the layers that selective recomputation computes again: the bodies of attention.
+        blocks: where the blocks of half-blocks begin, each with a norm, and where the last one ends.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
         queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
     """
@@ -72,7 +95,7 @@ class Sizes:
     kinds: tuple[LayerKind, ...] = ()
     residual: int = 0
     stats: int = 0
-    selective: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
     queries: int = 0
     keys_values: int = 0
     tied: bool = False
@@ -97,7 +120,7 @@ class Sizes:
         """The puzzles' model with so many layers, or blocks where a mesh slices them."""
         if mesh.ep > 1:
             return cls.mixture(layers)
-        if mesh.cp > 1 and mesh.tp == 1:
+        if mesh.cp > 1:
             return cls.context_blocks(layers)
         return cls.half_blocks(layers) if mesh.tp > 1 else cls.puzzle(layers)
 
@@ -121,9 +144,14 @@ class Sizes:
             kinds=tuple(LayerKind.NORM if layer % 2 else LayerKind.SLICED for layer in range(layers)),
             residual=PUZZLE_HIDDEN * PUZZLE_LENGTH,
             stats=3 * PUZZLE_LENGTH,
-            selective=tuple(range(2, layers - 1, 4)),
+            blocks=tuple(range(1, layers - 1, 4)),
             tied=tied,
         )
+
+    @classmethod
+    def columns(cls, layers: int) -> Sizes:
+        """The puzzles' layer cut by columns: each slice of its matrix makes a slice of its output."""
+        return replace(cls.puzzle(layers), kinds=(LayerKind.COLUMN,) * layers, stats=3 * PUZZLE_LENGTH)
 
     @classmethod
     def mixture(cls, blocks: int) -> Sizes:
@@ -141,9 +169,12 @@ class Sizes:
 
     @classmethod
     def context_blocks(cls, blocks: int) -> Sizes:
-        """The same in half-blocks for context parallelism: each block's body is an attention, of two such layers."""
+        """The same in half-blocks for context parallelism: each block's body is an attention, of two such layers.
+
+        So it is for selective recomputation, which computes again what lies between the two.
+        """
         norm, whole = LayerKind.NORM, LayerKind.TOKENWISE
-        kinds = (whole, norm, *(LayerKind.PROJECT, whole, norm) * blocks, whole)
+        kinds = (whole, norm, *(LayerKind.PROJECT, LayerKind.ROW, norm) * blocks, whole)
         square, rows = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
         weights = tuple(PUZZLE_HIDDEN if kind is norm else square for kind in kinds)
         return cls(
@@ -155,6 +186,8 @@ class Sizes:
             residual=rows,
             queries=rows,
             keys_values=2 * rows,
+            stats=3 * PUZZLE_LENGTH,
+            blocks=tuple(layer for layer, kind in enumerate(kinds) if kind is norm),
         )
 
     def grid(self, mesh: Mesh, microbatches: int) -> Grid:
@@ -195,7 +228,7 @@ class Sizes:
     def _row_elements(self, spec: Spec) -> int:
         kind, layer, (sequence, width, _) = spec.kind, spec.layer, spec.grid
         if kind is Kind.STATS:
-            each = self.stats * (spec.sums.bit_count() or width)
+            each = self.stats * (spec.parts.bit_count() or width)
         elif kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
             each = self.residual
         elif kind is Kind.QUERIES or kind is Kind.GRAD_QUERIES:
@@ -209,11 +242,13 @@ class Sizes:
         else:
             each = self.activations[layer]
         elements = each * spec.holds.mask.bit_count()
-        parts = layer == self.layers or LayerKind.EXPERTS in self.kinds  # slices side by side, not terms of a sum
-        sliced = spec.sums and (kind in AUTOGRAD_KINDS or (parts and kind is not Kind.STATS))
-        if sliced:
-            return -(-elements * spec.sums.bit_count() // (sequence * width))
+        if spec.parts and kind is not Kind.STATS and (kind in AUTOGRAD_KINDS or self.side_by_side(spec)):
+            return -(-elements * spec.parts.bit_count() // (sequence * width))
         return elements if sequence == 1 else -(-elements // sequence)
+
+    def side_by_side(self, spec: Spec) -> bool:
+        """Whether a value's slices, or experts' buffers, lie side by side; terms of a sum are each as large as it."""
+        return LayerKind.EXPERTS in self.kinds or side_by_side(spec.kind, spec.layer, self.layers, self.kinds)
 
     def bytes(self, spec: Spec) -> int:
         return self.elements(spec) * self.element_bytes[spec.kind]

@@ -1,9 +1,11 @@
-"""The rules of half-blocks, by which tensor and sequence parallelism are checked (Shoeybi et al. 2019, arXiv
-1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
+"""The rules of sliced layers and half-blocks, by which tensor and sequence parallelism are checked (Shoeybi et al.
+2019, arXiv 1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
 
 A SLICED layer with some slices of its parameters makes these slices' terms of a sum, from complete sequences; the
-gradient of its input is a sum of terms too. A NORM layer adds a complete branch to the residual and normalises, on any
-slice of the sequence. So *sums* tells what is yet to be reduced, and *holds* which tokens are there.
+gradient of its input is a sum of terms too. It is two matrices in one: a COLUMN, which makes slices of its output that
+lie side by side, and a ROW, which takes them and makes terms; backward, the ROW makes slices and the COLUMN terms. A
+NORM layer adds a complete branch to the residual and normalises, on any slice of the sequence. So *sums* tells which
+slices are there, and *holds* which tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.program.errors import Refused
-from shardlab.program.values import WHOLE, Grid, Holds, Kind, Spec, bits, listed
+from shardlab.program.sizes import LayerKind, side_by_side
+from shardlab.program.values import WHOLE, Grid, Holds, Kind, Spec, listed
 from shardlab.program.wants import want_kind, want_weight
 
 
@@ -20,31 +23,28 @@ def owner_of(layer: int, layers: int, grid: Grid) -> int:
     return 0 if grid.tied and layer == layers - 1 else layer
 
 
-def forward(
-    layer: int, activation: Spec, weight: Spec, op: str = "forward", *, layers: int, tokenwise: bool = False
-) -> Spec:
-    """Complete sequences through slices of a layer: their terms of the branch (of the last layer, their logits).
+Kinds = Sequence[LayerKind]
+"""Each layer's kind; none: all are SLICED."""
 
-    A `tokenwise` layer takes any slice of the sequence.
-    """
+
+def forward(layer: int, activation: Spec, weight: Spec, op: str = "forward", *, layers: int, kinds: Kinds = ()) -> Spec:
+    """Some slices of a layer: their terms of its output, or of a COLUMN, and of the last layer, their slices of it."""
     op = f"{op}(layer {layer})"
-    _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
-    if not tokenwise:
-        _want_sequences(op, activation)
+    _want_named(op, "activation", activation, Kind.ACTIVATION, layer)
     sums = slices_of(op, layer, owner_of(layer, layers, activation.grid), weight, activation)
+    _want_activation(op, layer, activation, sums, kinds)
     return Spec(Kind.ACTIVATION, layer + 1, activation.holds, sums, activation.step, activation.grid)
 
 
 def backward(
-    layer: int, activation: Spec, gradient: Spec, weight: Spec, *, layers: int, tokenwise: bool = False
+    layer: int, activation: Spec, gradient: Spec, weight: Spec, *, layers: int, kinds: Kinds = ()
 ) -> tuple[Spec, Spec]:
-    """The gradient of these slices' parameters, and their terms of the gradient of the input."""
+    """The gradient of these slices' parameters, and their terms of the input's gradient (of a ROW: their slices)."""
     op = f"backward(layer {layer})"
-    _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
-    if not tokenwise:
-        _want_sequences(op, activation)
+    _want_named(op, "activation", activation, Kind.ACTIVATION, layer)
     sums = slices_of(op, layer, owner_of(layer, layers, activation.grid), weight, activation)
-    _want_gradient(op, layer, activation, gradient, sums if layer == layers - 1 else 0)
+    _want_activation(op, layer, activation, sums, kinds)
+    _want_gradient(op, layer, activation, gradient, _of_output(layer, layers, gradient, sums, kinds))
     step, grid = activation.step, activation.grid
     return (
         _grad_weight(layer, layers, weight.holds, activation),
@@ -52,13 +52,54 @@ def backward(
     )
 
 
-def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, slices: int) -> Spec:
+def backward_weight(layer: int, layers: int, activation: Spec, gradient: Spec, slices: int, kinds: Kinds = ()) -> Spec:
     """The half of a backward pass that needs no weight, of a norm or of some slices of a body (0: all)."""
     op = f"backward_weight(layer {layer})"
-    _want_input(op, "activation", activation, Kind.ACTIVATION, layer)
-    _want_gradient(op, layer, activation, gradient, slices if layer == layers - 1 else 0)
-    holds = Holds(slices, activation.grid.width).simplified() if slices else WHOLE
-    return _grad_weight(layer, layers, holds, activation)
+    _want_named(op, "activation", activation, Kind.ACTIVATION, layer)
+    _want_slices(op, activation, slices if _kind(layer, kinds) is LayerKind.ROW else 0)
+    _want_gradient(op, layer, activation, gradient, _of_output(layer, layers, gradient, slices, kinds))
+    return _grad_weight(layer, layers, held_by(slices, activation.grid), activation)
+
+
+def _kind(layer: int, kinds: Kinds) -> LayerKind:
+    return kinds[layer] if kinds else LayerKind.SLICED
+
+
+def _want_activation(op: str, layer: int, activation: Spec, slices: int, kinds: Kinds) -> None:
+    """A complete input, or of a ROW the slices of it that the weight has; whole sequences where tokens are mixed."""
+    kind = _kind(layer, kinds)
+    if kind is LayerKind.ROW and slices and not side_by_side(Kind.ACTIVATION, layer, len(kinds), kinds):
+        raise Refused(
+            f"{op}: a row layer takes slices of its input side by side, but layer {layer - 1} is "
+            f"{kinds[layer - 1].value} and makes none; put a column or a projection before it, or gather its weight."
+        )
+    _want_slices(op, activation, slices if kind is LayerKind.ROW else 0)
+    if kind is LayerKind.SLICED and not activation.whole_sequences:
+        raise Refused(f"{op}: {activation} was given; this layer wants whole sequences. Gather their slices first.")
+
+
+def _want_slices(op: str, activation: Spec, slices: int) -> None:
+    """An activation with some slices of the layer's in it (0: all)."""
+    if activation.sums != slices:
+        _want_complete(op, "activation", activation, slices)
+        raise Refused(
+            f"{op}: the activation given is {activation}; a row layer's slices take their own slices of it and no "
+            "others: give what this rank has of the layer before, ungathered."
+        )
+
+
+def _of_output(layer: int, layers: int, gradient: Spec, slices: int, kinds: Kinds) -> int:
+    """Which slices of its output's gradient a layer wants (0: all); a COLUMN uses its own of all, or of what a ROW
+    after it has made."""
+    kind = _kind(layer, kinds)
+    if kind is LayerKind.COLUMN:
+        return slices if gradient.sums and side_by_side(Kind.GRAD_ACTIVATION, layer + 1, layers, kinds) else 0
+    return slices if layer == layers - 1 and kind is not LayerKind.ROW else 0
+
+
+def held_by(slices: int, grid: Grid) -> Holds:
+    """What some slices of a layer are of its parameters (0: all)."""
+    return Holds(slices, grid.width).simplified() if slices else WHOLE
 
 
 def _grad_weight(layer: int, layers: int, holds: Holds, activation: Spec) -> Spec:
@@ -145,28 +186,6 @@ def loss(layers: int, logits: Spec, stats: Spec | None) -> Spec:
     return logits._replace(kind=Kind.GRAD_ACTIVATION)
 
 
-def unite_terms(op: str, specs: Sequence[Spec], names: Sequence[str], layers: int) -> Spec:
-    """The sum of terms of activations or their gradients, or stats of all slices side by side: each slice once."""
-    first = specs[0]
-    if first.layer == layers and first.kind is not Kind.STATS:
-        raise Refused(f"{op}: slices of the logits are no terms of a sum; the loss takes them with their loss_stats.")
-    total = 0
-    for spec, name in zip(specs, names, strict=True):
-        alike = spec.kind is first.kind and spec.layer == first.layer and spec.step == first.step
-        if not alike or spec.holds != first.holds:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only terms of one value are put together.")
-        if not spec.sums:
-            raise Refused(f"{op}: {name} gave {spec}, which is complete; summing it again would count it twice.")
-        if total & spec.sums:
-            raise Refused(
-                f"{op}: slice {listed(bits(total & spec.sums))} would be counted twice ({name} and an earlier rank "
-                "both have it); each slice's term belongs into the sum once."
-            )
-        total |= spec.sums
-    complete = total == (1 << first.grid.width) - 1
-    return first._replace(sums=0 if complete else total)
-
-
 def slices_of(op: str, layer: int, owner: int, weight: Spec, activation: Spec) -> int:
     """The slices that a weight of layer `owner` is, with which a layer computes, as a bit set; 0 for all."""
     of = activation.grid.width
@@ -187,28 +206,28 @@ def slices_of(op: str, layer: int, owner: int, weight: Spec, activation: Spec) -
 
 
 def _want_input(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
-    want_kind(op, what, got, kind)
-    if got.layer != layer:
-        raise Refused(f"{op}: the {what} given is {got}; this op reads {kind.value}[{layer}].")
+    _want_named(op, what, got, kind, layer)
     _want_complete(op, what, got)
 
 
-def _want_complete(op: str, what: str, got: Spec) -> None:
+def _want_named(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
+    want_kind(op, what, got, kind)
+    if got.layer != layer:
+        raise Refused(f"{op}: the {what} given is {got}; this op reads {kind.value}[{layer}].")
+
+
+def _want_complete(op: str, what: str, got: Spec, slices: int = 0) -> None:
     if got.sums >> got.grid.width:
         raise Refused(
             f"{op}: the {what} given is {got}; the queries have not met every block of keys and values up to their own."
         )
-    if got.sums:
+    if got.sums and not slices:
         missing = listed(i for i in range(got.grid.width) if not got.sums >> i & 1)
         raise Refused(
             f"{op}: the {what} given is {got}; slices {missing} are missing. Put all together first: reduce a body's "
-            "terms over the ranks that have them, or exchange experts' buffers by all_to_all."
+            "terms over the ranks that have them, gather slices that lie side by side, or exchange experts' buffers by "
+            "all_to_all."
         )
-
-
-def _want_sequences(op: str, got: Spec) -> None:
-    if not got.whole_sequences:
-        raise Refused(f"{op}: {got} was given; this layer wants whole sequences. Gather their slices first.")
 
 
 def _want_gradient(op: str, layer: int, activation: Spec, gradient: Spec, sums: int) -> None:
@@ -216,7 +235,7 @@ def _want_gradient(op: str, layer: int, activation: Spec, gradient: Spec, sums: 
     if gradient.layer != layer + 1:
         raise Refused(f"{op}: the gradient given is {gradient}; this op reads grad_activations[{layer + 1}].")
     if gradient.sums != sums:
-        _want_complete(op, "gradient", gradient)
+        _want_complete(op, "gradient", gradient, sums)
         raise Refused(f"{op}: the gradient given is {gradient}; give the slices that the weight has.")
     _want_same(op, "gradient", gradient, "activation", activation)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab.program import attention, experts, sliced
+from shardlab.program import attention, experts
 from shardlab.program.errors import Refused
-from shardlab.program.sizes import LayerKind
+from shardlab.program.sizes import HEADS, LayerKind, side_by_side
 from shardlab.program.tape import Message, OpKind
-from shardlab.program.uniting import gathered, unite_holds, unite_scalars, unite_sums
+from shardlab.program.uniting import gathered, unite_holds, unite_scalars, unite_slices, unite_sums
 from shardlab.program.values import (
     ROW_KINDS,
     WHOLE,
@@ -270,8 +270,9 @@ def collective(
                 f"{name}: {first} is no term of a sum, since each rank has its own queries; add what one rank's "
                 "queries have met."
             )
-        if _has_terms(kind, first):
-            united = sliced.unite_terms(name, specs, names, layers)
+        if _by_slices(kind, specs):
+            _want_sort(name, kind, first, layers, kinds)
+            united = unite_slices(name, specs, names, gathers=kind in _GATHERS)
         elif kind in _GATHERS:
             united = unite_holds(name, specs, names)
         else:
@@ -291,11 +292,44 @@ def collective(
     return [united._replace(holds=holds) for holds in parts]
 
 
-def _has_terms(kind: OpKind, spec: Spec) -> bool:
-    """Whether what is put together is told by *sums*: terms of sliced layers, and stats of slices of the logits."""
+def _by_slices(kind: OpKind, specs: Sequence[Spec]) -> bool:
+    """Whether what is put together is told by *sums*: slices that lie side by side, or terms."""
+    first = specs[0]
+    if kind not in _GATHERS:
+        return first.kind in (_ACTIVATION, _GRAD_ACTIVATION) and first.grid.width > 1
+    if first.kind is Kind.STATS:
+        return True
+    if first.kind not in ROW_KINDS:
+        return False
+    apart = any(spec.parts != first.parts for spec in specs)
+    return apart or (first.parts > 0 and all(spec.holds == first.holds for spec in specs))
+
+
+def _want_sort(op: str, kind: OpKind, first: Spec, layers: int, kinds: Sequence[LayerKind]) -> None:
+    """Refuse to gather terms of a sum, and to sum what lies side by side."""
+    beside = side_by_side(first.kind, first.layer, layers, kinds)
     if kind in _GATHERS:
-        return spec.kind is Kind.STATS
-    return spec.kind in (_ACTIVATION, _GRAD_ACTIVATION) and spec.grid.width > 1
+        between = first.layer - (first.kind in (_ACTIVATION, _GRAD_ACTIVATION))  # whose queries were mixed into it
+        if first.kind in HEADS or (0 <= between < len(kinds) and kinds[between] is LayerKind.PROJECT):
+            raise Refused(
+                f"{op}: {first} was given; attention's heads stay where they are: each rank's mix its own keys and "
+                "values, and the layer after takes them as they are."
+            )
+        if not beside:
+            raise Refused(
+                f"{op}: {first} was given, which is one term of a sum and no slice of the whole. Reduce before "
+                "gathering (all_reduce, or reduce_scatter along the sequence)."
+            )
+    elif beside and first.layer == layers:
+        raise Refused(
+            f"{op}: slices of the logits are no terms of a sum; the loss takes them with their loss_stats, or "
+            "all_gather them."
+        )
+    elif beside and first.sums:
+        raise Refused(
+            f"{op}: {first} was given, a slice of the whole and no term of a sum; slices lie side by side. all_gather "
+            "them, or leave them where they are if the next layer takes slices."
+        )
 
 
 def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:

@@ -94,6 +94,30 @@ def _unite_figures(gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Sp
     return Spec(Kind.SCALAR, 0, holds, code, step)
 
 
+def unite_slices(op: str, specs: Sequence[Spec], names: Sequence[str], *, gathers: bool) -> Spec:
+    """Terms of one value, or slices of it that lie side by side: each slice once."""
+    first = specs[0]
+    what, into, again = ("slice", "whole", "gathering") if gathers else ("slice's term", "sum", "summing")
+    total = 0
+    for spec, name in zip(specs, names, strict=True):
+        alike = spec.kind is first.kind and spec.layer == first.layer and spec.step == first.step
+        if not alike or spec.holds != first.holds:
+            each = "slices" if gathers else "terms"
+            raise Refused(
+                f"{op}: {names[0]} gave {first} and {name} {spec}; only {each} of one value are put together."
+            )
+        if not spec.sums:
+            raise Refused(f"{op}: {name} gave {spec}, which is complete; {again} it again would count it twice.")
+        if total & spec.sums:
+            raise Refused(
+                f"{op}: slice {listed(bits(total & spec.sums))} would be counted twice ({name} and an earlier rank "
+                f"both have it); each {what} belongs into the {into} once."
+            )
+        total |= spec.sums
+    complete = total == (1 << first.grid.width) - 1
+    return first._replace(sums=0 if complete else total)
+
+
 def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The pieces laid side by side: their *holds* must be disjoint, all else the same."""
     first = specs[0]

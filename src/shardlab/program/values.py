@@ -183,8 +183,9 @@ class Spec(NamedTuple):
     gradient of activation l has the number l too. `step` is the optimizer step that the value belongs to, counted
     from this tape's first: a weight loaded is of step 0, the one that UPDATE makes is of step 1.
     `sums` of a weight gradient has bit p set when piece p of the batch has been added in. Of an activation or its
-    gradient it is 0 when it is complete; otherwise bit t says that the term of a sliced layer's slice t is in it (of
-    the logits, that slice t is there; of experts' buffers, that those of the experts in slice t are, and no others').
+    gradient it is 0 when it is complete; otherwise bit t says that the term of a sliced layer's slice t is in it (where
+    slices lie side by side, that slice t is there, see `sizes.side_by_side`; of experts' buffers, that those of the
+    experts in slice t are, and no others').
     Of what attention has done only in part, the bits from `grid.width` on say which slices of the sequence have come
     in (see `shardlab.program.attention`). Of a scalar it is 0, a sum of squares, or the place in `Reduction` of what
     was taken of the ranks' scalars instead. `grid` says what a slice is.
@@ -208,6 +209,11 @@ class Spec(NamedTuple):
         return self.sums if not tied else self.sums & ((1 << tied) - 1) | self.sums >> tied
 
     @property
+    def parts(self) -> int:
+        """The slices of sliced layers that are in it, as a bit set (0: all)."""
+        return self.sums & ((1 << self.grid.width) - 1)
+
+    @property
     def microbatches(self) -> int:
         """The microbatches that this value is about, or parts of them, as a bit set."""
         slices = self.grid.sequence
@@ -223,8 +229,8 @@ class Spec(NamedTuple):
         parts: list[str] = []
         if self.kind in ROW_KINDS:
             parts.append(pieces_text(self.holds.mask, self.grid))
-            if alone := self.sums & ((1 << self.grid.width) - 1):
-                parts.append(f"slices {listed(bits(alone))} of {self.grid.width} alone")
+            if self.parts:
+                parts.append(f"slices {listed(bits(self.parts))} of {self.grid.width} alone")
             if met := self.sums >> self.grid.width:
                 parts.append(f"{_MET.get(self.kind, 'blocks')} {listed(bits(met))} of {self.grid.sequence} alone")
         elif self.kind is Kind.GRAD_WEIGHT:

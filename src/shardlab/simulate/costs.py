@@ -89,9 +89,10 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         return 0.0
     if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
         queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]
-        return attention.work(queries, keys_values) / queries.holds.pieces
+        heads = (queries.parts.bit_count() or width) / width
+        return heads * attention.work(queries, keys_values) / queries.holds.pieces
     told = [specs[number] for number in (*op.inputs, *op.outputs)]
-    sums = max((spec.sums.bit_count() for spec in told if spec.kind in _TELL_SLICES), default=0)
+    sums = max((spec.parts.bit_count() for spec in told if spec.kind in _TELL_SLICES), default=0)
     return (sums or width) / width / sequence
 
 

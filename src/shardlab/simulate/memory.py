@@ -9,6 +9,7 @@ from enum import Enum
 
 from shardlab.check.accumulation import InPlace
 from shardlab.program import Kind, Op, OpKind, Spec
+from shardlab.program.values import AUTOGRAD_KINDS
 from shardlab.simulate.prices import Bytes
 from shardlab.simulate.traced import Traced
 
@@ -152,21 +153,22 @@ def account(
                     place[number] = _PLACE_OF_KIND[specs[number][0]]
                     by_category[place[number]] += room[number]
         elif kind in _ENDS:
-            for number in _gone(op, owned):
+            keeps = bool(outputs) and specs[outputs[-1]].kind in AUTOGRAD_KINDS
+            for number in _gone(op, owned, keeps=keeps):
                 live -= room[number]
                 by_category[place[number]] -= room[number]
     return RankMemory(before, peak, peak_op, at_peak, curve)
 
 
-def _gone(op: Op, owned: dict[int, dict[Kind, int]]) -> Iterator[int]:
-    """What an op ends; `owned` keeps note of what autograd keeps for each activation."""
+def _gone(op: Op, owned: dict[int, dict[Kind, int]], *, keeps: bool) -> Iterator[int]:
+    """What an op ends; `owned` keeps note of what autograd keeps for each activation, if it `keeps` anything."""
     kind, activation = op.kind, op.inputs[0] if op.inputs else -1
     if kind is OpKind.FREE:
         yield activation
         yield from owned.pop(activation, {}).values()
     if kind in _READS:
         yield owned[activation].pop(_READS[kind])
-    if kind in _MAKES and len(op.outputs) > (kind is not OpKind.RECOMPUTE):
+    if kind in _MAKES and keeps:
         if _MAKES[kind] in owned[activation]:
             yield owned[activation][_MAKES[kind]]
         owned[activation][_MAKES[kind]] = op.outputs[-1]

@@ -34,6 +34,7 @@ class Workload:
         rows: sequences of a microbatch.
         precision: in which numbers.
         trace: what traces a program of its own; plans are folded.
+        columns: whether that program wants every matrix cut by columns.
     """
 
     plan: Plan | Mesh
@@ -43,6 +44,7 @@ class Workload:
     rows: int
     precision: Precision
     trace: Trace | None = None
+    columns: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -52,8 +54,8 @@ class Workload:
     def cut(self) -> Model:
         """The model in the program's layers."""
         if isinstance(self.plan, Mesh):
-            return cut_for(self.model, self.plan)
-        return cut_for(self.model, self.mesh, planned=True, half_blocks=self.plan.half_blocks)
+            return cut_for(self.model, self.plan, columns=self.columns)
+        return cut_for(self.model, self.mesh, planned=True, attention_apart=self.plan.attention_apart)
 
     @cached_property
     def traced(self) -> Traced:

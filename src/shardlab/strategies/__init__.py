@@ -6,6 +6,7 @@ import difflib
 
 from shardlab.program import UserError
 from shardlab.strategies import presets
+from shardlab.strategies.column_parallel import column_parallel
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.entry import (
     Entry,
@@ -50,6 +51,16 @@ PAGES = (
     ),
     Entry(
         "fsdp", fsdp, "the batch, weights, gradients and optimizer state", f"{ZERO}, stage 3", memory="(W + G + O)/n"
+    ),
+    Entry(
+        "column-parallel",
+        column_parallel,
+        "the columns of every matrix",
+        "Stanford CS336, lecture on parallelism",
+        tensor_parallel_mesh,
+        2,
+        memory="(W + G + O)/t",
+        columns=True,
     ),
     Entry(
         "tensor_parallel",
@@ -173,6 +184,7 @@ __all__ = [
     "STRATEGIES",
     "Entry",
     "Plan",
+    "column_parallel",
     "data_parallel_mesh",
     "ddp",
     "expert_parallel",

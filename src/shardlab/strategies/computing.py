@@ -5,19 +5,21 @@ Both keep the same keys: activations[l, m] enters layer l, grad_activations[l, m
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shardlab.program import LayerKind, Rank, Value
 from shardlab.strategies.context import Attention
 from shardlab.strategies.expert_computing import Mixture
 from shardlab.strategies.plan import Plan
 
+Keeps = Literal["all", "input", "nothing"]
+"""What a forward pass leaves to the backward pass: its input and what autograd needs, or less, to be computed again."""
+
 
 class Compute(Protocol):
     """A layer's passes; each finds its inputs in the rank's stores and leaves its results there."""
 
-    async def forward(self, layer: int, m: int, weight: Value) -> None: ...
+    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps) -> None: ...
     async def loss(self, m: int) -> None: ...
     async def backward(self, layer: int, m: int, weight: Value) -> Value: ...
     async def backward_input(self, layer: int, m: int, weight: Value) -> None: ...
@@ -30,11 +32,10 @@ class Whole:
 
     def __init__(self, rank: Rank, plan: Plan) -> None:
         self.rank = rank
-        self.keeps = partial(plan.keeps, selective=())
 
-    async def forward(self, layer: int, m: int, weight: Value) -> None:
-        rank = self.rank
-        rank.activations[layer + 1, m] = rank.forward(layer, rank.activations[layer, m], weight, save=self.keeps(layer))
+    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps) -> None:
+        rank, x = self.rank, self.rank.activations[layer, m]
+        rank.activations[layer + 1, m] = rank.forward(layer, x, weight, save=keeps == "all")
 
     async def loss(self, m: int) -> None:
         rank, last = self.rank, len(self.rank.layers)
@@ -64,32 +65,40 @@ class Whole:
 class Halves:
     """Half-blocks: bodies sliced over `tp`, norms on every rank, or on slices of the sequence.
 
+    An attention's body may be two layers, a projection and a row, and sequences cut over `cp` (see `Attention`).
+
     Without sequence parallelism a body's terms are all-reduced, in either direction; with it they are reduce-scattered
     along the sequence and what the next body reads is all-gathered (Korthikanti et al. 2022, arXiv 2205.05198, fig. 5).
     """
 
     def __init__(self, rank: Rank, plan: Plan) -> None:
         self.rank = rank
-        self.keeps = partial(plan.keeps, selective=rank.sizes.selective)
         self.sliced = plan.mesh.tp > 1
         self.sequence = plan.sequence_parallel
         self.attention = Attention(rank, plan)
 
-    async def forward(self, layer: int, m: int, weight: Value) -> None:
-        rank = self.rank
-        x = rank.activations[layer, m]
+    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps) -> None:
+        rank, save = self.rank, keeps == "all"
+        take = rank.activations.pop if keeps == "nothing" else rank.activations.__getitem__
         if rank.kinds[layer] is LayerKind.NORM:
-            residual = rank.residuals.pop((layer, m)) if layer > 1 else None
-            handed_on, normalised = rank.forward_norm(layer, residual, x, weight)
+            residual = self._residual(layer, m, keeps)
+            handed_on, normalised = rank.forward_norm(layer, residual, take((layer, m)), weight, save=save)
             if handed_on is not None:
                 rank.residuals[rank.sizes.next_carrying(layer), m] = handed_on
             rank.activations[layer + 1, m] = await self._whole(normalised)
         elif rank.kinds[layer] is LayerKind.PROJECT:
-            await self.attention.forward(layer, m, weight)
+            made = rank.project(layer, take((layer, m)), weight, save=save)
+            await self.attention.forward(layer, m, *made, keeps=save)
         else:
-            terms = rank.forward(layer, x, weight, save=self.keeps(layer))
+            terms = rank.forward(layer, take((layer, m)), weight, save=save)
             is_head = layer == rank.layers[-1]
             rank.activations[layer + 1, m] = terms if is_head else await self._reduced(terms)
+
+    def _residual(self, layer: int, m: int, keeps: Keeps) -> Value | None:
+        """What the norm before has handed on; it stays if it is the input of what is computed again."""
+        if layer == 1:
+            return None
+        return self.rank.residuals[layer, m] if keeps == "input" else self.rank.residuals.pop((layer, m))
 
     async def loss(self, m: int) -> None:
         rank, last = self.rank, len(self.rank.layers)
@@ -100,7 +109,9 @@ class Halves:
     async def backward(self, layer: int, m: int, weight: Value) -> Value:
         rank, grads = self.rank, self.rank.grad_activations
         if rank.kinds[layer] is LayerKind.PROJECT:
-            return await self.attention.backward(layer, m, weight)
+            grad_weight, terms = await self.attention.backward(layer, m, weight)
+            await self._keep(layer, m, terms)
+            return grad_weight
         if layer and rank.kinds[layer - 1] is LayerKind.PROJECT:
             self.attention.keep(layer - 1, m)
         x, gradient = rank.activations.pop((layer, m)), grads.pop((layer + 1, m))
@@ -116,7 +127,7 @@ class Halves:
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
         rank, grads = self.rank, self.rank.grad_activations
         if rank.kinds[layer] is LayerKind.PROJECT:
-            await self.attention.backward_input(layer, m, weight)
+            await self._keep(layer, m, await self.attention.backward_input(layer, m, weight))
             return
         if layer and rank.kinds[layer - 1] is LayerKind.PROJECT:
             self.attention.keep(layer - 1, m)
@@ -149,9 +160,11 @@ class Halves:
     async def _of_output(self, layer: int, gradient: Value) -> Value:
         return gradient if layer == self.rank.layers[-1] else await self._whole(gradient)
 
-    async def _keep(self, layer: int, m: int, terms: Value) -> None:
+    async def _keep(self, layer: int, m: int, made: Value) -> None:
+        """The gradient of a body's input: the sum of terms, or a row's slices, which attention takes as they are."""
         if layer:
-            self.rank.grad_activations[layer, m] = await self._reduced(terms)
+            row = self.rank.kinds[layer] is LayerKind.ROW
+            self.rank.grad_activations[layer, m] = made if row else await self._reduced(made)
 
     async def _reduced(self, terms: Value) -> Value:
         if self.sequence:

@@ -1,7 +1,11 @@
-"""Attention where sequences are cut over `cp`: what a plan's steps do with PROJECT layers.
+"""Attention as a step of its own, between a PROJECT layer and a row: what a plan's steps do with it.
+
+It keeps queries, keys and values and computes scores and softmax again in the backward pass, which is what selective
+recomputation means (Korthikanti et al. 2022, arXiv 2205.05198, section 5). Sequences may be cut over `cp`.
 
 Each rank has the tokens of an early and of a late slice of every sequence, so that causal attention is as much work on
-each (Llama 3, arXiv 2407.21783, section 3.3.2). Its queries stay; keys and values come from the others.
+each (Llama 3, arXiv 2407.21783, section 3.3.2). Its queries stay; keys and values come from the others. With tensor
+parallelism all of them are of the rank's own heads.
 """
 
 from __future__ import annotations
@@ -25,33 +29,34 @@ class Attention:
         self.next, self.previous = ring[(here + 1) % self.hops], ring[here - 1]
         self.rings = plan.context == "ring"
 
-    async def forward(self, layer: int, m: int, weight: Value) -> None:
+    async def forward(self, layer: int, m: int, queries: Value, keys_values: Value, *, keeps: bool) -> None:
+        """What queries mix of keys and values; they stay for the backward pass if it `keeps` them."""
         rank = self.rank
-        made = rank.project(layer, rank.activations[layer, m], weight)
-        rank.queries[layer, m], rank.keys_values[layer, m] = made
-        rank.activations[layer + 1, m] = await (self._ring if self.rings else self._gathered)(layer, m)
+        rank.queries[layer, m], rank.keys_values[layer, m] = queries, keys_values
+        rank.activations[layer + 1, m] = await self._attended(layer, m)
+        if not keeps:
+            del rank.queries[layer, m], rank.keys_values[layer, m]
 
     def keep(self, layer: int, m: int) -> None:
         """Before the layer that reads what `layer` has mixed ends it: the backward pass needs it as well."""
         self.rank.activations["attended", layer, m] = self.rank.activations[layer + 1, m]
 
-    async def backward(self, layer: int, m: int, weight: Value) -> Value:
-        """The weight's gradient."""
+    async def backward(self, layer: int, m: int, weight: Value) -> tuple[Value, Value]:
+        """The gradients of the weight and of the projection's input (with tensor parallelism, terms of it)."""
         rank = self.rank
         await self._backward(layer, m)
-        grad_weight, rank.grad_activations[layer, m] = rank.backward_project(
+        return rank.backward_project(
             layer,
             rank.activations.pop((layer, m)),
             rank.grad_queries.pop((layer, m)),
             rank.grad_keys_values.pop((layer, m)),
             weight,
         )
-        return grad_weight
 
-    async def backward_input(self, layer: int, m: int, weight: Value) -> None:
+    async def backward_input(self, layer: int, m: int, weight: Value) -> Value:
         rank = self.rank
         await self._backward(layer, m)
-        rank.grad_activations[layer, m] = rank.backward_project_input(
+        return rank.backward_project_input(
             layer,
             rank.activations[layer, m],
             rank.grad_queries[layer, m],
@@ -65,10 +70,18 @@ class Attention:
 
     async def _backward(self, layer: int, m: int) -> None:
         rank = self.rank
-        made = await (self._ring_backward if self.rings else self._gathered_backward)(layer, m)
+        if self.hops == 1:
+            made = self._met(layer, m, rank.keys_values[layer, m])
+        else:
+            made = await (self._ring_backward if self.rings else self._gathered_backward)(layer, m)
         rank.grad_queries[layer, m], rank.grad_keys_values[layer, m] = made
         del rank.queries[layer, m], rank.keys_values[layer, m]
         del rank.activations["attended", layer, m], rank.grad_activations[layer + 1, m]
+
+    async def _attended(self, layer: int, m: int) -> Value:
+        if self.hops == 1:
+            return self.rank.attend(layer, self.rank.queries[layer, m], self.rank.keys_values[layer, m])
+        return await (self._ring if self.rings else self._gathered)(layer, m)
 
     async def _ring(self, layer: int, m: int) -> Value:
         rank, queries, block = self.rank, self.rank.queries[layer, m], self.rank.keys_values[layer, m]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from shardlab.program import Mesh, Rank, Strategy, UserError
+from shardlab.program import Mesh, Rank, Sizes, Strategy, UserError
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from shardlab.strategies.presets import Preset
@@ -55,6 +55,7 @@ class Entry:
         source: where it was described.
         mesh: the grid that it uses for a number of ranks.
         ranks: how many ranks it gets if nobody says.
+        columns: whether it is for models whose every layer is cut by columns.
         plan: the plan that it is for a number of ranks (None: a program of its own).
         memory: what a rank keeps of the weights W, the gradients G and the optimizer's state O, where there are n
             ranks, p of them along the pipeline with v stages each, s along dp_shard and t along tp; of a mixture, what
@@ -70,6 +71,7 @@ class Entry:
     ranks: int = 4
     plan: Preset | None = None
     memory: str = ""
+    columns: bool = False
 
     def for_job(self, ranks: int) -> str | Plan:
         """What every process can make the same strategy of."""
@@ -81,6 +83,16 @@ class Entry:
         if plan is None or not (plan.mesh.pp > 1 or plan.layers_per_stage):
             return 4
         return plan.natural_layers() if plan.layers_per_stage else max(plan.natural_layers(), at_least)
+
+    def puzzle(self, ranks: int, layers: int | None = None) -> Sizes:
+        """The puzzles' model with so many layers (None: `default_layers`), cut as this strategy needs it."""
+        layers = self.default_layers(ranks) if layers is None else layers
+        if self.columns:
+            return Sizes.columns(layers)
+        plan = self.plan and self.plan(ranks)
+        if plan is not None and plan.attention_apart:
+            return Sizes.context_blocks(layers)
+        return Sizes.of_puzzle(layers, self.grid(ranks))
 
     def grid(self, ranks: int) -> Mesh:
         """The grid for a number of ranks.

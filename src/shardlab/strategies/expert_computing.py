@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from shardlab.program import LayerKind, Rank, Value
 from shardlab.strategies.plan import Plan
 
@@ -17,14 +15,13 @@ class Mixture:
 
     def __init__(self, rank: Rank, plan: Plan) -> None:
         self.rank = rank
-        self.keeps = partial(plan.keeps, selective=())
         self.exchanges = plan.mesh.ep > 1
 
-    async def forward(self, layer: int, m: int, weight: Value) -> None:
+    async def forward(self, layer: int, m: int, weight: Value, keeps: str) -> None:
         rank, xs = self.rank, self.rank.activations
         if rank.kinds[layer] is LayerKind.EXPERTS:
             xs[layer, m] = await self._exchanged(xs.pop((layer, m)))
-            xs[layer + 1, m] = await self._exchanged(rank.forward(layer, xs[layer, m], weight, save=self.keeps(layer)))
+            xs[layer + 1, m] = await self._exchanged(rank.forward(layer, xs[layer, m], weight, save=keeps == "all"))
         else:
             carried = rank.residuals.pop((layer, m)) if layer else None
             carried, xs[layer + 1, m] = rank.forward_dense(layer, carried, xs[layer, m], weight)

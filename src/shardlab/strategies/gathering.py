@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardlab.program import Handle, Rank, Value
 from shardlab.strategies.plan import Plan, Reshard
+from shardlab.strategies.recomputing import backward_order
 from shardlab.strategies.schedules import Backward, BackwardInput, Forward
 from shardlab.strategies.schedules.sharding import ShardedStep, Unshard
 
@@ -24,9 +25,16 @@ class Use(NamedTuple):
 
 
 def uses(
-    steps: Iterable[ShardedStep], bounds: Sequence[int], reshard_after: Reshard, owner: Callable[[int], int]
+    steps: Iterable[ShardedStep],
+    bounds: Sequence[int],
+    reshard_after: Reshard,
+    owner: Callable[[int], int],
+    runs: Mapping[int, range] | None = None,
 ) -> list[Use]:
-    """The uses of weights in a rank's steps, in order; `owner` gives the layer whose weight a layer computes with."""
+    """The uses of weights in a rank's steps, in order; `owner` gives the layer whose weight a layer computes with.
+
+    `runs` are the layers that are computed again before their backward pass (see `recomputed`).
+    """
     visits: list[tuple[int, int]] = []  # (layer, number of the visit)
     visit, last_stage = -1, None
     for step in steps:
@@ -35,7 +43,8 @@ def uses(
         visit += step.stage != last_stage
         last_stage = step.stage
         layers = range(bounds[step.stage], bounds[step.stage + 1])
-        visits += [(owner(layer), visit) for layer in (layers if isinstance(step, Forward) else reversed(layers))]
+        order = layers if isinstance(step, Forward) else backward_order(layers, runs or {})
+        visits += [(owner(layer), visit) for layer in order]
     kept: list[bool] = []
     next_use: dict[int, tuple[int, int]] = {}  # layer -> (place, visit)
     for place, (layer, visit) in reversed(list(enumerate(visits))):
@@ -53,11 +62,13 @@ class Weights:
     gather runs while the present layer computes.
     """
 
-    def __init__(self, rank: Rank, plan: Plan, steps: Sequence[ShardedStep], bounds: Sequence[int]) -> None:
+    def __init__(
+        self, rank: Rank, plan: Plan, steps: Sequence[ShardedStep], bounds: Sequence[int], runs: Mapping[int, range]
+    ) -> None:
         self._rank = rank
         self._axes = [axis for axis in reversed(plan.shard_parameters) if len(rank.group(axis).ranks) > 1]
         self._owner = rank.sizes.weight_of
-        self._uses = uses(steps, bounds, plan.reshard_after, self._owner)
+        self._uses = uses(steps, bounds, plan.reshard_after, self._owner, runs)
         self._told = any(isinstance(step, Unshard) for step in steps)
         self._at = 0
         self._coming: dict[int, Handle[Value]] = {}

@@ -61,9 +61,11 @@ class Plan:
         reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
             work stays on the stage), or when its last use in the step is over.
         sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
-        recompute: what layers compute again in the backward pass, of which they then keep only the input: nothing, the
-            attention of half-blocks, everything, or the layers that are numbered. Norms, and the dense layers of a
-            mixture, are never recomputed.
+        recompute: what the backward pass computes again instead of keeping it: nothing; of attention the scores and
+            what is made of them, from queries, keys and values (selective: Korthikanti et al. 2022, arXiv 2205.05198,
+            section 5); all blocks, of which then only the input is kept (full), or the blocks that are numbered, from 0
+            as the layers of the uncut model are. Of half-blocks the embedding and the head keep what they need, of a
+            mixture the dense layers.
         context: how queries meet the keys and values of other slices of the sequence over `cp`, which has an early and
             a late slice on each rank: blocks go round in a ring, or all are gathered.
     """
@@ -89,7 +91,7 @@ class Plan:
         ):
             said = getattr(self, name)
             if said not in words and not (name == "recompute" and isinstance(said, tuple)):
-                numbers = ", or the numbers of layers" if name == "recompute" else ""
+                numbers = ", or the numbers of blocks" if name == "recompute" else ""
                 raise UserError(f"{name} is {said!r}; give one of {', '.join(words)}{numbers}")
         if self.stages_per_rank is not None and self.stages_per_rank < 1:
             raise UserError(f"stages_per_rank is {self.stages_per_rank}; give 1 or more")
@@ -106,16 +108,16 @@ class Plan:
                     f"{name} is {_said(axes)} but shard_optimizer is {_said(self.shard_optimizer)}; what is updated "
                     f"must be a slice of what is kept: let shard_optimizer begin with {_said(axes)}"
                 )
-        if sum(size > 1 for size in (self.mesh.tp, self.mesh.cp, self.mesh.ep)) > 1:
+        if self.mesh.ep > 1 and max(self.mesh.tp, self.mesh.cp) > 1:
             sizes = ", ".join(f"{axis} {self.mesh.sizes()[axis]}" for axis in ("cp", "tp", "ep"))
             raise UserError(
-                f"the mesh has {sizes}; tensor parallelism cuts half-blocks, context parallelism sequences and expert "
-                "parallelism mixtures, and no layer is cut by two of them yet: set all but one to 1"
+                f"the mesh has {sizes}; tensor and context parallelism cut half-blocks, expert parallelism cuts "
+                "mixtures, and no model is cut into both yet: set ep to 1, or tp and cp"
             )
-        if self.recompute == "selective" and max(self.mesh.cp, self.mesh.ep) > 1:
+        if self.recompute == "selective" and self.mesh.ep > 1:
             raise UserError(
-                f"selective recomputation works on half-blocks that neither cp nor ep cuts, but the mesh has cp "
-                f"{self.mesh.cp} and ep {self.mesh.ep}; recompute none, full, or layers by number"
+                f"selective recomputation works on half-blocks, but the mesh has ep {self.mesh.ep}, which cuts "
+                "mixtures; recompute none, full, or blocks by number"
             )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
@@ -126,14 +128,9 @@ class Plan:
             )
 
     @property
-    def half_blocks(self) -> bool:
-        """Whether the model must be cut into half-blocks."""
-        return self.mesh.tp > 1 or self.recompute == "selective"
-
-    def keeps(self, layer: int, selective: Sequence[int]) -> bool:
-        """Whether a layer keeps what its backward pass needs; `selective` are the layers of attention."""
-        named = {"none": (), "selective": selective, "full": (layer,)}
-        return layer not in (named[self.recompute] if isinstance(self.recompute, str) else self.recompute)
+    def attention_apart(self) -> bool:
+        """Whether the model must be cut so that attention is a step of its own, between two layers of half-blocks."""
+        return self.mesh.cp > 1 or self.recompute == "selective"
 
     @property
     def reduced_each(self) -> tuple[str, ...]:

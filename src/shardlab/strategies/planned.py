@@ -7,9 +7,10 @@ from collections import Counter
 from shardlab.program import Handle, LayerKind, Rank, Strategy, UserError, Value
 from shardlab.program.attention import balanced
 from shardlab.program.sizes import CARRYING
-from shardlab.strategies.computing import computing
+from shardlab.strategies.computing import Keeps, computing
 from shardlab.strategies.gathering import Weights
 from shardlab.strategies.plan import Plan
+from shardlab.strategies.recomputing import recomputed
 from shardlab.strategies.reducing import Gradients
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.messages import Recv, Send
@@ -31,27 +32,22 @@ class Follower:
     def __init__(self, rank: Rank, plan: Plan) -> None:
         if rank.mesh != plan.mesh:
             raise UserError(f"the plan is for the mesh {plan.mesh}, but the ranks stand on {rank.mesh}")
-        if plan.half_blocks and LayerKind.SLICED not in rank.kinds:
-            what = f"the mesh has tp {plan.mesh.tp}" if plan.mesh.tp > 1 else "selective recomputation was asked for"
+        if plan.mesh.tp > 1 and LayerKind.NORM not in rank.kinds:
             raise UserError(
-                f"{what}, which works on half-blocks, but this model's layers are whole; give Sizes.half_blocks or "
-                "those of models.Halves"
+                f"the mesh has tp {plan.mesh.tp}, which works on half-blocks, but this model's layers are whole; give "
+                "Sizes.half_blocks or those of models.Halves"
             )
         if plan.mesh.ep > 1 and LayerKind.EXPERTS not in rank.kinds:
             raise UserError(
                 f"the mesh has ep {plan.mesh.ep}, which cuts mixtures of experts, but this model has none; give "
                 "Sizes.mixture or those of models.ExpertLayers"
             )
-        if plan.mesh.cp > 1 and LayerKind.TOKENWISE not in rank.kinds:
+        if plan.attention_apart and LayerKind.TOKENWISE not in rank.kinds:
+            cuts = f"the mesh has cp {plan.mesh.cp}, which cuts sequences"
+            what = cuts if plan.mesh.cp > 1 else "selective recomputation was asked for"
             raise UserError(
-                f"the mesh has cp {plan.mesh.cp}, which cuts sequences, but attention is not a step of its own in this "
-                "model's layers; give Sizes.context_blocks or those of models.Halves with context=True"
-            )
-        unknown = [l for l in plan.recompute if l not in rank.layers] if isinstance(plan.recompute, tuple) else []
-        if unknown:
-            raise UserError(
-                f"recompute names layer {unknown[0]}, but the program has layers 0-{rank.layers[-1]} (where tp, cp or "
-                "ep cuts a model, its layers are finer than blocks)"
+                f"{what}, but attention is not a step of its own in this model's layers; give Sizes.context_blocks or "
+                "those of models.Halves with context=True"
             )
         here = rank.coordinate("pp")
         steps = plan.steps(rank.kinds, len(rank.microbatches))
@@ -62,7 +58,8 @@ class Follower:
         self.rank = rank
         self.plan = plan
         self.microbatches = range(first, first + steps.microbatches)
-        self.slices = balanced(rank.coordinate("cp"), plan.mesh.cp) if plan.mesh.cp > 1 else None
+        ring = plan.mesh.cp
+        self.slices = balanced(rank.coordinate("cp"), ring, plan.mesh.tp) if ring > 1 else None
         self.column = rank.group("pp").ranks
         self.bounds = plan.bounds(rank.kinds)
         stages = [stage for stage, place in enumerate(steps.ranks_of_stages) if place == here]
@@ -71,7 +68,11 @@ class Follower:
         told = any(isinstance(step, ReduceGrad) for step in self.steps)
         self.left = Counter(dict.fromkeys(() if told else stages, steps.microbatches))  # gradients yet to come
         self.compute = computing(rank, plan)
-        self.weights = Weights(rank, plan, self.steps, self.bounds)
+        self.runs = recomputed(plan, rank.sizes, [self.layers(stage) for stage in stages])
+        self.keeps: dict[int, Keeps] = {}
+        for run in self.runs.values():
+            self.keeps |= {l: "input" if l == run[0] else "nothing" for l in run}
+        self.weights = Weights(rank, plan, self.steps, self.bounds, self.runs)
         ends = self.column[steps.ranks_of_stages[0]], self.column[steps.ranks_of_stages[-1]]
         self.gradients = Gradients(rank, plan, self.mine, ends)
         self.arriving: dict[tuple[str, int, int], Handle[Value]] = {}
@@ -113,11 +114,20 @@ class Follower:
         for store in self.carried(layers[0], forward=True):
             await self.arrive(store, layers[0], m)
         for l in layers:
-            await self.compute.forward(l, m, await self.weights.next())
+            await self.compute.forward(l, m, await self.weights.next(), self.keeps.get(l, "all"))
+
+    async def again(self, layer: int, m: int) -> None:
+        """Before the backward pass of a run's last layer, the forward pass of the others, which now keep all."""
+        run = self.runs.get(layer, range(0))
+        for l in run[:-1]:
+            await self.compute.forward(l, m, await self.weights.next(), "all")
+        if len(run) > 1:  # the last norm's residual has been handed on before
+            del self.rank.residuals[self.rank.sizes.next_carrying(layer), m]
 
     async def backward(self, stage: int, m: int) -> None:
         await self.gradient_of_output(stage, m)
         for l in reversed(self.layers(stage)):
+            await self.again(l, m)
             await self.add(stage, l, await self.compute.backward(l, m, await self.weights.next()))
         self.left[stage] -= 1
         if stage == 0:
@@ -126,6 +136,7 @@ class Follower:
     async def backward_input(self, stage: int, m: int) -> None:
         await self.gradient_of_output(stage, m)
         for l in reversed(self.layers(stage)):
+            await self.again(l, m)
             await self.compute.backward_input(l, m, await self.weights.next())
         if stage == 0:
             self.compute.drop_gradient_of_tokens(m)

@@ -69,7 +69,8 @@ class Job:
         """
         entry = load(self.strategy)
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
-        return cut_for(self.model, mesh, planned=plan is not None, half_blocks=plan is not None and plan.half_blocks)
+        apart = plan is not None and plan.attention_apart
+        return cut_for(self.model, mesh, planned=plan is not None, attention_apart=apart, columns=entry.columns)
 
     @property
     def sizes(self) -> Sizes:

@@ -6,7 +6,8 @@ appendix B.2: with O what all parts together mixed, dS = P * (dP - rowsum(dO * O
 
 Shapes: queries (rows, T, C), features of one head after those of another; keys and values (rows, T', 2 x kv_width), all
 keys before all values; attended (rows, T, C + heads): the mixed values, then each head's log-sum-exp, in float32 at
-least. `tokens` are the places in the sequence, ascending. `mask` multiplies the softmax, (rows, heads, T, T').
+least. With tensor parallelism all of this is of one slice's heads, and `part` is as if these were all (`heads_of`).
+`tokens` are the places in the sequence, ascending. `mask` multiplies the softmax, (rows, heads, T, T').
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlab.models.columns import Matrix
 from shardlab.models.halves import Body, Norm
-from shardlab.models.parts import Attention, Part
+from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
+from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
 from shardlab.models.tensors.rotary import rotated
@@ -111,8 +113,28 @@ class BodyLayer(Layer):
 
 
 @dataclass(frozen=True)
+class ColumnLayer(Layer):
+    """(x,) to (features,): one matrix; from a slice of its columns, that slice of the features, or of the logits."""
+
+    half: Matrix
+
+    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
+        (x,) = inputs
+        assert x is not None
+        part, weight = self.half.part, p[f"{self.half.name}.weight"]
+        if isinstance(part, Embedding):
+            return (F.embedding(x, weight),)
+        if isinstance(part, Head):
+            return (body_of(part, p, x, share, dropout),)
+        made = F.linear(x, weight, p.get(f"{self.half.name}.bias"))
+        if self.half.activates and isinstance(part, FeedForward):
+            made = activated(part.activation, made)
+        return (made,)
+
+
+@dataclass(frozen=True)
 class ProjectionLayer(Layer):
-    """(x,) to (keys and values, queries), of any tokens; each is memory of its own."""
+    """(x,) to (keys and values, queries), of any tokens, or those of a slice's heads; each is memory of its own."""
 
     part: Attention
 
@@ -120,16 +142,17 @@ class ProjectionLayer(Layer):
         (x,) = inputs
         assert x is not None
         features = F.linear(x, p["attn.c_attn.weight"], p.get("attn.c_attn.bias"))  # one node where parameters enter
-        if self.part.rope_theta is not None:
-            heads, size = self.part.heads + self.part.kv_heads, self.part.width // self.part.heads
-            features = rotated(features, heads, size, share.tokens or range(x.shape[1]), self.part.rope_theta)
-        queries, keys_values = torch.split(features, [self.part.width, 2 * self.part.kv_width], -1)
+        mine = self.part.heads_of(share.of)
+        if mine.rope_theta is not None:
+            heads, size = mine.heads + mine.kv_heads, mine.width // mine.heads
+            features = rotated(features, heads, size, share.tokens or range(x.shape[1]), mine.rope_theta)
+        queries, keys_values = torch.split(features, [mine.width, 2 * mine.kv_width], -1)
         return keys_values.clone(), queries.clone()
 
 
 @dataclass(frozen=True)
 class OutputLayer(Layer):
-    """(attended,) to (branch,), of any tokens (see `attention.attend`)."""
+    """(attended,) to (branch,), of any tokens (see `attention.attend`); from a slice's heads, a term of it."""
 
     part: Attention
 
@@ -137,4 +160,5 @@ class OutputLayer(Layer):
         (attended,) = inputs
         assert attended is not None
         weight = p["attn.c_proj.weight"]
-        return (F.linear(attended[..., : self.part.width].to(weight.dtype), weight),)
+        mixed = attended[..., : self.part.heads_of(share.of).width]
+        return (F.linear(mixed.to(weight.dtype), weight),)

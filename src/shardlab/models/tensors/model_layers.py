@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from shardlab.models.blocks import Blocks
+from shardlab.models.columns import Matrix
 from shardlab.models.expert_layers import Dense, ExpertLayers
 from shardlab.models.halves import Body, Halves, Output, Projection
 from shardlab.models.model import Model
 from shardlab.models.tensors.expert_layers import DenseLayer, ExpertsLayer
-from shardlab.models.tensors.layers import BlockLayer, BodyLayer, Layer, NormLayer, OutputLayer, ProjectionLayer
+from shardlab.models.tensors.layers import (
+    BlockLayer,
+    BodyLayer,
+    ColumnLayer,
+    Layer,
+    NormLayer,
+    OutputLayer,
+    ProjectionLayer,
+)
 
 
 def layers_of(model: Model) -> list[Layer]:
@@ -28,6 +37,8 @@ def _layer(model: Model, layer: int) -> Layer:
         return ProjectionLayer(names, half.part)
     if isinstance(half, Output):
         return OutputLayer(names, half.part)
+    if isinstance(half, Matrix):
+        return ColumnLayer(names, half)
     if isinstance(half, Body):
         return BodyLayer(names, half)
     return NormLayer(names, half, last=layer == model.layers - 2)

@@ -1,0 +1,37 @@
+"""Tensor parallelism in its simplest form: every matrix is cut by columns (Stanford CS336, lecture on parallelism)."""
+
+from shardlab.program import LayerKind, Rank
+
+
+async def column_parallel(rank: Rank) -> None:
+    """Each rank makes some features of every layer's output, and all are gathered for the next layer.
+
+    Backward, each rank's columns tell a term of the gradient of the layer's input: the terms are summed, and of the sum
+    each rank of the layer below reads its own features.
+    """
+    norm = LayerKind.NORM
+    for l in rank.layers:
+        cut = (0, 1) if rank.kinds[l] is norm else (rank.index, rank.world)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+
+    residual = None
+    for l in rank.layers:
+        if rank.kinds[l] is norm:
+            residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], rank.weights[l])
+        else:
+            features = rank.forward(l, rank.activations[l], rank.weights[l])
+            rank.activations[l + 1] = await rank.all_gather(features, axis="tp")
+
+    gradient, residual = rank.loss(rank.activations.pop(len(rank.layers))), None
+    for l in reversed(rank.layers):
+        x = rank.activations.pop(l)
+        if rank.kinds[l] is norm:
+            rank.grad_weights[l], gradient, residual = rank.backward_norm(l, x, gradient, residual, rank.weights[l])
+        else:
+            rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
+            gradient = await rank.all_reduce(terms, axis="tp") if l else terms
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+        )
