@@ -76,14 +76,11 @@ def main(options: Options) -> None:
     if options.json:
         print(json.dumps({"cases": rows}, indent=2))
         return
-    table = Table(*rows[0])
+    shown = ("cluster", "layers", "microbatches", "ops", "trace_s", "simulate_s", "seconds", "ops_per_s")
+    table = Table(*shown)
     for row in rows:
-        table.add_row(
-            *(
-                f"{v:,.2f}" if isinstance(v, float) and v < 1000 else f"{v:,.0f}" if isinstance(v, float) else str(v)
-                for v in row.values()
-            )
-        )
+        values = (row[name] for name in shown)
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in values))
     Console().print(table)
 
 

@@ -25,12 +25,13 @@ MAY_IMPORT = {
     "hardware": {"program", "models"},
     "execute": {"program", "check", "models"},
     "train": {"program", "strategies", "check", "simulate", "draw", "models", "execute"},
+    "measure": {"program", "strategies", "check", "draw", "models", "hardware", "execute"},
     "puzzles": {"program", "check", "simulate", "draw"},
     "validate": {"program", "strategies", "simulate", "models", "hardware"},
 }
 """Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
 
-TORCH = ("models/tensors", "execute", "train", "cli")
+TORCH = ("models/tensors", "execute", "train", "measure", "cli")
 """Only these import torch; what a command line without training runs is tried without torch below."""
 
 LONGEST = {"src": 400, "tests": 500, "benchmarks": 400, "examples": 400}
@@ -137,6 +138,8 @@ sys.exit(status)
         (["simulate", "fsdp", "--svg", "fsdp.svg"], True),
         (["train", "--help"], False),
         (["verify", "--help"], False),
+        (["bench", "collectives", "--help"], False),
+        (["compare", "--help"], False),
     ],
 )
 def test_checking_timing_and_drawing_need_no_torch(arguments: list[str], draws: bool, tmp_path: Path) -> None:

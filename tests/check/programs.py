@@ -23,16 +23,6 @@ FEWEST = {
 }
 """The fewest ranks that show what a strategy does, where they are not 2."""
 
-GRIDS = {name: entry.mesh(entry.ranks) for name, entry in STRATEGIES.items()}
-
-NOT_JUDGED = {name for name, grid in GRIDS.items() if grid.cp > 1 or grid.ep > 1}
-"""Strategies that the judge cannot execute: it knows no ALL_TO_ALL, and its toy networks neither experts nor attention.
-
-Experts are layers of kinds DENSE and EXPERTS; attention over `cp` is PROJECT, and what ATTEND makes of it.
-"""
-
-JUDGED = [name for name in STRATEGIES if name not in NOT_JUDGED]
-
 
 def fits(name: str, ranks: int) -> bool:
     """Whether a built-in strategy has a grid for so many ranks."""
@@ -53,9 +43,9 @@ def built_in(name: str, ranks: int = 0, layers: int = 0, microbatches: int = 0) 
     ranks = ranks or FEWEST.get(name, 2)
     mesh = entry.mesh(ranks)
     columns = mesh.dp_replicate * mesh.dp_shard
-    blocks = mesh.tp > 1 or mesh.ep > 1
+    blocks = (mesh.tp > 1 or mesh.ep > 1) and not entry.columns
     layers = layers or max(1 if blocks else 2, entry.plan(ranks).natural_layers() if entry.plan and not blocks else 1)
-    return trace(entry.program, mesh, layers, microbatches or max(2, columns))
+    return trace(entry.program, mesh, entry.puzzle(ranks, layers), microbatches or max(2, columns))
 
 
 async def one_layer_gradient(rank: Rank, microbatches: list[int]) -> Value:

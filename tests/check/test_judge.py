@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
+import sys
 
-import numpy as np
 import pytest
 
-from shardlab.program import OpKind, Program, Strategy, trace
-from tests.check.programs import JUDGED, built_in, exchanged, gradients_swapped
-from tests.support import interpreter, pieces, toy_halves, toy_layers
-from tests.support.interpreter import Outcome, initial, judge
+from shardlab.program import Mesh, OpKind, Program, Strategy, trace
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.plan import Plan
+from tests.check.programs import built_in, exchanged, gradients_swapped
+from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS, changed, moved, places, with_tape
-from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Piece
-from tests.support.toy_halves import TOKENS, Halves
-from tests.support.toy_layers import backward_input, backward_weight, batch_rows, forward_layer
+from tests.support.random_plans import Planned
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
 WHOLE = [(1, 1, 1), (1, 3, 4)]
@@ -35,114 +35,42 @@ SIZES = {  # ranks, layers or blocks, microbatches
     **dict.fromkeys(("zb-v", "dualpipe-v"), TWICE),
     **dict.fromkeys(("pipeline_fsdp", "breadth-first-fsdp"), GRID),
     **dict.fromkeys(("3d", "4d"), BLOCKS),
+    "column-parallel": [(2, 1, 2), (3, 3, 2), (4, 2, 3)],
     "tensor_parallel": [(2, 1, 2), (4, 2, 1)],
+    "context-parallel": [(2, 1, 2), (3, 2, 1), (4, 1, 1)],
+    "expert_parallel": [(2, 1, 2), (3, 2, 3), (4, 1, 8)],
 }
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, size) for name in JUDGED for size in SIZES[name]])
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in STRATEGIES for size in SIZES[name]])
 def test_every_strategy_is_judged_right(name: str, size: tuple[int, int, int]) -> None:
     assert judge(built_in(name, *size)).outcome is Outcome.RIGHT
 
 
-def test_the_judge_knows_neither_rules_nor_checks() -> None:
+def imports(module: str) -> set[str]:
+    """What a module takes from shardlab, itself and through its own parts."""
     taken: set[str] = set()
-    for module in (interpreter, pieces, toy_halves, toy_layers):
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.Import):
-                taken |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(node, ast.Import):
+            taken |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            whole = node.module == "tests.support"
+            taken |= {f"{node.module}.{alias.name}" for alias in node.names} if whole else {str(node.module)}
+            if node.module and node.module.startswith("shardlab"):
                 taken |= {f"{node.module}.{alias.name}" for alias in node.names}
-    assert {name for name in taken if name.startswith("shardlab")} == {
+    parts = {name for name in taken if name.startswith("tests.")}
+    found = {name for name in taken if name.startswith("shardlab")}
+    return found.union(*map(imports, parts))
+
+
+def test_the_judge_knows_neither_rules_nor_checks() -> None:
+    """Only what a tape is: none of its parts, and nothing that these import, takes more from shardlab."""
+    assert imports("tests.support.interpreter") == {
+        "shardlab.program",
         "shardlab.program.Op",
         "shardlab.program.OpKind",
         "shardlab.program.Program",
     }
-    parts = ("tests.support.pieces.", "tests.support.toy_halves.", "tests.support.toy_layers.")
-    assert all(name.startswith(parts) for name in taken if name.startswith("tests"))
-
-
-def test_the_toy_networks_backward_is_the_derivative_of_its_forward() -> None:
-    """A layer is quadratic in each weight and input, so a central difference is exact."""
-    weight, x = initial(0)[0], batch_rows((0, 1))
-    _, z = forward_layer(0, x, weight)
-    dy = batch_rows((5, 6))
-    dx, dz = backward_input(z, dy, weight)
-    dw = backward_weight(x, dz)
-    half = pow(2, -1, PRIME)
-
-    def change(step_x: np.ndarray, step_w: np.ndarray) -> int:
-        ahead, _ = forward_layer(0, (x + step_x) % PRIME, (weight + step_w) % PRIME)
-        behind, _ = forward_layer(0, (x - step_x) % PRIME, (weight - step_w) % PRIME)
-        return int(((ahead - behind) % PRIME * half % PRIME * dy % PRIME).sum() % PRIME)
-
-    for place in (0, 7, WIDTH * WIDTH - 1):
-        assert change(np.zeros_like(x), np.eye(1, weight.size, place, dtype=np.int64)[0]) == dw[place]
-    for row, column in ((0, 0), (1, WIDTH - 1)):
-        step = np.zeros_like(x)
-        step[row, column] = 1
-        assert change(step, np.zeros_like(weight)) == dx[row, column]
-
-
-NORMS = (False, True, False, True, False, True, False)
-"""Which layers of two half-blocks are norms."""
-
-
-@pytest.mark.parametrize("layer", range(len(NORMS)))
-def test_the_half_blocks_backward_is_the_derivative_of_their_forward(layer: int) -> None:
-    """Each output is a polynomial of degree 4 or less in any one number, whose derivative five points give exactly."""
-    network, where = Halves(NORMS), tuple(range(2 * TOKENS))
-    is_norm, last = NORMS[layer], layer == len(NORMS) - 1
-    given = [Piece(where, batch_rows(where)), Piece(tuple(range(ELEMENTS)), initial(layer)[0])]
-    if is_norm and layer > 1:
-        given.append(Piece(where, batch_rows(tuple(row + 50 for row in where))))
-    outputs, kept = network.forward(layer, given)
-    above = [Piece(where, batch_rows(tuple(row + 90 + 9 * i for row in where))) for i in range(len(outputs))]
-    read = [given[0], above[0], given[1], *above[1:]]
-    below, half = network.backward_input(layer, read, kept)
-    gradients = [below[0], network.backward_weight(layer, given[0], above[0], half), *below[1:]]
-    assert len(outputs) == (2 if is_norm and layer < len(NORMS) - 2 else 1)
-    assert len(gradients) == len(given)
-    assert outputs[0].columns == (tuple(range(WIDTH)) if last else ())
-
-    def value(place: int, index: int, step: int) -> int:
-        """The sum of all outputs, each times its gradient, with one number of one input changed."""
-        moved = list(given)
-        data = moved[place].data.copy()
-        data.reshape(-1)[index] = (data.reshape(-1)[index] + step) % PRIME
-        moved[place] = Piece(moved[place].where, data)
-        made, _ = network.forward(layer, moved)
-        return sum(int((y.data * dy.data % PRIME).sum()) for y, dy in zip(made, above, strict=True)) % PRIME
-
-    for place, gradient in enumerate(gradients):
-        for index in (0, 7, gradient.data.size // 2 + 1, gradient.data.size - 1):
-            ahead, behind = (value(place, index, step) - value(place, index, -step) for step in (1, 2))
-            derivative = (8 * ahead - behind) * pow(12, -1, PRIME) % PRIME
-            assert derivative == gradient.data.reshape(-1)[index]
-
-
-def test_slices_of_half_blocks_add_up_to_the_whole() -> None:
-    """Terms of a body's branch and of its input's gradient; and the loss of slices of the logits, with their sums."""
-    network, where = Halves(NORMS), tuple(range(TOKENS))
-    x, weight = Piece(where, batch_rows(where)), Piece(tuple(range(ELEMENTS)), initial(2)[0])
-    dy = Piece(where, batch_rows(tuple(row + 9 for row in where)))
-    cuts = [slice(i * ELEMENTS // 3, (i + 1) * ELEMENTS // 3) for i in range(3)]
-    slices = [Piece(weight.where[cut], weight.data[cut]) for cut in cuts]
-
-    def through(layer: int, part: Piece) -> tuple[Piece, Piece]:
-        (y,), kept = network.forward(layer, [x, part])
-        (dx,), _ = network.backward_input(layer, [x, y if layer == 6 else dy, part], kept)
-        return y, dx
-
-    for layer in (0, 2):
-        y, dx = through(layer, weight)
-        terms = [through(layer, part) for part in slices]
-        assert (sum(term.data for term, _ in terms) % PRIME == y.data).all()
-        assert (sum(term.data for _, term in terms) % PRIME == dx.data).all()
-    logits, _ = through(6, weight)
-    parts = [through(6, part)[0] for part in slices]
-    (stats, *_) = pieces.combined(OpKind.ALL_GATHER, [network.stats(part) for part in parts], TOKENS)
-    losses = [network.loss([part, stats]).data for part in parts]
-    assert (np.concatenate(losses, axis=1) == network.loss([logits]).data).all()
 
 
 def outcomes(kind: str, program: Program) -> set[Outcome]:
@@ -218,6 +146,38 @@ def test_mistakes_in_halves_slices_and_norms_are_found(kind: str, user: Strategy
     program = trace(user, 2, 2, 2)
     assert judge(program).right
     assert outcome in outcomes(kind, program)
+
+
+RING = Planned(Plan(Mesh(cp=3)), 2, "context", 1)
+MIXTURE = Planned(Plan(Mesh(ep=2), "zb-h1"), 2, "mixture", 4)
+TIED = Planned(Plan(Mesh(pp=2)), 2, "tied", 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "outcome"),
+    [
+        ("block met twice", RING, Outcome.WRONG),
+        ("block left out", RING, Outcome.WRONG),
+        ("attended in part", RING, Outcome.WRONG),
+        ("another block sent", RING, Outcome.WRONG),
+        ("hop the other way", RING, Outcome.WRONG),
+        ("hop left out", RING, Outcome.WRONG),
+        ("exchange left out", MIXTURE, Outcome.BROKEN),
+        ("exchanged twice", MIXTURE, Outcome.BROKEN),
+        ("buffers of another exchange", MIXTURE, Outcome.WRONG),
+        ("carried of another pass", MIXTURE, Outcome.WRONG),
+        ("slice of another rank", MIXTURE, Outcome.WRONG),
+        ("use of a tied weight left out", TIED, Outcome.WRONG),
+        ("use of a tied weight twice", TIED, Outcome.WRONG),
+        ("squares of a tied weight twice", TIED, Outcome.WRONG),
+        ("head updated as if alone", TIED, Outcome.WRONG),
+    ],
+)
+def test_mistakes_in_attention_experts_and_ties_are_found(kind: str, plan: Planned, outcome: Outcome) -> None:
+    program = plan.program
+    assert judge(program).right
+    mutants = (mutant for mutant in MUTATIONS[kind](program) if mutant.tapes != program.tapes)
+    assert any(judge(mutant).outcome is outcome for mutant in itertools.islice(mutants, 100))
 
 
 def test_a_slice_that_nobody_updates_is_wrong() -> None:

@@ -16,14 +16,16 @@ from shardlab.check import check
 from shardlab.program import Mesh, Op, OpKind, Program, Refused, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan import Plan
-from tests.check.programs import JUDGED, PLACE, built_in
+from tests.check.programs import PLACE, built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
+from tests.support.random_attention import random_attention
+from tests.support.random_experts import random_experts
 from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_HALVES = 24, 8
+SAMPLE, SAMPLE_OF_PLANS = 12, 4
 """Mutants of one kind and program that are tried; there may be thousands."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
@@ -34,32 +36,61 @@ RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two h
 ]
 
 SHARD = ("dp_shard",)
-HALVES = {  # half-blocks: with and without slices of sequences, states, pipelines, halves of backward passes
-    "tensor": Planned(Plan(Mesh(tp=2), "gpipe"), 2, True, 1),
-    "sequence": Planned(Plan(Mesh(tp=2), "zb-h1", sequence_parallel=True), 2, True, 2),
-    "tensor zero_1": Planned(Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True), 2, True, 2),
-    "tensor fsdp": Planned(Plan(Mesh(dp_shard=2, tp=2), "gpipe", None, (), SHARD, SHARD, SHARD), 1, True, 2),
-    "tensor pipeline": Planned(Plan(Mesh(pp=2, tp=2), "zb-h1", sequence_parallel=True), 3, True, 2),
+CUT = ("cp", "dp_shard")
+PLANS = {  # half-blocks: with and without slices of sequences, states, pipelines, halves of backward passes
+    "tensor": Planned(Plan(Mesh(tp=2), "gpipe"), 2, "halves", 1),
+    "sequence": Planned(Plan(Mesh(tp=2), "zb-h1", sequence_parallel=True), 2, "halves", 2),
+    "tensor zero_1": Planned(
+        Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True), 2, "halves", 2
+    ),
+    "tensor fsdp": Planned(Plan(Mesh(dp_shard=2, tp=2), "gpipe", None, (), SHARD, SHARD, SHARD), 1, "halves", 2),
+    "tensor pipeline": Planned(Plan(Mesh(pp=2, tp=2), "zb-h1", sequence_parallel=True), 3, "halves", 2),
+    # a head tied to the embedding: on one rank, on the two ends of a pipeline, in slices
+    "tied": Planned(Plan(Mesh(dp_shard=2), shard_optimizer=SHARD), 1, "tied", 2),
+    "tied pipeline": Planned(Plan(Mesh(pp=2), "zb-h1"), 2, "tied", 2),
+    "tied tensor": Planned(Plan(Mesh(pp=2, tp=2)), 2, "tied", 1),
+    # attention over cut sequences
+    "ring": Planned(Plan(Mesh(cp=3)), 2, "context", 1),
+    "gathered": Planned(Plan(Mesh(cp=2), "zb-h1", context="all_gather"), 2, "context", 2),
+    "ring fsdp": Planned(Plan(Mesh(cp=2, dp_shard=2), "1f1b", None, (), CUT, CUT, CUT), 2, "context", 2),
+    # heads and sequences cut, attention and blocks computed again
+    "heads and sequences": Planned(Plan(Mesh(cp=2, tp=2), sequence_parallel=True), 2, "context", 1),
+    "heads again": Planned(Plan(Mesh(tp=2), "zb-h1", recompute="selective"), 2, "context", 2),
+    "blocks again": Planned(Plan(Mesh(tp=2), sequence_parallel=True, recompute="full"), 2, "halves", 1),
+    "all again": Planned(Plan(Mesh(cp=2, tp=2), context="all_gather", recompute="full"), 2, "context", 1),
+    # experts
+    "experts pipeline": Planned(Plan(Mesh(pp=2, ep=2), "zb-h1"), 3, "mixture", 4),
+    "experts zero_1": Planned(Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD, recompute="full"), 2, "mixture", 4),
 }
 
-UNHARMFUL = {"broken batch", "wrong expected message", "weight read after its update"}
+UNHARMFUL = {
+    "another value from the root",
+    "broken batch",
+    "weight read after its update",
+    "wrong expected message",
+}
 """Kinds that leave the numbers right when sends are buffered: the check refuses them for what they say."""
 
 
 @cache
 def subjects() -> dict[str, Program]:
     """The programs that mistakes are put into."""
-    programs = {name: built_in(name) for name in JUDGED}
+    programs = {name: built_in(name) for name in STRATEGIES}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
-    return programs | {name: plan.program for name, plan in HALVES.items()}
+    programs |= {"attention at random": random_attention(36), "experts at random": random_experts(2)}
+    return programs | {name: plan.program for name, plan in PLANS.items()}
 
 
 def mutants(kind: str, name: str) -> list[Program]:
     """A sample of a program's mutants, the same every time."""
-    found = list(MUTATIONS[kind](subjects()[name]))
-    sample = SAMPLE_OF_HALVES if subjects()[name].sizes.kinds else SAMPLE
-    return found if len(found) <= sample else Random(f"{kind} {name}").sample(found, sample)
+    sample = SAMPLE_OF_PLANS if subjects()[name].sizes.kinds else SAMPLE
+    random = Random(f"{kind} {name}")
+    kept: list[Program] = []
+    for count, mutant in enumerate(MUTATIONS[kind](subjects()[name])):  # each is kept with the same chance
+        place = count if count < sample else random.randrange(count + 1)
+        kept[place : place + 1] = [mutant] if place < sample else []
+    return kept
 
 
 def refusal(program: Program) -> str | None:
@@ -173,6 +204,28 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("collective too many", "tensor", "gave slices 0 of 2 and rank 1 1 of 2; only equal slices can be summed"),
         ("collective over another axis", "tensor zero_1", "only terms of one value are put together"),
         ("residual for branch", "sequence", "the branch given is residuals[3]"),
+        ("block met twice", "ring", "both have them in grad_keys_values[2]); queries meet each block once"),
+        ("block left out", "ring", "the queries have not met every block of keys and values"),
+        ("blocks of another meeting", "ring", "both have them in grad_queries[2]); queries meet each block once"),
+        ("attended in part", "ring", "blocks 0, 5 of 6 alone); the queries have not met every block of keys"),
+        ("another block sent", "ring", "the next message on this channel is keys_values[2] of microbatch 0"),
+        ("hop the other way", "ring", "only parts of one value are put together"),
+        ("hop left out", "ring", "both have them in activations[3]); queries meet each block once"),
+        ("slices dealt otherwise", "gathered", "from an earlier rank as well; gathered pieces must not overlap"),
+        ("exchange left out", "expert_parallel", "experts compute on their own buffers and on no others"),
+        ("exchanged twice", "expert_parallel", "experts compute on their own buffers and on no others"),
+        ("buffers of another exchange", "expert_parallel", "give a value of grad_activations"),
+        ("carried of another pass", "experts pipeline", "the residual given is residuals[2] (microbatch 1)"),
+        (
+            "collective too many",
+            "expert_parallel",
+            "experts' buffers are no terms of a sum. Exchange them by",
+        ),
+        ("use of a tied weight left out", "tied", "microbatch 0 as the head missing from grad_weights[0]"),
+        ("use of a tied weight twice", "tied", "microbatch 0 as the head would be counted twice"),
+        ("one use of a tied weight for the other", "tied", "microbatch 0 as the head would be counted twice"),
+        ("squares of a tied weight twice", "tied", "each parameter's square counts once"),
+        ("head updated as if alone", "tied pipeline", "microbatches 0-1 are missing from grad_weights[0]"),
         ("residual for branch", "sequence", "the gradient given is grad_residuals[3]"),
         ("slice of another rank", "tensor", "slice 1 would be counted twice (rank 1 and an earlier rank both have it)"),
         ("squares counted on every rank", "tensor", "of the model come from rank 1 and from an earlier one as well"),

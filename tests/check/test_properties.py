@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardlab.check import ChannelModel, check
 from shardlab.program import OpKind
 from tests.support.interpreter import judge
+from tests.support.random_attention import random_attention
+from tests.support.random_experts import random_experts
 from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
 
@@ -27,6 +30,29 @@ def test_right_programs_pass_and_compute_the_right_numbers(shape: Shape) -> None
 def test_any_plan_is_right_on_any_channel(shape: Planned) -> None:
     """Whole layers and half-blocks, every mapping of shards to axes, every schedule."""
     program = shape.program
+    checked = check(program)
+    verdict = judge(program)
+    assert verdict.right, verdict.reason
+    assert set(checked.models.values()) == {None}
+    assert checked.not_runnable is None
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6))
+def test_queries_may_meet_blocks_in_any_way_that_is_right(seed: int) -> None:
+    """Slices dealt to any rank, blocks sent straight to where they are seen, gradients added up in any order."""
+    program = random_attention(seed)
+    checked = check(program)
+    verdict = judge(program)
+    assert verdict.right, verdict.reason
+    assert checked.models[ChannelModel.RENDEZVOUS] is None
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6))
+def test_buffers_of_any_number_of_microbatches_may_travel_together(seed: int) -> None:
+    """Any dealing of microbatches, recomputed experts, halves of backward passes as late as may be."""
+    program = random_experts(seed)
     checked = check(program)
     verdict = judge(program)
     assert verdict.right, verdict.reason

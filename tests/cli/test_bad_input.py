@@ -120,7 +120,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate fdsp", "there is no strategy 'fdsp'; did you mean fsdp?"),
         (
             "simulate qqq",
-            "Built in: single, grad_accum, ddp, wsdp, fsdp, tensor_parallel, expert_parallel, pipeline, zero-1, zero-2",
+            "Built in: single, grad_accum, ddp, wsdp, fsdp, column-parallel, tensor_parallel, expert_parallel",
         ),
         ("simulate none.py:right", "none.py is not a file"),
         ("simulate folder.py:right", "folder.py is not a file"),
@@ -140,6 +140,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate --plan plan.toml", "plan.toml cannot be read: No such file or directory"),
         ("simulate --plan user.py", "user.py is not TOML: "),
         ("simulate zb-h1 --pp 8 --ranks 4", "there are to be 4 ranks, but the plan's mesh is pp 8; leave out --ranks"),
+        ("simulate hsdp --dp-replicate 2", "dp_shard is left out; give every axis, such as --dp-repl"),
         ("simulate --pp 2 --schedule 1f2b", "there is no schedule '1f2b'; did you mean 1f1b?"),
         ("simulate --pp 2 --schedule qqqqq", "Built in: gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, zb-h2"),
         ("simulate --pp 2 --schedule none.csv", "none.csv cannot be read as a pipeline CSV: No such file"),

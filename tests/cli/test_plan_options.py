@@ -39,7 +39,7 @@ def test_flags_change_a_plan_that_has_a_name() -> None:
     changed = plan_of(PlanOptions(pp=2, dp_shard=2).entry("zero-3", None))
     assert changed.mesh == Mesh(pp=2, dp_shard=2)
     assert changed.shard_parameters == ("dp_shard",)
-    assert plan_of(PlanOptions(dp_replicate=3).entry("hsdp", None)).mesh == Mesh(dp_replicate=3)
+    assert plan_of(PlanOptions(dp_replicate=3, dp_shard=1).entry("hsdp", None)).mesh == Mesh(dp_replicate=3)
     assert plan_of(PlanOptions(shard_optimizer=()).entry("zero-1", None)).shard_optimizer == ()
 
 

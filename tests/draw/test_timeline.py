@@ -27,7 +27,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def timeline_of(name: str, ranks: int, layers: int | None = None, microbatches: int = 4) -> Timeline:
     entry = STRATEGIES[name]
-    return run(entry.program, entry.mesh(ranks), layers or entry.default_layers(ranks), microbatches)
+    sizes = entry.puzzle(ranks, layers or entry.default_layers(ranks))
+    return run(entry.program, entry.mesh(ranks), sizes, microbatches)
 
 
 def texts(svg: str) -> list[str]:

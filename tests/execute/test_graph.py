@@ -56,3 +56,20 @@ def test_the_graph_keeps_neither_its_output_nor_a_regathered_weight_alive() -> N
     output = weakref.ref(graph.take_outputs()[0])
     gc.collect()
     assert output() is None
+
+
+def test_a_graph_that_is_let_go_at_any_point_takes_what_it_saved_with_it() -> None:
+    for halves in range(3):
+        flat = FLAT.clone()
+        saved = Saved(flat)
+        graph = Graph(
+            LAYER, [torch.randn(3, 8, 16, dtype=torch.float64)], FlatWeight(flat, LAYOUT), Share(), None, saved
+        )
+        (output,) = graph.take_outputs()
+        if halves >= 1:
+            graph.backward_input([torch.ones_like(output)], flat)
+        if halves == 2:
+            graph.backward_weight(views(LAYOUT, torch.zeros_like(flat)))
+        gone = weakref.ref(saved)
+        del graph, saved, output
+        assert gone() is None, f"after {halves} halves of its backward pass"

@@ -12,7 +12,7 @@ from shardlab.models.tensors import Share, to_blocks, to_halves
 from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 
-SMALL = MLP(layers=2, width=16, block=8, vocabulary=30, hidden=20)
+SMALL = MLP(layers=2, width=16, block=8, vocabulary=30, ffn_hidden=20)
 
 
 def test_every_matrix_is_a_layer_and_norms_lie_between_blocks() -> None:

@@ -16,7 +16,7 @@ MODELS = [
     GPT(heads=4, **SMALL),
     GPT(heads=6, kv_heads=2, bias=False, **SMALL),
     GPT(heads=4, dropout=0.1, **SMALL),
-    MLP(hidden=10, **SMALL),
+    MLP(ffn_hidden=10, **SMALL),
     Llama(heads=4, kv_heads=2, **SMALL),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.models import GPT, MLP, Blocks, ExpertLayers, Halves, Model, MoE
+from shardlab.models import GPT, MLP, Blocks, Columns, ExpertLayers, Halves, Model, MoE
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.program import LayerKind
 
@@ -20,7 +20,7 @@ LLAMA_LIKE = GPT(
     heads=8, kv_heads=4, bias=False, norm="rms", activation="swiglu", ffn_hidden=20, rope_theta=1e4, **SMALL
 )
 MIXTURE = MoE(heads=4, experts=4, activation="swiglu", **SMALL)
-MODELS = [GROUPED, DROPPING, LLAMA_LIKE, MLP(hidden=12, **SMALL), MIXTURE]
+MODELS = [GROUPED, DROPPING, LLAMA_LIKE, MLP(ffn_hidden=12, **SMALL), MIXTURE]
 
 
 def flops(kernels: Iterable[Kernel], *kinds: type) -> float:
@@ -69,6 +69,23 @@ def test_slices_add_up_to_the_whole(whole: Blocks, sequences: int, tokens: int, 
         assert passes[0] * shared == pytest.approx(passes[1])
 
 
+@given(st.booleans(), st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 2, 4]))
+def test_columns_add_up_to_the_matrices_of_half_blocks(bias: bool, sequences: int, tokens: int, slices: int) -> None:
+    whole = MLP(ffn_hidden=12, bias=bias, **SMALL)
+    halves, model = Halves(whole), Columns(whole, slices)
+    norms, matrices = list[Kernel](), list[Kernel]()
+    for layer, kind in enumerate(model.kinds):
+        made = model.kernels(layer, sequences, tokens, slices)
+        (norms if kind is LayerKind.NORM else matrices).extend(made)
+    apart = [k for layer in range(halves.layers) for k in halves.kernels(layer, sequences, tokens)]
+    assert slices * flops(matrices) == pytest.approx(flops(apart))
+    both = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (matrices, norms, apart)]
+    assert slices * both[0] + both[1] == pytest.approx(both[2])
+    backs = [[back for k in ks for back in k.backward_input()] for ks in (matrices, norms, apart)]
+    moved = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in backs]
+    assert slices * moved[0] + moved[1] == pytest.approx(moved[2])
+
+
 @given(st.sampled_from(MODELS), st.integers(1, 3))
 def test_half_blocks_ask_for_what_whole_blocks_do(whole: Blocks, sequences: int) -> None:
     """All but the bodies' last biases, which half-blocks add in a pass of their own, and the first residual."""
@@ -107,8 +124,8 @@ def test_the_way_back_takes_twice_the_products_and_fused_attention_two_and_a_hal
 def test_a_bias_is_added_by_its_product_and_its_gradient_is_a_sum_over_rows() -> None:
     product = Matmul(30, 7, 5, bias=True)
     assert product.elements == Matmul(30, 7, 5).elements
-    assert product.backward_weight() == (Matmul(5, 7, 30), Pointwise("bias", 210.0, 0.0))
-    assert product.backward_input() == (Matmul(30, 5, 7),)
+    assert product.backward_weight() == (Matmul(5, 7, 30, backward=True), Pointwise("bias", 210.0, 0.0, backward=True))
+    assert product.backward_input() == (Matmul(30, 5, 7, backward=True),)
     biased = [GPT(bias=bias, **SMALL).kernels(1, 1, 8) for bias in (True, False)]
     sums = [elements([made for k in ks for made in k.backward_weight()], "bias") for ks in biased]
     maps = (GROUPED.width * 3, GROUPED.width, 4 * GROUPED.width, GROUPED.width)

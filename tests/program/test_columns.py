@@ -211,7 +211,7 @@ MISTAKES: dict[Callable[[Rank], object], str] = {
     summed_slices: "slices 0 of 2 alone) was given, a slice of the whole and no term of a sum",
     scattered_slices: "a slice of the whole and no term of a sum",
     gathered_terms: "which is one term of a sum and no slice of the whole. Reduce before gathering",
-    gathered_twice: "the pieces of an all_gather must not overlap",
+    gathered_twice: "gathered pieces must not overlap",
     a_row_given_all: "a row layer's slices take their own slices of it and no others",
     a_row_given_other_slices: "a row layer's slices take their own slices of it and no others",
     row_terms_unreduced: "forward(layer 3): the activation given is activations[3] (microbatch 0, slices",

@@ -216,7 +216,7 @@ def test_a_gathered_copy_is_freed_at_the_end() -> None:
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_builtin_strategies_end_with_nothing_in_flight_and_their_slices_alone(name: str) -> None:
     entry = STRATEGIES[name]
-    program = trace(entry.program, entry.mesh(entry.ranks), entry.default_layers(entry.ranks), 4)
+    program = trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks), 4)
     for tape, specs, rank in zip(program.tapes, check(program).specs, range(program.ranks), strict=True):
         issued = [op.handle for op in tape if op.handle >= 0 and op.kind is not OpKind.WAIT]
         waited = [op.handle for op in tape if op.kind is OpKind.WAIT]
@@ -229,7 +229,7 @@ def test_builtin_strategies_end_with_nothing_in_flight_and_their_slices_alone(na
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_nothing_is_read_before_it_is_made_or_after_it_is_freed(name: str) -> None:
     entry = STRATEGIES[name]
-    for tape in trace(entry.program, entry.mesh(entry.ranks), entry.default_layers(entry.ranks), 8).tapes:
+    for tape in trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks), 8).tapes:
         live: set[int] = set()
         for op in tape:
             assert set(op.inputs) <= live, op

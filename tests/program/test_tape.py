@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import Holds, Kind, Mesh, Message, Op, OpKind, Program, Sizes, trace
+from shardlab.program import Holds, Kind, Mesh, Message, Op, OpKind, Program, Reduction, Sizes, trace
 from shardlab.strategies import STRATEGIES
 
 PROGRAM = trace(STRATEGIES["pipeline_fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 4)
@@ -18,14 +18,16 @@ PROGRAM = trace(STRATEGIES["pipeline_fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_equal_traces_have_one_fingerprint(name: str) -> None:
     entry = STRATEGIES[name]
-    layers = entry.default_layers(entry.ranks)
+    layers = entry.puzzle(entry.ranks)
     first, again = (trace(entry.program, entry.mesh(entry.ranks), layers, 4) for _ in range(2))
     assert first == again
     assert first.fingerprint() == again.fingerprint()
 
 
 def test_every_builtin_strategy_has_its_own_fingerprint() -> None:
-    programs = [trace(entry.program, entry.mesh(entry.ranks), 8, 4) for entry in STRATEGIES.values()]
+    programs = [
+        trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks, 8), 4) for entry in STRATEGIES.values()
+    ]
     assert len({program.fingerprint() for program in programs}) == len(programs)
 
 
@@ -40,6 +42,8 @@ CHANGES: dict[str, Any] = {
     "holds": Holds(1, 77),
     "expect": Message(Kind.SAVED, 77, 1),
     "batch": 77,
+    "root": 77,
+    "reduction": Reduction.MAX,
 }
 
 
@@ -99,6 +103,7 @@ def test_a_program_knows_its_ranks_and_layers() -> None:
             "recv from rank 2 of weights[1]",
         ),
         (Op(OpKind.ALL_REDUCE, 1, group=Mesh(tp=2).group(0, "tp")), "all_reduce(layer 1) on tp"),
+        (Op(OpKind.BARRIER, -1, group=Mesh(tp=2).group(0, "tp")), "barrier on tp"),
     ],
 )
 def test_an_op_says_what_it_does(op: Op, text: str) -> None:

@@ -267,7 +267,7 @@ def driven(strategy: Strategy, ranks: Mesh | int, layers: int, microbatches: int
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_asyncio_gives_the_same_tapes(name: str, drive: Drive) -> None:
     entry = STRATEGIES[name]
-    mesh, layers = entry.mesh(entry.ranks), entry.default_layers(entry.ranks)
+    mesh, layers = entry.mesh(entry.ranks), entry.puzzle(entry.ranks)
     assert driven(entry.program, mesh, layers, 4, drive) == trace(entry.program, mesh, layers, 4)
 
 

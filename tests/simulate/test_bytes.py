@@ -20,9 +20,7 @@ SHARD = ("dp_shard",)
 
 def memory_of(name: str, ranks: int, layers: int, microbatches: int, sizes: Sizes | None = None) -> list[RankMemory]:
     entry = STRATEGIES[name]
-    return memory_in_bytes(
-        check(trace(entry.program, entry.mesh(ranks), sizes or entry.puzzle(ranks, layers), microbatches))
-    )
+    return memory_in_bytes(check(trace(entry.program, entry.mesh(ranks), sizes or layers, microbatches)))
 
 
 def categories(memory: tuple[int, ...]) -> dict[str, int]:
@@ -32,9 +30,7 @@ def categories(memory: tuple[int, ...]) -> dict[str, int]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_categories_of_a_peak_add_up_to_it(name: str) -> None:
     entry = STRATEGIES[name]
-    checked = check(
-        trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks, entry.default_layers(entry.ranks)), 4)
-    )
+    checked = check(trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks), 4))
     for memory in memory_in_bytes(checked, counters=True):
         assert sum(memory.by_category) == memory.peak
         assert memory.counters[memory.peak_op] == memory.by_category
@@ -45,9 +41,7 @@ def test_the_categories_of_a_peak_add_up_to_it(name: str) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_more_is_live_than_the_puzzles_count_and_while_an_op_runs_its_result_counts_too(name: str) -> None:
     entry = STRATEGIES[name]
-    checked = check(
-        trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks, entry.default_layers(entry.ranks)), 4)
-    )
+    checked = check(trace(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks), 4))
     for real, counted in zip(memory_in_bytes(checked), live_memory(checked), strict=True):
         assert real.peak >= max(real.before)
         assert all(bytes <= 4 * elements for bytes, elements in zip(real.before, counted, strict=True))

@@ -99,7 +99,7 @@ def test_recomputation_costs_a_forward_and_stands_on_the_timeline() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_rank_does_two_things_at_once_on_one_stream(name: str) -> None:
     entry = STRATEGIES[name]
-    timeline = run(entry.program, entry.mesh(entry.ranks), entry.default_layers(entry.ranks), 4)
+    timeline = run(entry.program, entry.mesh(entry.ranks), entry.puzzle(entry.ranks), 4)
     communication = {OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.SEND, OpKind.RECV}
     for rank in timeline.events:
         for stream in (

@@ -13,6 +13,7 @@ from shardlab.simulate.folding import Folded, fold
 from shardlab.simulate.rotation import Rotation, cycled, repeated
 from shardlab.simulate.traced import rank_of
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.entry import planned_entry
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from shardlab.strategies.reducing import Gradients
@@ -23,15 +24,13 @@ PRESETS = {name: entry for name, entry in STRATEGIES.items() if entry.plan is no
 SHARD, BOTH = ("dp_shard",), ("dp_shard", "dp_replicate")
 
 
+def puzzle_of(plan: Plan, blocks: int) -> Sizes:
+    return planned_entry(plan, "plan").puzzle(plan.mesh.world, blocks)
+
+
 def both(plan: Plan, blocks: int, each: int, *, tied: bool = False) -> tuple[Folded, Checked]:
     """A plan traced folded and whole, on the puzzles' model with saved activations."""
-    sizes = (
-        Sizes.half_blocks(blocks, tied=tied)
-        if tied
-        else Sizes.context_blocks(blocks)
-        if plan.attention_apart
-        else Sizes.of_puzzle(blocks, plan.mesh)
-    )
+    sizes = Sizes.half_blocks(blocks, tied=True) if tied else puzzle_of(plan, blocks)
     microbatches = plan.data_ranks * each
     return fold(plan, sizes, microbatches), check(trace(planned(plan), plan.mesh, sizes, microbatches))
 
@@ -69,11 +68,12 @@ def test_a_preset_of_64_ranks_folded_is_what_it_is_unfolded(name: str) -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Meshes of up to 32 ranks, with any sharding and recomputation."""
+    """Meshes with any sharding and recomputation."""
     size = st.sampled_from([1, 2, 3])
-    cut = draw(st.sampled_from([("tp",), ("cp",), ("cp", "tp"), ("ep",), ()]))
+    cut = draw(st.sampled_from([("tp",), ("cp",), ("tp", "cp"), ("ep",), ()]))
     axes = {"pp": draw(st.sampled_from([1, 2])), "dp_replicate": draw(size), "dp_shard": draw(size)}
-    axes |= {axis: draw(st.sampled_from([2, 4] if len(cut) == 1 else [2])) for axis in cut}
+    axes |= {axis: draw(st.sampled_from([2, 4] if len(cut) == 1 else [2, 3])) for axis in cut}
+    again = ["none", "full", (0,)] + ["selective"] * ("ep" not in cut)
     optimizer = draw(st.sampled_from([(), SHARD, BOTH, ("dp_replicate",)]))
     count = draw(st.integers(0, len(optimizer)))
     gradients = optimizer[: draw(st.integers(0, count))]
@@ -85,7 +85,7 @@ def plans(draw: st.DrawFn) -> Plan:
         shard_parameters=optimizer[: draw(st.integers(0, len(optimizer)))],
         reshard_after=draw(st.sampled_from(["layer", "stage", "step"])),
         sequence_parallel="tp" in cut and draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "full", *(["selective"] if "ep" not in cut else [])])),
+        recompute=draw(st.sampled_from(again)),
         context=draw(st.sampled_from(["ring", "all_gather"])),
     )
 
@@ -109,9 +109,9 @@ def test_a_tied_model_folds(sequence_parallel: bool) -> None:
         Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True),
         Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD),
         Plan(Mesh(cp=4)),
-        Plan(Mesh(cp=2, tp=2), sequence_parallel=True),
-        Plan(Mesh(cp=2, tp=4)),
         Plan(Mesh(cp=3), context="all_gather"),
+        Plan(Mesh(dp_shard=2, cp=2, tp=3), shard_optimizer=SHARD, sequence_parallel=True, recompute="full"),
+        Plan(Mesh(cp=3, tp=2), context="all_gather"),
     ],
 )
 def test_what_a_rank_has_rotated_is_what_its_neighbour_has(plan: Plan) -> None:

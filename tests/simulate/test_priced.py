@@ -10,6 +10,7 @@ from shardlab.program.mesh import group_of
 from shardlab.simulate.precision import PRECISIONS, find_precision
 from shardlab.simulate.priced import ClusterPrices
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.entry import planned_entry
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from tests.simulate.fakes import FakeCluster, FakeModel
@@ -23,7 +24,7 @@ PRODUCT = 2 * (3 * 16) * 4 * 8
 
 
 def traced(plan: Plan, blocks: int, microbatches: int) -> Checked:
-    sizes = Sizes.context_blocks(blocks) if plan.attention_apart else Sizes.of_puzzle(blocks, plan.mesh)
+    sizes = planned_entry(plan, "plan").puzzle(plan.mesh.world, blocks)
     return check(trace(planned(plan), plan.mesh, BF16.sizes(sizes), microbatches))
 
 
@@ -52,6 +53,30 @@ def test_the_halves_of_a_backward_pass_are_its_two_products() -> None:
 def test_recomputation_takes_a_forward_pass() -> None:
     checked = traced(Plan(Mesh(), recompute="full"), 2, 1)
     assert {price(checked, op) for op in ops(checked, OpKind.RECOMPUTE)} == {PRODUCT}
+
+
+def work(plan: Plan, kinds: set[OpKind]) -> float:
+    checked = traced(plan, 2, 1)
+    return sum(price(checked, op) for op in checked.program.tapes[0] if op.kind in kinds)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2), Mesh(cp=2, tp=2)], ids=str)
+def test_blocks_of_half_blocks_take_their_forward_pass_again(mesh: Mesh) -> None:
+    """All layers but the embedding's body and the head's norm and body; attention's core takes what it did as well."""
+    forward = {OpKind.FORWARD, OpKind.RECOMPUTE}
+    once = traced(Plan(mesh), 2, 1)
+    kept = {0, once.program.layers - 2, once.program.layers - 1}
+    again = sum(price(once, op) for op in ops(once, OpKind.FORWARD) if op.layer not in kept)
+    assert work(Plan(mesh, recompute="full"), forward) == work(Plan(mesh), forward) + again
+    attends = {OpKind.ATTEND}
+    assert work(Plan(mesh, recompute="full"), attends) == 2 * work(Plan(mesh), attends)
+
+
+def test_heads_take_their_slice_of_a_projection_and_of_what_follows_attention() -> None:
+    sliced, whole = (traced(Plan(Mesh(cp=2, tp=tp)), 1, 1) for tp in (2, 1))
+    for one, other in zip(ops(sliced, OpKind.FORWARD), ops(whole, OpKind.FORWARD), strict=True):
+        norm = sliced.program.sizes.kind(one.layer).value == "norm"
+        assert price(sliced, one) == price(whole, other) / (1 if norm else 2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -12,7 +12,7 @@ from shardlab.strategies import STRATEGIES, Plan, planned
 
 def sent(name: str, ranks: int, layers: int = 6, microbatches: int = 8) -> list[Traffic]:
     entry = STRATEGIES[name]
-    return traffic(check(trace(entry.program, entry.grid(ranks), layers, microbatches)))
+    return traffic(check(trace(entry.program, entry.grid(ranks), entry.puzzle(ranks, layers), microbatches)))
 
 
 WEIGHT = 512 * 512 * 4

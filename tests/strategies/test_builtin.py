@@ -18,7 +18,7 @@ WEIGHT_HALF = OpKind.BACKWARD_WEIGHT
 
 def traced(name: str, ranks: int, layers: int, microbatches: int) -> Program:
     entry = STRATEGIES[name]
-    return trace(entry.program, entry.mesh(ranks), layers, microbatches)
+    return trace(entry.program, entry.mesh(ranks), entry.puzzle(ranks, layers), microbatches)
 
 
 def count(program: Program, kind: OpKind) -> int:
@@ -31,7 +31,9 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
     name = draw(st.sampled_from(list(STRATEGIES)))
     entry = STRATEGIES[name]
     ranks = 1 if entry.ranks == 1 else draw(st.integers(1 + (name == "expert_parallel"), 9))
-    multiple = {"hsdp": 2, "partially-sharded": 2, "tensor_parallel": 2, "3d": 4, "4d": 4}.get(name, 1)
+    multiple = {"hsdp": 2, "partially-sharded": 2, "tensor_parallel": 2, "column-parallel": 2, "3d": 4, "4d": 4}.get(
+        name, 1
+    )
     ranks = -(-ranks // multiple) * multiple
     sizes = entry.mesh(ranks).sizes()
     if name == "pipeline":

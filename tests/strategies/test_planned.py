@@ -132,7 +132,7 @@ def failing(kind: str) -> Schedule:
         ("gives nonsense", "gave rank 0 'forward'; yield Forward, Backward"),
         ("another's stage", r"gave rank 0 Forward\(stage=1, microbatch=0\), but that rank has stage 0"),
         ("no such microbatch", "but microbatches are numbered 0 to 1"),
-        ("waits", "the schedule cannot go on: each rank's next action waits for a later one"),
+        ("waits", r"the schedule waits cannot go on: rank 0 at .*, each waiting for what would be done only later"),
     ],
 )
 def test_a_wrong_schedule_is_one_sentence(kind: str, sentence: str) -> None:
@@ -161,6 +161,6 @@ def test_plans_by_name_are_the_plans_of_the_table() -> None:
     for name, entry in STRATEGIES.items():
         if entry.plan is not None:
             plan = entry.plan(entry.ranks)
-            layers = entry.default_layers(entry.ranks)
+            layers = entry.puzzle(entry.ranks)
             tapes = trace(entry.program, plan.mesh, layers, 4).tapes
             assert tapes == traced(plan, layers, 4).tapes, name

@@ -156,5 +156,5 @@ def test_dualpipe_v_computes_backward_in_halves_only_at_its_ends() -> None:
 
 def test_a_schedule_that_waits_for_itself_is_one_sentence() -> None:
     todo = [[Backward(rank, 0), Forward(rank, 0)] for rank in range(2)]
-    with pytest.raises(UserError, match=r"cannot go on: each rank's next action waits for a later one \(Backward"):
-        with_messages(todo, 2, lambda stage: stage)
+    with pytest.raises(UserError, match=r"mine cannot go on: rank 0 at Backward.*, rank 1 at .*done only later"):
+        with_messages(todo, 2, lambda stage: stage, "mine")

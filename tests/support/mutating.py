@@ -58,3 +58,38 @@ def living_on(tape: list[Op], number: int) -> list[Op]:
     """The tape with a value that is freed only when the step ends."""
     free = Op(OpKind.FREE, -1, (number,))
     return [*(op for op in tape if op != free), free]
+
+
+def without_summand(tape: list[Op], number: int) -> list[Op] | None:
+    """The tape without a value that is only added to another, and goes on with that; None if it is not."""
+    readers = [op for op in tape if number in op.inputs and op.kind is not OpKind.FREE]
+    if len(readers) != 1 or readers[0].kind is not OpKind.ADD:
+        return None
+    add = readers[0]
+    other = next(n for n in add.inputs if n != number)
+    gone = [Op(OpKind.FREE, -1, (number,)), Op(OpKind.FREE, -1, (other,))]
+    return renamed([op for op in tape if op not in (add, *gone)], add.outputs[0], other)
+
+
+def added_twice(tape: list[Op], at: int, number: int, layer: int) -> list[Op]:
+    """The tape goes on with a value and itself, from after op `at` on."""
+    fresh = fresh_number(tape)
+    add = Op(OpKind.ADD, layer, (number, number), (fresh,))
+    rest = [op for op in tape[at + 1 :] if op != Op(OpKind.FREE, -1, (number,))]
+    return [*tape[: at + 1], add, Op(OpKind.FREE, -1, (number,)), *renamed(rest, number, fresh)]
+
+
+def reading(program: Program, rank: int, op: Op, place: int, other: int) -> Program:
+    """An op reads another value, and both that and its own live to the step's end."""
+    if other == op.inputs[place]:
+        return program
+    tape = living_on(living_on(program.tapes[rank], op.inputs[place]), other)
+    inputs = (*op.inputs[:place], other, *op.inputs[place + 1 :])
+    return with_tape(program, rank, [op._replace(inputs=inputs) if o == op else o for o in tape])
+
+
+def everywhere(program: Program, at: int, op: Op) -> Iterator[tuple[int, Op]]:
+    """(rank, op) of all ranks that do the same at the same place of their tapes."""
+    for rank, tape in enumerate(program.tapes):
+        if at < len(tape) and (tape[at].kind, tape[at].layer) == (op.kind, op.layer):
+            yield rank, tape[at]

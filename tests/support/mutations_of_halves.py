@@ -7,18 +7,17 @@ from collections.abc import Iterator
 
 from shardlab.program import Op, OpKind, Program
 from shardlab.program.tape import COLLECTIVES
-from tests.support.mutating import changed, fresh_number, living_on, moved, mutation, places, renamed, with_tape
-
-
-def without_summand(tape: list[Op], number: int) -> list[Op] | None:
-    """The tape without a value that is only added to another, and goes on with that; None if it is not."""
-    readers = [op for op in tape if number in op.inputs and op.kind is not OpKind.FREE]
-    if len(readers) != 1 or readers[0].kind is not OpKind.ADD:
-        return None
-    add = readers[0]
-    other = next(n for n in add.inputs if n != number)
-    gone = [Op(OpKind.FREE, -1, (number,)), Op(OpKind.FREE, -1, (other,))]
-    return renamed([op for op in tape if op not in (add, *gone)], add.outputs[0], other)
+from tests.support.mutating import (
+    changed,
+    fresh_number,
+    living_on,
+    moved,
+    mutation,
+    places,
+    renamed,
+    with_tape,
+    without_summand,
+)
 
 
 @mutation
@@ -103,7 +102,7 @@ def new_weight_not_gathered(program: Program) -> Iterator[Program]:
     everywhere = program
     for rank, tape in enumerate(program.tapes):
         updated = {op.outputs[0]: op for op in tape if op.kind is OpKind.UPDATE}
-        for op in [o for o in tape if o.kind in COLLECTIVES and o.inputs[0] in updated]:
+        for op in [o for o in tape if o.kind in COLLECTIVES and o.outputs and updated.keys() & o.inputs]:
             mutant = with_tape(program, rank, _ungathered(tape, op))
             yield mutant
             everywhere = with_tape(everywhere, rank, _ungathered(everywhere.tapes[rank], op))

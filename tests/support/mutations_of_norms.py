@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardlab.program import Op, OpKind, Program
-from tests.support.mutating import changed, fresh_number, living_on, mutation, places, renamed, with_tape
-from tests.support.mutations_of_halves import without_summand
+from tests.support.mutating import (
+    added_twice,
+    changed,
+    fresh_number,
+    living_on,
+    mutation,
+    places,
+    renamed,
+    wait_of,
+    with_tape,
+    without_summand,
+)
 
 
 def scalars(tape: list[Op]) -> set[int]:
@@ -32,10 +42,7 @@ def part_of_the_norm_twice(program: Program) -> Iterator[Program]:
     """A part is added to itself; or another layer's stands in its place."""
     for rank, at, op in places(program, OpKind.NORM):
         tape, (part,) = program.tapes[rank], op.outputs
-        fresh = fresh_number(tape)
-        twice = [op, Op(OpKind.ADD, 0, (part, part), (fresh,)), Op(OpKind.FREE, -1, (part,))]
-        rest = [o for o in tape[at + 1 :] if o != Op(OpKind.FREE, -1, (part,))]
-        yield with_tape(program, rank, [*tape[:at], *twice, *renamed(rest, part, fresh)])
+        yield with_tape(program, rank, added_twice(tape, at, part, 0))
         for other in [o for o in tape if o.kind is OpKind.NORM and o != op]:
             kept = living_on(tape, other.inputs[0])
             yield with_tape(program, rank, [op._replace(inputs=other.inputs) if o == op else o for o in kept])
@@ -76,3 +83,34 @@ def update_without_the_norm(program: Program) -> Iterator[Program]:
         plain = [op._replace(inputs=op.inputs[:3]) if op.kind is OpKind.UPDATE else op for op in tape]
         if plain != tape:
             yield with_tape(program, rank, plain)
+
+
+@mutation
+def squares_counted_on_every_rank(program: Program) -> Iterator[Program]:
+    """The sum of squares over an axis comes last, so that squares which all of its ranks have are counted by each."""
+    tape = program.tapes[0]
+    found = scalars(tape)
+    for at, op in enumerate(tape):
+        if op.kind is not OpKind.ALL_REDUCE or op.inputs[0] not in found or op.group is None:
+            continue
+        mutant = program
+        for rank in range(program.ranks):
+            theirs = mutant.tapes[rank]
+            if at < len(theirs) and theirs[at].kind is op.kind and theirs[at].layer == op.layer:
+                mutant = with_tape(mutant, rank, _reduced_last(mutant, rank, theirs[at]))
+        if mutant is not program:
+            yield mutant
+
+
+def _reduced_last(program: Program, rank: int, op: Op) -> list[Op]:
+    tape = program.tapes[rank]
+    wait = tape[wait_of(program, rank, op.handle)]
+    once = Op(OpKind.FREE, -1, op.inputs)
+    tape = renamed([o for o in tape if o not in (op, wait, once)], op.outputs[0], op.inputs[0])
+    first = next((i for i, o in enumerate(tape) if o.kind is OpKind.UPDATE and len(o.inputs) == 4), None)
+    if first is None:
+        return tape
+    norm = tape[first].inputs[3]
+    fresh = fresh_number(tape)
+    again = [op._replace(inputs=(norm,), outputs=(fresh,)), wait, Op(OpKind.FREE, -1, (norm,))]
+    return [*tape[:first], *again, *renamed(tape[first:], norm, fresh)]

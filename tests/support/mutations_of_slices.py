@@ -5,25 +5,49 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardlab.program import Op, OpKind, Program
+from shardlab.program import LayerKind, Op, OpKind, Program
 from shardlab.program.tape import COLLECTIVES
-from tests.support.mutating import changed, fresh_number, mutation, places, renamed, wait_of, with_tape
-from tests.support.mutations_of_norms import scalars
+from tests.support.mutating import changed, fresh_number, mutation, places, renamed, with_tape
 
-ROWS = (OpKind.FORWARD, OpKind.LOSS_STATS, OpKind.LOSS, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.LOAD_WEIGHT)
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""Over which a rank might meet the wrong others."""
+
+ROWS = (
+    OpKind.FORWARD,
+    OpKind.ATTEND,
+    OpKind.LOSS_STATS,
+    OpKind.LOSS,
+    OpKind.BACKWARD,
+    OpKind.BACKWARD_INPUT,
+    OpKind.ATTEND_BACKWARD,
+    OpKind.LOAD_WEIGHT,
+)
 """Ops whose results a rank might put together with others' although it must not."""
+
+
+def layer_of_result(program: Program, op: Op, place: int) -> int:
+    """The number of what an op in `ROWS` makes."""
+    sizes = program.sizes
+    if op.kind is OpKind.BACKWARD and place == 0:
+        return sizes.weight_of(op.layer)
+    if op.kind is OpKind.ATTEND:
+        return op.layer + 1
+    if op.kind is not OpKind.FORWARD or sizes.kind(op.layer) is LayerKind.PROJECT:
+        return op.layer
+    return op.layer + 1 if place == 0 else sizes.next_carrying(op.layer)
 
 
 @mutation
 def collective_too_many(program: Program) -> Iterator[Program]:
     """What a layer, the loss or a load has made is reduced or gathered over an axis on all its ranks."""
     mesh = program.mesh
-    for axis in ("dp_replicate", "dp_shard", "tp"):
+    for axis in AXES:
         group = mesh.group(0, axis)
         if len(group.ranks) < 2:
             continue
         for at, op in enumerate(program.tapes[0]):
-            if op.kind not in ROWS or any(program.tapes[rank][at].kind is not op.kind for rank in group.ranks):
+            there = [program.tapes[rank][at : at + 1] for rank in group.ranks]
+            if op.kind not in ROWS or any(not other or other[0].kind is not op.kind for other in there):
                 continue
             outputs = len(op.outputs) - (op.kind in (OpKind.FORWARD, OpKind.BACKWARD_INPUT))
             for place, kind in itertools.product(range(outputs), sorted(COLLECTIVES, key=lambda kind: kind.value)):
@@ -32,7 +56,7 @@ def collective_too_many(program: Program) -> Iterator[Program]:
                     tape = mutant.tapes[rank]
                     made = tape[at].outputs[place]
                     fresh, handle = fresh_number(tape), 1 + max(o.handle for o in tape)
-                    layer = op.layer + (op.kind is OpKind.FORWARD) * (1 + place)
+                    layer = layer_of_result(program, op, place)
                     more = [
                         Op(kind, layer, (made,), (fresh,), handle, mesh.group(rank, axis)),
                         Op(OpKind.WAIT, -1, handle=handle),
@@ -47,7 +71,7 @@ def collective_too_many(program: Program) -> Iterator[Program]:
 def collective_over_another_axis(program: Program) -> Iterator[Program]:
     """All ranks that meet, and those that they meet instead, take the other axis."""
     mesh = program.mesh
-    axes = [axis for axis in ("dp_replicate", "dp_shard", "tp") if len(mesh.group(0, axis).ranks) > 1]
+    axes = [axis for axis in AXES if len(mesh.group(0, axis).ranks) > 1]
     for at, op in enumerate(program.tapes[0]):
         if op.kind in COLLECTIVES and op.group is not None:
             for axis in axes:
@@ -105,34 +129,3 @@ def slice_of_another_rank(program: Program) -> Iterator[Program]:
                 for kind, (at, op) in theirs.items():
                     mutant = changed(mutant, other, at, op._replace(holds=mine[kind][1].holds))
                 yield mutant
-
-
-@mutation
-def squares_counted_on_every_rank(program: Program) -> Iterator[Program]:
-    """The sum of squares over an axis comes last, so that squares which all of its ranks have are counted by each."""
-    tape = program.tapes[0]
-    found = scalars(tape)
-    for at, op in enumerate(tape):
-        if op.kind is not OpKind.ALL_REDUCE or op.inputs[0] not in found or op.group is None:
-            continue
-        mutant = program
-        for rank in range(program.ranks):
-            theirs = mutant.tapes[rank]
-            if at < len(theirs) and theirs[at].kind is op.kind and theirs[at].layer == op.layer:
-                mutant = with_tape(mutant, rank, _reduced_last(mutant, rank, theirs[at]))
-        if mutant is not program:
-            yield mutant
-
-
-def _reduced_last(program: Program, rank: int, op: Op) -> list[Op]:
-    tape = program.tapes[rank]
-    wait = tape[wait_of(program, rank, op.handle)]
-    once = Op(OpKind.FREE, -1, op.inputs)
-    tape = renamed([o for o in tape if o not in (op, wait, once)], op.outputs[0], op.inputs[0])
-    first = next((i for i, o in enumerate(tape) if o.kind is OpKind.UPDATE and len(o.inputs) == 4), None)
-    if first is None:
-        return tape
-    norm = tape[first].inputs[3]
-    fresh = fresh_number(tape)
-    again = [op._replace(inputs=(norm,), outputs=(fresh,)), wait, Op(OpKind.FREE, -1, (norm,))]
-    return [*tape[:first], *again, *renamed(tape[first:], norm, fresh)]

@@ -28,12 +28,21 @@ class Shape:
         return Mesh(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard)
 
 
+GRIDS = [(p, r, s) for p in range(1, 5) for r in range(1, 5) for s in range(1, 5) if p * r * s <= 4]
+"""Pipeline ranks, replicas and shards."""
+
+
+def random_shape(seed: int) -> Shape:
+    """1-4 ranks, 1-4 layers, 1-6 microbatches; at least a layer a stage and a microbatch a data-parallel rank."""
+    random = Random(seed)
+    pp, replicate, shard = random.choice(GRIDS)
+    return Shape(pp, replicate, shard, random.randint(pp, 4), random.randint(replicate * shard, 6), seed)
+
+
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """1-4 ranks, 1-4 layers, 1-6 microbatches; at least a layer a stage and a microbatch a data-parallel rank."""
-    pp, replicate, shard = draw(
-        st.sampled_from([(p, r, s) for p in range(1, 5) for r in range(1, 5) for s in range(1, 5) if p * r * s <= 4])
-    )
+    """The same, from small ones on."""
+    pp, replicate, shard = draw(st.sampled_from(GRIDS))
     layers = draw(st.integers(pp, 4))
     microbatches = draw(st.integers(replicate * shard, 6))
     return Shape(pp, replicate, shard, layers, microbatches, draw(st.integers(0, 10**6)))
@@ -81,6 +90,8 @@ class Plan:
         self.idle_gather = [random.random() < 0.2 for _ in range(shape.layers)]
         self.checkpoint = random.random() < 0.3
         self.update_order = random.sample(range(shape.layers), shape.layers)
+        self.by_root = random.choice([0.0, 0.3, 0.8])
+        """The chance of each collective to go by way of a root."""
 
 
 def schedule(plan: Plan, position: int) -> Iterator[tuple[str, int]]:

@@ -2,78 +2,97 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
 from hypothesis import strategies as st
 
 from shardlab.program import Mesh, Program, Sizes, trace
-from shardlab.strategies.plan import DATA_AXES, Plan, cuts
+from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Plan, cuts
 from shardlab.strategies.planned import planned
 from shardlab.strategies.schedules import SCHEDULES
+
+MODELS: dict[str, Callable[[int], Sizes]] = {
+    "whole": Sizes.puzzle,
+    "halves": lambda layers: Sizes.half_blocks(layers - 1),
+    "tied": lambda layers: Sizes.half_blocks(layers - 1, tied=True),
+    "context": lambda layers: Sizes.context_blocks(layers - 1),
+    "mixture": lambda layers: Sizes.mixture(layers - 1),
+}
+"""Of so many whole layers, or of one block fewer in finer ones."""
+
+SLICED_OVER = {"halves": ["tp"], "tied": ["tp"], "context": ["cp", "tp"], "mixture": ["ep"]}
+"""The axes that cut a model's layers or sequences."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for a model of so many whole layers, or of one block fewer in half-blocks."""
+    """A plan for one of `MODELS` of some size."""
 
     plan: Plan
     layers: int
-    halves: bool
+    model: str
     microbatches: int
 
     @property
     def program(self) -> Program:
-        model = Sizes.half_blocks(self.layers - 1) if self.halves else self.layers
-        return trace(planned(self.plan), self.plan.mesh, model, self.microbatches)
+        return trace(planned(self.plan), self.plan.mesh, MODELS[self.model](self.layers), self.microbatches)
 
 
-MESHES = [
-    (pp, replicate, shard, tp)
-    for pp in (1, 2, 4)
-    for replicate in (1, 2, 4)
-    for shard in (1, 2, 4)
-    for tp in (1, 2, 4)
-    if pp * replicate * shard * tp <= 8
-]
+def random_mesh(random: Random, model: str, ranks: int) -> Mesh:
+    """One of at most so many ranks; a model's own axes are more often cut than not."""
+    while True:
+        sizes = {axis: random.choice([1, 1, 2, 2, 4]) for axis in ("pp", "dp_replicate", "dp_shard")}
+        for axis in SLICED_OVER.get(model, ()):
+            sizes[axis] = random.choice([1, 2, 2, 3, 4])
+        if math.prod(sizes.values()) <= ranks and sizes.get("tp") != 3:
+            return Mesh(**sizes)
 
 
-def random_plan(seed: int, halves: bool | None = None, ranks: int = 8) -> Planned:
-    """The plan of a seed; of a model in half-blocks or of whole layers, or either."""
+def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
+    """The plan of a seed, of one model or of any."""
     random = Random(seed)
-    halves = random.random() < 0.75 if halves is None else halves
-    meshes = [mesh for mesh in MESHES if mesh[0] * mesh[1] * mesh[2] * mesh[3] <= ranks and (halves or mesh[3] == 1)]
-    pp, replicate, shard, tp = random.choice(meshes)
+    model = model or random.choice(list(MODELS))
+    mesh = random_mesh(random, model, ranks)
     schedule = SCHEDULES[random.choice(list(SCHEDULES))]
     looped = schedule.stages_per_rank is None
     stages = schedule.stages_per_rank or random.choice([1, 2])
-    layers = pp * stages + random.randint(0, 2)
-    units = len(cuts(Sizes.half_blocks(layers - 1).kinds)) - 1 if halves else layers
-    of_stages = [1] * (pp * stages)
-    for _ in range(units - len(of_stages)):
+    layers = max(mesh.pp * stages + random.randint(0, 2), 1 if model in ("whole", "halves", "tied") else 2)
+    kinds = MODELS[model](layers).kinds
+    blocks = layers - (model != "whole")
+    of_stages = [1] * (mesh.pp * stages)
+    for _ in range((len(cuts(kinds)) - 1 if kinds else layers) - len(of_stages)):
         of_stages[random.randrange(len(of_stages))] += 1
-    axes = random.sample(DATA_AXES, random.randint(0, 2))
-    parameters = axes[: random.randint(0, len(axes))]
+    known = CUT_AXES if model == "context" else DATA_AXES
+    axes = random.sample(known, random.randint(0, len(known)))
     gradients = axes[: random.randint(0, len(axes))]
-    each = [axis for axis in DATA_AXES if axis in gradients or random.random() < 0.4]
-    most = 2 * pp if schedule.name == "dualpipe-v" else 1
+    each = (*known, "ep") if model == "mixture" else known
+    most = 2 * mesh.pp if schedule.name == "dualpipe-v" else 1
+    recompute = random.choice(["none", "none", "full", (random.randrange(max(blocks, 1)),) * (blocks > 0)])
+    if model == "context" and random.random() < 0.3:
+        recompute = "selective"
     plan = Plan(
-        Mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp),
+        mesh,
         schedule.name,
         stages_per_rank=stages if looped else None,
         layers_per_stage=tuple(of_stages) if random.random() < 0.5 else (),
-        shard_parameters=tuple(parameters),
+        shard_parameters=tuple(axes[: random.randint(0, len(axes))]),
         shard_gradients=tuple(gradients),
         shard_optimizer=tuple(axes),
-        reduce_each=None if random.random() < 0.5 else tuple(each),
+        reduce_each=None
+        if random.random() < 0.5
+        else tuple(axis for axis in each if axis in gradients or random.random() < 0.4),
         reshard_after=random.choice(["layer", "stage", "step"]),
-        sequence_parallel=tp > 1 and random.random() < 0.5,
-        recompute=random.choice(["none", "none", "full"]),
+        sequence_parallel=mesh.tp > 1 and random.random() < 0.5,
+        recompute=recompute,
+        context=random.choice(["ring", "all_gather"]),
     )
-    microbatches = replicate * shard * random.randint(most, max(3, most))
-    return Planned(plan, layers, halves, microbatches)
+    microbatches = plan.data_ranks * random.randint(most, max(3, most))
+    return Planned(plan, layers, model, microbatches)
 
 
-def plans() -> st.SearchStrategy[Planned]:
+def plans(model: str | None = None) -> st.SearchStrategy[Planned]:
     """Plans on 1-8 ranks."""
-    return st.integers(0, 10**6).map(random_plan)
+    return st.integers(0, 10**6).map(lambda seed: random_plan(seed, model))

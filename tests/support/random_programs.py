@@ -10,9 +10,10 @@ from __future__ import annotations
 from random import Random
 
 from shardlab.program import Handle, Program, Rank, Strategy, Value, trace
-from tests.support.random_plan import Plan, Shape, schedule, shapes
+from tests.support.random_plan import Plan, Shape, random_shape, schedule, shapes
+from tests.support.rooted_calls import Detour
 
-__all__ = ["Shape", "program_of", "random_program", "shapes"]
+__all__ = ["Shape", "program_of", "random_program", "random_shape", "shapes"]
 
 
 class Writer:
@@ -34,6 +35,7 @@ class Writer:
         self.loose: list[Handle[None]] = []
         self.asked: dict[str, list[Handle[Value]]] = {"activations": [], "grad_activations": []}
         self.taken = 0
+        self.calls = Detour(rank, shape.seed, plan.by_root)
 
     def maybe(self, chance: float = 0.5) -> bool:
         return self.random.random() < chance
@@ -89,8 +91,8 @@ class Writer:
     async def gather(self, value: Value, cut: list[str | None]) -> Handle[Value]:
         """Back from the finest slices; the last gather is left in flight."""
         for axis in reversed(cut[1:]):
-            value = await self.rank.all_gather(value, axis=axis)
-        return self.rank.all_gather(value, axis=cut[0])
+            value = await (await self.calls.all_gather(value, axis))
+        return await self.calls.all_gather(value, cut[0])
 
     async def weight(self, l: int) -> Value:
         rank, plan = self.rank, self.plan
@@ -200,15 +202,15 @@ class Writer:
 
     async def reduce(self, l: int, value: Value) -> Value | Handle[Value]:
         """Over the layer's axes in turn, scattered along those that cut its gradient; the last is left in flight."""
-        rank, cut = self.rank, self.plan.cuts[l]
+        cut = self.plan.cuts[l]
         *before, last = [
-            (rank.reduce_scatter if place < len(cut.gradient) else rank.all_reduce, axis)
+            (self.calls.reduce_scatter if place < len(cut.gradient) else self.calls.all_reduce, axis)
             for place, axis in enumerate(cut.axes)
         ]
         for verb, axis in before:
-            value = await verb(value, axis=axis)
+            value = await (await verb(value, axis))
         verb, axis = last
-        return verb(value, axis=axis)
+        return await verb(value, axis)
 
     async def summed(self, l: int) -> Value:
         """All that came, added in any order."""
@@ -233,10 +235,10 @@ class Writer:
             self.grads[l] = [total]
             part = rank.norm(l, total)
             for axis in plan.cuts[l].gradient:
-                part = await rank.all_reduce(part, axis=axis)
+                part = await (await self.calls.all_reduce(part, axis))
             rank.scalars[0] = rank.scalars[0] + part if l != layers[0] else part
         if not plan.norm_by_messages:
-            rank.scalars[0] = await rank.all_reduce(rank.scalars[0], axis="pp")
+            rank.scalars[0] = await (await self.calls.all_reduce(rank.scalars[0], "pp"))
             return
         if not self.is_last:
             rank.scalars[0] = rank.scalars[0] + await rank.recv(source=self.column[self.position + 1])
@@ -252,6 +254,8 @@ class Writer:
         rank, cut = self.rank, self.plan.cuts[l]
         total = await self.summed(l)
         if self.plan.idle_gather[l]:
+            if not cut.weight:  # replicas: their mean is what each has; never awaited, never used
+                await self.calls.weight(rank.weights[l], cut.axes[0])
             rank.all_gather(rank.opt_states[l], axis="tp")  # never awaited, and the update must not pass it
             if cut.weight:
                 rank.all_gather(rank.weights[l], axis=cut.weight[-1])

@@ -1,67 +1,106 @@
-"""The judge's toy network of whole layers: z = x W + b, y = z + z * z; a microbatch is one row."""
+"""The judge's toy layers: what all are to the judge, and whole ones, z = x W + b, y = z + z * z, row by row."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import numpy as np
 
-from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Array, BrokenTape, Piece, rows, whole
+from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Array, BrokenTape, Piece, elements, rows, whole
 
 EVERYWHERE = tuple(range(ELEMENTS))
 
 
-def forward_layer(layer: int, x: Array, weight: Array) -> tuple[Array, Array]:
-    """The output, and z, which is kept for the backward pass."""
-    z = (x @ weight.reshape(WIDTH, WIDTH) + 17 * layer + 5) % PRIME
-    return (z + z * z) % PRIME, z
+class ToyLayer(Protocol):
+    """Pieces to pieces. Inputs and outputs stand in the order in which ops name them.
+
+    What a pass keeps for the next is any array or tuple; a backward pass's half keeps what the other one needs.
+    """
+
+    def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Any]:
+        """(activation, weight[, residual]) to ([all that the layer makes], kept)."""
+        ...
+
+    def backward_input(self, inputs: list[Piece], kept: Any) -> tuple[list[Piece], Any]:
+        """(activation, gradient, weight[, the other gradient]) to ([gradients of what forward read], half)."""
+        ...
+
+    def backward_weight(self, activation: Piece, gradient: Piece, half: Any) -> Piece:
+        """The gradient of the weight."""
+        ...
 
 
-def backward_input(z: Array, dy: Array, weight: Array) -> tuple[Array, Array]:
-    """The gradient of the input, and dz, which is kept for the weight's."""
-    dz = dy * ((1 + 2 * z) % PRIME) % PRIME
-    return dz @ weight.reshape(WIDTH, WIDTH).T % PRIME, dz
+@dataclass(frozen=True)
+class Place:
+    """Where a layer stands in its network; the number enters its numbers.
+
+    Attributes:
+        number: the layer's.
+        kinds: all layers'.
+    """
+
+    number: int
+    kinds: tuple[str, ...]
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == len(self.kinds) - 1
+
+    @property
+    def after_attention(self) -> bool:
+        return self.number > 0 and self.kinds[self.number - 1] == "project"
+
+    @property
+    def alike(self) -> list[int]:
+        """The layers of the same kind: which one is the first, which the last."""
+        return [number for number, kind in enumerate(self.kinds) if kind == self.kinds[self.number]]
 
 
-def backward_weight(x: Array, dz: Array) -> Array:
-    """The gradient of the weight, summed over the rows."""
-    dw = sum((np.outer(a, b) % PRIME for a, b in zip(x, dz, strict=True)), np.zeros((WIDTH, WIDTH), np.int64)) % PRIME
-    return dw.reshape(-1)
+class Whole:
+    """A layer as it is."""
+
+    def __init__(self, place: Place) -> None:
+        self.shift = 17 * place.number + 5
+
+    def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Array]:
+        activation, weight = inputs
+        x = rows(activation)
+        z = (x.data @ whole(weight).reshape(WIDTH, WIDTH) + self.shift) % PRIME
+        return [Piece(x.where, (z + z * z) % PRIME)], z
+
+    def backward_input(self, inputs: list[Piece], kept: Array) -> tuple[list[Piece], Array]:
+        activation, gradient, weight = inputs
+        rows(activation)
+        dy = rows(gradient)
+        dz = dy.data * ((1 + 2 * kept) % PRIME) % PRIME
+        return [Piece(dy.where, dz @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME)], dz
+
+    def backward_weight(self, activation: Piece, gradient: Piece, half: Array) -> Piece:
+        rows(gradient)
+        return Piece(EVERYWHERE, product(rows(activation).data, half).reshape(-1))
+
+
+def product(a: Array, b: Array) -> Array:
+    """a^T b, summed over the rows."""
+    return (a[:, :, None] * b[:, None, :] % PRIME).sum(0) % PRIME
+
+
+def matrix_of(weight: Piece) -> Array:
+    """The rows of a weight matrix that a piece has; slices are made of whole rows."""
+    where = elements(weight).where
+    if len(where) % WIDTH or any(where[i] != where[i - i % WIDTH] + i % WIDTH for i in range(len(where))):
+        raise BrokenTape("the weight is not made of whole slices")
+    if any(where[i] % WIDTH for i in range(0, len(where), WIDTH)):
+        raise BrokenTape("the weight is not made of whole slices")
+    return weight.data.reshape(-1, WIDTH)
+
+
+def rows_of_matrix(weight: Piece) -> tuple[int, ...]:
+    """Which rows of the matrix these are."""
+    return tuple(place // WIDTH for place in weight.where[::WIDTH])
 
 
 def batch_rows(places: tuple[int, ...]) -> Array:
     numbers = 100 * (np.array(places, np.int64)[:, None] + 1) + np.arange(WIDTH, dtype=np.int64)
     return numbers**3 % PRIME
-
-
-class Whole:
-    """What its layers do to pieces."""
-
-    sequence = 1
-    """Rows of a microbatch."""
-
-    def batch(self, microbatches: tuple[int, ...]) -> Piece:
-        return Piece(microbatches, batch_rows(microbatches))
-
-    def forward(self, layer: int, inputs: list[Piece]) -> tuple[list[Piece], Array]:
-        activation, weight = inputs
-        x = rows(activation)
-        y, z = forward_layer(layer, x.data, whole(weight))
-        return [Piece(x.where, y)], z
-
-    def backward_input(self, layer: int, inputs: list[Piece], z: Array) -> tuple[list[Piece], Array]:
-        activation, gradient, weight = inputs
-        rows(activation)
-        dy = rows(gradient)
-        dx, dz = backward_input(z, dy.data, whole(weight))
-        return [Piece(dy.where, dx)], dz
-
-    def backward_weight(self, layer: int, activation: Piece, gradient: Piece, dz: Array) -> Piece:
-        rows(gradient)
-        return Piece(EVERYWHERE, backward_weight(rows(activation).data, dz))
-
-    def stats(self, logits: Piece) -> Piece:
-        raise BrokenTape("whole layers have no slices of logits")
-
-    def loss(self, inputs: list[Piece]) -> Piece:
-        (activation,) = inputs
-        y = rows(activation)
-        return Piece(y.where, (3 * y.data + 1000 * np.array(y.where, np.int64)[:, None] + 7) % PRIME)

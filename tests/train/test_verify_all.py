@@ -42,7 +42,7 @@ def test_the_sample_has_something_of_everything() -> None:
     assert {case.column for case in SAMPLE} >= {"ddp", "zero-1", "zero-2", "fsdp"}
     assert {case.dropout > 0 for case in SAMPLE} == {True, False}
     plans = [case.strategy for case in SAMPLE if isinstance(case.strategy, Plan)]
-    assert {plan.recompute for plan in plans} == {"none", "full"}
+    assert {plan.recompute for plan in plans} >= {"none", "full"}
     assert {plan.reshard_after for plan in plans} == {"layer", "stage"}
 
 

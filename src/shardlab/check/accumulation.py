@@ -13,12 +13,15 @@ from collections.abc import Sequence
 
 from shardlab.program import Op, OpKind
 
+WRITING = frozenset({OpKind.ADD, OpKind.ALL_REDUCE, OpKind.REDUCE})
+"""Ops that may write over what they read."""
+
 
 class InPlace:
     """What may be done in place on one tape.
 
     Attributes:
-        first_input: indices of the ALL_REDUCEs and ADDs that may write over their first input.
+        first_input: indices of the ALL_REDUCEs and ADDs that may write over their first input, and REDUCEs.
         accumulates: index of a BACKWARD to the number of the older gradient that it adds its own to.
         fused: index of the ADD that such a BACKWARD has done to (older gradient, new gradient).
     """
@@ -28,7 +31,7 @@ class InPlace:
         self._made: dict[int, int] = {}
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._read_until: dict[int, list[int]] = defaultdict(list)  # when a communication that reads it has ended
-        writing = [(at, op) for at, op in enumerate(tape) if op[0] is OpKind.ADD or op[0] is OpKind.ALL_REDUCE]
+        writing = [(at, op) for at, op in enumerate(tape) if op[0] in WRITING and op[2]]
         watched = {number for _, op in writing for number in op.inputs}
         waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
         for at, op in enumerate(tape):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from shardlab.check.checked import Meeting, Member
 from shardlab.check.rank_state import RankState
-from shardlab.program import Group, Op, OpKind, Refused, Spec, transfer
+from shardlab.program import Group, Op, OpKind, Refused, Spec, rooted, transfer
 from shardlab.program.mesh import group_of
+from shardlab.program.rooted import Call, said
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.waiting import Wait
 
@@ -39,7 +40,7 @@ class Communication:
             **dict.fromkeys(COLLECTIVES, self._collective),
         }
         self._wake = wake
-        self._open: dict[tuple[Group, int], dict[int, tuple[Member, Spec]]] = {}
+        self._open: dict[tuple[Group, int], dict[int, tuple[Member, Spec | None, Call]]] = {}
         self._sent: dict[tuple[int, int], deque[tuple[Member, Spec]]] = defaultdict(deque)
         self._wanted: dict[tuple[int, int], deque[Member]] = defaultdict(deque)
 
@@ -71,7 +72,7 @@ class Communication:
         missing = [rank for rank in op.group.ranks if rank not in came]
         names = ", ".join(map(str, missing))
         spec = came[state.index][1]
-        return Wait(f"{op[0].value}({spec}) on {op.group} for rank{'s' * (len(missing) > 1)} {names}", missing)
+        return Wait(f"{said(_call(op), spec)} on {op.group} for rank{'s' * (len(missing) > 1)} {names}", missing)
 
     def finish(self) -> None:
         """Every message has been received.
@@ -98,32 +99,43 @@ class Communication:
         return Member(state.index, handle, state.at)
 
     def _collective(self, state: RankState, op: Op) -> None:
-        group, (value,), (_,) = op.group, op[2], op[3]
-        spec = state.live[value]
-        state.want_layer(op, spec.layer)
+        group = op.group
         if group is None or group not in state.groups:
             group = _join(state, op)
+        call = _call(op)
+        spec = _given(state, op, call, group)
         member = self._issue(state, op)
         turn = state.groups[group]
         state.groups[group] = turn + 1
         meeting = self._open.setdefault((group, turn), {})
         if meeting:
-            first, first_spec = next(iter(meeting.values()))
-            there = self.states[first.rank].ops[first.op]
-            if there[0] is not op[0] or first_spec.kind is not spec.kind or first_spec.layer != spec.layer:
+            first, first_spec, first_call = next(iter(meeting.values()))
+            if not rooted.agree(first_call, first_spec, call, spec):
                 state.refuse(
-                    f"{op[0].value}({spec}) on {group}: rank {first.rank} meets it with {there[0].value}({first_spec}) "
-                    f"(its op {first.op}); all members of a group must issue its collectives in one order, of one kind "
-                    "and for one layer."
+                    f"{said(call, spec)} on {group}: rank {first.rank} meets it with "
+                    f"{said(first_call, first_spec)} (its op {first.op}); all members of a group must issue its "
+                    "collectives in one order, of one kind and for one layer."
                 )
-        meeting[state.index] = (member, spec)
+        meeting[state.index] = (member, spec, call)
         if len(meeting) == len(group.ranks):
             del self._open[group, turn]
             members = [meeting[rank] for rank in group.ranks]
             sizes = state.program.sizes
-            given = [spec for _, spec in members]
-            specs = transfer.collective(op[0], given, group.ranks, sizes.layers, sizes.kinds)
-            self._meet(Meeting(group, [m for m, _ in members]), specs)
+            given = [spec for _, spec, _ in members]
+            specs = rooted.collective(call, given, group.ranks, sizes.layers, sizes.kinds)
+            for (other, gave, _), received in zip(members, specs, strict=True):
+                if gave is None and received is not None:
+                    self._want_expected(other, call, received)
+            self._meet(Meeting(group, [other for other, _, _ in members]), specs)
+
+    def _want_expected(self, member: Member, call: Call, received: Spec) -> None:
+        """What comes from a root must be what the receiving rank's op says."""
+        expect = self.states[member.rank].ops[member.op].expect
+        assert expect is not None, "it is looked at when it is issued"
+        try:
+            rooted.want_expected(call, expect, received)
+        except Refused as refusal:
+            raise refusal.at(member.rank, member.op) from None
 
     def _send(self, state: RankState, op: Op) -> None:
         (value,), peer = op[2], op.peer
@@ -175,6 +187,27 @@ class Communication:
             if state.waits_for == member.handle:
                 state.waits_for = -1
                 self._wake(state)
+
+
+def _call(op: Op) -> Call:
+    return Call(op.kind, op.root, op.reduction)
+
+
+def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
+    """What this rank gives; the op must read and make what its part in the call says."""
+    rooted.want_sound(call, group.ranks)
+    reads, makes = rooted.values_of(call, state.index)
+    if (len(op[2]), len(op[3])) != (reads, makes):
+        raise ValueError(f"expected {reads} and {makes} of rank {state.index}")
+    if reads:
+        spec = state.live[op[2][0]]
+        state.want_layer(op, spec.layer)
+        return spec
+    if makes:
+        if op.expect is None:
+            state.refuse(f"{op}: the tape does not say what comes from the root.")
+        state.want_layer(op, op.expect.layer)
+    return None
 
 
 def _join(state: RankState, op: Op) -> Group:

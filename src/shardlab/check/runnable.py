@@ -14,7 +14,11 @@ from shardlab.program.values import common
 def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> str | None:
     """The first op that has no tensors, or uneven ones, or reads what is no more; None if there is none."""
     for meeting in meetings:
-        rank, _, at = meeting.members[0]  # of a message the sender
+        # of a message the sender, of a collective the first that gives a value
+        givers = ((rank, at) for rank, _, at in meeting.members if program.tapes[rank][at].inputs)
+        rank, at = next(givers, (-1, -1))
+        if rank < 0:  # a barrier
+            continue
         op = program.tapes[rank][at]
         spec = specs[rank][op.inputs[0]]
         why = None
@@ -22,7 +26,7 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
             why = "an optimizer state stays where it was loaded; load it where it is updated"
         elif spec.kind is Kind.GRAD_ACTIVATION and spec.layer == 0:
             why = f"the model's input is tokens, which have no gradient; do not communicate {spec}"
-        elif op.kind is OpKind.ALL_GATHER:
+        elif op.kind in (OpKind.ALL_GATHER, OpKind.GATHER):
             given = [specs[m.rank][program.tapes[m.rank][m.op].inputs[0]].holds for m in meeting.members]
             if any(holds.pieces * given[0].of != given[0].pieces * holds.of for holds in given):
                 shares = ", ".join(str(Fraction(holds.pieces, holds.of)) for holds in given)

@@ -9,6 +9,9 @@ from typing import Protocol
 
 import tyro
 
+from shardlab.cli.bench import Bench
+from shardlab.cli.collectives import Collectives
+from shardlab.cli.compare import Compare
 from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
@@ -35,9 +38,12 @@ COMMANDS: dict[str, type[Command]] = {
     "strategies": Strategies,
     "simulate": Simulate,
     "schedule": Schedule,
+    "collectives": Collectives,
     "train": Train,
     "verify": Verify,
     "validate": Validate,
+    "bench": Bench,
+    "compare": Compare,
 }
 """A module that torch is imported for imports it inside `run`, so that the other commands need no torch."""
 

@@ -24,7 +24,7 @@ Word = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint=""
 class PlanOptions:
     """A plan by flags, which change the plan that the strategy's name or --plan stands for.
 
-    The mesh has the axes that are given here, if any is.
+    If an axis of the mesh is given here, all are: no axis that the plan has may be left out.
     """
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
@@ -81,7 +81,7 @@ class PlanOptions:
     recompute: Annotated[
         tuple[str, ...] | None, tyro.conf.arg(metavar="{none,selective,full,BLOCK ...}", help_behavior_hint="")
     ] = None
-    """What the backward pass computes again: nothing, attention (in half-blocks), everything, or layers by number."""
+    """What the backward pass computes again: nothing, attention's scores, everything, or blocks by number."""
 
     def entry(self, name: str | None, ranks: int | None) -> tuple[Entry, int]:
         """The strategy that is meant, and on how many ranks.
@@ -109,6 +109,8 @@ class PlanOptions:
             return entry, ranks or entry.ranks
         axes = {axis: given.pop(axis) for axis in AXES if axis in given}
         plan = _base(name, path, None if axes else ranks)
+        if axes:
+            _want_all_axes(axes, plan.mesh, name or str(path))
         plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **given)
         if ranks not in (None, plan.mesh.world):
             sizes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "1 rank"
@@ -116,6 +118,17 @@ class PlanOptions:
                 f"there are to be {ranks} ranks, but the plan's mesh is {sizes}; leave out --ranks or change the mesh"
             )
         return planned_entry(plan, name or (str(path) if path else "plan")), plan.mesh.world
+
+
+def _want_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
+    """Refuse flags that would silently undo what a plan is named for."""
+    has = {axis: size for axis, size in mesh.sizes().items() if size > 1}
+    if forgotten := [axis for axis in has if axis not in axes]:
+        said = " ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in {**has, **axes}.items())
+        raise UserError(
+            f"the mesh of {name} has {' x '.join(has)}, but {' and '.join(forgotten)} is left out; give every axis, "
+            f"such as {said}"
+        )
 
 
 def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:

@@ -97,7 +97,7 @@ def price(request: Request) -> Result:
         return proof
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
-    workload = Workload(plan, model, cluster, microbatches, request.rows or 1, precision, trace)
+    workload = Workload(plan, model, cluster, microbatches, request.rows or 1, precision, trace, entry.columns)
     estimate = workload.estimate()
     require_memory(workload, estimate)
     return Result(entry, workload, estimate, (request.model, request.cluster), notes)

@@ -55,7 +55,8 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
     ]
     width = max(len(figure) for _, figure, _ in figures)
     for label, figure, what in figures:
-        text = Text.assemble((label.ljust(INDENT), "dim"), (figure.rjust(width), "bold"), (f"  {what}", "dim"))
+        more = f"  {what}" if what else ""
+        text = Text.assemble((label.ljust(INDENT), "dim"), (figure.rjust(width), "bold"), (more, "dim"))
         console.print(text, soft_wrap=True)
     shares = sorted(peak.by_category.items(), key=lambda item: -item[1])
     said = ", ".join(f"{category} {bytes / GIB:,.2f}" for category, bytes in shares if bytes)

@@ -23,6 +23,11 @@ SIGNS = {
     OpKind.REDUCE_SCATTER: ("/", "magenta"),
     OpKind.ALL_REDUCE: ("=", "red"),
     OpKind.ALL_TO_ALL: ("x", "cyan"),
+    OpKind.BROADCAST: ("*", "yellow"),
+    OpKind.SCATTER: (":", "magenta"),
+    OpKind.GATHER: ("&", "yellow"),
+    OpKind.REDUCE: ("-", "red"),
+    OpKind.BARRIER: ("|", "dim"),
     OpKind.SEND: (">", "yellow"),
     OpKind.RECV: ("<", "magenta"),
 }

@@ -65,6 +65,9 @@ class Train:
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
 
+    trace: Flag = False
+    """Record a few steps, every op's time and memory on every rank; shardlab compare FOLDER shows them."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -79,6 +82,7 @@ class Train:
         from shardlab.train.launch import ranks_here, run_ranks
         from shardlab.train.loop import Run, train_rank
         from shardlab.train.output import free_folder
+        from shardlab.train.tracing import Tracing
 
         name = "fsdp" if self.strategy is None and self.layout == NO_FLAGS else self.strategy
         chosen, ranks = self.layout.entry(name, self.ranks or ranks_here(0) or None)
@@ -96,7 +100,10 @@ class Train:
             steps=self.steps,
             clip=self.clip,
         )
-        plan = Run(job, optimizer, self.data, out)
+        tracing = Tracing() if self.trace else None
+        if tracing is not None and self.steps < tracing.steps:
+            raise UserError(f"--trace needs {tracing.steps} steps, but --steps is {self.steps}; give more")
+        plan = Run(job, optimizer, self.data, out, tracing)
         plan.corpus(plan.text())
         proof = checked(chosen, ranks, job.sizes, self.microbatches)
         if self.clip is not None and not any(op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape):

@@ -111,7 +111,8 @@ def label_of(timeline: Timeline, event: Event, scale: Scale) -> Label | None:
     width = (event.end - event.start) * scale.time
     if event.kind in COMMUNICATION_LOOKS:
         look = COMMUNICATION_LOOKS[event.kind]
-        peer = timeline.program.tapes[event.rank][event.op].peer
+        op = timeline.program.tapes[event.rank][event.op]
+        peer = max(op.peer, op.root)
         text, color = look.letters + (str(peer) if peer >= 0 else ""), ink_on(look.color)
         top, bottom = MIDDLE, BOTTOM
     elif event.kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD):

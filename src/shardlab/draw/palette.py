@@ -29,6 +29,11 @@ COMMUNICATION_LOOKS = {
     OpKind.REDUCE_SCATTER: Look("#cc79a7", "RS", "reduce-scatter"),
     OpKind.ALL_REDUCE: Look("#d55e00", "AR", "all-reduce"),
     OpKind.ALL_TO_ALL: Look("#56b4e9", "AA", "all-to-all"),
+    OpKind.BROADCAST: Look("#f0e442", "BC", "broadcast"),
+    OpKind.SCATTER: Look("#e6bcd3", "SC", "scatter"),
+    OpKind.GATHER: Look("#f3cf80", "GA", "gather"),
+    OpKind.REDUCE: Look("#eaae80", "RE", "reduce"),
+    OpKind.BARRIER: Look("#8c959f", "‖", "barrier"),
     OpKind.SEND: Look("#57606a", "→", "send"),
     OpKind.RECV: Look("#a4adb6", "←", "receive"),
 }

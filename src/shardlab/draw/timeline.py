@@ -38,8 +38,11 @@ def timeline_svg(timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME
 
 def save_timeline(timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME) -> None:
     """Write the picture to a file; it appears whole or not at all."""
-    path = Path(path)
-    text = timeline_svg(timeline, title, time_unit)
+    write_whole(Path(path), timeline_svg(timeline, title, time_unit))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")

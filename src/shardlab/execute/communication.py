@@ -19,36 +19,58 @@ Start = Callable[[], Wait]
 
 
 def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """In place where nobody reads the input any more."""
-    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    """In place where nobody reads the input any more, but weights into their buffer.
+
+    A REDUCE as well: it writes over its tensor on all ranks, also where the root alone receives.
+    """
+    (given,), values, group = op.inputs, state.values, op.group
     in_place = at in state.analysis.in_place.first_input
+    of_weights = state.specs[given].kind is Kind.WEIGHT
     assert group is not None
 
     def start() -> Wait:
-        values[output] = values[given] if in_place else values[given].clone()
-        return links.all_reduce(values[output], group)
+        tensor: torch.Tensor = values[given]
+        if of_weights and op.outputs:
+            tensor = _room(state, op.outputs[0]).copy_(tensor)
+        elif of_weights or not in_place or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        for output in op.outputs:
+            values[output] = tensor
+        if op.kind is OpKind.REDUCE:
+            return links.reduce(tensor, group, op.root, op.reduction)
+        return links.all_reduce(tensor, group, op.reduction)
 
     return start
 
 
 def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Weights into their buffer, other values into new room."""
-    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    """Weights into their buffer, other values into new room; a GATHER does the same on the root alone."""
+    (given,), values, group = op.inputs, state.values, op.group
     assert group is not None
+
+    def gather(whole: torch.Tensor | None, piece: torch.Tensor) -> Wait:
+        if op.kind is OpKind.GATHER:
+            return links.gather(whole, piece, group, op.root)
+        assert whole is not None
+        return links.all_gather(whole, piece, group)
+
+    if not op.outputs:
+        return lambda: gather(None, values[given].contiguous())
+    (output,) = op.outputs
     shape = state.shapes.shape(state.specs[output])
     members = _given(state, op)
     if members[0].kind is not Kind.STATS and any(member.parts != members[0].parts for member in members):
-        return _gather_features(state, links, op, members)
+        return _gather_features(state, gather, op, members)
     if _along_sequence(members):
-        return _gather_sequences(state, links, op, members)
+        return _gather_sequences(state, gather, op, members)
     places = _places(members, state.specs[output])
 
     def start() -> Wait:
         whole = values[output] = _room(state, output)
         if places == sorted(places):
-            return links.all_gather(whole, values[given].contiguous(), group)
+            return gather(whole, values[given].contiguous())
         inbox = torch.empty_like(whole)
-        wait = links.all_gather(inbox, values[given].contiguous(), group)
+        wait = gather(inbox, values[given].contiguous())
         pieces = (len(places), shape[0] // len(places), *shape[1:])
 
         def sort() -> None:
@@ -94,17 +116,18 @@ def _along_sequence(members: list[Spec]) -> bool:
     return False
 
 
-def _gather_sequences(state: State, links: Communicator, op: Op, members: list[Spec]) -> Start:
+def _gather_sequences(
+    state: State, gather: Callable[[torch.Tensor, torch.Tensor], Wait], op: Op, members: list[Spec]
+) -> Start:
     """Slices of the same rows, which lie apart in the whole: they are copied there once all have come."""
-    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
-    assert group is not None
+    (given,), (output,), values = op.inputs, op.outputs, state.values
     tokens = [token for member in members for token in state.shapes.tokens(member)]
     order = sorted(range(len(tokens)), key=tokens.__getitem__)
 
     def start() -> Wait:
         piece = values[given].contiguous()
         inbox = piece.new_empty((len(members), *piece.shape))
-        wait = links.all_gather(inbox.flatten(0, 1), piece, group)
+        wait = gather(inbox.flatten(0, 1), piece)
 
         def join() -> None:
             wait()
@@ -116,16 +139,17 @@ def _gather_sequences(state: State, links: Communicator, op: Op, members: list[S
     return start
 
 
-def _gather_features(state: State, links: Communicator, op: Op, members: list[Spec]) -> Start:
+def _gather_features(
+    state: State, gather: Callable[[torch.Tensor, torch.Tensor], Wait], op: Op, members: list[Spec]
+) -> Start:
     """Slices that lie side by side: some features of the same tokens, or some logits."""
-    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
-    assert group is not None
+    (given,), (output,), values = op.inputs, op.outputs, state.values
     order = sorted(range(len(members)), key=lambda place: members[place].parts)
 
     def start() -> Wait:
         piece = values[given].contiguous()
         inbox = piece.new_empty((len(members), *piece.shape))
-        wait = links.all_gather(inbox.flatten(0, 1), piece, group)
+        wait = gather(inbox.flatten(0, 1), piece)
 
         def join() -> None:
             wait()
@@ -185,6 +209,40 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
+def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """The root's own tensor, into new room on the others."""
+    values, group = state.values, op.group
+    assert group is not None
+
+    def start() -> Wait:
+        for given in op.inputs:
+            return links.broadcast(values[given].contiguous(), group, op.root)
+        (output,) = op.outputs
+        values[output] = _room(state, output)
+        return links.broadcast(values[output], group, op.root)
+
+    return start
+
+
+def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Equal parts of the root's tensor, by their first dim, into new room."""
+    (output,), values, group = op.outputs, state.values, op.group
+    assert group is not None
+
+    def start() -> Wait:
+        values[output] = _room(state, output)
+        whole = next((values[given].contiguous() for given in op.inputs), None)
+        return links.scatter(values[output], whole, group, op.root)
+
+    return start
+
+
+def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
+    group = op.group
+    assert group is not None
+    return lambda: links.barrier(group)
+
+
 def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Experts' buffers, into new room."""
     return expert_exchange.all_to_all(state, links, op, _given(state, op))
@@ -212,6 +270,11 @@ START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
     OpKind.ALL_GATHER: all_gather,
     OpKind.REDUCE_SCATTER: reduce_scatter,
     OpKind.ALL_TO_ALL: all_to_all,
+    OpKind.BROADCAST: broadcast,
+    OpKind.SCATTER: scatter,
+    OpKind.GATHER: all_gather,
+    OpKind.REDUCE: all_reduce,
+    OpKind.BARRIER: barrier,
     OpKind.SEND: send,
     OpKind.RECV: recv,
 }

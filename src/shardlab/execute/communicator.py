@@ -12,9 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.execute.groups import Groups, make_groups
-from shardlab.program import Group, Program
+from shardlab.program import Group, Program, Reduction
 
 Wait = Callable[[], Any]
+
+
+def wait_of(work: Any) -> Wait:
+    """How to wait for what torch.distributed has started."""
+    assert work is not None, "an asynchronous operation gives its work"
+    return work.wait
 
 
 def _newest(*names: str) -> Callable[..., Any]:
@@ -27,6 +33,14 @@ _all_to_all = _newest("all_to_all_single")
 _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
+_REDUCE_OP = {
+    Reduction.SUM: dist.ReduceOp.SUM,
+    Reduction.MEAN: dist.ReduceOp.AVG,
+    Reduction.MIN: dist.ReduceOp.MIN,
+    Reduction.MAX: dist.ReduceOp.MAX,
+}
+
+
 class Communicator:
     """One rank's communication, on a default process group that already exists.
 
@@ -34,6 +48,9 @@ class Communicator:
         program: the tapes.
         rank: whose.
         groups: where groups are kept for further programs of the same processes (see `make_groups`).
+
+    Attributes:
+        wait_of: makes of every communication that has started how to wait for it; a recorder puts its own here.
     """
 
     def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:
@@ -43,11 +60,34 @@ class Communicator:
             if op.batch >= 0:
                 self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
         self._pending: dict[int, list[dist.P2POp]] = {}
-        self._issued: dict[int, list[Any]] = {}
+        self._issued: dict[int, list[Wait]] = {}
+        self.wait_of: Callable[[Any], Wait] = wait_of
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Wait:
-        """Sum in place."""
-        return self._wait(dist.all_reduce(tensor, group=self._groups[group], async_op=True))
+    def all_reduce(self, tensor: Tensor, group: Group, by: Reduction = Reduction.SUM) -> Wait:
+        """Reduce in place."""
+        return self._wait(dist.all_reduce(tensor, _REDUCE_OP[by], self._groups[group], async_op=True))
+
+    def reduce(self, tensor: Tensor, group: Group, root: int, by: Reduction = Reduction.SUM) -> Wait:
+        """Reduce in place on the root; the others' tensors are written over with something else."""
+        return self._wait(dist.reduce(tensor, root, _REDUCE_OP[by], self._groups[group], async_op=True))
+
+    def broadcast(self, tensor: Tensor, group: Group, root: int) -> Wait:
+        """The root's tensor into the others'."""
+        return self._wait(dist.broadcast(tensor, root, self._groups[group], async_op=True))
+
+    def scatter(self, output: Tensor, whole: Tensor | None, group: Group, root: int) -> Wait:
+        """Equal pieces of the root's `whole` into `output`, in group order."""
+        pieces = None if whole is None else list(whole.chunk(len(group.ranks)))
+        return self._wait(dist.scatter(output, pieces, root, self._groups[group], async_op=True))
+
+    def gather(self, output: Tensor | None, piece: Tensor, group: Group, root: int) -> Wait:
+        """The members' equal pieces into the root's `output`, in group order."""
+        pieces = None if output is None else list(output.chunk(len(group.ranks)))
+        return self._wait(dist.gather(piece, pieces, root, self._groups[group], async_op=True))
+
+    def barrier(self, group: Group) -> Wait:
+        """Nothing is moved; the wait ends when all members have come."""
+        return self._wait(dist.barrier(self._groups[group], async_op=True))
 
     def all_gather(self, output: Tensor, piece: Tensor, group: Group) -> Wait:
         """The members' equal pieces into `output`, in group order."""
@@ -77,10 +117,8 @@ class Communicator:
         place = len(operations) - 1
         if len(operations) == self._batches[batch]:
             del self._pending[batch]
-            self._issued[batch] = dist.batch_isend_irecv(operations)
-        return lambda: self._issued[batch][min(place, len(self._issued[batch]) - 1)].wait()
+            self._issued[batch] = [self.wait_of(work) for work in dist.batch_isend_irecv(operations)]
+        return lambda: self._issued[batch][min(place, len(self._issued[batch]) - 1)]()
 
-    @staticmethod
-    def _wait(work: Any) -> Wait:
-        assert work is not None, "an asynchronous operation gives its work"
-        return work.wait
+    def _wait(self, work: Any) -> Wait:
+        return self.wait_of(work)

@@ -33,7 +33,8 @@ class Executor:
     Attributes:
         state: the rank's tensors.
         batches: what is trained on.
-        instructions: one call for each op of the tape.
+        links: the rank's communication.
+        instructions: one call for each op of the tape; a recorder puts its own around them for a step.
 
     Raises:
         Refused: when the program cannot run on this backend.
@@ -56,7 +57,7 @@ class Executor:
         self.state = State(checked, rank, model, batches.rows, settings, observer)
         self.batches = batches
         self._microbatches = checked.program.microbatches
-        self._links = Communicator(checked.program, rank, groups)
+        self.links = Communicator(checked.program, rank, groups)
         self._waits: dict[int, Wait] = {}
         self.instructions = [self._prepare(at, op) for at, op in enumerate(self.state.tape)]
 
@@ -83,5 +84,5 @@ class Executor:
             return lambda: waits.pop(handle)()
         if op.kind in COMPUTE:
             return COMPUTE[op.kind](self.state, at, op)
-        start = START[op.kind](self.state, self._links, at, op)
+        start = START[op.kind](self.state, self.links, at, op)
         return lambda: waits.__setitem__(handle, start())

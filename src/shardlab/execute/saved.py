@@ -45,7 +45,7 @@ class Saved:
             offset = tensor.storage_offset() - self.flat.storage_offset()
             self._tensors.append(Place(tuple(tensor.shape), tensor.stride(), offset))
         else:
-            self._tensors.append(tensor)
+            self._tensors.append(tensor.detach())  # or it would keep the graph, which keeps this, for ever
         return len(self._tensors) - 1
 
     def unpack(self, number: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -131,18 +131,19 @@ class State:
             UserError: when it is several slices of a layer that is cut into more, which no layer computes at once.
         """
         kind, spec = self.checked.program.sizes.kind(op.layer), self.specs[op.inputs[0]]
-        if kind in (LayerKind.NORM, LayerKind.PROJECT):  # both compute any tokens, and need to know which
-            return Share(tokens=self.shapes.tokens(spec))
+        tokens = self.shapes.tokens(spec) if kind in (LayerKind.NORM, LayerKind.PROJECT) else None
+        if kind is LayerKind.NORM:
+            return Share(tokens=tokens)
         whole = Share(microbatches=spec.microbatches.bit_count(), of_step=self.checked.program.microbatches)
         if kind in (LayerKind.WHOLE, LayerKind.DENSE) or spec.grid.width == 1:
-            return whole
+            return replace(whole, tokens=tokens)
         holds = self.specs[op.inputs[1]].holds
         if holds.of != spec.grid.width or holds.pieces != 1:
             raise UserError(
                 f"layer {op.layer} is cut into {spec.grid.width} slices and rank {self.rank} computes with slices "
                 f"{holds} of it; compute with one slice on each rank"
             )
-        return Share(holds.mask.bit_length() - 1, holds.of)
+        return Share(holds.mask.bit_length() - 1, holds.of, tokens)
 
     def dropout(self, op: Op) -> Dropout | None:
         """This step's masks of a layer, for the microbatches that an op reads."""

@@ -94,10 +94,16 @@ class Cluster:
         return collective_seconds(kind, bytes, self.span(ranks))
 
     def message_seconds(self, bytes: float, source: int, target: int) -> float:
-        """How long a message takes from one global rank to another."""
+        """How long a message takes from one global rank to another.
+
+        Raises:
+            UserError: the profile has not measured it.
+        """
         if source == target:
             return 0.0
         if self.profile is not None:
+            if self.profile.messages is None:
+                raise UserError("the profile has no messages; measure them: shardlab bench collectives")
             return self.profile.messages.seconds(bytes)
         if source // self.per_node == target // self.per_node:
             return START + self.inside.latency + bytes / self.inside.pair_speed

@@ -117,6 +117,10 @@ class Device:
             busy = 0.0
         return self.efficiency.launch + max(busy, self._memory(kernel, dtype))
 
+    def overhead(self, op: str, dtype: str) -> float:
+        """What an op of the tape takes beside its kernels, in seconds: on a device that is kept busy, nothing."""
+        return 0.0
+
     def _matmul(self, kernel: Matmul, dtype: str) -> float:
         reached = self.peak(dtype) * self.efficiency.matmul[dtype] * alignment(kernel, dtype)
         return min(

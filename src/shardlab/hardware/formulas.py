@@ -19,9 +19,10 @@ def bus_factor(kind: str, ranks: int) -> float:
     """What makes algorithm bandwidth comparable to a link's (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Summary").
 
     All_reduce 2(n - 1)/n; reduce_scatter, all_gather and all_to_all (n - 1)/n; broadcast and reduce 1. Gather and
-    scatter, which that page leaves out, are (n - 1)/n in nccl-tests' own code (src/gather.cu, src/scatter.cu).
+    scatter, which that page leaves out, are (n - 1)/n in nccl-tests' own code (src/gather.cu, src/scatter.cu), and a
+    message is 1 (src/sendrecv.cu).
     """
-    if kind in ("broadcast", "reduce"):
+    if kind in ("broadcast", "reduce", "send_recv"):
         return 1.0
     return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
 

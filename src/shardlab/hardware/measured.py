@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shardlab.hardware.device import BYTES, Device, Efficiency
 from shardlab.hardware.profile import Line, Profile, Rate
-from shardlab.models.kernels import FusedAttention, Kernel, Matmul
+from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.program import UserError
 
 
@@ -24,6 +24,10 @@ class MeasuredDevice(Device):
         """
         return self._rate(kernel, dtype).seconds(kernel.flops, kernel.elements * BYTES[dtype])
 
+    def overhead(self, op: str, dtype: str) -> float:
+        rate = self.profile.kernels.get((f"op:{op}", dtype))
+        return rate.launch if rate else 0.0
+
     def _rate(self, kernel: Kernel, dtype: str) -> Rate:
         names = families(kernel)
         for name in names:
@@ -35,11 +39,11 @@ class MeasuredDevice(Device):
 
 def families(kernel: Kernel) -> tuple[str, ...]:
     """The names under which a profile may have the kernel, the nearest first."""
-    if isinstance(kernel, Matmul):
-        return ("matmul",)
-    if isinstance(kernel, FusedAttention):
-        return ("attention_backward", "attention") if kernel.backward else ("attention",)
-    return ("update",) if kernel.name == "adamw" else (f"pointwise:{kernel.name}", "pointwise")
+    if isinstance(kernel, Pointwise):
+        names = ("update",) if kernel.name == "adamw" else (f"pointwise:{kernel.name}", "pointwise")
+    else:
+        names = ("matmul",) if isinstance(kernel, Matmul) else ("attention",)
+    return (*(f"{name}_backward" for name in names), *names) if kernel.backward else names
 
 
 def device_of_profile(profile: Profile) -> MeasuredDevice:

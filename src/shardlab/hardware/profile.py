@@ -1,13 +1,13 @@
 """A profile: what `shardlab bench` measured on one machine, in a file.
 
-Times are `launch + bytes * per byte` for communication, and the longer of arithmetic and memory for a kernel.
+Times are `launch + bytes * per byte` for communication; for a kernel, launch, arithmetic and memory together.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,10 @@ class Rate:
     bytes: float
 
     def seconds(self, flops: float, bytes: float) -> float:
+        """Their sum: what a linear fit finds, and what a core does that waits for its memory."""
         computing = flops / self.flops if self.flops else 0.0
         moving = bytes / self.bytes if self.bytes else 0.0
-        return self.launch + max(computing, moving)
+        return self.launch + computing + moving
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,22 @@ class Profile:
     Attributes:
         machine: on what.
         collectives: by the collective's name and the number of ranks; bytes are those of the whole value.
-        messages: from one rank to another.
-        kernels: by family and dtype. Families are "matmul", "attention", "attention_backward", "update", "pointwise",
-            and "pointwise:NAME" for one pointwise kernel of its own speed.
+        messages: from one rank to another; None if they were not measured.
+        kernels: by family and dtype, while all places are busy. Families are "matmul", "attention", "update",
+            "pointwise", "pointwise:NAME" for one pointwise kernel of its own speed, all but the update's also with
+            "_backward" at the end; and "op:NAME", whose launch is what each op of that name takes beside its kernels.
         memory: bytes that all ranks have together, or each device.
         layers: the raw points that the kernels were fitted to, as measured.
+        alone: the same as `kernels`, while one place is busy and has the memory to itself.
     """
 
     machine: Machine
     collectives: Mapping[tuple[str, int], Line]
-    messages: Line
+    messages: Line | None
     kernels: Mapping[tuple[str, str], Rate]
     memory: float
     layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    alone: Mapping[tuple[str, str], Rate] = field(default_factory=dict[tuple[str, str], Rate])
 
     def write(self, path: Path | None = None) -> Path:
         """Write it as JSON, by default where `read` looks; returns where."""
@@ -87,15 +91,13 @@ class Profile:
             "version": VERSION,
             "machine": asdict(self.machine),
             "memory": self.memory,
-            "messages": asdict(self.messages),
+            "messages": asdict(self.messages) if self.messages else None,
             "collectives": [
                 {"kind": kind, "ranks": ranks, **asdict(line)}
                 for (kind, ranks), line in sorted(self.collectives.items())
             ],
-            "kernels": [
-                {"family": family, "dtype": dtype, **asdict(rate)}
-                for (family, dtype), rate in sorted(self.kernels.items())
-            ],
+            "kernels": _rows(self.kernels),
+            "alone": _rows(self.alone),
             "layers": self.layers,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,10 +145,11 @@ def profile_of(data: dict[str, Any]) -> Profile:
     return Profile(
         machine=Machine(**data["machine"]),
         collectives={(row["kind"], int(row["ranks"])): line_of(row) for row in data["collectives"]},
-        messages=line_of(data["messages"]),
-        kernels={(row["family"], row["dtype"]): rate_of(row) for row in data["kernels"]},
+        messages=line_of(data["messages"]) if data["messages"] else None,
+        kernels=rates_of(data["kernels"]),
         memory=number(data["memory"]),
         layers=data["layers"],
+        alone=rates_of(data["alone"]),
     )
 
 
@@ -168,6 +171,14 @@ def line_of(row: Mapping[str, Any]) -> Line:
 
 def rate_of(row: Mapping[str, Any]) -> Rate:
     return Rate(number(row["launch"]), number(row["flops"]), number(row["bytes"]))
+
+
+def rates_of(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Rate]:
+    return {(row["family"], row["dtype"]): rate_of(row) for row in rows}
+
+
+def _rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:
+    return [{"family": family, "dtype": dtype, **asdict(rate)} for (family, dtype), rate in sorted(rates.items())]
 
 
 def differences(there: Machine, here: Machine) -> str:

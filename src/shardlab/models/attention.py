@@ -34,14 +34,14 @@ class Attention(Part):
         """Features of all keys of a token, and of all values."""
         return self.width // self.heads * self.kv_heads
 
-    def heads_of(self, slices: int) -> Attention:
-        """As if the heads of one slice of so many were all."""
-        return replace(self, width=self.width // slices, heads=self.heads // slices, kv_heads=self.kv_heads // slices)
-
     @property
     def features(self) -> int:
         """Features of a token's queries, keys and values."""
         return self.width + 2 * self.kv_width
+
+    def heads_of(self, slices: int) -> Attention:
+        """As if the heads of one slice of so many were all."""
+        return replace(self, width=self.width // slices, heads=self.heads // slices, kv_heads=self.kv_heads // slices)
 
     def parameters(self) -> list[Parameter]:
         c, kv = self.width, self.kv_width

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlab.models.cut import CutModel
+from shardlab.models.feed_forward import activation_kernel
 from shardlab.models.halves import Body, Halves, Norm
+from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.layout import Cut, Parameter
 from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
@@ -47,6 +49,18 @@ class Matrix(Body):
         matrices = 2 if isinstance(self.part, FeedForward) else 1
         return self.part.flops() // matrices
 
+    def kernels(self, sequences: int, tokens: int, slices: int) -> tuple[Kernel, ...]:
+        rows, features = sequences * tokens, self.outputs // slices
+        if isinstance(self.part, Embedding):  # as the part's own, but of some columns
+            elements, matrix = rows * features, self.part.vocabulary * features
+            return (Pointwise("embedding", 2 * elements, 3 * elements + matrix),)
+        if not isinstance(self.part, FeedForward):
+            return self.part.body_kernels(sequences, tokens, slices)
+        if self.activates:
+            made = Matmul(rows, features, self.part.width, bias=self.part.bias)
+            return made, activation_kernel(self.part.activation, rows, features)
+        return (Matmul(rows, features, self.part.hidden),)  # its bias is the norm's to add
+
 
 @dataclass(frozen=True, init=False)
 class Columns(Halves):
@@ -65,7 +79,7 @@ class Columns(Halves):
                 f"column-parallel layers are matrices one after the other, but {type(whole).__name__} has more than "
                 "MLPs; train an MLP (--model mlp), or cut this model by tensor_parallel"
             )
-        for name, count in (("width", whole.width), ("hidden features", whole.hidden or 4 * whole.width)):
+        for name, count in (("width", whole.width), ("hidden features", whole.hidden)):
             if count % slices:
                 raise UserError(
                     f"{count} {name} do not divide into {slices} column-parallel slices (remainder {count % slices}); "

@@ -12,13 +12,15 @@ from shardlab.program.errors import UserError
 from shardlab.program.mesh import Mesh
 
 
-def cut_for(model: Blocks, mesh: Mesh, *, planned: bool = False, apart: bool = False, columns: bool = False) -> Model:
+def cut_for(
+    model: Blocks, mesh: Mesh, *, planned: bool = False, attention_apart: bool = False, columns: bool = False
+) -> Model:
     """The model as a program's layers are: cut finer where the mesh slices layers, or the plan or a tie says so.
 
     Args:
         planned: whether a plan is followed, which shares a tied weight where a program of whole blocks cannot.
-        apart: whether that plan wants attention as a step of its own.
-        columns: whether the program's layers are matrices cut by columns.
+        attention_apart: whether that plan wants attention to be a step of its own.
+        columns: whether the program wants every matrix cut by columns.
 
     Raises:
         UserError: when the model does not divide.
@@ -33,7 +35,7 @@ def cut_for(model: Blocks, mesh: Mesh, *, planned: bool = False, apart: bool = F
     if columns:
         return Columns(model, mesh.tp)
     tied = planned and bool(model.borrowed(model.layers - 1))
-    apart = apart or mesh.cp > 1
+    apart = mesh.cp > 1 or attention_apart
     if mesh.tp > 1 or apart or tied:
         return Halves(model, mesh.tp, context=apart)
     return model

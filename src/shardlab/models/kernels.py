@@ -16,6 +16,7 @@ class Matmul(NamedTuple):
         batch: how many independent products.
         learned: whether the second matrix is a parameter, so that its gradient is the weight's.
         bias: whether a learned row is added as well; its gradient is a sum over the result's rows.
+        backward: whether it makes a gradient, which runs at another speed: of transposed matrices, added to others.
     """
 
     m: int
@@ -24,6 +25,7 @@ class Matmul(NamedTuple):
     batch: int = 1
     learned: bool = True
     bias: bool = False
+    backward: bool = False
 
     @property
     def flops(self) -> float:
@@ -37,16 +39,16 @@ class Matmul(NamedTuple):
 
     def backward_input(self) -> tuple[Kernel, ...]:
         """The gradient of the first matrix, and of the second if it is an input too."""
-        first = self._replace(n=self.k, k=self.n, bias=False)
+        first = self._replace(n=self.k, k=self.n, bias=False, backward=True)
         return (first,) if self.learned else (first, self._second())
 
     def backward_weight(self) -> tuple[Kernel, ...]:
         """The gradient of the second matrix, if it is a parameter, and of the bias."""
-        bias = (Pointwise("bias", float(self.batch * self.m * self.n), 0.0),) if self.bias else ()
+        bias = (Pointwise("bias", float(self.batch * self.m * self.n), 0.0, backward=True),) if self.bias else ()
         return (self._second(), *bias) if self.learned else ()
 
     def _second(self) -> Matmul:
-        return self._replace(m=self.k, k=self.m, bias=False)
+        return self._replace(m=self.k, k=self.m, bias=False, backward=True)
 
 
 class FusedAttention(NamedTuple):
@@ -101,11 +103,13 @@ class Pointwise(NamedTuple):
         name: what is computed.
         elements: read and written in the forward pass.
         back: read and written in the backward pass.
+        backward: whether this is the backward pass.
     """
 
     name: str
     elements: float
     back: float
+    backward: bool = False
 
     @property
     def flops(self) -> float:
@@ -113,7 +117,7 @@ class Pointwise(NamedTuple):
         return 0.0
 
     def backward_input(self) -> tuple[Kernel, ...]:
-        return (Pointwise(self.name, self.back, 0.0),) if self.back else ()
+        return (Pointwise(self.name, self.back, 0.0, backward=True),) if self.back else ()
 
     def backward_weight(self) -> tuple[Kernel, ...]:
         return ()

@@ -13,15 +13,20 @@ class MLP(Blocks):
     """A GPT without attention and positions: every token goes its own way through residual pre-norm GELU MLPs.
 
     Attributes:
-        hidden: features inside each MLP (None: 4 x width).
+        ffn_hidden: features inside each MLP (None: 4 x width).
     """
 
-    hidden: int | None = None
+    ffn_hidden: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden is not None:
-            self.at_least_one("hidden")
+        if self.ffn_hidden is not None:
+            self.at_least_one("ffn_hidden")
+
+    @property
+    def hidden(self) -> int:
+        """Features inside each MLP."""
+        return 4 * self.width if self.ffn_hidden is None else self.ffn_hidden
 
     @property
     def embedding(self) -> Part:
@@ -29,7 +34,7 @@ class MLP(Blocks):
 
     @property
     def body(self) -> tuple[Part, ...]:
-        return (FeedForward(**self.common, hidden=self.hidden or 4 * self.width),)
+        return (FeedForward(**self.common, hidden=self.hidden),)
 
     @property
     def head(self) -> Part:

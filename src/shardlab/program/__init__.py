@@ -7,7 +7,7 @@ from shardlab.program.rank import Rank
 from shardlab.program.sizes import LayerKind, Sizes
 from shardlab.program.tape import Message, Op, OpKind, Program
 from shardlab.program.value import Store, Value
-from shardlab.program.values import Holds, Kind, Spec
+from shardlab.program.values import Holds, Kind, Reduction, Spec
 from shardlab.program.world import Strategy, World, trace
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "OpKind",
     "Program",
     "Rank",
+    "Reduction",
     "Refused",
     "Sizes",
     "Spec",

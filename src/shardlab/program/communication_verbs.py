@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal, cast
 
+from shardlab.program import rooted
+from shardlab.program.errors import Refused
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group, group_among
 from shardlab.program.place import Place
-from shardlab.program.tape import Message, Op, OpKind
+from shardlab.program.rooted import Call
+from shardlab.program.tape import ROOT_GIVES, ROOTED, Message, Op, OpKind
 from shardlab.program.value import Value
-from shardlab.program.values import AUTOGRAD_KINDS, Kind, mask_of
+from shardlab.program.values import AUTOGRAD_KINDS, Kind, Reduction, mask_of
 
 STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
 """The kinds of value that a program can hold, by the name of the store."""
@@ -17,26 +21,47 @@ STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
 Expected = tuple[str, int, "int | Iterable[int] | None"]
 """(store's name, layer, microbatch or microbatches): the message that a receive means."""
 
+By = Literal["sum", "mean", "min", "max"]
+"""What a reduction makes of the members' values.
+
+A sum is what gradients and partial results want: each contribution once. A mean, least or largest is taken of weights
+or gradients that are the same on all members, and is that value; gradients are shares of the step's mean already, so
+the mean of different ones is refused. Of scalars all four are taken; only their sum is a norm that an update takes.
+"""
+
+
+_ALL_GATHER, _REDUCE_SCATTER = Call(OpKind.ALL_GATHER), Call(OpKind.REDUCE_SCATTER)
+_MAY_GIVE_NONE = ROOT_GIVES | {OpKind.BARRIER}
+
 
 class CommunicationVerbs(Place):
     """Collectives over an axis of the mesh, and messages between two ranks."""
 
-    def all_reduce(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
+    def all_reduce(
+        self,
+        value: Value,
+        *,
+        axis: str | None = None,
+        among: Sequence[int] | None = None,
+        reduction: By = "sum",
+    ) -> Handle[Value]:
         """The sum of the members' gradients, on every member.
 
         Args:
             axis: along which the members lie (None: all ranks).
             among: instead of an axis, the members' numbers; all of them name the same ones in the same order.
+            reduction: what is made of the values (see `By`).
         """
-        return self._collective(OpKind.ALL_REDUCE, value, axis, among)
+        call = Call(OpKind.ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
+        return self._on_all(call, value, self.group(axis) if among is None else self._among("all_reduce", axis, among))
 
     def all_gather(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """The members' pieces side by side, on every member."""
-        return self._collective(OpKind.ALL_GATHER, value, axis)
+        return self._on_all(_ALL_GATHER, value, self.group(axis))
 
     def reduce_scatter(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """The sum of the members' gradients, slice i of it on the group's i-th member."""
-        return self._collective(OpKind.REDUCE_SCATTER, value, axis)
+        return self._on_all(_REDUCE_SCATTER, value, self.group(axis))
 
     def all_to_all(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """From every expert's buffers of a rank's microbatches to its own experts' of all members', or back again.
@@ -44,19 +69,85 @@ class CommunicationVerbs(Place):
         Which way follows from the value: complete buffers are dispatched, those of some experts are returned, in the
         group's order of microbatches.
         """
-        return self._collective(OpKind.ALL_TO_ALL, value, axis)
+        return self._on_all(Call(OpKind.ALL_TO_ALL), value, self.group(axis))
+
+    def broadcast(
+        self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
+    ) -> Handle[Value]:
+        """The root's value, on every member.
+
+        Args:
+            value: on the root, which gets this very value back; None on the others.
+            root: the number of the rank that gives it, one of the group's.
+            axis: along which the members lie (None: all ranks).
+            expect: on the others, what is meant, as in `recv`.
+        """
+        return self._from_root(Call(OpKind.BROADCAST, root), value, axis, expect)
+
+    def scatter(
+        self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
+    ) -> Handle[Value]:
+        """Slice i of the root's value on the group's i-th member: of parameters, or whole microbatches.
+
+        Args:
+            value: on the root; None on the others.
+            root, axis: as in `broadcast`.
+            expect: on the others, the slice that is meant, as in `recv`.
+        """
+        return self._from_root(Call(OpKind.SCATTER, root), value, axis, expect)
+
+    def gather(self, value: Value, *, root: int, axis: str | None = None) -> Handle[Value | None]:
+        """The members' pieces side by side, on the root; None on the others."""
+        return self._collective(Call(OpKind.GATHER, root), value, self.group(axis))
+
+    def reduce(
+        self, value: Value, *, root: int, axis: str | None = None, reduction: By = "sum"
+    ) -> Handle[Value | None]:
+        """The sum of the members' gradients, or what else is made of their values (see `By`), on the root alone."""
+        call = Call(OpKind.REDUCE, root, self._reduction("reduce", reduction))
+        return self._collective(call, value, self.group(axis))
+
+    def barrier(self, *, axis: str | None = None) -> Handle[None]:
+        """Awaiting it waits until every member has come; no value is moved."""
+        return cast("Handle[None]", self._collective(Call(OpKind.BARRIER), None, self.group(axis)))
+
+    def _on_all(self, call: Call, value: Value, group: Group) -> Handle[Value]:
+        return cast("Handle[Value]", self._collective(call, value, group))
+
+    def _from_root(self, call: Call, value: Value | None, axis: str | None, expect: Expected | None) -> Handle[Value]:
+        group, is_root = self.group(axis), call.root == self.index
+        if is_root and value is None:
+            self.refuse(f"{call}: no value was given; the root's is what the others get.")
+        if not is_root and value is not None:
+            self.refuse(f"{call}: rank {self.index} gives a value, but only the root does; give None on the others.")
+        message = None if expect is None or is_root else self._message(call.kind.value, expect)
+        return cast("Handle[Value]", self._collective(call, value, group, message))
 
     def _collective(
-        self, kind: OpKind, value: Value, axis: str | None, among: Sequence[int] | None = None
-    ) -> Handle[Value]:
-        spec = self._read(value)
-        group = self.group(axis) if among is None else self._among(kind.value, axis, among)
-        handle = self._world.collectives.issue(self, kind, value, group)
-        result = handle.result
-        op = Op(kind, spec.layer, (value.number,), (result.number,), handle.number, group)
+        self, call: Call, value: Value | None, group: Group, expect: Message | None = None
+    ) -> Handle[Value | None]:
+        spec = None if value is None and call.kind in _MAY_GIVE_NONE else self._read(cast("Value", value))
+        if call.kind in ROOTED:
+            try:
+                rooted.want_sound(call, group.ranks)
+            except Refused as refusal:
+                raise refusal.at(self.index, len(self.ops)) from None
+        handle = self._world.collectives.issue(self, call, value, group)
+        inputs = () if value is None else (value.number,)
+        outputs = () if handle.result is None or handle.result is value else (handle.result.number,)
+        layer = spec.layer if spec is not None else -1 if expect is None else expect.layer
+        kind, root, reduction = call
+        op = Op(kind, layer, inputs, outputs, handle.number, group, -1, None, expect, -1, root, reduction)
         self._issue(op, handle, value)
         self._world.collectives.meet(handle)
         return handle
+
+    def _reduction(self, op: str, by: str) -> Reduction:
+        try:
+            return Reduction(by)
+        except ValueError:
+            names = ", ".join(reduction.value for reduction in Reduction)
+            self.refuse(f"{op}: there is no reduction {by!r}; give one of {names}.")
 
     def _among(self, op: str, axis: str | None, ranks: Sequence[int]) -> Group:
         """The group of the ranks named."""
@@ -117,7 +208,7 @@ class CommunicationVerbs(Place):
 
     def _recv(self, source: int, expect: Expected | None, batch: int) -> Handle[Value]:
         self._check_peer("recv from", source)
-        message = None if expect is None else self._message(expect)
+        message = None if expect is None else self._message("recv", expect)
         handle = self._world.channels.post_recv(self, source, message)
         number = handle.result.number
         layer = -1 if message is None else message.layer
@@ -125,20 +216,20 @@ class CommunicationVerbs(Place):
         self._issue(op, handle, None)
         return handle
 
-    def _message(self, expect: Expected) -> Message:
+    def _message(self, op: str, expect: Expected) -> Message:
         if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
-            self.refuse(f"recv: {expect!r} was expected; write (store's name, layer, microbatch or microbatches).")
+            self.refuse(f"{op}: {expect!r} was expected; write (store's name, layer, microbatch or microbatches).")
         name, layer, microbatches = expect
         kind = STORES.get(name)
         if kind is None:
-            self.refuse(f"recv: {name!r} is not a store; expect one of {', '.join(STORES)}.")
+            self.refuse(f"{op}: {name!r} is not a store; expect one of {', '.join(STORES)}.")
         numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
         try:
             mask = mask_of(numbers)
         except ValueError:  # a negative number
             mask = -1
         if not 0 <= mask <= self._cells:
-            self.refuse(f"recv: microbatches {numbers} were expected; the step has 0-{len(self.microbatches) - 1}.")
+            self.refuse(f"{op}: microbatches {numbers} were expected; the step has 0-{len(self.microbatches) - 1}.")
         return Message(kind, layer, mask)
 
     def _check_peer(self, op: str, peer: int) -> None:

@@ -15,11 +15,13 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Handle(Generic[Result]):
-    """What a communication call returns at once. `await` it for the result (None for a send).
+    """What a communication call returns at once. `await` it for the result.
+
+    That is None for a send and a barrier, and where another rank is the root that alone receives.
 
     Attributes:
         rank, number, op: the rank that issued it, its number there, and the index of its op on the tape.
-        result: what awaiting gives.
+        result: what awaiting gives; the value that was read itself, where a root has broadcast it.
         read: the value that the communication reads until it completes.
         partner: another handle that is awaited with this one (an exchange's send).
         ready: whether everybody needed has issued their part.

@@ -6,10 +6,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardlab.program import transfer
+from shardlab.program import rooted, transfer
 from shardlab.program.errors import Refused
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group
+from shardlab.program.rooted import Call, said
 from shardlab.program.tape import Message, OpKind
 from shardlab.program.value import Value
 from shardlab.program.values import Kind, Spec
@@ -24,13 +25,17 @@ IN_FLIGHT = Spec(Kind.SAVED, -1, transfer.WHOLE)
 """Stands in for the spec of a value that has not arrived."""
 
 
-class CollectiveHandle(Handle[Value]):
+class CollectiveHandle(Handle[Value | None]):
     """A member's part in a collective."""
 
-    def __init__(self, rank: Recorder, kind: OpKind, value: Value, group: Group, turn: int, meeting: Meeting) -> None:
-        super().__init__(rank, rank.make(IN_FLIGHT), value)
-        self.kind = kind
-        self.spec = value.spec
+    def __init__(
+        self, rank: Recorder, call: Call, value: Value | None, group: Group, turn: int, meeting: Meeting
+    ) -> None:
+        _, made = rooted.values_of(call, rank.index)
+        result = rank.make(IN_FLIGHT) if made else value if call.kind is OpKind.BROADCAST else None
+        super().__init__(rank, result, value)
+        self.call = call
+        self.spec = None if value is None else value.spec
         self.group = group
         self.turn = turn
         self.meeting = meeting
@@ -38,8 +43,10 @@ class CollectiveHandle(Handle[Value]):
     def wait(self) -> Wait:
         missing = [rank for rank in self.group.ranks if rank not in self.meeting]
         names = ", ".join(str(rank) for rank in missing)
-        text = f"{self.kind.value}({self.spec}) on {self.group} for rank{'s' * (len(missing) > 1)} {names}"
-        return Wait(text, missing)
+        return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}", missing)
+
+    def __str__(self) -> str:
+        return f"{said(self.call, self.spec)} on {self.group}"
 
 
 Meeting = dict[int, CollectiveHandle]
@@ -54,20 +61,21 @@ class Collectives:
         self._turns: dict[tuple[int, Group], int] = defaultdict(int)
         self._open: dict[tuple[Group, int], Meeting] = {}
 
-    def issue(self, rank: Recorder, kind: OpKind, value: Value, group: Group) -> CollectiveHandle:
+    def issue(self, rank: Recorder, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         """This rank's part in the group's next collective that it has not joined yet."""
         turn = self._turns[rank.index, group]
         self._turns[rank.index, group] = turn + 1
         meeting = self._open.setdefault((group, turn), {})
         if meeting:
             first = next(iter(meeting.values()))
-            if first.kind is not kind or first.spec.kind is not value.spec.kind or first.spec.layer != value.spec.layer:
+            spec = None if value is None else value.spec
+            if not rooted.agree(first.call, first.spec, call, spec):
                 rank.refuse(
-                    f"{kind.value}({value.spec}) on {group}: rank {first.rank.index} meets it with "
-                    f"{first.kind.value}({first.spec}) (its op {first.op}); all members of a group must issue its "
+                    f"{said(call, spec)} on {group}: rank {first.rank.index} meets it with "
+                    f"{said(first.call, first.spec)} (its op {first.op}); all members of a group must issue its "
                     "collectives in one order, of one kind and for one layer."
                 )
-        handle = CollectiveHandle(rank, kind, value, group, turn, meeting)
+        handle = CollectiveHandle(rank, call, value, group, turn, meeting)
         meeting[rank.index] = handle
         return handle
 
@@ -81,12 +89,27 @@ class Collectives:
         specs = [member.spec for member in members]
         try:
             sizes = handle.rank.sizes
-            results = transfer.collective(handle.kind, specs, group.ranks, sizes.layers, sizes.kinds)
+            results = rooted.collective(handle.call, specs, group.ranks, sizes.layers, sizes.kinds)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
         for member, spec in zip(members, results, strict=True):
-            member.result.spec = spec
+            if spec is not None:
+                self._arrives(member, spec)
             self._wake(member)
+
+    def _arrives(self, member: CollectiveHandle, spec: Spec) -> None:
+        assert member.result is not None
+        member.result.spec = spec
+        if member.spec is None:  # it comes from the root alone, so only now is known what it is
+            rank = member.rank
+            op, message = rank.ops[member.op], transfer.message_of(spec)
+            if op.expect is None:
+                rank.ops[member.op] = op._replace(layer=spec.layer, expect=message)
+            elif op.expect != message:
+                try:
+                    rooted.want_expected(member.call, op.expect, spec)
+                except Refused as refusal:
+                    raise refusal.at(rank.index, member.op) from None
 
 
 class SendHandle(Handle[None]):

@@ -27,6 +27,9 @@ FREE, WAIT = OpKind.FREE, OpKind.WAIT
 _new_op = cast("Callable[[type[Op], tuple[object, ...]], Op]", tuple.__new__)  # pyright: ignore[reportUnknownMemberType]
 """Makes an op in half the time that its class takes; most ops of a tape are FREE and WAIT."""
 
+_REST = Op(FREE, -1)[5:]
+"""An op's fields after its handle, as they are if nothing is said."""
+
 
 class Recorder:
     """Writes the tape of one rank and keeps its values' lives."""
@@ -107,7 +110,7 @@ class Recorder:
         value.alive = False
         for handle in value.reading:
             self.emit_wait(handle)
-        self.ops.append(_new_op(Op, (FREE, -1, (value.number,), (), -1, None, -1, None, None, -1)))
+        self.ops.append(_new_op(Op, (FREE, -1, (value.number,), (), -1, *_REST)))
 
     def _end_in_place(self, value: Value) -> None:
         """An update ends the value that it replaces, once nothing reads it any more."""
@@ -131,11 +134,11 @@ class Recorder:
         del self._outstanding[handle.number]
         if handle.partner is not None and not handle.partner.waited:
             self.emit_wait(handle.partner)
-        self.ops.append(_new_op(Op, (WAIT, -1, (), (), handle.number, None, -1, None, None, -1)))
+        self.ops.append(_new_op(Op, (WAIT, -1, (), (), handle.number, *_REST)))
         read = handle.read
         if read is not None:
             read.reading = tuple(other for other in read.reading if other is not handle)
-            if not read.keys:
+            if not read.keys and handle.result is not read:
                 self._used(read)
 
     def end(self) -> None:

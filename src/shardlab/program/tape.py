@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardlab.program.mesh import Group, Mesh
 from shardlab.program.sizes import Sizes
-from shardlab.program.values import Grid, Holds, Kind, microbatches_text
+from shardlab.program.values import Grid, Holds, Kind, Reduction, microbatches_text
 
 
 class OpKind(Enum):
@@ -34,6 +34,11 @@ class OpKind(Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SCATTER = "scatter"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    BARRIER = "barrier"
     SEND = "send"
     RECV = "recv"
     WAIT = "wait"
@@ -42,7 +47,20 @@ class OpKind(Enum):
     __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
 
 
-COLLECTIVES = frozenset({OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
+ROOT_GIVES = frozenset({OpKind.BROADCAST, OpKind.SCATTER})
+"""Collectives in which the root alone gives a value."""
+
+ROOT_RECEIVES = frozenset({OpKind.GATHER, OpKind.REDUCE})
+"""Collectives in which the root alone receives one."""
+
+ROOTED = ROOT_GIVES | ROOT_RECEIVES
+COLLECTIVES = ROOTED | {
+    OpKind.ALL_REDUCE,
+    OpKind.ALL_GATHER,
+    OpKind.REDUCE_SCATTER,
+    OpKind.ALL_TO_ALL,
+    OpKind.BARRIER,
+}
 POINT_TO_POINT = frozenset({OpKind.SEND, OpKind.RECV})
 COMMUNICATION = COLLECTIVES | POINT_TO_POINT
 BOOKKEEPING = frozenset({OpKind.WAIT, OpKind.FREE})
@@ -71,17 +89,21 @@ class Op(NamedTuple):
             weight, saved, gradient of keys and values), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
             gradient, saved for weight); LOSS (activation[, stats]); ATTEND (queries, keys and values); ATTEND_BACKWARD
             (queries, keys and values, attended activation, its gradient); UPDATE (gradient, weight, optimizer
-            state[, norm]); the others as their names say.
+            state[, norm]); BROADCAST and SCATTER (value) on the root alone; BARRIER none; the others as their names
+            say.
         outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a PROJECT layer (queries,
             keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
             gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
-            the residual], saved for weight); UPDATE (weight, optimizer state).
+            the residual], saved for weight); UPDATE (weight, optimizer state); BROADCAST (value) on all but the root,
+            which has it; GATHER and REDUCE (value) on the root alone; BARRIER none.
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
         holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load (the last in microbatches, or in pieces of them).
-        expect: what a RECV must deliver.
+        expect: what a RECV must deliver, or a BROADCAST or SCATTER to a rank that is not its root.
         batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
+        root: the rank that alone gives or receives in a BROADCAST, SCATTER, GATHER or REDUCE (-1: none).
+        reduction: what a REDUCE or an ALL_REDUCE makes of the members' values.
     """
 
     kind: OpKind
@@ -94,6 +116,8 @@ class Op(NamedTuple):
     holds: Holds | None = None
     expect: Message | None = None
     batch: int = -1
+    root: int = -1
+    reduction: Reduction = Reduction.SUM
 
     def __str__(self) -> str:
         kind = self.kind
@@ -106,6 +130,8 @@ class Op(NamedTuple):
         if kind is OpKind.RECV:
             return f"recv from rank {self.peer}" + (f" of {self.expect}" if self.expect else "")
         place = f" on {self.group}" if self.group else ""
+        if kind is OpKind.BARRIER:
+            return f"barrier{place}"
         return f"{kind.value}({'batch' if kind is OpKind.LOAD_BATCH else f'layer {self.layer}'}){place}"
 
 

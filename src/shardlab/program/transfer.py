@@ -26,6 +26,7 @@ from shardlab.program.values import (
 )
 from shardlab.program.wants import want_kind, want_weight
 
+_GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
 _ACTIVATION, _GRAD_ACTIVATION = Kind.ACTIVATION, Kind.GRAD_ACTIVATION
 _WEIGHT, _OPT_STATE, _GRAD_WEIGHT, _SCALAR = Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT, Kind.SCALAR
 
@@ -176,6 +177,8 @@ def scale(op: str, norm: Spec, step: int) -> None:
             f"{op}: the norm given lacks parts {missing} of {norm.holds.of} of the model's parameters; add and "
             "all_reduce the squares of every slice of every layer, each once."
         )
+    if norm.sums:
+        raise Refused(f"{op}: the norm given is {norm}; only the sum of all squares is the gradient's norm.")
     if norm.step != step:
         raise Refused(f"{op}: the norm given is of step {norm.step}, the gradient of step {step}.")
 
@@ -247,7 +250,10 @@ def _unite(verb: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 def collective(
     kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int], layers: int, kinds: Sequence[LayerKind] = ()
 ) -> list[Spec]:
-    """What each member of the group receives, in group order; `kinds` are the layers' (none: all WHOLE)."""
+    """What each member of the group receives, in group order; `kinds` are the layers' (none: all WHOLE).
+
+    Of a GATHER or a REDUCE it is what the root receives; `shardlab.program.rooted` gives it to the root alone.
+    """
     if kind is OpKind.ALL_TO_ALL:
         return experts.all_to_all(specs, ranks, kinds)
     united = _united(kind, specs)
@@ -255,19 +261,19 @@ def collective(
         names = [f"rank {rank}" for rank in ranks]
         first = specs[0]
         name = f"{kind.value}({first.kind.value}[{first.layer}])"
-        if first.kind is _SCALAR and kind is not OpKind.ALL_REDUCE:
+        if first.kind is _SCALAR and kind not in (OpKind.ALL_REDUCE, OpKind.REDUCE):
             raise Refused(f"{kind.value}(scalars): a scalar has no slices; all_reduce it.")
-        if LayerKind.EXPERTS in kinds and kind is not OpKind.ALL_GATHER and first.kind in experts.BUFFERS:
+        if LayerKind.EXPERTS in kinds and kind not in _GATHERS and first.kind in experts.BUFFERS:
             experts.refuse_sum(name, first)
-        if kind is not OpKind.ALL_GATHER and first.kind is _ACTIVATION and attention.met(first):
+        if kind not in _GATHERS and first.kind is _ACTIVATION and attention.met(first):
             raise Refused(
                 f"{name}: {first} is no term of a sum, since each rank has its own queries; add what one rank's "
                 "queries have met."
             )
         if _by_slices(kind, specs):
             _want_sort(name, kind, first, layers, kinds)
-            united = unite_slices(name, specs, names, gathers=kind is OpKind.ALL_GATHER)
-        elif kind is OpKind.ALL_GATHER:
+            united = unite_slices(name, specs, names, gathers=kind in _GATHERS)
+        elif kind in _GATHERS:
             united = unite_holds(name, specs, names)
         else:
             united = _unite(kind.value, specs, names)
@@ -289,7 +295,7 @@ def collective(
 def _by_slices(kind: OpKind, specs: Sequence[Spec]) -> bool:
     """Whether what is put together is told by *sums*: slices that lie side by side, or terms."""
     first = specs[0]
-    if kind is not OpKind.ALL_GATHER:
+    if kind not in _GATHERS:
         return first.kind in (_ACTIVATION, _GRAD_ACTIVATION) and first.grid.width > 1
     if first.kind is Kind.STATS:
         return True
@@ -302,7 +308,7 @@ def _by_slices(kind: OpKind, specs: Sequence[Spec]) -> bool:
 def _want_sort(op: str, kind: OpKind, first: Spec, layers: int, kinds: Sequence[LayerKind]) -> None:
     """Refuse to gather terms of a sum, and to sum what lies side by side."""
     beside = side_by_side(first.kind, first.layer, layers, kinds)
-    if kind is OpKind.ALL_GATHER:
+    if kind in _GATHERS:
         between = first.layer - (first.kind in (_ACTIVATION, _GRAD_ACTIVATION))  # whose queries were mixed into it
         if first.kind in HEADS or (0 <= between < len(kinds) and kinds[between] is LayerKind.PROJECT):
             raise Refused(
@@ -329,7 +335,7 @@ def _want_sort(op: str, kind: OpKind, first: Spec, layers: int, kinds: Sequence[
 def _united(kind: OpKind, specs: Sequence[Spec]) -> Spec | None:
     """What `unite_holds` or `unite_sums` makes of pieces that are alike but for the set that is united, else None."""
     what, layer, (mask, of), sums, step, _ = specs[0]
-    gathers = kind is OpKind.ALL_GATHER
+    gathers = kind in _GATHERS
     if what is _SCALAR or ((what is Kind.STATS) if gathers else (what is not _GRAD_WEIGHT)):
         return None
     for spec in specs[1:]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.program.errors import Refused
-from shardlab.program.values import ROW_KINDS, Holds, Kind, Spec, bits, common, listed, pieces_text
+from shardlab.program.values import ROW_KINDS, Holds, Kind, Reduction, Spec, bits, common, listed, pieces_text
 
 
 def unite_sums(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -39,6 +39,8 @@ def unite_scalars(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     for spec, name in zip(specs, names, strict=True):
         if spec.kind is not Kind.SCALAR or spec.step != step:
             raise Refused(f"{op}: {names[0]} gave {specs[0]} and {name} {spec}; only scalars of one step are summed.")
+        if spec.sums:
+            raise Refused(f"{op}: {name} gave {spec}; only sums of squares add up to a norm.")
         mine, theirs = common(Holds(mask, of), spec.holds)
         if mine.mask & theirs.mask:
             raise Refused(
@@ -47,6 +49,49 @@ def unite_scalars(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             )
         mask, of = mine.mask | theirs.mask, mine.of
     return Spec(Kind.SCALAR, 0, Holds(mask, of), 0, step)
+
+
+def unite_replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The mean, least or largest of values that are the same on all members: the value itself.
+
+    Of different weights or gradients it would be neither's, whatever they hold. In particular no mean of gradients is
+    wanted: a microbatch's loss is weighted by its share of the step's tokens, so that sums are exact means already, and
+    a mean over ranks would divide by their number once more. Scalars may differ, for what is taken of them is only to
+    be looked at (the largest is infinite if any rank's is): no norm, and no update takes it.
+    """
+    first = specs[0]
+    op = f"{op} by {reduction.value}"
+    if first.kind not in (Kind.WEIGHT, Kind.GRAD_WEIGHT, Kind.SCALAR):
+        raise Refused(f"{op}: {first} was given; only weights, their gradients and scalars are reduced by anything.")
+    other = next((at for at, spec in enumerate(specs) if spec != first), None)
+    if other is None:
+        return first
+    gave = f"{op}: {names[0]} gave {first} and {names[other]} {specs[other]}"
+    if first.kind is Kind.SCALAR:
+        return _unite_figures(gave, reduction, specs)
+    if first.kind is Kind.WEIGHT:
+        raise Refused(f"{gave}; the {reduction.value} of different weights is no weight. Give the same on all ranks.")
+    why = (
+        f"gradients are shares of the step's mean already, so a mean over ranks is 1/{len(specs)} of it"
+        if reduction is Reduction.MEAN
+        else f"the {reduction.value} of different gradients is no gradient"
+    )
+    raise Refused(f'{gave}; {why}. Take reduction="sum".')
+
+
+def _unite_figures(gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
+    """What is taken of the ranks' scalars, about all parts of the model that any of them is about."""
+    code = list(Reduction).index(reduction)
+    mixes = {0} if reduction is Reduction.MEAN else {0, code}
+    holds, step = specs[0].holds, specs[0].step
+    for spec in specs:
+        if spec.kind is not Kind.SCALAR or spec.step != step or spec.sums not in mixes:
+            raise Refused(
+                f"{gave}; a {reduction.value} is taken of scalars of one step, all sums or all such themselves."
+            )
+        mine, theirs = common(holds, spec.holds)
+        holds = Holds(mine.mask | theirs.mask, mine.of)
+    return Spec(Kind.SCALAR, 0, holds, code, step)
 
 
 def unite_slices(op: str, specs: Sequence[Spec], names: Sequence[str], *, gathers: bool) -> Spec:
@@ -90,7 +135,7 @@ def unite_holds(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             what = "microbatch" if spec.kind in ROW_KINDS else "slice"
             raise Refused(
                 f"{op}: {what} {listed(bits(mine.mask & theirs.mask))} of {mine.of} comes from {name} and from an "
-                "earlier rank as well; the pieces of an all_gather must not overlap."
+                "earlier rank as well; gathered pieces must not overlap."
             )
         mask, of = mine.mask | theirs.mask, mine.of
     return first._replace(holds=gathered(first.kind, Holds(mask, of)))

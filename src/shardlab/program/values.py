@@ -53,6 +53,16 @@ ROW_KINDS = frozenset(
 """Kinds whose pieces are batch rows; the pieces of the others are slices of a layer's flat parameters (of a scalar,
 of all layers' one after the other)."""
 
+
+class Reduction(Enum):
+    """What REDUCE and ALL_REDUCE make of the members' values, element by element."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+
+
 AUTOGRAD_KINDS = frozenset({Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
 """What autograd keeps between passes; no program holds it."""
 
@@ -177,7 +187,8 @@ class Spec(NamedTuple):
     slices lie side by side, that slice t is there, see `sizes.side_by_side`; of experts' buffers, that those of the
     experts in slice t are, and no others').
     Of what attention has done only in part, the bits from `grid.width` on say which slices of the sequence have come
-    in (see `shardlab.program.attention`). `grid` says what a slice is.
+    in (see `shardlab.program.attention`). Of a scalar it is 0, a sum of squares, or the place in `Reduction` of what
+    was taken of the ranks' scalars instead. `grid` says what a slice is.
     """
 
     kind: Kind
@@ -192,6 +203,8 @@ class Spec(NamedTuple):
         """The pieces of the batch that this value is about, as a bit set (0 for weights and optimizer states)."""
         if self.kind in ROW_KINDS:
             return self.holds.mask
+        if self.kind is Kind.SCALAR:
+            return 0
         tied = self.grid.tied
         return self.sums if not tied else self.sums & ((1 << tied) - 1) | self.sums >> tied
 
@@ -224,6 +237,8 @@ class Spec(NamedTuple):
             parts.append(pieces_text(self.sums, self.grid) if self.sums else "zero")
         if self.kind not in ROW_KINDS and not self.holds.complete:
             parts.append(f"shard {self.holds}" if self.kind is not Kind.SCALAR else f"parts {self.holds} of the model")
+        if self.kind is Kind.SCALAR and self.sums:
+            parts.append(f"the {list(Reduction)[self.sums].value} of several ranks'")
         if self.step:
             parts.append(f"step {self.step}")
         name = "scalars" if self.kind is Kind.SCALAR else f"{self.kind.value}[{self.layer}]"

@@ -36,10 +36,14 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """When each op of each row starts and ends (WAIT and FREE: 0), and when its compute stood still."""
+    """When each op of each row starts and ends (WAIT and FREE: 0), and when its compute stood still.
+
+    `ready` is when a communication could have started, its last member having come, were its streams free.
+    """
 
     starts: list[list[float]]
     ends: list[list[float]]
+    ready: list[list[float]]
     idle: list[list[Idle]]
 
     @property
@@ -63,9 +67,8 @@ class Clocks:
         self._price = PriceList(traced, prices)
         self._clock = [0.0] * len(tapes)
         self._at = [0] * len(tapes)
-        self._times = Times(
-            [[0.0] * len(tape) for tape in tapes], [[0.0] * len(tape) for tape in tapes], [[] for _ in tapes]
-        )
+        starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
+        self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: dict[tuple[int, Hashable], float] = {}
         self._beside = [0.0] * len(tapes)  # until when a collective that has started runs
         self._came: dict[int, int] = {}  # meeting -> members that have come
@@ -164,11 +167,11 @@ class Clocks:
 
     def _start(self, number: int, now: float) -> None:
         meeting = self._traced.meetings[number]
+        if meeting.group is not None:
+            self._run(number, range(len(meeting.members)), now, self._price.collective(meeting))
+            return
         rank, _, at = meeting.members[0]
         op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
-        if meeting.group is not None:
-            self._run(number, range(len(meeting.members)), now, self._price.collective(op, specs))
-            return
         sending, receiving = self._price.message(op, rank, specs)
         if self._prices.messages == "rendezvous":
             self._run(number, range(2), now, sending)
@@ -201,6 +204,7 @@ class Clocks:
             self._times.starts[rank][op], self._times.ends[rank][op] = start, end
             if meeting.group is not None:
                 self._beside[rank] = max(self._beside[rank], end)
+            self._times.ready[rank][op] = now
             if (rank, handle) in self._parked:
                 self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
         return end

@@ -74,15 +74,18 @@ class Estimate:
 
     @cached_property
     def exposed(self) -> dict[tuple[str, str], float]:
-        """Share of the step in which compute waits for what runs, by (kind, axis) of it; the mean over ranks."""
+        """Share of the step in which compute waits for communication, by (kind, axis); the mean over ranks.
+
+        It counts from when all members have come; what is waited for then runs, or is queued behind another one.
+        """
         waited: dict[tuple[str, str], float] = defaultdict(float)
         for row, tape in enumerate(self.traced.program.tapes):
-            starts = self.times.starts[row]
+            ready = self.times.ready[row]
             for at, since, until in self.times.idle[row]:
                 op = tape[at]
                 axis = op.group.axis if op.group is not None else self._axis(row, op.peer)
                 kind = "message" if op.group is None else op.kind.value
-                waited[kind, axis] += max(0.0, until - max(since, starts[at]))
+                waited[kind, axis] += max(0.0, until - max(since, ready[at]))
         return {key: self._share(seconds) for key, seconds in sorted(waited.items(), key=lambda item: -item[1])}
 
     @property

@@ -79,7 +79,7 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[tuple[str, Workload]]:
                 cut[field] = ("dp_shard",)
                 said += f" --{field.replace('_', '-')} dp_shard"
                 yield said.strip(), changed(**cut)
-    if plan.recompute == "none":
+    if plan.recompute == "none" and not plan.attention_apart and plan.mesh.ep == 1:
         yield "--recompute selective", changed(recompute="selective")
     if plan.recompute != "full":
         yield "--recompute full", changed(recompute="full")

@@ -42,6 +42,7 @@ from shardlab.strategies.planned import planned
 
 if TYPE_CHECKING:
     from shardlab.program.recorder import Recorder
+from shardlab.program.rooted import Call
 
 
 @dataclass(frozen=True)
@@ -127,17 +128,20 @@ class FoldedCollectives(Collectives):
         classes: dict[Hashable, int] = {}
         self._alike = [classes.setdefault(each, len(classes)) for each in around]
 
-    def issue(self, rank: Recorder, kind: OpKind, value: Value, group: Group) -> CollectiveHandle:
+    def issue(self, rank: Recorder, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         if _all_there(group, self._stride):
-            return super().issue(rank, kind, value, group)
-        return CollectiveHandle(rank, kind, value, group, 0, {})
+            return super().issue(rank, call, value, group)
+        return CollectiveHandle(rank, call, value, group, 0, {})
 
     def meet(self, handle: CollectiveHandle) -> None:
         if _all_there(handle.group, self._stride):
             super().meet(handle)
             return
+        call, spec, group = handle.call, handle.spec, handle.group
+        if spec is None or handle.result is None or call.root >= 0:
+            raise UserError(f"{call} on {group}: its members do not behave alike, so they cannot be folded")
         try:
-            handle.result.spec = self._result(handle.kind, handle.spec, handle.group)
+            handle.result.spec = self._result(call.kind, spec, group)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
         self._wake(handle)

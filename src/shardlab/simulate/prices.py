@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Literal, Protocol
 
+from shardlab.check import Meeting
 from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
 from shardlab.program.values import ROW_KINDS
 from shardlab.simulate.traced import Traced, rank_of
@@ -75,10 +76,16 @@ class PriceList:
             time = self._known[key] = self._prices.compute_time(op, specs, self._sizes)
         return time
 
-    def collective(self, op: Op, specs: Mapping[int, Spec]) -> float:
-        """The time of a collective, by any of its members' ops."""
+    def collective(self, meeting: Meeting) -> float:
+        """The time of a collective: the whole value is the largest that any member gives or receives."""
+        tapes, bytes = self._traced.program.tapes, 0
+        op = None
+        for rank, _, at in meeting.members:
+            op, specs = tapes[rank][at], self._traced.specs[rank]
+            for number in (*op[2], *op[3]):
+                bytes = max(bytes, self._bytes(specs[number]))
+        assert op is not None
         assert op.group is not None
-        bytes = self._bytes(specs[op[3][0] if op[0] is OpKind.ALL_GATHER else op[2][0]])
         key = (op[0], op.group, bytes)
         time = self._known.get(key)
         if time is None:
@@ -105,7 +112,7 @@ class Bytes:
     def __call__(self, spec: Spec) -> int:
         kind = spec[0]
         if kind in ROW_KINDS:
-            key = (kind, spec[1], spec[2][0].bit_count(), spec[3].bit_count())
+            key = (kind, spec[1], spec[2][0].bit_count(), spec.parts.bit_count())
         else:
             key = (kind, spec[1], spec[2])
         size = self._known.get(key)

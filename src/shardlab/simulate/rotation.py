@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from shardlab.program import Holds, Kind, LayerKind, Mesh, Sizes, Spec
-from shardlab.program.attention import balanced
 from shardlab.program.sizes import PARTED
-from shardlab.program.values import ROW_KINDS, Grid, bits, mask_of
+from shardlab.program.values import ROW_KINDS, Grid
 from shardlab.strategies.plan import Plan
 
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
@@ -58,30 +57,37 @@ class Rotation:
         if axis in BATCH_AXES:
             outer = math.prod(sizes[name] for name in BATCH_AXES[: BATCH_AXES.index(axis) + 1])
             return cycled(mask, total, total // outer, sizes[axis], by)
-        if axis == "cp":  # an early and a late slice on each rank, the late ones in falling order
-            early = repeated((1 << sequence // 2) - 1, sequence, total)
-            pieces, ranks = self._pieces, self.mesh.cp
-            falling = cycled(mask & ~early, total, pieces, ranks, ranks - by)
-            return cycled(mask & early, total, pieces, ranks, by) | falling
-        if axis != "tp" or sequence == 1:
+        if self.mesh.cp == 1:
+            return cycled(mask, total, 1, sequence, by) if axis == "tp" and sequence > 1 else mask
+        if axis not in ("cp", "tp") or not mask:
             return mask
-        return cycled(mask, total, 1, sequence, by) if self.mesh.cp == 1 else self._along_tp(mask, by)
+        moved = 0
+        for slice in range(sequence):
+            there = self._slice(slice, axis, by) - slice
+            some = mask & repeated(1 << slice, sequence, total)
+            moved |= some << there if there > 0 else some >> -there
+        return moved
 
-    @property
-    def _pieces(self) -> int:
-        """Pieces of each of a context-parallel rank's two slices of a sequence."""
-        return self.grid.sequence // (2 * self.mesh.cp)
+    def _slice(self, slice: int, axis: str, by: int) -> int:
+        """Which slice of the sequence the rank `by` further has in the place of this one.
 
-    def _along_tp(self, mask: int, by: int) -> int:
-        """Tensor-parallel ranks share out what their context-parallel rank has, an early and a late slice, in order."""
-        sequence, ahead, made = self.grid.sequence, 2 * self._pieces * by // self.mesh.tp, 0
-        for place in range(self.mesh.cp):
-            order = balanced(place, self.mesh.cp, self._pieces)
-            for at, piece in enumerate(order):
-                held = mask & repeated(1 << piece, sequence, self.microbatches * sequence)
-                to = order[(at + ahead) % len(order)]
-                made |= held << to - piece if to > piece else held >> piece - to
-        return made
+        A context-parallel rank has an early and a late run of slices; its tensor-parallel ranks share them in order.
+        """
+        cp, run = self.mesh.cp, self.grid.sequence // (2 * self.mesh.cp)
+        place, position = divmod(slice, run)
+        rank = self._owner(slice)
+        position += run if place >= cp else 0
+        if axis == "cp":
+            rank = (rank + by) % cp
+        else:
+            position = (position + by * 2 * run // self.mesh.tp) % (2 * run)
+        late, offset = divmod(position, run)
+        return (2 * cp - 1 - rank if late else rank) * run + offset
+
+    def _owner(self, slice: int) -> int:
+        """The context-parallel rank that has a slice."""
+        place = slice // (self.grid.sequence // (2 * self.mesh.cp))
+        return min(place, 2 * self.mesh.cp - 1 - place)
 
     def _met(self, spec: Spec, axis: str, by: int) -> int:
         """The *sums* of rows: slices of a layer's parameters, and above them slices of the sequence."""
@@ -90,14 +96,14 @@ class Rotation:
         if axis in ("tp", "ep"):
             alone = cycled(alone, width, 1, width, by)
         if axis == "cp" and met:
-            # Whose slices have been met tells more than which: of the masked ones nothing is noted.
-            late = met & ~((1 << grid.sequence // 2) - 1)
-            ranks = {(grid.sequence - 1 - slice) // self._pieces for slice in bits(late)}
-            moved = [balanced((rank + by) % self.mesh.cp, self.mesh.cp, self._pieces) for rank in ranks]
-            met = mask_of(piece for pieces in moved for piece in pieces)
+            # Whose slices have been met tells more than which: of the masked ones nothing is noted, and late ones
+            # are never masked in what travels.
+            slices = range(grid.sequence)
+            ranks = {self._owner(slice) for slice in slices[grid.sequence // 2 :] if met >> slice & 1}
+            moved = {(rank + by) % self.mesh.cp for rank in ranks}
             first = self._rows(spec.holds.mask, axis, by)
             lowest = ((first & -first).bit_length() - 1) % grid.sequence
-            met &= (1 << grid.sequence) - (1 << lowest)
+            met = sum(1 << slice for slice in slices if self._owner(slice) in moved and slice >= lowest)
         return alone | met << width
 
     def _summed(self, sums: int, axis: str, by: int) -> int:

@@ -33,7 +33,7 @@ def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]]) -
                     at,
                     op.kind,
                     op.layer,
-                    specs[(op.inputs or op.outputs)[0]].microbatches,
+                    specs[(op.inputs or op.outputs)[0]].microbatches if op.inputs or op.outputs else 0,
                     starts[at],
                     ends[at],
                     live[at],

@@ -36,6 +36,7 @@ class Workload:
         precision: in which numbers.
         trace: what traces a program of its own; plans are folded.
         framework: what runs it.
+        columns: whether that program wants every matrix cut by columns.
     """
 
     plan: Plan | Mesh
@@ -45,6 +46,7 @@ class Workload:
     rows: int
     precision: Precision
     trace: Trace | None = None
+    columns: bool = False
     framework: Framework = OWN
 
     @property
@@ -55,8 +57,8 @@ class Workload:
     def cut(self) -> Model:
         """The model in the program's layers."""
         if isinstance(self.plan, Mesh):
-            return cut_for(self.model, self.plan)
-        return cut_for(self.model, self.mesh, planned=True, apart=self.plan.attention_apart)
+            return cut_for(self.model, self.plan, columns=self.columns)
+        return cut_for(self.model, self.mesh, planned=True, attention_apart=self.plan.attention_apart)
 
     @cached_property
     def traced(self) -> Traced:

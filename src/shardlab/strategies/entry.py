@@ -84,8 +84,9 @@ class Entry:
             return 4
         return plan.natural_layers() if plan.layers_per_stage else max(plan.natural_layers(), at_least)
 
-    def puzzle(self, ranks: int, layers: int) -> Sizes:
-        """The puzzles' model with so many layers, cut as this strategy needs it."""
+    def puzzle(self, ranks: int, layers: int | None = None) -> Sizes:
+        """The puzzles' model with so many layers (None: `default_layers`), cut as this strategy needs it."""
+        layers = self.default_layers(ranks) if layers is None else layers
         if self.columns:
             return Sizes.columns(layers)
         plan = self.plan and self.plan(ranks)

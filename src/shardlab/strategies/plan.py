@@ -197,7 +197,10 @@ class Plan:
                 )
             return [places[sum(given[:stage])] for stage in range(stages + 1)]
         if layers < stages:
-            raise UserError(f"{layers} layers do not reach {stages} pipeline stages; give at least one layer a stage")
+            raise UserError(
+                f"{layers} layer{'s do' if layers > 1 else ' does'} not reach {stages} pipeline stages; give at least "
+                "one layer a stage"
+            )
         return [places[stage * layers // stages] for stage in range(stages + 1)]
 
     def natural_layers(self) -> int:

@@ -30,6 +30,7 @@ SHARDINGS = {
     "tp+sp+zero-1": Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD, sequence_parallel=True),
     "tp+fsdp": replace(FSDP, mesh=Mesh(dp_shard=2, tp=2)),
     "cp": Plan(Mesh(cp=2)),
+    "cp+tp+sp": Plan(Mesh(cp=2, tp=2), sequence_parallel=True, recompute="selective"),
     "cp+zero-2": Plan(Mesh(dp_shard=2, cp=2), shard_gradients=SHARD, shard_optimizer=SHARD, context="all_gather"),
     "ep": Plan(Mesh(ep=2)),
     "ep+fsdp": replace(FSDP, mesh=Mesh(dp_shard=2, ep=2)),
@@ -98,9 +99,8 @@ def pairs() -> Iterator[Case]:
                 plan = replace(plan, mesh=replace(plan.mesh, pp=2), schedule=row)
             for each in (2, 3, 4):
                 uneven = each == 3
-                plan = replace(
-                    plan, reshard_after="stage" if uneven else "layer", recompute="full" if each == 4 else "none"
-                )
+                again = "full" if each == 4 else sharding.recompute
+                plan = replace(plan, reshard_after="stage" if uneven else "layer", recompute=again)
                 layers = max(plan.natural_layers(), 2) + uneven
                 dropout = 0.1 if uneven else 0.0
                 yield Case(row, column, plan, plan.mesh.world, layers, each * plan.data_ranks, dropout)

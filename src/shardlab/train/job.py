@@ -70,7 +70,7 @@ class Job:
         entry = load(self.strategy)
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
         apart = plan is not None and plan.attention_apart
-        return cut_for(self.model, mesh, planned=plan is not None, apart=apart, columns=entry.columns)
+        return cut_for(self.model, mesh, planned=plan is not None, attention_apart=apart, columns=entry.columns)
 
     @property
     def sizes(self) -> Sizes:

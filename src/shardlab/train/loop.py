@@ -26,6 +26,7 @@ from shardlab.train.job import Job, agree
 from shardlab.train.launch import backend_of
 from shardlab.train.output import OutputFolder
 from shardlab.train.progress import TrainingProgress
+from shardlab.train.tracing import Tracer, Tracing
 
 VALIDATION_BATCHES = 16
 SAMPLE_BYTES = 200
@@ -40,12 +41,14 @@ class Run:
         optimizer: AdamW's settings, with the number of steps.
         data: the text; None for the source of Python's standard library.
         out: the output folder, not there yet.
+        tracing: how much of it is recorded (None: nothing).
     """
 
     job: Job
     optimizer: AdamW
     data: Path | None
     out: Path
+    tracing: Tracing | None = None
 
     def text(self) -> bytes:
         """The text, as bytes.
@@ -98,6 +101,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     settings = Settings(job.seed, job.dtype, device, run.optimizer)
     model = job.cut
     executor = Executor(checked, rank, model, batches, settings, backend_of(device))
+    tracer = Tracer(executor, job, run.out, run.tracing) if run.tracing else None
     folder = progress = None
     before = 0.0
     if rank == 0:
@@ -113,12 +117,14 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
         progress = TrainingProgress(run.optimizer.steps)
 
     times: list[float] = []
-    for metrics in _steps(executor, run, stop, device):
+    for metrics in _steps(tracer or executor, run, stop, device):
         times.append(metrics["ms"])
         if folder is not None and progress is not None:
             folder.write_metrics(metrics)
             progress.show(metrics)
 
+    if tracer is not None:
+        tracer.finish()
     flats = collect(executor.state, executor.state.kept)
     if folder is None or progress is None or flats is None:
         return None
@@ -143,7 +149,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     return Summary(len(times), interrupted, before, after, job.tokens / ms * 1000, ms, sample, str(run.out))
 
 
-def _steps(executor: Executor, run: Run, stop: StopRequest, device: torch.device) -> Any:
+def _steps(executor: Executor | Tracer, run: Run, stop: StopRequest, device: torch.device) -> Any:
     """Train, giving each step's figures. Loss and the wish to stop are summed over ranks while the next step runs."""
     summing: tuple[int, float, Tensor, dist.Work] | None = None
     for step in range(run.optimizer.steps):

@@ -30,7 +30,7 @@ MODELS = [
     GPT(heads=8, kv_heads=4, dropout=0.3, **SMALL),
     GPT(heads=4, bias=False, **SMALL | {"vocabulary": 37}),
     GPT(heads=4, dropout=0.2, **SMALL | {"vocabulary": 5}),  # of four slices, the last is padding alone
-    MLP(hidden=20, **SMALL),
+    MLP(ffn_hidden=20, **SMALL),
     MLP(dropout=0.1, **SMALL | {"layers": 1, "vocabulary": 41}),
     GPT(heads=4, dropout=0.1, tied=True, **SMALL | {"vocabulary": 41}),
     GPT(heads=4, tied=True, **SMALL | {"layers": 1}),

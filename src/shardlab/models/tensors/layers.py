@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardlab.models.columns import Matrix
 from shardlab.models.halves import Body, Norm
-from shardlab.models.parts import Attention, Embedding, Head, Part
+from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
+from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
 from shardlab.models.tensors.rotary import rotated
@@ -126,7 +127,9 @@ class ColumnLayer(Layer):
         if isinstance(part, Head):
             return (body_of(part, p, x, share, dropout),)
         made = F.linear(x, weight, p.get(f"{self.half.name}.bias"))
-        return (F.gelu(made) if self.half.activates else made,)
+        if self.half.activates and isinstance(part, FeedForward):
+            made = activated(part.activation, made)
+        return (made,)
 
 
 @dataclass(frozen=True)

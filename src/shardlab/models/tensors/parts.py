@@ -36,7 +36,7 @@ class Share:
 
     Attributes:
         slice, of: of a body, the slice of its parameters, and how many there are.
-        tokens: of a norm, the tokens of the sequence, ascending (None: all).
+        tokens: of a norm or a projection, the tokens of the sequence, ascending (None: all).
         microbatches: how many the input's rows are, with equally many rows each; each is routed by itself.
         of_step: how many the step has; each has an equal share of the tokens that are routed.
     """

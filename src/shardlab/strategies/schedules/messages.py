@@ -33,7 +33,9 @@ class Recv(Message):
 Step = Action | Send | Recv
 
 
-def with_messages(todo: Sequence[Sequence[Action]], stages: int, rank_of: Callable[[int], int]) -> list[list[Step]]:
+def with_messages(
+    todo: Sequence[Sequence[Action]], stages: int, rank_of: Callable[[int], int], name: str = "the schedule"
+) -> list[list[Step]]:
     """Every rank's actions and messages.
 
     The actions of all ranks are put into one order, each after what it needs; right after an action that feeds another
@@ -44,6 +46,7 @@ def with_messages(todo: Sequence[Sequence[Action]], stages: int, rank_of: Callab
         todo: each rank's actions.
         stages: how many there are in all.
         rank_of: where a stage is.
+        name: what a refusal calls the schedule.
 
     Raises:
         UserError: for a schedule in which an action waits for a later one.
@@ -68,8 +71,15 @@ def with_messages(todo: Sequence[Sequence[Action]], stages: int, rank_of: Callab
                     steps[rank].append(Send(action.stage, action.microbatch, forward, rank_of(reader)))
                     steps[rank_of(reader)].append(Recv(reader, action.microbatch, forward, rank))
         if not moved:
-            stuck = ", ".join(str(actions[place]) for place, actions in zip(at, todo, strict=True) if actions[place:])
-            raise UserError(f"the schedule cannot go on: each rank's next action waits for a later one ({stuck})")
+            stuck = ", ".join(
+                f"rank {rank} at {actions[place]}"
+                for rank, (place, actions) in enumerate(zip(at, todo, strict=True))
+                if actions[place:]
+            )
+            raise UserError(
+                f"{name} cannot go on: {stuck}, each waiting for what would be done only later; let every pass come "
+                "after those that it needs"
+            )
     return steps
 
 

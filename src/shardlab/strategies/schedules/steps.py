@@ -50,7 +50,7 @@ def steps_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank:
     """
     placed = tuple(schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank))
     todo = [_actions(schedule, rank, placed, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
-    sent = with_messages(todo, len(placed), placed.__getitem__)
+    sent = with_messages(todo, len(placed), placed.__getitem__, f"the schedule {schedule.name}")
     return Steps(tuple(tuple(steps) for steps in sent), microbatches, placed)
 
 

@@ -1,0 +1,112 @@
+"""`shardlab bench`: how fast this machine communicates and computes; kept as its profile, for the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from tyro.conf import subcommand
+
+from shardlab.cli.measuring import Measuring, check_seconds, default_ranks
+from shardlab.cli.options import Count, OptionalCount
+from shardlab.cli.picture import check_new_file
+from shardlab.hardware.names import nearest
+from shardlab.measure.points import KINDS
+from shardlab.measure.sizes import parse_size, sizes_between
+from shardlab.program import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives(Measuring):
+    """Time every collective at every size, as nccl-tests does, check its results, and fit latency and bandwidth."""
+
+    ranks: OptionalCount = None
+    """How many ranks; groups of every divisor are measured. Without it one for each core or GPU, two at least."""
+
+    min: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "1KB"
+    """The smallest size, of the whole value."""
+
+    max: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "64MB"
+    """The largest size."""
+
+    factor: Count = 4
+    """Each size is so many times the one before."""
+
+    kinds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND ...", help_behavior_hint="(default: all)")] = ()
+    """Which: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, barrier,
+    send_recv."""
+
+    overlap: bool = True
+    """Measure the largest size beside compute, too."""
+
+    def run(self) -> int:
+        from shardlab.cli.bench_tables import print_collectives
+        from shardlab.measure.collectives import CollectiveBench, group_sizes, measure_collectives
+        from shardlab.measure.plot import plot_collectives
+
+        check_new_file("--plot", self.plot, "collectives.svg")
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise UserError(f"no collective is called {kind!r}; {nearest(kind, KINDS)}")
+        ranks = self.ranks or max(2, default_ranks())
+        if ranks < 2:
+            raise UserError("one rank has nobody to communicate with; give --ranks 2 or more")
+        sizes = tuple(sizes_between(parse_size(self.min), parse_size(self.max), self.factor))
+        seconds = check_seconds(self.seconds)
+        bench = CollectiveBench(self.kinds or KINDS, sizes, group_sizes(ranks), seconds, overlap=self.overlap)
+        return self.measure(ranks, measure_collectives, bench, print_collectives, plot_collectives)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute(Measuring):
+    """Time the model's layers in real training steps, and fit what each kind of kernel reaches."""
+
+    ranks: OptionalCount = None
+    """How many processes compute at once; one alone is measured, too. Without it one for each core or GPU."""
+
+    widths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="C ...")] = (64, 128, 256, 512)
+    """Features of a token."""
+
+    batches: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ROWSxTOKENS ...")] = ("1x64", "4x64", "2x256", "8x128")
+    """Microbatches: so many sequences of so many tokens."""
+
+    dtype: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DTYPE ...")] = ("float32",)
+    """Of weights and activations: float32, bfloat16, float16, float64."""
+
+    vocabulary: Count = 256
+    """Tokens that the head tells apart."""
+
+    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 1.0
+    """How long each model is trained for."""
+
+    def run(self) -> int:
+        from shardlab.cli.bench_tables import print_compute
+        from shardlab.measure.layers import ComputeBench, measure_compute
+        from shardlab.measure.plot import plot_compute
+        from shardlab.measure.shapes import DTYPES, Shape, parse_batch
+
+        check_new_file("--plot", self.plot, "compute.svg")
+        for dtype in self.dtype:
+            if dtype not in DTYPES:
+                raise UserError(f"no dtype that can be measured is called {dtype!r}; {nearest(dtype, DTYPES)}")
+        small = [width for width in self.widths if width < 8]
+        if small:
+            raise UserError(f"a width of {small[0]} is too small for a model with heads; give 8 or more")
+        shapes = tuple(Shape(width, *parse_batch(batch)) for width in self.widths for batch in self.batches)
+        bench = ComputeBench(shapes, self.dtype, self.vocabulary, seconds=check_seconds(self.seconds))
+        return self.measure(self.ranks or default_ranks(), measure_compute, bench, print_compute, plot_compute)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure this machine, and keep what was found as its profile."""
+
+    what: Annotated[
+        Annotated[Collectives, subcommand("collectives", prefix_name=False)]
+        | Annotated[Compute, subcommand("compute", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
+
+    def run(self) -> int:
+        return self.what.run()

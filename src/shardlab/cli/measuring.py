@@ -1,0 +1,123 @@
+"""What both benches share: their options, and that what was measured is told and kept however they end."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from shardlab.cli.options import Flag, NewFile
+from shardlab.program import UserError
+
+if TYPE_CHECKING:
+    from shardlab.measure.points import Point
+
+ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the user's cache)")]
+"""Where the profile is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """The options of both benches."""
+
+    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 0.2
+    """How long each point is measured for."""
+
+    save: bool = True
+    """Keep the fit in this machine's profile."""
+
+    profile: ProfileFile = None
+    """The profile."""
+
+    plot: NewFile = None
+    """Draw what was measured into this file."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    def measure(
+        self,
+        ranks: int,
+        function: Callable[..., bool],
+        bench: Any,
+        show: Callable[[list[Point]], None],
+        draw: Callable[[list[Point], Path], None],
+    ) -> int:
+        """Run a bench on its ranks, and tell what was measured; the exit status.
+
+        Args:
+            function: `function(rank, device, bench, file)` writes points into the file and says whether this process
+                is the one that tells.
+            show, draw: print the points, and draw them into a file.
+        """
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        from shardlab.measure.points import read_points
+        from shardlab.train.launch import RankFailed, run_ranks
+
+        failure, status, tells = "", 0, True
+        with tempfile.TemporaryDirectory(prefix="shardlab-") as folder:
+            file = Path(folder, "points.jsonl")
+            try:
+                tells = run_ranks(ranks, function, bench, file)
+            except RankFailed as error:
+                failure, status = str(error), 1
+            except (KeyboardInterrupt, SignalException):
+                failure, status = "interrupted", 130
+            points = read_points(file)
+        if tells and points:
+            self._tell(points, failure, show, draw)
+        if failure:
+            kept = "; the above was measured before" if points and not self.json else ""
+            print(f"shardlab: {failure}{kept}", file=sys.stderr)
+        return status
+
+    def _tell(
+        self,
+        points: list[Point],
+        failure: str,
+        show: Callable[[list[Point]], None],
+        draw: Callable[[list[Point], Path], None],
+    ) -> None:
+        from shardlab.measure.report import as_json
+        from shardlab.measure.saving import save
+
+        where = save(points, self.profile) if self.save else None
+        if self.plot is not None:
+            try:
+                draw(points, self.plot)
+            except OSError as error:
+                raise UserError(f"--plot {self.plot}: it cannot be written: {error.strerror}") from None
+        if self.json:
+            data = {**as_json(points), "profile": None if where is None else str(where), "failure": failure or None}
+            print(json_format.dumps(data, indent=2))
+            return
+        show(points)
+        for what, path in (("profile", where), ("drawn in", self.plot)):
+            if path is not None:
+                print(f"{what:<10}{path}")
+
+
+def check_seconds(seconds: float) -> float:
+    """Refuse what is no time.
+
+    Raises:
+        UserError: saying so.
+    """
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--seconds is {seconds}; give a positive number of seconds")
+    return seconds
+
+
+def default_ranks() -> int:
+    """One for each GPU, or each core if there is none; or as many as a launcher started."""
+    from shardlab.measure.saving import this_machine
+    from shardlab.train.launch import ranks_here
+
+    return ranks_here(this_machine().places)

@@ -1,0 +1,227 @@
+"""Every collective on tensors: how one call starts, and whether its result is right."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Wait = Callable[[], Any]
+Start = Callable[[], Wait]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that meet.
+
+    Attributes:
+        group: their process group.
+        ranks: their global numbers.
+        index: this process's place among them.
+        device: where tensors are.
+    """
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    index: int
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def values(self, rank: int, elements: int) -> Tensor:
+        """What the member `rank` gives: small whole numbers, whose sums are exact."""
+        return _pattern(elements, self.device) * (rank + 1)
+
+    def sum(self, elements: int) -> Tensor:
+        """Of what all members give."""
+        return _pattern(elements, self.device) * (self.size * (self.size + 1) // 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective of some size, ready to be called again and again.
+
+    Attributes:
+        bytes: of the whole value.
+        start: one call, which starts at once and gives how to wait for it.
+        result: where this rank's result will be; None if it has none.
+        expected: what the first call must leave there.
+        sent: what is overwritten by every call, and so must not grow.
+    """
+
+    bytes: int
+    start: Start
+    result: Tensor | None
+    expected: Tensor | None
+    sent: Tensor | None = None
+
+    def wrong(self) -> int:
+        """Call once, and count the elements of this rank's result that are wrong."""
+        self.start()()
+        if self.result is None or self.expected is None:
+            return 0
+        wrong = int((self.result != self.expected).sum())
+        if self.sent is not None:
+            self.sent.zero_()
+        return wrong
+
+
+def make_case(kind: str, size: int, team: Team) -> Case:
+    """A collective on float32 numbers of about `size` bytes together: a multiple of the ranks."""
+    elements = max(1, size // 4 // team.size) * team.size
+    return CASES[kind](elements, team)
+
+
+def _newest(*names: str) -> Callable[..., Any]:
+    """The first of these functions that this torch has: 2.13 renamed some and warns at the old names."""
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
+
+_all_gather = _newest("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def _pattern(elements: int, device: torch.device) -> Tensor:
+    return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
+
+
+def _wait(work: Any) -> Wait:
+    return work.wait
+
+
+def _all_reduce(elements: int, team: Team) -> Case:
+    x = team.values(team.index, elements)
+    return Case(
+        4 * elements,
+        lambda: _wait(dist.all_reduce(x, group=team.group, async_op=True)),
+        x,
+        team.sum(elements),
+        sent=x,
+    )
+
+
+def _gathered(elements: int, team: Team) -> Tensor:
+    return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])
+
+
+def _all_gather_case(elements: int, team: Team) -> Case:
+    piece = team.values(team.index, elements // team.size)
+    whole = piece.new_empty(elements)
+    return Case(
+        4 * elements,
+        lambda: _wait(_all_gather(whole, piece, group=team.group, async_op=True)),
+        whole,
+        _gathered(elements, team),
+    )
+
+
+def _reduce_scatter_case(elements: int, team: Team) -> Case:
+    whole = team.values(team.index, elements)
+    piece = whole.new_empty(elements // team.size)
+    return Case(
+        4 * elements,
+        lambda: _wait(_reduce_scatter(piece, whole, group=team.group, async_op=True)),
+        piece,
+        team.sum(elements).chunk(team.size)[team.index],
+    )
+
+
+def _all_to_all(elements: int, team: Team) -> Case:
+    given = team.values(team.index, elements)
+    taken = torch.empty_like(given)
+    pieces = [team.values(rank, elements).chunk(team.size)[team.index] for rank in range(team.size)]
+    return Case(
+        4 * elements,
+        lambda: _wait(dist.all_to_all_single(taken, given, group=team.group, async_op=True)),
+        taken,
+        torch.cat(pieces),
+    )
+
+
+def _broadcast(elements: int, team: Team) -> Case:
+    x = team.values(team.index, elements)
+    return Case(
+        4 * elements,
+        lambda: _wait(dist.broadcast(x, team.ranks[0], group=team.group, async_op=True)),
+        x,
+        team.values(0, elements),
+    )
+
+
+def _reduce(elements: int, team: Team) -> Case:
+    x = team.values(team.index, elements)
+    return Case(
+        4 * elements,
+        lambda: _wait(dist.reduce(x, team.ranks[0], group=team.group, async_op=True)),
+        x,
+        team.sum(elements) if team.index == 0 else None,
+        sent=x,
+    )
+
+
+def _gather(elements: int, team: Team) -> Case:
+    piece = team.values(team.index, elements // team.size)
+    whole = piece.new_empty(elements) if team.index == 0 else None
+    into = None if whole is None else list(whole.chunk(team.size))
+    return Case(
+        4 * elements,
+        lambda: _wait(dist.gather(piece, into, team.ranks[0], group=team.group, async_op=True)),
+        whole,
+        None if whole is None else _gathered(elements, team),
+    )
+
+
+def _scatter(elements: int, team: Team) -> Case:
+    given = list(team.values(0, elements).chunk(team.size))
+    piece = torch.empty_like(given[0])
+    return Case(
+        4 * elements,
+        lambda: _wait(
+            dist.scatter(piece, given if team.index == 0 else None, team.ranks[0], group=team.group, async_op=True)
+        ),
+        piece,
+        given[team.index].clone(),
+    )
+
+
+def _barrier(elements: int, team: Team) -> Case:
+    return Case(0, lambda: _wait(dist.barrier(group=team.group, async_op=True)), None, None)
+
+
+def _send_recv(elements: int, team: Team) -> Case:
+    """A message from the first to the second and back; its time is twice that of one message."""
+    assert team.size == 2, "a message has two ends"
+    other = team.ranks[1 - team.index]
+    x = team.values(0, elements) if team.index == 0 else torch.zeros(elements, device=team.device)
+
+    def ping_pong() -> Wait:
+        if team.index == 0:
+            _wait(dist.isend(x, other, group=team.group))()
+            return _wait(dist.irecv(x, other, group=team.group))
+        _wait(dist.irecv(x, other, group=team.group))()
+        return _wait(dist.isend(x, other, group=team.group))
+
+    return Case(4 * elements, ping_pong, x, team.values(0, elements))
+
+
+CASES: dict[str, Callable[[int, Team], Case]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather_case,
+    "reduce_scatter": _reduce_scatter_case,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": _barrier,
+    "send_recv": _send_recv,
+}

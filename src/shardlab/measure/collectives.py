@@ -1,0 +1,110 @@
+"""Timing collectives in the manner of nccl-tests: check, warm up, call many times, average over ranks.
+
+(github.com/NVIDIA/nccl-tests.) Unlike there, the calls are timed in several batches and the median batch counts, since
+a machine without devices of its own is seldom quiet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from shardlab.measure.cases import Case, Team, make_case
+from shardlab.measure.clock import Clock, batches, iterations_for
+from shardlab.measure.overlap import overlap
+from shardlab.measure.points import CollectivePoint, append
+from shardlab.measure.progress import Progress
+from shardlab.measure.world import World, leave_quietly
+
+BATCHES = 5
+
+
+@dataclass(frozen=True)
+class CollectiveBench:
+    """What is to be measured.
+
+    Attributes:
+        kinds: of `points.KINDS`.
+        sizes: bytes of the whole value, ascending.
+        groups: sizes of the groups that meet; each divides the number of ranks.
+        seconds: how long each point is measured for, about.
+        warmup: calls before that.
+        overlap: whether the largest size is measured beside compute, too.
+        quiet: whether no progress is shown.
+    """
+
+    kinds: tuple[str, ...]
+    sizes: tuple[int, ...]
+    groups: tuple[int, ...]
+    seconds: float = 0.2
+    warmup: int = 5
+    overlap: bool = True
+    quiet: bool = False
+
+    def plan(self) -> Iterator[tuple[int, str, int]]:
+        """(group, kind, size) of every point: all sizes of a kind together."""
+        for group in self.groups:
+            for kind in self.kinds:
+                if kind == "send_recv" and group != 2:
+                    continue
+                for size in self.sizes[:1] if kind == "barrier" else self.sizes:
+                    yield group, kind, size
+
+
+def group_sizes(ranks: int) -> tuple[int, ...]:
+    """The divisors of a number of ranks from 2 on: sizes of groups that a mesh of so many can have.
+
+    >>> group_sizes(8), group_sizes(6)
+    ((2, 4, 8), (2, 3, 6))
+    """
+    return tuple(size for size in range(2, ranks + 1) if ranks % size == 0)
+
+
+def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench, file: Path) -> bool:
+    """One rank's part; rank 0 writes every point into the file at once.
+
+    Returns:
+        Whether this is rank 0.
+    """
+    leave_quietly()
+    world = World(rank, device)
+    plan = list(bench.plan())
+    progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
+    teams = {size: world.team(size) for size in bench.groups}
+    for group, kind, size in plan:
+        progress.say(f"{kind} of {group} ranks, {size:,} bytes")
+        team = teams[group]
+        case = make_case(kind, size, team)
+        point = time_case(world, team, kind, case, bench)
+        beside = overlap(world, team, kind, case) if bench.overlap and size == bench.sizes[-1] and case.bytes else None
+        if rank == 0:
+            append(file, point)
+            if beside is not None:
+                append(file, beside)
+        progress.step()
+    progress.stop()
+    return rank == 0
+
+
+def time_case(world: World, team: Team, kind: str, case: Case, bench: CollectiveBench) -> CollectivePoint:
+    """Measure one point; every rank gives the same."""
+    clock = Clock(world.device)
+
+    def call() -> None:
+        case.start()()
+
+    wrong = world.sum(case.wrong())
+    for _ in range(bench.warmup):
+        call()
+    world.meet()
+    iterations = iterations_for(world.most(clock.seconds(call, 3)), bench.seconds)
+    times: list[float] = []
+    for count in batches(iterations, BATCHES):
+        world.meet()
+        times.append(world.mean(clock.seconds(call, count)))
+    calls = 2 if kind == "send_recv" else 1
+    return CollectivePoint(kind, team.size, case.bytes, median(times) / calls, iterations, int(wrong))

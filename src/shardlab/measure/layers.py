@@ -1,0 +1,184 @@
+"""Timing the ops of a real training step, one by one, on the executor's own path."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import torch
+from torch import Tensor
+
+from shardlab.execute import Executor, Settings
+from shardlab.measure.clock import Clock, iterations_for
+from shardlab.measure.points import LayerPoint, PeakPoint, append
+from shardlab.measure.progress import Progress
+from shardlab.measure.shapes import MEASURED, Shape, Subject, subjects
+from shardlab.measure.world import World, leave_quietly
+from shardlab.models.tensors import generator_of
+from shardlab.program import OpKind
+
+PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
+"""Rows and columns of the matrices whose fastest product is called the peak."""
+
+
+@dataclass(frozen=True)
+class ComputeBench:
+    """What is to be measured.
+
+    Attributes:
+        shapes: widths and microbatches.
+        dtypes: torch's names.
+        vocabulary: of the head.
+        together: whether it is measured with one process, and then again with all at once, which share the memory.
+        seconds: how long each step is repeated for, about.
+        quiet: whether no progress is shown.
+    """
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...] = ("float32",)
+    vocabulary: int = 256
+    together: bool = True
+    seconds: float = 2.0
+    quiet: bool = False
+
+    def plan(self, ranks: int) -> list[tuple[int, str, Shape | None]]:
+        """(processes, dtype, shape) of everything; the peak, which has no shape, first."""
+        processes = sorted({1, ranks} if self.together else {ranks})
+        shapes = (None, *self.shapes)
+        return [(count, dtype, shape) for count in processes for dtype in self.dtypes for shape in shapes]
+
+
+def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: Path) -> bool:
+    """One rank's part; rank 0 writes every point into the file at once.
+
+    Returns:
+        Whether this is rank 0.
+    """
+    leave_quietly()
+    world = World(rank, device)
+    plan = bench.plan(world.size)
+    progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
+    for processes, dtype, shape in plan:
+        what = "large products" if shape is None else f"width {shape.width}, {shape.rows} x {shape.tokens} tokens"
+        progress.say(f"{what}, {dtype}, {processes} at once")
+        world.meet()
+        crowd = Crowd(world, processes)
+        if rank < processes:
+            for point in [_peak(crowd, dtype)] if shape is None else _layers(crowd, bench, shape, dtype):
+                if rank == 0:
+                    append(file, point)
+        world.meet()
+        progress.step()
+    progress.stop()
+    return rank == 0
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The processes that compute at once: all of the world, or one while the others wait."""
+
+    world: World
+    processes: int
+
+    def meet(self) -> None:
+        if self.processes > 1:
+            self.world.meet()
+
+    def mean(self, number: float) -> float:
+        return self.world.mean(number) if self.processes > 1 else number
+
+
+@dataclass(frozen=True)
+class RandomBatches:
+    """Microbatches of any tokens."""
+
+    rows: int
+    tokens: int
+    vocabulary: int
+
+    def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
+        shape = (2, self.rows, self.tokens)
+        x, targets = torch.randint(self.vocabulary, shape, generator=generator_of("bench", step, microbatch))
+        return x, targets
+
+    def counted(self, step: int, microbatches: int, /) -> int:
+        return microbatches * self.rows * self.tokens
+
+
+def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
+    device = crowd.world.device
+    clock = Clock(device)
+    best = (0.0, 0)
+    for size in PEAK_SIZES[device.type]:
+        a = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
+        into = torch.empty_like(a)
+
+        def product(a: Tensor = a, into: Tensor = into) -> None:
+            torch.mm(a, a, out=into)
+
+        product()
+        crowd.meet()
+        seconds = crowd.mean(median(clock.seconds(product, 2) for _ in range(5)))
+        best = max(best, (2.0 * size**3 / seconds, size))
+    return PeakPoint(dtype, crowd.processes, best[1], best[0])
+
+
+def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iterator[LayerPoint]:
+    for subject in subjects(shape, dtype, bench.vocabulary):
+        yield from _measure(crowd, subject, bench.seconds)
+
+
+def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
+    """Run steps, with a mark between any two ops."""
+    model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
+    batches = RandomBatches(subject.rows, model.block, model.vocabulary)
+    settings = Settings(dtype=getattr(torch, subject.dtype), device=device)
+    executor = Executor(subject.checked(), 0, model, batches, settings)
+    executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.instructions)]
+    tape, shapes = executor.state.tape, executor.state.shapes
+
+    def step() -> list[float]:
+        crowd.meet()
+        executor.step()
+        return clock.gaps()
+
+    step()
+    steps = iterations_for(crowd.mean(sum(step())), budget, at_least=3, at_most=50)
+    calls: dict[tuple[OpKind, int], list[list[float]]] = defaultdict(list)
+    for _ in range(steps):
+        found: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+        for op, took in zip(tape, step(), strict=True):
+            found[op.kind, op.layer].append(took)
+        for key, each in found.items():
+            calls[key].append(each)
+    ops = {(op.kind, op.layer): op for op in tape if op.kind in MEASURED}
+    for key, op in ops.items():
+        elements = 0 if op.kind is OpKind.LOSS else shapes.flat[op.layer]
+        each_call = list(zip(*calls[key], strict=True))
+        yield LayerPoint(
+            layer=subject.layer_name(op),
+            op=op.kind.value,
+            width=model.width,
+            rows=subject.rows,
+            tokens=model.block,
+            elements=elements,
+            dtype=subject.dtype,
+            processes=crowd.processes,
+            seconds=crowd.mean(fmean(map(median, each_call))),
+            fastest=crowd.mean(fmean(map(min, each_call))),
+            kernels=subject.work(op, elements),
+        )
+
+
+def _marked(run: Callable[[], None], clock: Clock) -> Callable[[], None]:
+    def timed() -> None:
+        run()
+        clock.mark()
+
+    return timed

@@ -1,0 +1,80 @@
+"""What was measured, drawn: bus bandwidth against size, and what layers reach against their arithmetic."""
+
+# pyright: reportUnknownMemberType=false
+# matplotlib's own annotations leave **kwargs untyped.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from shardlab.draw.canvas import style
+from shardlab.measure.points import CollectivePoint, LayerPoint, PeakPoint, Point
+from shardlab.measure.saving import fit_lines
+from shardlab.measure.sizes import size_text
+
+GIGA = 1e9
+MARKS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*")
+
+
+def plot_collectives(points: Sequence[Point], path: Path) -> None:
+    """Time, with what was fitted as a line, above bus bandwidth; one column for each group size."""
+    measured = [point for point in points if isinstance(point, CollectivePoint) and point.bytes]
+    groups = sorted({point.ranks for point in measured})
+    lines = fit_lines(measured)
+    with style():
+        figure, axes = _panels(2, max(1, len(groups)))
+        for column, ranks in enumerate(groups):
+            above, below = axes[0][column], axes[1][column]
+            of_group = [point for point in measured if point.ranks == ranks]
+            for number, kind in enumerate(dict.fromkeys(point.kind for point in of_group)):
+                mine = [point for point in of_group if point.kind == kind]
+                sizes = [point.bytes for point in mine]
+                color, mark = f"C{number}", MARKS[number % len(MARKS)]
+                above.plot(sizes, [point.seconds for point in mine], mark, ms=3.5, color=color, label=kind)
+                above.plot(sizes, [lines[kind, ranks].seconds(size) for size in sizes], lw=0.8, color=color)
+                bus = [point.bus_bandwidth / GIGA for point in mine]
+                below.plot(sizes, bus, marker=mark, ms=3.5, lw=0.8, color=color)
+            above.set(title=f"{ranks} ranks", ylabel="seconds (lines: fit)", xscale="log", yscale="log")
+            above.legend(frameon=False, fontsize=6)
+            below.set(ylabel="bus bandwidth, GB/s", xlabel="size", xscale="log", yscale="log")
+            for each in (above, below):
+                _ticks(each.set_xticks, [point.bytes for point in of_group], size_text)
+        figure.savefig(path)
+
+
+def plot_compute(points: Sequence[Point], path: Path) -> None:
+    """FLOP/s against FLOPs, by layer; one panel for forward, one for backward."""
+    layers = [point for point in points if isinstance(point, LayerPoint) and point.flops]
+    most = max((point.processes for point in layers), default=1)
+    with style():
+        figure, axes = _panels(1, 2)
+        for axis, op in zip(axes[0], ("forward", "backward"), strict=True):
+            mine = [point for point in layers if point.op == op and point.processes == most]
+            for number, layer in enumerate(dict.fromkeys(point.layer for point in mine)):
+                of_layer = [point for point in mine if point.layer == layer]
+                reached = [point.flops / point.seconds / GIGA for point in of_layer]
+                mark = MARKS[number % len(MARKS)]
+                axis.plot([point.flops for point in of_layer], reached, mark, ms=3.5, label=layer)
+            for peak in points:
+                if isinstance(peak, PeakPoint) and peak.processes == most:
+                    axis.axhline(peak.flops / GIGA, lw=0.8, color="0.5")
+                    axis.annotate(f"peak, {peak.dtype}", (0.02, peak.flops / GIGA), xycoords=("axes fraction", "data"))
+            axis.set(title=f"{op}, {most} at once", xlabel="FLOPs", ylabel="GFLOP/s", xscale="log", yscale="log")
+            axis.legend(frameon=False, fontsize=6)
+        figure.savefig(path)
+
+
+def _panels(rows: int, columns: int) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _ticks(set_ticks: Callable[..., Any], sizes: Sequence[int], text: Callable[[float], str]) -> None:
+    shown = sorted(set(sizes))
+    shown = shown[:: max(1, len(shown) // 5)]
+    set_ticks(shown, [text(size) for size in shown])
+    set_ticks([], minor=True)

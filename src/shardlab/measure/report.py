@@ -1,0 +1,62 @@
+"""All that was measured and what follows from it, for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shardlab.measure.fit import Errors
+from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
+from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
+from shardlab.measure.saving import fit_lines, this_machine
+
+
+def as_json(points: Sequence[Point]) -> dict[str, Any]:
+    """Seconds, bytes, FLOPs and bytes/s throughout; errors are relative."""
+    return {
+        "machine": asdict(this_machine()),
+        "collectives": [
+            {
+                **asdict(point),
+                "algorithm_bandwidth": point.algorithm_bandwidth,
+                "bus_bandwidth": point.bus_bandwidth,
+            }
+            for point in points
+            if isinstance(point, CollectivePoint)
+        ],
+        "overlap": [{**asdict(point), "hidden": point.hidden} for point in points if isinstance(point, OverlapPoint)],
+        "fits": collective_fits(points),
+        "peaks": [asdict(point) for point in points if isinstance(point, PeakPoint)],
+        "layers": [{**asdict(point), "flops": point.flops} for point in points if isinstance(point, LayerPoint)],
+        "kernels": [_kernels(crowd) for crowd in crowds(points)],
+    }
+
+
+def collective_fits(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Alpha and beta of every collective and group size, and how well they tell the points."""
+    measured = [point for point in points if isinstance(point, CollectivePoint)]
+    fits: list[dict[str, Any]] = []
+    for (kind, ranks), line in fit_lines(measured).items():
+        group = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
+        errors = Errors.between([line.seconds(point.bytes) for point in group], [point.seconds for point in group])
+        fits.append({"kind": kind, "ranks": ranks, "alpha": line.alpha, "beta": line.beta, "errors": asdict(errors)})
+    return fits
+
+
+def crowds(points: Sequence[Point]) -> list[list[LayerPoint]]:
+    """The layers that were measured with equally many processes, the most first."""
+    layers = [point for point in points if isinstance(point, LayerPoint)]
+    counts = sorted({point.processes for point in layers}, reverse=True)
+    return [[point for point in layers if point.processes == count] for count in counts]
+
+
+def _kernels(layers: Sequence[LayerPoint]) -> dict[str, Any]:
+    rates = fit_kernels(layers)
+    by_layer = errors_by_layer(layers, rates)
+    return {
+        "processes": layers[0].processes,
+        "rates": [{"family": family, "dtype": dtype, **asdict(rate)} for (family, dtype), rate in rates.items()],
+        "errors": asdict(errors_of(layers, rates)),
+        "errors_by_layer": [{"layer": layer, "op": op, **asdict(e)} for (layer, op), e in by_layer.items()],
+    }

@@ -1,0 +1,103 @@
+"""What was measured, as this machine's profile: it replaces what an older one says of the same, and leaves the rest."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from shardlab.hardware import Line, Machine, Profile
+from shardlab.measure.fit import alpha_beta
+from shardlab.measure.kernel_fit import fit_kernels
+from shardlab.measure.points import CollectivePoint, LayerPoint, Point
+from shardlab.program import UserError
+
+Lines = dict[tuple[str, int], Line]
+
+
+def this_machine() -> Machine:
+    """What tells this machine from others."""
+    if torch.cuda.is_available():
+        return Machine(torch.cuda.get_device_name(0), torch.cuda.device_count(), torch.__version__, "nccl")
+    return Machine(_processor(), _cores(), torch.__version__, "gloo")
+
+
+def fit_lines(points: Sequence[CollectivePoint]) -> Lines:
+    """Latency and seconds per byte of every collective and group size."""
+    groups: dict[tuple[str, int], list[CollectivePoint]] = defaultdict(list)
+    for point in points:
+        groups[point.kind, point.ranks].append(point)
+    return {
+        key: Line(*alpha_beta([point.bytes for point in group], [point.seconds for point in group]))
+        for key, group in groups.items()
+    }
+
+
+def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
+    """The profile that follows from what was measured, and for the rest from an older one of this machine.
+
+    With several numbers of processes, the kernels are those of the most.
+    """
+    profile = old or Profile(this_machine(), {}, None, {}, _memory())
+    lines = fit_lines([point for point in points if isinstance(point, CollectivePoint)])
+    messages = lines.pop(("send_recv", 2), profile.messages)
+    profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
+    layers = [point for point in points if isinstance(point, LayerPoint)]
+    if not layers:
+        return profile
+    most = max(point.processes for point in layers)
+    kernels = fit_kernels([point for point in layers if point.processes == most])
+    alone = fit_kernels([point for point in layers if point.processes == 1])
+    return replace(
+        profile,
+        kernels={**profile.kernels, **kernels},
+        alone={**profile.alone, **alone},
+        layers=[asdict(point) for point in layers],
+    )
+
+
+def save(points: Sequence[Point], path: Path | None = None) -> Path:
+    """Write what was measured into this machine's profile; returns where it is.
+
+    At the default place, a profile of another machine (or of another torch) makes room.
+
+    Raises:
+        UserError: a file that was named holds something else.
+    """
+    try:
+        old = Profile.read(path, here=this_machine())
+    except UserError:
+        if path is not None and path.exists():
+            raise
+        old = None
+    return updated_profile(points, old).write(path)
+
+
+def _processor() -> str:
+    """The CPU's name, as Linux knows it; elsewhere as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> float:
+    """Bytes that all ranks have together, or each device."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.mem_get_info(0)[1])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,69 @@
+"""What the measuring ranks share: teams of every size, common decisions, and an end when they are interrupted."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+from shardlab.measure.cases import Team
+
+
+class World:
+    """This rank among all.
+
+    Args:
+        rank: its number.
+        device: its device.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = dist.get_world_size()
+        self.device = device
+
+    def team(self, size: int) -> Team:
+        """This rank's team when the world splits into teams of neighbours; every rank calls this."""
+        first = self.rank // size * size
+        ranks = tuple(range(first, first + size))
+        group = dist.group.WORLD if size == self.size else dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Team(group, ranks, self.rank - first, self.device)
+
+    def most(self, number: float) -> float:
+        """The largest that any rank has."""
+        return self._reduced(number, dist.ReduceOp.MAX)
+
+    def sum(self, number: float) -> float:
+        """Over all ranks."""
+        return self._reduced(number, dist.ReduceOp.SUM)
+
+    def mean(self, number: float) -> float:
+        """Over all ranks."""
+        return self.sum(number) / self.size
+
+    def meet(self) -> None:
+        """Wait for all."""
+        self.sum(0)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _reduced(self, number: float, how: dist.ReduceOp.RedOpType) -> float:
+        x = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(x, op=how)
+        return float(x)
+
+
+def leave_quietly() -> None:
+    """A process that was started to measure ends at Ctrl-C without a word; the one that started it tells what there is.
+
+    Nothing is lost: every point was written when it was measured.
+    """
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))

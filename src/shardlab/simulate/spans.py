@@ -1,0 +1,56 @@
+"""When each op of a recorded step started and ended, on one clock, by the rules that simulated clocks follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardlab.check import Checked
+from shardlab.program import Op, OpKind
+from shardlab.program.record import StepRecord
+from shardlab.program.tape import COMMUNICATION
+
+Spans = dict[int, tuple[float, float]]
+"""Start and end of ops, by place on the tape."""
+
+
+def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> dict[int, Spans]:
+    """For each rank, the ops that it finished; in seconds since the first rank began.
+
+    Compute is as it was seen. A communication ends when this rank's part was over, and starts when its last member had
+    come, or when the one that was over just before it on the same communicator was, if that is later: what a group has
+    in flight at the same time shares its links, and is told one after the other, as on a stream.
+
+    Args:
+        steps: one step, by rank.
+        offsets: what to take from each rank's clock.
+    """
+    zero = min((step.began - offsets[rank] for rank, step in steps.items()), default=0.0)
+    shift = {rank: -offsets[rank] - zero for rank in steps}
+    found: dict[int, Spans] = {rank: {} for rank in steps}
+    came: dict[int, float] = {}
+    parts: list[tuple[float, int, int, int]] = []  # (over, rank, op, meeting)
+    for rank, step in steps.items():
+        tape = checked.program.tapes[rank]
+        for at, moments in step.ops.items():
+            if tape[at].kind in COMMUNICATION:
+                meeting = checked.meeting_of[rank][tape[at].handle]
+                came[meeting] = max(came.get(meeting, 0.0), moments.began + shift[rank])
+                if moments.over is not None:
+                    parts.append((moments.over + shift[rank], rank, at, meeting))
+            elif moments.ended is not None:
+                found[rank][at] = (moments.began + shift[rank], moments.ended + shift[rank])
+    free: dict[tuple[int, object], float] = {}
+    for over, rank, at, meeting in sorted(parts):
+        stream = (rank, communicator(rank, checked.program.tapes[rank][at]))
+        found[rank][at] = (min(over, max(came[meeting], free.get(stream, 0.0))), over)
+        free[stream] = over
+    return found
+
+
+def communicator(rank: int, op: Op) -> object:
+    """What a communication shares with those that it takes turns with: its group, or the two ranks' link."""
+    if op.group is not None:
+        return op.group
+    if op.batch < 0:
+        return frozenset((rank, op.peer))
+    return (rank, op.peer) if op.kind is OpKind.SEND else (op.peer, rank)  # what is exchanged crosses

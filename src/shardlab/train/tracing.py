@@ -1,0 +1,94 @@
+"""`train --trace`: a few steps early in a run are timed op by op, then a few have their memory measured."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.execute import Executor
+from shardlab.execute.clock import clock_offset
+from shardlab.execute.recording import Recorder
+from shardlab.execute.tracked_memory import step_with_memory
+from shardlab.program.record import MemoryRecord, RankRecord
+from shardlab.simulate.trace_file import rank_file, write_rank, write_trace
+from shardlab.train.described import described
+from shardlab.train.job import Job
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """How much of a run is recorded.
+
+    Attributes:
+        warm_up: steps before, in which memory is first taken and connections are made.
+        timed: steps whose ops are timed; they start together on all ranks, as simulated steps do.
+        measured: steps, after those, whose memory is measured; of these the last is kept.
+    """
+
+    warm_up: int = 3
+    timed: int = 10
+    measured: int = 2
+
+    @property
+    def steps(self) -> int:
+        """How many steps a run must have."""
+        return self.warm_up + self.timed + self.measured
+
+
+class Tracer:
+    """Takes the steps of one rank's executor, recording those that are to be.
+
+    What a rank has seen is on disk after each of them, also when it fails, and in one file for all ranks in the end.
+    """
+
+    def __init__(self, executor: Executor, job: Job, folder: Path, tracing: Tracing) -> None:
+        self._executor = executor
+        self._job = described(job)
+        self._folder = folder
+        self._tracing = tracing
+        self._recorder = Recorder(executor)
+        self._record = RankRecord(executor.state.rank, steps=self._recorder.steps)
+        self._merged = False
+
+    def step(self) -> Tensor:
+        """Run a step as `Executor.step` does."""
+        tracing, step = self._tracing, self._executor.state.step
+        if step == tracing.steps:
+            self.finish()
+        if not tracing.warm_up <= step < tracing.steps:
+            return self._executor.step()
+        if step == tracing.warm_up:
+            device, ranks = self._executor.state.settings.device, dist.get_world_size()
+            self._record.offset, self._record.bound = clock_offset(self._record.rank, ranks, device)
+            self._folder.mkdir(parents=True, exist_ok=True)  # on a host whose disk is its own there is none yet
+        try:
+            if step < tracing.warm_up + tracing.timed:
+                dist.barrier()
+                return self._recorder.step()
+            self._record.memory = MemoryRecord()
+            return step_with_memory(self._executor, self._record.memory)
+        finally:
+            self._write()
+
+    def finish(self) -> None:
+        """Put all ranks' records into one file; all ranks call this together, and more than once if they like."""
+        if self._merged or not self._record.steps:
+            return
+        self._merged = True
+        rank = self._record.rank
+        records: list[RankRecord] | None = [self._record] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(self._record, records)
+        if records is not None:
+            everyone = {record.rank: record for record in records}
+            write_trace(self._folder, self._job, self._executor.state.checked, everyone)
+        dist.barrier()  # no rank's own file goes before the common one is there
+        rank_file(self._folder, rank).unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        write_rank(self._folder, self._job, self._executor.state.checked.program.fingerprint(), self._record)

@@ -1,0 +1,108 @@
+"""Programs that go by way of a root are right, and every mistake put into them is refused."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from random import Random
+
+import pytest
+
+from shardlab.check import check
+from shardlab.program import Mesh, Program, Refused, Strategy, trace
+from tests.check.programs import PLACE
+from tests.support.interpreter import judge
+from tests.support.mutations import MUTATIONS
+from tests.support.random_plan import Plan
+from tests.support.random_programs import Shape, random_program
+from tests.train.rooted_programs import by_root, by_root_mesh, parameter_server, replicas
+
+SAMPLE = {
+    "another root": 60,
+    "another reduction": 60,
+    "another value from the root": 30,
+    "root left out": 30,
+    "reduced on the root again": 30,
+}
+"""Mutants of a kind and program that are tried, where it is not 6."""
+
+RANDOM_SHAPES = [Shape(1, 2, 2, 2, 5, 4), Shape(2, 1, 2, 2, 4, 5), Shape(2, 2, 1, 3, 5, 8)]
+
+
+@cache
+def subjects() -> dict[str, Program]:
+    programs = {
+        "parameter server": trace(parameter_server, 2, 2, 2),
+        "by root": trace(by_root, by_root_mesh(4), 2, 4),
+        "replicas": trace(replicas, 2, 2, 4),
+    }
+    return programs | {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
+
+
+def refusal(program: Program) -> str | None:
+    try:
+        check(program)
+    except Refused as refused:
+        return str(refused)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("program", "mesh", "layers", "microbatches"),
+    [
+        (parameter_server, 1, 1, 1),
+        (parameter_server, 3, 2, 6),
+        (by_root, by_root_mesh(2), 3, 4),
+        (by_root, by_root_mesh(8), 2, 8),
+        (replicas, 3, 2, 3),
+    ],
+)
+def test_what_goes_by_way_of_a_root_is_right_on_every_backend(
+    program: Strategy, mesh: Mesh | int, layers: int, microbatches: int
+) -> None:
+    tapes = trace(program, mesh, layers, microbatches)
+    assert check(tapes).backends() == ["gloo", "nccl"]
+    assert judge(tapes).right
+
+
+def test_the_random_programs_go_by_way_of_a_root() -> None:
+    assert all(Plan(shape).by_root for shape in RANDOM_SHAPES)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MUTATIONS if kind != "another world"])
+def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) -> None:
+    wrong = False
+    for name, program in subjects().items():
+        found = list(MUTATIONS[kind](program))
+        size = SAMPLE.get(kind, 6)
+        for mutant in found if len(found) <= size else Random(f"{kind} {name}").sample(found, size):
+            sentence = refusal(mutant)
+            verdict = judge(mutant)
+            wrong = wrong or not verdict.right
+            if sentence is None:
+                assert verdict.right, f"{kind} of {name} passes, but: {verdict.reason}"
+            else:
+                assert re.match(PLACE, sentence), sentence
+    assert wrong or kind not in SAMPLE or kind == "another value from the root", "what it expects changes no numbers"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("another root", "by root", "has 1 inputs and 0 outputs: expected 1 and 1 of rank"),
+        ("another root", "by root", "but the group has the ranks"),
+        ("another root", "replicas", "all_reduce: names root"),
+        ("another reduction", "parameter server", "gradients are shares of the step's mean already"),
+        ("another reduction", "parameter server", "the max of different gradients is no gradient"),
+        ("another reduction", "parameter server", "is by mean; only reduce and all_reduce"),
+        ("another reduction", "by root", "only the sum of all squares is the gradient's norm"),
+        ("another reduction", "replicas", "would be counted twice"),
+        ("another value from the root", "parameter server", "expected weights[1], but rank 0 gave weights[0]"),
+        ("root left out", "parameter server", "meets it with broadcast with root 0"),
+        ("reduced on the root again", "replicas", "would be counted twice"),
+        ("malformed op", "parameter server", "the tape does not say what comes from the root"),
+    ],
+)
+def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, words: str) -> None:
+    sentences = [refusal(mutant) for mutant in MUTATIONS[kind](subjects()[name])]
+    assert any(sentence and words in sentence for sentence in sentences), sorted({s for s in sentences if s})

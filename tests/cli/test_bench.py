@@ -1,0 +1,125 @@
+"""`shardlab bench`: what it prints, what it keeps, and what it refuses before any rank is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.hardware import Profile
+from shardlab.measure.points import CollectivePoint, OverlapPoint, PeakPoint, Point, append
+
+pytestmark = pytest.mark.xdist_group("ranks")
+Captured = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parents[2]
+TINY = ["--min", "64", "--max", "256", "--seconds", "0.0001"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["collectives", "--min", "1 lot"], "'1 lot' is not a size"),
+        (["collectives", "--min", "2KB", "--max", "1KB"], "the largest size, 1 KB, is less than the smallest, 2 KB"),
+        (["collectives", "--kinds", "allreduce"], "no collective is called 'allreduce'; did you mean all_reduce"),
+        (["collectives", "--ranks", "1"], "one rank has nobody to communicate with; give --ranks 2 or more"),
+        (["collectives", "--seconds", "0"], "--seconds is 0.0; give a positive number of seconds"),
+        (["collectives", "--plot", "no/such/folder.svg"], "the folder no/such does not exist"),
+        (["compute", "--batches", "8by128"], "'8by128' is no microbatch"),
+        (["compute", "--dtype", "float31"], "is called 'float31'; did you mean float32"),
+        (["compute", "--widths", "4"], "a width of 4 is too small"),
+    ],
+)
+def test_bad_requests_are_one_sentence(options: list[str], sentence: str, capsys: Captured) -> None:
+    assert main(["bench", *options]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert sentence in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_collectives_are_told_in_json_drawn_and_kept(tmp_path: Path, capsys: Captured) -> None:
+    profile, plot = tmp_path / "profile.json", tmp_path / "bench.svg"
+    kinds = ["--kinds", "all_reduce", "barrier", "send_recv"]
+    files = ["--profile", str(profile), "--plot", str(plot)]
+    assert main(["bench", "collectives", "--ranks", "2", *TINY, *kinds, *files, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {
+        *("machine", "collectives", "overlap", "fits", "peaks", "layers", "kernels", "profile", "failure"),
+    }
+    points = [(each["kind"], each["bytes"]) for each in told["collectives"]]
+    assert points == [*(("all_reduce", 64), ("all_reduce", 256), ("barrier", 0), ("send_recv", 64), ("send_recv", 256))]
+    assert not any(each["wrong"] for each in told["collectives"])
+    assert {"seconds", "algorithm_bandwidth", "bus_bandwidth", "iterations", "ranks"} < set(told["collectives"][0])
+    assert {"compute", "communication", "together", "hidden"} < set(told["overlap"][0])
+    assert {"kind", "ranks", "alpha", "beta", "errors"} == set(told["fits"][0])
+    assert told["failure"] is None
+    kept = Profile.read(profile)
+    assert {(fit["kind"], fit["ranks"]) for fit in told["fits"]} == {*kept.collectives, ("send_recv", 2)}
+    assert kept.messages is not None
+    assert "all_reduce" in plot.read_text()
+
+
+def test_layers_are_told_in_tables_and_nothing_is_kept_unasked(tmp_path: Path, capsys: Captured) -> None:
+    plot = tmp_path / "bench.png"
+    sizes = ["--widths", "16", "--batches", "1x8", "2x8", "--vocabulary", "32", "--seconds", "0.0001"]
+    assert main(["bench", "compute", "--ranks", "1", *sizes, "--no-save", "--plot", str(plot)]) == 0
+    told = capsys.readouterr().out
+    for words in ("share of the peak", "peak in float32, 1 at once", "last block", "fit, 1 at once", "matmul_backward"):
+        assert words in told
+    assert plot.stat().st_size > 0
+    assert "profile " not in told
+
+
+POINTS: list[Point] = [
+    CollectivePoint("all_reduce", 2, 1024, 1e-3, 20, 3),
+    OverlapPoint("all_reduce", 2, 1024, 1e-3, 1e-3, 1.5e-3),
+    PeakPoint("float32", 1, 1024, 5e10),
+]
+
+
+def measures_some(rank: int, device: object, bench: object, file: Path) -> bool:
+    for point in POINTS:
+        append(file, point)
+    raise ValueError("the cable is a fish")
+
+
+def test_what_was_measured_before_a_failure_is_told_and_kept(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardlab.measure.collectives.measure_collectives", measures_some)
+    options = ["--ranks", "2", "--profile", str(tmp_path / "profile.json")]
+    assert main(["bench", "collectives", *options]) == 1
+    told = capsys.readouterr()
+    assert "all_reduce" in told.out
+    assert "50%" in told.out
+    assert "the cable is a fish" in told.err
+    assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardlab", "bench", "collectives", "--ranks", "2", "--kinds", "all_reduce"]
+    options = ["--min", "4", "--max", "1KB", "--factor", "2", "--seconds", "1", "--json"]
+    files = ["--profile", str(tmp_path / "profile.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    bench = subprocess.Popen(
+        [*command, *options, *files], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert bench.stderr is not None
+    first = bench.stderr.readline()
+    assert first.startswith("    1/9  all_reduce")
+    time.sleep(0.1)
+    bench.send_signal(signal.SIGINT)
+    out, err = bench.communicate(timeout=120)
+    assert bench.returncode == 130, err
+    told = json.loads(out)
+    assert told["failure"] == "interrupted"
+    assert 1 <= len(told["collectives"]) < 9
+    assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
+    assert err.splitlines()[-1].startswith("shardlab: interrupted")

@@ -1,0 +1,108 @@
+"""`shardlab compare`, on runs that never were: the numbers in them are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.check import Checked
+from shardlab.cli import main
+from shardlab.models import GPT
+from shardlab.program import Mesh
+from shardlab.program.record import RankRecord
+from shardlab.simulate.trace_file import write_rank, write_trace
+from shardlab.strategies.plan import Plan
+from shardlab.train.described import described, job_of
+from shardlab.train.job import Job
+from tests.simulate.test_measured import records
+
+JOB = Job("fsdp", 2, 2, GPT(layers=3, width=16, heads=2, block=8), 2)
+COSTS = "forward=1,backward_input=0.5,backward_weight=0.5,collective=0.3,update=0.5"
+
+
+def written(folder: Path, *, whole: bool = True) -> Checked:
+    """A run whose steps took three times what the unit costs say."""
+    checked = JOB.checked()
+    found: dict[int, RankRecord] = records(checked, 3.0, 3.0)
+    if whole:
+        write_trace(folder, described(JOB), checked, found)
+    else:
+        write_rank(folder, described(JOB), checked.program.fingerprint(), found[1])
+    return checked
+
+
+def test_the_table_has_prediction_measurement_and_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    assert main(["compare", str(tmp_path), "--costs", COSTS, "--svg", str(tmp_path / "c.svg")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["fsdp", "on", "2", "ranks"] in lines
+    assert ["0", "forward", "3", "3,000.00", "ms", "9,000.00", "ms", "0.33"] in lines
+    assert (tmp_path / "c.svg").read_text().count("measured") >= 2
+
+
+def test_json_alone_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    assert main(["compare", str(tmp_path), "--costs", COSTS, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["step"]["ratio"] == pytest.approx(1 / 3)
+    assert len(said["steps"]) == 2
+    assert said["ranks"][0]["memory_by_category"] == {"parameters": 8, "activations": 6}
+    assert said["ranks"][1]["memory"]["measured"] == 14
+    updates = [row for row in said["ops"] if row["op"] == "update"]
+    assert [(row["rank"], row["ops"], row["predicted"]) for row in updates] == [(0, 3, 1.5), (1, 3, 1.5)]
+    assert (said["missing"], said["job"]["strategy"]) == ([], "fsdp")
+
+
+def test_without_prices_the_measurement_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    assert main(["compare", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["step"]["predicted"], said["ranks"][0]["memory"]["predicted"]) == (None, None)
+    assert said["step"]["measured"] > 0
+
+
+def test_of_a_crashed_run_what_there_is_is_shown_and_what_is_missing_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, whole=False)
+    assert main(["compare", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "incomplete: rank 0 left no record" in out
+    assert "1     forward" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere is no folder; give the folder of a run"),
+        (["."], "has no trace; run shardlab train with --trace"),
+    ],
+)
+def test_a_folder_without_a_trace_is_refused(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_too_short_to_be_traced_is_refused_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--trace", "--steps", "4", "--strategy", "ddp", "--ranks", "2"]) == 2
+    assert "--trace needs 15 steps, but --steps is 4" in capsys.readouterr().err
+
+
+PLAN = Plan(Mesh(pp=2, dp_shard=2), "zb-h1", shard_optimizer=("dp_shard",), reduce_each=(), recompute=(0, 2))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", PLAN, Plan(Mesh(tp=2), sequence_parallel=True)])
+def test_a_job_is_the_same_after_it_was_written_down(strategy: str | Plan) -> None:
+    job = Job(strategy, 4, 8, GPT(layers=4, width=16, heads=2, kv_heads=1), 2, seed=3, name="mine")
+    assert job_of(json.loads(json.dumps(described(job)))) == job
+
+
+def test_a_model_of_another_version_is_refused() -> None:
+    words = {**described(JOB), "model": {"kind": "Perceptron"}}
+    with pytest.raises(Exception, match="none that this version of Shardlab knows"):
+        job_of(words)

@@ -1,0 +1,43 @@
+"""What the tests of measuring run on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shardlab.measure.cases import CASES, make_case
+from shardlab.measure.collectives import CollectiveBench, measure_collectives
+from shardlab.measure.layers import ComputeBench, measure_compute
+from shardlab.measure.world import World
+
+
+def collectives(rank: int, bench: CollectiveBench, file: Path) -> bool:
+    return measure_collectives(rank, torch.device("cpu"), bench, file)
+
+
+def compute(rank: int, bench: ComputeBench, file: Path) -> bool:
+    return measure_compute(rank, torch.device("cpu"), bench, file)
+
+
+def wrong_elements(rank: int, size: int) -> dict[str, tuple[int, int]]:
+    """Of every collective: wrong elements as it is, and when one of those that are expected is another."""
+    team = World(rank, torch.device("cpu")).team(size)
+    found: dict[str, tuple[int, int]] = {}
+    for kind in CASES:
+        if kind == "send_recv" and size != 2:
+            continue
+        right = make_case(kind, 96, team).wrong()
+        case = make_case(kind, 96, team)
+        if case.expected is not None:
+            case.expected[-1] += 1
+        found[kind] = right, case.wrong()
+    return found
+
+
+def teams(rank: int) -> list[tuple[int, ...]]:
+    """The teams of two of this rank's world, and the sum over it of its members' ranks."""
+    team = World(rank, torch.device("cpu")).team(2)
+    x = torch.tensor([rank])
+    torch.distributed.all_reduce(x, group=team.group)
+    return [team.ranks, (int(x),)]

@@ -1,0 +1,59 @@
+"""Collectives on real ranks: right, timed at every size, and written down one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardlab.measure.collectives import CollectiveBench, group_sizes
+from shardlab.measure.points import KINDS, CollectivePoint, OverlapPoint, read_points
+from tests.measure import jobs
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+
+
+def test_every_result_is_right_and_one_that_is_not_is_counted(ranks: World) -> None:
+    for found in ranks(2).call(jobs.wrong_elements, 2):
+        assert set(found) == set(KINDS)
+        assert not any(right for right, _ in found.values())
+    first, second = ranks(2).call(jobs.wrong_elements, 2)
+    assert {kind for kind in KINDS if first[kind][1] == 1} == set(KINDS) - {"barrier"}
+    assert {kind for kind in KINDS if second[kind][1] == 1} == set(KINDS) - {"barrier", "reduce", "gather"}
+
+
+def test_teams_of_neighbours_work_at_once(ranks: World) -> None:
+    assert ranks(4).call(jobs.teams) == [[(0, 1), (1,)]] * 2 + [[(2, 3), (5,)]] * 2
+
+
+def test_groups_are_the_divisors() -> None:
+    assert group_sizes(8) == (2, 4, 8)
+    assert group_sizes(7) == (7,)
+
+
+def test_every_kind_is_measured_at_every_size(ranks: World, tmp_path: Path) -> None:
+    bench = CollectiveBench(KINDS, (64, 1024), (2,), seconds=1e-4, warmup=1, quiet=True)
+    assert ranks(2).call(jobs.collectives, bench, tmp_path / "points") == [True, False]
+    points = read_points(tmp_path / "points")
+    measured = [point for point in points if isinstance(point, CollectivePoint)]
+    sizes = [(kind, size) for kind in KINDS for size in ([0] if kind == "barrier" else [64, 1024])]
+    assert [(point.kind, point.bytes) for point in measured] == sizes
+    assert all(point.seconds > 0 and point.iterations >= 5 and not point.wrong for point in measured)
+    beside = [point for point in points if isinstance(point, OverlapPoint)]
+    assert [point.kind for point in beside] == [kind for kind in KINDS if kind not in ("barrier", "send_recv")]
+    assert all(min(point.compute, point.communication, point.together) > 0 for point in beside)
+
+
+def test_messages_are_measured_between_two_and_the_rest_in_every_group(ranks: World, tmp_path: Path) -> None:
+    bench = CollectiveBench(("all_reduce", "send_recv"), (64,), (2, 4), seconds=1e-4, overlap=False, quiet=True)
+    ranks(4).call(jobs.collectives, bench, tmp_path / "points")
+    points = read_points(tmp_path / "points")
+    assert all(isinstance(point, CollectivePoint) for point in points)
+    assert [(point.kind, point.ranks) for point in points if isinstance(point, CollectivePoint)] == [
+        ("all_reduce", 2),
+        ("send_recv", 2),
+        ("all_reduce", 4),
+    ]

@@ -1,0 +1,292 @@
+"""Collectives with a root, a barrier, and reductions: what each member receives, what is refused, what is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Reduction, Refused, Spec, World, transfer
+from shardlab.program.rooted import Call, collective, want_sound
+from shardlab.program.values import ONE, WHOLE, Grid
+from tests.program.tapes import refusal, says, together
+
+RANKS = (4, 5, 6)
+LAYERS = 2
+BROADCAST, SCATTER = Call(OpKind.BROADCAST, 5), Call(OpKind.SCATTER, 5)
+GATHER, REDUCE = Call(OpKind.GATHER, 5), Call(OpKind.REDUCE, 5)
+
+
+def weight(holds: Holds = WHOLE, step: int = 0) -> Spec:
+    return Spec(Kind.WEIGHT, 1, holds, 0, step)
+
+
+def gradient(sums: int, holds: Holds = WHOLE) -> Spec:
+    return Spec(Kind.GRAD_WEIGHT, 1, holds, sums)
+
+
+def rows(mask: int, of: int = 6, grid: Grid = ONE) -> Spec:
+    return Spec(Kind.ACTIVATION, 0, Holds(mask, of), 0, 0, grid)
+
+
+def scalar(parts: int, sums: int = 0) -> Spec:
+    return Spec(Kind.SCALAR, 0, Holds(parts, 4), sums)
+
+
+def shard(n: int, of: int = 3) -> Holds:
+    return Holds(1 << n, of)
+
+
+def by(reduction: Reduction, kind: OpKind = OpKind.ALL_REDUCE) -> Call:
+    return Call(kind, 5 if kind is OpKind.REDUCE else -1, reduction)
+
+
+def test_a_broadcast_is_the_roots_value_on_all_others() -> None:
+    value = gradient(0b11, shard(1))
+    assert collective(BROADCAST, [None, value, None], RANKS, LAYERS) == [value, None, value]
+
+
+def test_scattered_parameters_are_cut_as_a_reduce_scatter_cuts_them() -> None:
+    for value in (gradient(0b11), gradient(0b11, Holds(0b110, 3))):
+        parts = [value._replace(sums=0b100), value, value._replace(sums=0)]
+        scattered = collective(SCATTER, [None, value._replace(sums=0b111), None], RANKS, LAYERS)
+        assert scattered == transfer.collective(OpKind.REDUCE_SCATTER, parts, RANKS, LAYERS)
+
+
+def test_scattered_batches_are_runs_of_whole_microbatches() -> None:
+    assert collective(SCATTER, [None, rows(0b111111), None], RANKS, LAYERS) == [
+        rows(0b000011),
+        rows(0b001100),
+        rows(0b110000),
+    ]
+    assert collective(SCATTER, [None, rows(0b101010), None], RANKS, LAYERS) == [
+        rows(0b10),
+        rows(0b1000),
+        rows(0b100000),
+    ]
+    halves = rows(0b10_10_10, 6, Grid(2, 1))
+    assert collective(SCATTER, [None, halves, None], RANKS, LAYERS) == [
+        halves._replace(holds=Holds(1 << bit, 6)) for bit in (1, 3, 5)
+    ]
+
+
+@given(st.sampled_from(RANKS), st.integers(0, 2))
+def test_a_gather_and_a_reduce_are_all_gather_and_all_reduce_on_the_root_alone(root: int, turn: int) -> None:
+    pieces = [weight(shard((n + turn) % 3)) for n in range(3)]
+    terms = [gradient(1 << (n + turn) % 3) for n in range(3)]
+    for kind, everywhere, given_ in (
+        (OpKind.GATHER, OpKind.ALL_GATHER, pieces),
+        (OpKind.REDUCE, OpKind.ALL_REDUCE, terms),
+    ):
+        whole, *_ = transfer.collective(everywhere, given_, RANKS, LAYERS)
+        received = collective(Call(kind, root), given_, RANKS, LAYERS)
+        assert received == [whole if rank == root else None for rank in RANKS]
+
+
+def test_scatter_and_then_gather_gives_the_value_back() -> None:
+    value = weight()
+    pieces = collective(SCATTER, [None, value, None], RANKS, LAYERS)
+    assert collective(GATHER, pieces, RANKS, LAYERS)[1] == value
+
+
+def test_a_barrier_brings_nothing() -> None:
+    assert collective(Call(OpKind.BARRIER), [None] * 3, RANKS, LAYERS) == [None] * 3
+
+
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.MIN, Reduction.MAX])
+def test_replicas_reduced_are_what_they_were(reduction: Reduction) -> None:
+    """Also gradients: what has summed the same is the same."""
+    for value in (weight(step=1), gradient(0b111), gradient(0b101, shard(1)), scalar(0b1111)):
+        assert collective(by(reduction), [value] * 3, RANKS, LAYERS) == [value] * 3
+        assert collective(by(reduction, OpKind.REDUCE), [value] * 3, RANKS, LAYERS) == [None, value, None]
+
+
+def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_norm() -> None:
+    parts = [scalar(0b0011), scalar(0b0110), scalar(0b1000)]
+    (largest, *_) = collective(by(Reduction.MAX), parts, RANKS, LAYERS)
+    assert largest == scalar(0b1111, 3)
+    assert str(largest) == "scalars (the max of several ranks')"
+    assert largest.microbatches == 0
+    with pytest.raises(Refused, match="only the sum of all squares is the gradient's norm"):
+        transfer.scale("update(layer 1)", largest, 0)
+    with pytest.raises(Refused, match="only sums of squares add up to a norm"):
+        transfer.add(scalar(0b1), largest)
+    assert collective(by(Reduction.MAX), [largest, scalar(0b1), largest], RANKS, LAYERS) == [largest] * 3
+
+
+REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "the mean of gradients": (
+        lambda: collective(by(Reduction.MEAN), [gradient(1), gradient(2), gradient(4)], RANKS, LAYERS),
+        ["all_reduce(grad_weights[1]) by mean", "rank 4 gave", "rank 5", "so a mean over ranks is 1/3 of it", "sum"],
+    ),
+    "the least gradient": (
+        lambda: collective(by(Reduction.MIN, OpKind.REDUCE), [gradient(1), gradient(1), gradient(4)], RANKS, LAYERS),
+        ["reduce(grad_weights[1]) by min", "rank 6", "the min of different gradients is no gradient"],
+    ),
+    "the mean of other weights": (
+        lambda: collective(by(Reduction.MEAN), [weight(), weight(), weight(step=1)], RANKS, LAYERS),
+        ["rank 6 weights[1] (step 1)", "the mean of different weights is no weight"],
+    ),
+    "the mean of activations": (
+        lambda: collective(by(Reduction.MEAN), [rows(1)] * 3, RANKS, LAYERS),
+        ["activations[0] (microbatch 0) was given", "only weights, their gradients and scalars"],
+    ),
+    "the mean of means": (
+        lambda: collective(by(Reduction.MEAN), [scalar(1, 1), scalar(2, 1), scalar(4)], RANKS, LAYERS),
+        ["a mean is taken of scalars of one step, all sums"],
+    ),
+    "the max of minima": (
+        lambda: collective(by(Reduction.MAX), [scalar(1, 2), scalar(2), scalar(4)], RANKS, LAYERS),
+        ["a max is taken of scalars of one step"],
+    ),
+    "overlapping pieces": (
+        lambda: collective(GATHER, [weight(shard(0)), weight(shard(0)), weight(shard(1))], RANKS, LAYERS),
+        ["gather(weights[1])", "comes from rank 5 and from an earlier rank as well", "must not overlap"],
+    ),
+    "microbatches twice": (
+        lambda: collective(REDUCE, [gradient(1), gradient(2), gradient(2)], RANKS, LAYERS),
+        ["reduce(grad_weights[1])", "microbatch 1 would be counted twice (rank 5 and rank 6"],
+    ),
+    "a scalar gathered": (
+        lambda: collective(GATHER, [scalar(1), scalar(2), scalar(4)], RANKS, LAYERS),
+        ["gather(scalars): a scalar has no slices"],
+    ),
+    "a scalar scattered": (
+        lambda: collective(SCATTER, [None, scalar(1), None], RANKS, LAYERS),
+        ["scatter(scalars[0])", "weights, optimizer states, activations and their gradients are scattered"],
+    ),
+    "four microbatches among three": (
+        lambda: collective(SCATTER, [None, rows(0b1111), None], RANKS, LAYERS),
+        ["scatter(activations[0])", "4 microbatches, which do not divide among 3 ranks"],
+    ),
+    "a root outside": (
+        lambda: want_sound(Call(OpKind.REDUCE, 3), RANKS),
+        ["reduce: the root is rank 3, but the group has the ranks 4, 5, 6"],
+    ),
+    "a root too many": (lambda: want_sound(Call(OpKind.BARRIER, 4), RANKS), ["barrier: names root 4, but it has none"]),
+    "a gather by max": (
+        lambda: want_sound(Call(OpKind.GATHER, 4, Reduction.MAX), RANKS),
+        ["gather: is by max; only reduce and all_reduce"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_wrong_is_refused_by_a_sentence(name: str) -> None:
+    call, words = REFUSALS[name]
+    with pytest.raises(Refused) as caught:
+        call()
+    says(caught.value, *words)
+
+
+# Traced.
+
+
+def test_each_rooted_verb_stands_on_the_tape_with_what_its_rank_gives_and_receives() -> None:
+    async def program(rank: Rank) -> None:
+        root = rank.index == 1
+        whole = rank.load_weight(0) if root else None
+        rank.weights["all"] = await rank.broadcast(whole, root=1)
+        rank.weights["mine"] = await rank.scatter(rank.weights["all"] if root else None, root=1)
+        assert (await rank.gather(rank.weights["mine"], root=1) is None) == (not root)
+        await rank.barrier()
+
+    assert together(program) == [
+        [
+            *("broadcast h0 -> 0", "wait h0", "scatter h1 -> 1", "wait h1", "gather 1 h2", "wait h2"),
+            *("barrier h3", "wait h3", "free 0", "free 1"),
+        ],
+        [
+            *("load_weight -> 0", "broadcast 0 h0", "wait h0", "scatter 0 h1 -> 1", "wait h1"),
+            *("gather 1 h2 -> 2", "wait h2", "barrier h3", "wait h3", "free 0", "free 1", "free 2"),
+        ],
+    ]
+
+
+def test_a_broadcast_gives_the_root_its_own_value_back_even_if_no_key_names_it() -> None:
+    async def program(rank: Rank) -> None:
+        value = rank.load_weight(0) if rank.index == 0 else None
+        got = await rank.broadcast(value, root=0)
+        assert (got is value) == (rank.index == 0)
+        rank.weights["kept"] = got
+
+    world = World(2, 1, 1)
+    world.run(program)
+    assert [rank.weights["kept"].spec for rank in world.ranks] == [Spec(Kind.WEIGHT, 0, WHOLE)] * 2
+
+
+def test_what_a_root_gives_is_noted_where_it_arrives() -> None:
+    async def program(rank: Rank) -> None:
+        batch = rank.load_batch(rank.microbatches) if rank.index == 2 else None
+        rank.activations[0] = await rank.scatter(batch, root=2, axis="dp_shard")
+
+    world = World(Mesh(dp_replicate=2, dp_shard=2), 1, 4)
+    with pytest.raises(Refused, match="the root is rank 2, but the group has the ranks 0, 1"):
+        world.run(program)
+
+    async def on_each_axis(rank: Rank) -> None:
+        root = rank.group("dp_shard").ranks[0]
+        batch = rank.load_batch(rank.microbatches) if rank.index == root else None
+        rank.activations[0] = await rank.scatter(batch, root=root, axis="dp_shard")
+
+    world = World(Mesh(dp_replicate=2, dp_shard=2), 1, 4)
+    program_ = world.run(on_each_axis)
+    (op,) = [op for op in program_.tapes[3] if op.kind is OpKind.SCATTER]
+    assert (op.root, op.layer, str(op.expect)) == (2, 0, "activations[0] of microbatches 2-3")
+
+
+@pytest.mark.parametrize(
+    ("value", "verb", "options", "words"),
+    [
+        ("all", "broadcast", {"root": 0}, "rank 1 gives a value, but only the root does; give None on the others"),
+        ("none", "scatter", {"root": 0}, "no value was given; the root's is what the others get"),
+        ("all", "gather", {"root": 2}, "the root is rank 2, but the group has the ranks 0, 1"),
+        ("none", "reduce", {"root": 0}, "None was given where a value is wanted"),
+        (
+            "all",
+            "reduce",
+            {"root": 0, "reduction": "avg"},
+            "there is no reduction 'avg'; give one of sum, mean, min, max",
+        ),
+        ("all", "all_reduce", {"reduction": "median"}, "there is no reduction 'median'"),
+        (
+            "root",
+            "broadcast",
+            {"root": 0, "expect": ("weights", 1, None)},
+            "expected weights[1], but rank 0 gave weights[0]",
+        ),
+        ("root", "broadcast", {"root": 0, "expect": ("fish", 1, None)}, "broadcast: 'fish' is not a store"),
+    ],
+)
+def test_a_call_that_is_wrong_is_refused_at_its_line(
+    value: str, verb: str, options: dict[str, object], words: str
+) -> None:
+    async def program(rank: Rank) -> None:
+        gives = value == "all" or (value == "root" and rank.index == 0)
+        await getattr(rank, verb)(rank.load_weight(0) if gives else None, **options)
+
+    says(refusal(program), words)
+
+
+def test_members_must_agree_on_root_and_reduction() -> None:
+    async def roots(rank: Rank) -> None:
+        await rank.gather(rank.load_weight(0, rank.index, 2), root=rank.index)
+
+    async def reductions(rank: Rank) -> None:
+        await rank.all_reduce(rank.load_weight(0), reduction="min" if rank.index else "max")
+
+    says(refusal(roots), "gather(weights[0] (shard 1 of 2)) with root 1 on world: rank 0 meets it with", "with root 0")
+    says(
+        refusal(reductions),
+        "all_reduce(weights[0]) by min on world: rank 0 meets it with all_reduce(weights[0]) by max",
+    )
+
+
+def test_a_barrier_that_one_rank_leaves_out_is_a_deadlock_that_names_it() -> None:
+    async def program(rank: Rank) -> None:
+        if rank.index:
+            await rank.barrier()
+
+    says(refusal(program), "deadlock: rank 1 waits in barrier on world for rank 0; rank 0 has ended without it")

@@ -1,0 +1,144 @@
+"""What ops that compute do to a rank's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from shardlab.program import Op, OpKind
+from tests.support.judged_rank import JudgedRank
+from tests.support.one_device import initial, squares, update_slice
+from tests.support.pieces import ELEMENTS, Array, BrokenTape, Piece, summed
+from tests.support.toy_network import Network
+
+PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
+"""Where the weight and its state stand in what a layer has."""
+
+
+def load(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    mask, of = op.holds or (0, 0)
+    if op.layer not in network.weights or of < 1 or ELEMENTS % of or mask <= 0 or mask >> of:
+        raise BrokenTape(f"there are no slices {mask} of {of} of layer {op.layer}")
+    size = ELEMENTS // of
+    where = tuple(e for e in range(ELEMENTS) if mask >> e // size & 1)
+    if (op.kind, op.layer, where) in rank.loaded:
+        raise BrokenTape("the same slice is loaded twice")
+    rank.loaded.append((op.kind, op.layer, where))
+    rank.write(op.outputs[0], Piece(where, initial(op.layer)[PLACE[op.kind]][list(where)]))
+
+
+def load_batch(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    if op.holds is None or op.holds.of < 1 or op.holds.of % microbatches or op.holds.mask >> op.holds.of:
+        raise BrokenTape("there are no such microbatches")
+    pieces = tuple(i for i in range(op.holds.of) if op.holds.mask >> i & 1)
+    rank.write(op.outputs[0], network.batch(pieces, op.holds.of // microbatches))
+
+
+def forward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    made, kept = network.layer(op.layer).forward([rank.read(number) for number in op.inputs])
+    if op.kind is OpKind.RECOMPUTE:
+        made = []
+    elif not len(made) <= len(op.outputs) <= len(made) + 1:
+        raise BrokenTape("a layer makes another number of values")
+    for number, piece in zip(op.outputs, made, strict=False):
+        rank.write(number, piece)
+    for number in op.outputs[len(made) :]:
+        rank.keep(rank.saved, number, op.inputs[0], kept, op.layer)
+
+
+def attend(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    queries, keys_values = (rank.read(number) for number in op.inputs)
+    rank.write(op.outputs[0], network.attend(op.layer, queries, keys_values))
+
+
+def attend_backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    queries, keys_values, attended, gradient = (rank.read(number) for number in op.inputs)
+    made = network.attend_backward(op.layer, queries, keys_values, attended, gradient)
+    for number, piece in zip(op.outputs, made, strict=True):
+        rank.write(number, piece)
+
+
+def loss_stats(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    rank.write(op.outputs[0], network.stats(rank.read(op.inputs[0])))
+
+
+def loss(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    rank.write(op.outputs[0], network.loss([rank.read(number) for number in op.inputs]))
+
+
+def backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    """Whole, or the input's half."""
+    activation, gradient, weight, saved, *others = op.inputs
+    layer, read = network.layer(op.layer), [rank.read(n) for n in (activation, gradient, weight, *others)]
+    made, half = layer.backward_input(read, rank.take(rank.saved, saved, activation, op.layer))
+    numbers = op.outputs
+    if op.kind is OpKind.BACKWARD:
+        made = [layer.backward_weight(read[0], read[1], half), *made]
+    else:
+        *numbers, last = op.outputs
+    for number, piece in zip(numbers, made, strict=True):
+        rank.write(number, piece)
+    if op.kind is OpKind.BACKWARD_INPUT:
+        rank.keep(rank.halves, last, activation, half, op.layer)
+
+
+def backward_weight(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    activation, gradient, half = op.inputs
+    read = [rank.read(number) for number in (activation, gradient)]
+    kept = rank.take(rank.halves, half, activation, op.layer)
+    rank.write(op.outputs[0], network.layer(op.layer).backward_weight(read[0], read[1], kept))
+
+
+def norm(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    gradient = rank.read(op.inputs[0])
+    if gradient.data.ndim != 1:
+        raise BrokenTape("rows are given where a gradient is wanted")
+    part = np.array([squares(op.layer, gradient.where, gradient.data)], np.int64)
+    rank.write(op.outputs[0], Piece((), part))
+
+
+def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    rank.write(op.outputs[0], summed([rank.read(number) for number in op.inputs]))
+
+
+def update(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    gradient, weight, state, *norms = (rank.read(number) for number in op.inputs)
+    if any(norm.data.shape != (1,) or norm.where for norm in norms):
+        raise BrokenTape("the norm is not a number")
+    parts: list[Array] = []
+    for value in (gradient, weight):
+        places = {e: i for i, e in enumerate(value.where)}
+        if value.data.ndim != 1 or any(e not in places for e in state.where):
+            raise BrokenTape("the gradient or the weight lacks elements")
+        parts.append(value.data[[places[e] for e in state.where]])
+    made = update_slice(op.layer, parts[1], state.data, parts[0], sum(int(norm.data[0]) for norm in norms))
+    rank.delete(op.inputs[1])
+    rank.delete(op.inputs[2])
+    for number, data in zip(op.outputs, made, strict=True):
+        rank.write(number, Piece(state.where, data))
+
+
+def free(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    rank.delete(op.inputs[0])
+
+
+COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
+    OpKind.LOAD_WEIGHT: load,
+    OpKind.LOAD_OPT_STATE: load,
+    OpKind.LOAD_BATCH: load_batch,
+    OpKind.FORWARD: forward,
+    OpKind.RECOMPUTE: forward,
+    OpKind.ATTEND: attend,
+    OpKind.ATTEND_BACKWARD: attend_backward,
+    OpKind.LOSS_STATS: loss_stats,
+    OpKind.LOSS: loss,
+    OpKind.BACKWARD: backward,
+    OpKind.BACKWARD_INPUT: backward,
+    OpKind.BACKWARD_WEIGHT: backward_weight,
+    OpKind.ADD: add,
+    OpKind.NORM: norm,
+    OpKind.UPDATE: update,
+    OpKind.FREE: free,
+}
+"""Each is given the rank, the op, the network and how many microbatches the step has."""

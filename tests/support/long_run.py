@@ -1,0 +1,104 @@
+"""Many more mutants and random programs than the tests have time for: `python -m tests.support.long_run --help`.
+
+It prints, for each kind of mistake, how many mutants were judged right, wrong, hanging or broken, and how many of each
+the check let pass; only right ones may pass. Then how many valid programs passed; all must.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from random import Random
+
+from shardlab.check import check
+from shardlab.program import Program, Refused
+from tests.support.interpreter import Outcome, judge
+from tests.support.mutations import MUTATIONS
+from tests.support.random_attention import random_attention
+from tests.support.random_experts import random_experts
+from tests.support.random_plans import random_plan
+from tests.support.random_programs import random_program, random_shape
+
+WRITERS: list[Callable[[int], Program]] = [
+    lambda seed: random_program(random_shape(seed)),
+    lambda seed: random_plan(seed).program,
+    random_attention,
+    random_experts,
+]
+"""Of valid programs, each from a seed."""
+
+LONGEST = 600
+"""Ops of a program that mistakes are put into."""
+
+
+def refusal(program: Program) -> str | None:
+    """What the check says against a program; any other exception than a refusal is the check's own mistake."""
+    try:
+        check(program)
+    except Refused as refused:
+        return str(refused)
+    return None
+
+
+def subjects(random: Random) -> Iterator[Program]:
+    """Small programs of all sorts, without end: plans for every model, and programs written at random."""
+    while True:
+        seed = random.randrange(10**6)
+        yield random_plan(seed, ranks=random.choice([2, 3, 4])).program
+        if random.random() < 0.2:
+            yield random_program(random_shape(seed))
+        if random.random() < 0.2:
+            yield random_attention(seed)
+            yield random_experts(seed)
+
+
+def mutants(wanted: int, random: Random) -> None:
+    """Judge and check so many."""
+    found: dict[str, Counter[tuple[Outcome, bool]]] = {kind: Counter() for kind in MUTATIONS}
+    done = survivors = 0
+    for program in subjects(random):
+        if sum(map(len, program.tapes)) > LONGEST:
+            continue
+        for kind, mutation in MUTATIONS.items():
+            every = [mutant for mutant in mutation(program) if mutant.tapes != program.tapes]
+            often = sum(found[kind].values()) * len(MUTATIONS) > done
+            for mutant in random.sample(every, min(2 if often else 12, len(every))) if kind != "another world" else ():
+                sentence, verdict = refusal(mutant), judge(mutant)
+                found[kind][verdict.outcome, sentence is None] += 1
+                done += 1
+                if sentence is None and not verdict.right:
+                    survivors += 1
+                    print(
+                        f"SURVIVOR {kind}: {verdict.outcome.value}, {verdict.reason}; {program.mesh}, {program.sizes}"
+                    )
+        if done >= wanted:
+            break
+    print(f"{'':44s}" + "".join(f"{outcome.value:>8s}" for outcome in Outcome) + "  passed, judged right")
+    for kind, counts in [*found.items(), ("all", sum(found.values(), Counter[tuple[Outcome, bool]]()))]:
+        of = [counts[outcome, True] + counts[outcome, False] for outcome in Outcome]
+        print(f"{kind:44s}" + "".join(f"{count:8d}" for count in of) + f"{counts[Outcome.RIGHT, True]:8d}")
+    print(f"{done} mutants, {survivors} that are not right passed")
+
+
+def programs(wanted: int, random: Random) -> None:
+    """Check so many valid programs, and judge them."""
+    alarms = 0
+    for number in range(wanted):
+        seed = random.randrange(10**9)
+        program = WRITERS[number % len(WRITERS)](seed)
+        sentence, verdict = refusal(program), judge(program)
+        if sentence or not verdict.right:
+            alarms += 1
+            print(f"FALSE ALARM of writer {number % len(WRITERS)}, seed {seed}: {sentence}; {verdict}")
+    print(f"{wanted} valid programs, {alarms} false alarms")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mutants", type=int, default=50_000)
+    parser.add_argument("--programs", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    mutants(given.mutants, Random(given.seed))
+    programs(given.programs, Random(given.seed))

@@ -1,0 +1,72 @@
+"""What one device computes: each layer's weight and state after the step."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from tests.support.pieces import ELEMENTS, PRIME, Array, Piece
+from tests.support.toy_layers import EVERYWHERE
+from tests.support.toy_network import CARRYING, Network
+
+# The optimizer is any function of weight, state and gradient.
+
+
+def update_slice(layer: int, weight: Array, state: Array, gradient: Array, norm: int = 0) -> tuple[Array, Array]:
+    gradient = gradient * (norm + 1) % PRIME
+    new_state = (11 * state + gradient * gradient + layer) % PRIME
+    return (weight + 5 * new_state - 3 * gradient) % PRIME, new_state
+
+
+def initial(layer: int) -> tuple[Array, Array]:
+    places = np.arange(ELEMENTS, dtype=np.int64) + 1000 * (layer + 1)
+    return places**3 % PRIME, places**2 % PRIME
+
+
+def squares(layer: int, places: tuple[int, ...], gradient: Array) -> int:
+    """A part of the norm; places count, so that another slice's squares are another number."""
+    where = np.array(places, np.int64) + 1000 * layer
+    return int((gradient * gradient % PRIME * where % PRIME).sum() % PRIME)
+
+
+@cache
+def one_device(network: Network, microbatches: int, clips: bool) -> list[tuple[Array, Array]]:
+    """(weight, state) of each layer that has its own."""
+    made = gradients(network, microbatches)
+    norm = sum(squares(layer, EVERYWHERE, dw) for layer, dw in enumerate(made)) % PRIME if clips else 0
+    return [update_slice(layer, *initial(layer), dw, norm) for layer, dw in enumerate(made)]
+
+
+def gradients(network: Network, microbatches: int) -> list[Array]:
+    """One pass forward and one back, of the whole batch; a tied weight's gradient is that of both its uses."""
+    weights = [Piece(EVERYWHERE, initial(network.weight_of(layer))[0]) for layer in range(len(network.kinds))]
+    passes: list[tuple[Piece, Any, list[Piece]]] = []  # of each layer: its input, what it kept, queries and the rest
+    value = network.batch(tuple(range(microbatches)))
+    carried: list[Piece] = []
+    for number, (layer, weight) in enumerate(zip(network.layers, weights, strict=True)):
+        carries, projects = network.kinds[number] in CARRYING, network.kinds[number] == "project"
+        (made, *others), kept = layer.forward([value, weight, *(carried if carries else [])])
+        if projects:
+            attended = network.attend(number, made, *others)
+            passes.append((value, kept, [made, *others, attended]))
+            value = attended
+        else:
+            passes.append((value, kept, []))
+            value, carried = made, others if carries else carried
+    gradient, above = network.loss([value]), list[Piece]()
+    found: list[Array] = []
+    for number in reversed(range(len(weights))):
+        layer, weight, (value, kept, met) = network.layers[number], weights[number], passes[number]
+        carries, beside = network.kinds[number] in CARRYING, list[Piece]()
+        if met:
+            gradient, of_keys_values = network.attend_backward(number, met[0], met[1], met[2], gradient)
+            beside = [of_keys_values]
+        read = [value, gradient, weight, *(above if carries else beside)]
+        (below, *others), half = layer.backward_input(read, kept)
+        found.insert(0, layer.backward_weight(value, gradient, half).data)
+        gradient, above = below, others if carries else above
+    if network.tied:
+        found[0] = (found[0] + found.pop()) % PRIME
+    return found

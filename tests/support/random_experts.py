@@ -1,0 +1,121 @@
+"""Random programs of expert parallelism that are right by construction: exchanges of any number of microbatches.
+
+All ranks agree on which microbatches go together, and in which order they come; each decides for itself which experts
+it computes again, and which backward passes it does in halves, the second of them much later.
+"""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+from shardlab.program import LayerKind, Mesh, Program, Rank, Sizes, Store, Strategy, Value, trace
+
+
+class ExpertWriter:
+    """Writes one rank's part."""
+
+    def __init__(self, rank: Rank, seed: int) -> None:
+        agreed = Random(seed)
+        self.rank, self.random = rank, Random(seed * 1000 + rank.index)
+        self.all_forward_first = agreed.random() < 0.5
+        each = len(rank.microbatches) // rank.world
+        dealt = agreed.sample(list(rank.microbatches), each * rank.world)
+        size = agreed.choice([size for size in range(1, each + 1) if each % size == 0])
+        rounds = [dealt[i : i + size * rank.world] for i in range(0, len(dealt), size * rank.world)]
+        self.ep, self.here = rank.group("ep").ranks, rank.coordinate("ep")
+        columns = rank.world // len(self.ep)
+        place = rank.coordinate("dp_shard")
+        of_groups = [sorted(each_round[place::columns]) for each_round in rounds]  # an ep group's, dealt in order
+        self.units = [group[self.here * size : (self.here + 1) * size] for group in of_groups]
+        self.made: dict[int, list[Value]] = {l: [] for l in rank.layers}
+        self.late: list[tuple[int, Value, Value]] = []
+        self.keys = itertools.count()
+
+    async def run(self) -> None:
+        rank = self.rank
+        for l in rank.layers:
+            is_expert = rank.kinds[l] is LayerKind.EXPERTS
+            shard, of = (self.here, len(self.ep)) if is_expert else (0, 1)
+            rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard, of)
+        if self.all_forward_first:
+            done = [await self.forward(unit) for unit in self.units]
+            for inputs, logits in done:
+                await self.backward(inputs, logits)
+        else:
+            for unit in self.units:
+                await self.backward(*await self.forward(unit))
+        for l, x, gradient in self.random.sample(self.late, len(self.late)):
+            self.made[l].append(self.kept(rank.grad_weights, rank.backward_weight(l, x, gradient)))
+        for l in rank.layers:
+            parts = self.made[l]
+            while len(parts) > 1:
+                one, other = (parts.pop(self.random.randrange(len(parts))) for _ in range(2))
+                parts.append(self.kept(rank.grad_weights, one + other))
+            axes = ["dp_shard"] if rank.kinds[l] is LayerKind.EXPERTS else ["ep", "dp_shard"]
+            total = parts[0]
+            for axis in axes:
+                total = await rank.all_reduce(total, axis=axis)
+            rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+    async def forward(self, unit: list[int]) -> tuple[list[Value], Value]:
+        """The layers' inputs, and the logits."""
+        rank, carried = self.rank, None
+        x, inputs = rank.load_batch(unit), list[Value]()
+        for l in rank.layers:
+            if rank.kinds[l] is LayerKind.EXPERTS:
+                inputs.append(self.kept(rank.activations, await rank.all_to_all(x, axis="ep")))
+                made = rank.forward(l, inputs[l], rank.weights[l], save=self.random.random() < 0.6)
+                x = await rank.all_to_all(made, axis="ep")
+            else:
+                inputs.append(self.kept(rank.activations, x))
+                carried, x = rank.forward_dense(l, carried, x, rank.weights[l])
+                carried = carried and self.kept(rank.residuals, carried)
+            x = self.kept(rank.activations, x)
+        return inputs, x
+
+    async def backward(self, inputs: list[Value], logits: Value) -> None:
+        rank, above = self.rank, None
+        gradient = rank.loss(logits)
+        for l in reversed(rank.layers):
+            x, weight, halves = inputs[l], rank.weights[l], self.random.random() < 0.4
+            is_expert, grad = rank.kinds[l] is LayerKind.EXPERTS, None
+            if is_expert:
+                gradient = await rank.all_to_all(gradient, axis="ep")
+            given = gradient = self.kept(rank.grad_activations, gradient)
+            if is_expert and halves:
+                gradient = rank.backward_input(l, x, given, weight)
+            elif is_expert:
+                grad, gradient = rank.backward(l, x, given, weight)
+            elif halves:
+                gradient, above = rank.backward_dense_input(l, x, given, above, weight)
+            else:
+                grad, gradient, above = rank.backward_dense(l, x, given, above, weight)
+            above = above and self.kept(rank.grad_residuals, above)
+            if is_expert:
+                gradient = await rank.all_to_all(gradient, axis="ep")
+            if grad is None:
+                self.late.append((l, x, given))
+            else:
+                self.made[l].append(self.kept(rank.grad_weights, grad))
+
+    def kept(self, store: Store, value: Value) -> Value:
+        """Until the step ends."""
+        store["kept", next(self.keys)] = value
+        return value
+
+
+def expert_program_of(seed: int) -> Strategy:
+    async def strategy(rank: Rank) -> None:
+        await ExpertWriter(rank, seed).run()
+
+    return strategy
+
+
+def random_experts(seed: int) -> Program:
+    """The program of a seed: 2-4 ranks of experts, 1-2 replicas, 1-2 blocks, 1-4 microbatches on each rank."""
+    random = Random(seed)
+    ep = random.choice([2, 2, 3, 4])
+    mesh = Mesh(ep=ep, dp_shard=random.choice([1, 2]) if ep == 2 else 1)
+    sizes = Sizes.mixture(random.choice([1, 1, 2]))
+    return trace(expert_program_of(seed), mesh, sizes, mesh.world * random.randint(1, 4))

@@ -1,0 +1,136 @@
+"""The judge's toy networks: which layer stands where, what a batch is, and the gradient of the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardlab.program import Program
+from tests.support import toy_attention
+from tests.support.pieces import PRIME, Array, BrokenTape, Piece, rows
+from tests.support.toy_attention import Project
+from tests.support.toy_columns import Column, Row
+from tests.support.toy_experts import Dense, Experts
+from tests.support.toy_halves import Body, Norm
+from tests.support.toy_layers import Place, ToyLayer, Whole, batch_rows
+
+LAYERS: dict[str, Callable[[Place, int], ToyLayer]] = {
+    "whole": lambda place, sequence: Whole(place),
+    "norm": Norm,
+    "sliced": Body,
+    "tokenwise": Body,
+    "column": Column,
+    "row": Row,
+    "project": Project,
+    "dense": Dense,
+    "experts": Experts,
+}
+"""What each kind of layer is made of: its place in the network, and the tokens of a sequence."""
+
+CARRYING = frozenset({"norm", "dense"})
+"""Kinds of layer that hand something on to the next of their kind."""
+
+LOGITS = frozenset({"sliced", "tokenwise", "column"})
+"""Kinds of layer that, as the last, say which logits they made."""
+
+TOKENS = 4
+"""Of a sequence, or more: divisible by every number of slices that a mesh makes of it."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What its layers do to pieces.
+
+    Attributes:
+        kinds: what each layer is.
+        sequence: rows of a microbatch, its tokens.
+        tied: whether the last layer computes with the weight of the first.
+    """
+
+    kinds: tuple[str, ...]
+    sequence: int = 1
+    tied: bool = False
+
+    @cached_property
+    def layers(self) -> list[ToyLayer]:
+        return [LAYERS[kind](Place(number, self.kinds), self.sequence) for number, kind in enumerate(self.kinds)]
+
+    @property
+    def weights(self) -> range:
+        """The layers that have one of their own."""
+        return range(len(self.kinds) - self.tied)
+
+    def weight_of(self, layer: int) -> int:
+        return layer if layer in self.weights else 0
+
+    def layer(self, number: int) -> ToyLayer:
+        if not 0 <= number < len(self.layers):
+            raise BrokenTape(f"there is no layer {number}")
+        return self.layers[number]
+
+    def batch(self, pieces: tuple[int, ...], slices: int = 1) -> Piece:
+        """Microbatches, or pieces of them: number microbatch * slices + which of its equal runs of tokens."""
+        size, rest = divmod(self.sequence, slices)
+        if rest:
+            raise BrokenTape(f"sequences of {self.sequence} tokens do not divide into {slices} slices")
+        where = tuple(row for piece in pieces for row in range(piece * size, (piece + 1) * size))
+        return Piece(where, batch_rows(where))
+
+    def attend(self, layer: int, queries: Piece, keys_values: Piece) -> Piece:
+        self._want_attention(layer)
+        return toy_attention.attend(layer, self.sequence, queries, keys_values)
+
+    def attend_backward(
+        self, layer: int, queries: Piece, keys_values: Piece, attended: Piece, gradient: Piece
+    ) -> tuple[Piece, Piece]:
+        self._want_attention(layer)
+        return toy_attention.attend_backward(layer, self.sequence, queries, keys_values, attended, gradient)
+
+    def stats(self, logits: Piece) -> Piece:
+        """What the loss must know of some logits: for each token a sum over them."""
+        self._want_logits(logits)
+        return Piece(logits.where, total_of(rows(logits).data, logits.columns), (logits.columns,))
+
+    def loss(self, inputs: list[Piece]) -> Piece:
+        """The gradient of the logits; where they may be sliced it needs a sum over all logits of a token."""
+        y, *stats = [rows(piece) for piece in inputs]
+        tokens = np.array(y.where, np.int64)[:, None]
+        if self.kinds[-1] not in LOGITS:
+            if stats or y.columns:
+                raise BrokenTape("these logits have no slices")
+            return Piece(y.where, (3 * y.data + 1000 * tokens + 7) % PRIME)
+        self._want_logits(y)
+        if any(piece.where != y.where for piece in stats):
+            raise BrokenTape("the sums are of other tokens")
+        total = stats[0].data.sum(1, keepdims=True) % PRIME if stats else total_of(y.data, y.columns)
+        return Piece(y.where, (3 * y.data * total + 1000 * tokens + 7 * numbers(y.columns)) % PRIME, y.columns)
+
+    def _want_attention(self, layer: int) -> None:
+        self.layer(layer)
+        if self.kinds[layer] != "project":
+            raise BrokenTape(f"layer {layer} makes no queries")
+
+    def _want_logits(self, piece: Piece) -> None:
+        if not piece.columns or not all(isinstance(column, int) for column in piece.columns):
+            raise BrokenTape("these are no logits")
+
+
+def numbers(columns: tuple[object, ...]) -> Array:
+    return np.array([int(str(column)) for column in columns], np.int64)
+
+
+def total_of(logits: Array, columns: tuple[object, ...]) -> Array:
+    """(tokens, 1)."""
+    return (logits * logits % PRIME * (numbers(columns) + 1) % PRIME).sum(1, keepdims=True) % PRIME
+
+
+def network_of(program: Program) -> Network:
+    """The network that stands for a program's model; tokens are many enough for the mesh to cut their sequence."""
+    kinds = tuple(kind.value for kind in program.sizes.kinds) or ("whole",) * program.sizes.layers
+    alone = "whole" in kinds or "experts" in kinds
+    slices = program.mesh.tp * (2 * program.mesh.cp if program.mesh.cp > 1 else 1)
+    return Network(kinds, 1 if alone else math.lcm(TOKENS, slices), program.sizes.tied)

@@ -1,0 +1,209 @@
+"""A traced run: every op of every rank has its time, memory is real, and training is none the wiser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.check import Checked
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.models import GPT
+from shardlab.program import OpKind
+from shardlab.program.tape import COLLECTIVES, COMMUNICATION
+from shardlab.simulate import Event, live_memory
+from shardlab.simulate.measured import Measured
+from shardlab.simulate.spans import communicator
+from shardlab.simulate.timeline import is_event
+from shardlab.simulate.trace_file import read_trace
+from shardlab.train.data import Batches, Corpus
+from shardlab.train.described import job_of
+from shardlab.train.job import Job
+from shardlab.train.loop import Run, train_rank
+from shardlab.train.tracing import Tracer, Tracing
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+MODEL = GPT(layers=4, width=32, heads=2, block=16)
+TRACING = Tracing(warm_up=1, timed=3, measured=1)
+STRATEGIES = ["ddp", "fsdp", "1f1b", "zb-h1"]
+
+
+def train(rank: int, plan: Run) -> None:
+    train_rank(rank, torch.device("cpu"), plan)
+
+
+@pytest.fixture(scope="module")
+def traced(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Checked, Measured, Path]]:
+    """A traced run of two ranks by strategy, each run once."""
+    runs: dict[str, tuple[Checked, Measured, Path]] = {}
+
+    def run(strategy: str) -> tuple[Checked, Measured, Path]:
+        if strategy not in runs:
+            out = tmp_path_factory.mktemp(strategy) / "run"
+            job = Job(strategy, 2, 4, MODEL, 2)
+            ranks(2).call(train, Run(job, AdamW(steps=6, warmup=2), None, out, TRACING))
+            trace = read_trace(out)
+            checked = job_of(trace.job).checked()
+            runs[strategy] = checked, trace.measured(checked), out
+        return runs[strategy]
+
+    return run
+
+
+Traced = Callable[[str], tuple[Checked, Measured, Path]]
+
+
+def overlapping(events: list[Event]) -> list[tuple[Event, Event]]:
+    ordered = sorted(events, key=lambda event: (event.start, event.end))
+    return [(a, b) for a, b in pairwise(ordered) if b.start < a.end]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_op_of_every_tape_has_its_event(traced: Traced, strategy: str) -> None:
+    checked, measured, _ = traced(strategy)
+    assert measured.missing == []
+    assert len(measured.steps) == TRACING.timed
+    for tape, events, seconds in zip(checked.program.tapes, measured.timeline.events, measured.seconds, strict=True):
+        assert [event.op for event in events] == [at for at, op in enumerate(tape) if is_event(op.kind)]
+        assert set(seconds) == set(range(len(tape))), "waits and frees are timed as well"
+        assert all(0 <= event.start <= event.end for event in events)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_computes_one_op_after_the_other_in_tape_order(traced: Traced, strategy: str) -> None:
+    _, measured, _ = traced(strategy)
+    for events in measured.timeline.events:
+        compute = [event for event in events if event.kind not in COMMUNICATION]
+        assert [event.op for event in sorted(compute, key=lambda e: (e.start, e.op))] == [e.op for e in compute]
+        assert not overlapping(compute)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_communicator_does_one_communication_at_a_time(traced: Traced, strategy: str) -> None:
+    checked, measured, _ = traced(strategy)
+    for rank, events in enumerate(measured.timeline.events):
+        streams: dict[object, list[Event]] = {}
+        for event in events:
+            if event.kind in COMMUNICATION:
+                streams.setdefault(communicator(rank, checked.program.tapes[rank][event.op]), []).append(event)
+        assert streams
+        assert not [pair for each in streams.values() for pair in overlapping(each)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_members_of_a_collective_are_in_it_at_the_same_time(traced: Traced, strategy: str) -> None:
+    checked, measured, _ = traced(strategy)
+    events = {(event.rank, event.op): event for each in measured.timeline.events for event in each}
+    for meeting in checked.meetings:
+        parts = [events[rank, op] for rank, _, op in meeting.members]
+        if parts[0].kind in COLLECTIVES:
+            assert max(part.start for part in parts) <= min(part.end for part in parts)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_takes_longer_than_any_rank_computes_in_it(traced: Traced, strategy: str) -> None:
+    _, measured, _ = traced(strategy)
+    assert all(0 < times.computing < max(measured.steps) for times in measured.ranks)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_is_what_the_simulator_says_and_more_than_the_parameters(traced: Traced, strategy: str) -> None:
+    checked, measured, _ = traced(strategy)
+    for rank, (live, peak, predicted) in enumerate(
+        zip(measured.live, measured.peaks, live_memory(checked), strict=True)
+    ):
+        loaded = [op for op in checked.program.tapes[rank] if op.kind is OpKind.LOAD_WEIGHT]
+        weights = [checked.specs[rank][op.outputs[0]] for op in loaded]
+        assert live["parameters"] == 4 * sum(checked.program.sizes.elements(spec) for spec in weights)
+        assert live["optimizer"] == pytest.approx(2 * live["parameters"], rel=0.01)  # two moments and a counter
+        assert sum(live.values()) == pytest.approx(4 * max(predicted), rel=0.03)
+        assert peak >= sum(live.values())
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tracing_changes_no_number_of_the_training(ranks: World, traced: Traced, strategy: str, tmp_path: Path) -> None:
+    _, _, out = traced(strategy)
+    plain = Run(Job(strategy, 2, 4, MODEL, 2), AdamW(steps=6, warmup=2), None, tmp_path / "plain")
+    ranks(2).call(train, plain)
+    assert losses(out) == losses(tmp_path / "plain")
+    assert (out / "weights.safetensors").read_bytes() == (tmp_path / "plain" / "weights.safetensors").read_bytes()
+
+
+def test_the_ranks_own_files_have_gone_into_one(traced: Traced) -> None:
+    _, _, out = traced("fsdp")
+    assert [path.name for path in out.glob("*trace*")] == ["trace.json"]
+
+
+def interrupted(rank: int, job: Job, folder: Path, steps: int) -> None:
+    tracer = tracer_of(rank, job, folder)
+    for _ in range(steps):
+        tracer.step()
+    tracer.finish()
+    tracer.finish()
+
+
+def tracer_of(rank: int, job: Job, folder: Path) -> Tracer:
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, job.model.block), job.model.block, job.rows, 0)
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.dtype))
+    return Tracer(executor, job, folder, TRACING)
+
+
+def test_a_run_that_is_interrupted_leaves_the_steps_that_it_had(ranks: World, tmp_path: Path) -> None:
+    job = Job("fsdp", 2, 2, MODEL, 2)
+    ranks(2).call(interrupted, job, tmp_path, 3)
+    measured = read_trace(tmp_path).measured(job.checked())
+    assert len(measured.steps) == 2
+    assert measured.missing == ["memory was not measured on rank 0, 1"]
+
+
+def crashed(rank: int, job: Job, folder: Path, step: int, at: int) -> None:
+    """Op `at` of a step raises, and the run is over."""
+    tracer = tracer_of(rank, job, folder)
+    executor = tracer._executor  # pyright: ignore[reportPrivateUsage]
+    for _ in range(step):
+        tracer.step()
+
+    def fail() -> None:
+        raise ValueError("the batch is a fish")
+
+    executor.instructions[at] = fail
+    recorder = tracer._recorder  # pyright: ignore[reportPrivateUsage]
+    recorder._timed[at] = recorder._around(at, executor.state.tape[at], fail)  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ValueError, match="fish"):
+        tracer.step()
+
+
+def test_a_run_that_crashes_leaves_what_there_is(ranks: World, tmp_path: Path) -> None:
+    job = Job("single", 1, 2, MODEL, 2)
+    checked = job.checked()
+    at = next(at for at, op in enumerate(checked.program.tapes[0]) if op.kind is OpKind.BACKWARD)
+    ranks(1).call(crashed, job, tmp_path / "timed", 1, at)
+    measured = read_trace(tmp_path / "timed").measured(checked)
+    assert measured.steps == []
+    assert measured.timeline.events[0][-1].op < at, "the op that failed has no end"
+    assert measured.missing == [
+        "no step was recorded to its end on all ranks",
+        f"rank 0 came no further than op {at} backward(layer 3) of recorded step 0",
+        "memory was not measured on rank 0",
+    ]
+    ranks(1).call(crashed, job, tmp_path / "measured", 4, at)
+    measured = read_trace(tmp_path / "measured").measured(checked)
+    assert len(measured.steps) == 3
+    assert measured.missing == [f"rank 0 measured memory no further than op {at} backward(layer 3)"]
+    assert sum(measured.live[0].values()) > measured.live[0]["parameters"] > 0
+
+
+def test_a_run_shorter_than_its_warm_up_leaves_no_trace(ranks: World, tmp_path: Path) -> None:
+    ranks(2).call(interrupted, replace(Job("ddp", 2, 2, MODEL, 2), name="short"), tmp_path, 1)
+    assert not list(tmp_path.iterdir())
