@@ -24,7 +24,7 @@ def own(layer: int) -> int:
 
 def kept(steps: list[Forward | Backward | BackwardInput | BackwardWeight], reshard_after: Reshard) -> str:
     """The layers in the order of their uses, each with + where it stays for the next one."""
-    return " ".join(f"{layer}{'+' * keep}" for layer, keep in uses(steps, BOUNDS, reshard_after, own))
+    return " ".join(f"{layer}{'+' * keep}" for layer, keep, _ in uses(steps, BOUNDS, reshard_after, own))
 
 
 TURNS = [Forward(0, 0), Forward(0, 1), Forward(1, 0), Backward(1, 0), Backward(0, 0), Backward(0, 1)]
