@@ -48,7 +48,7 @@ def test_the_last_layer_of_a_forward_pass_stays_for_the_backward_pass_that_follo
 
 def test_the_weights_half_of_a_backward_pass_uses_no_weight() -> None:
     steps = [Forward(1, 0), BackwardInput(1, 0), BackwardWeight(1, 0)]
-    assert uses(steps, BOUNDS, "step", own) == [Use(2, True), Use(2, False)]
+    assert uses(steps, BOUNDS, "step", own) == [Use(2, True, 0), Use(2, False, 0)]
 
 
 def test_a_tied_head_uses_the_embeddings_weight() -> None:
