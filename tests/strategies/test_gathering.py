@@ -54,7 +54,7 @@ def test_the_weights_half_of_a_backward_pass_uses_no_weight() -> None:
 def test_a_tied_head_uses_the_embeddings_weight() -> None:
     steps = [Forward(0, 0), Forward(1, 0), Backward(1, 0), Backward(0, 0)]
     used = uses(steps, BOUNDS, "step", lambda layer: 0 if layer == 2 else layer)
-    assert " ".join(f"{layer}{'+' * keep}" for layer, keep in used) == "0+ 1+ 0+ 0+ 1 0"
+    assert " ".join(f"{layer}{'+' * keep}" for layer, keep, _ in used) == "0+ 1+ 0+ 0+ 1 0"
 
 
 def fsdp(reshard_after: Reshard, schedule: str = "gpipe") -> Program:

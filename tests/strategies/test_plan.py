@@ -111,4 +111,5 @@ def test_a_plan_as_words_leaves_out_what_is_nothing() -> None:
 
 
 def test_a_schedule_that_is_an_object_needs_no_name() -> None:
-    assert Plan(schedule=SCHEDULES["zb-h1"]).order is find_schedule("zb-h1")
+    assert Plan(schedule=SCHEDULES["zb-h1"]).order is find_schedule("zb-h1")            "reduce_at": "layer",
+
