@@ -105,11 +105,11 @@ def test_a_plan_as_words_leaves_out_what_is_nothing() -> None:
         "schedule": "gpipe",
         "shard_optimizer": ["dp_shard"],
         "reshard_after": "layer",
+        "reduce_at": "layer",
         "recompute": "none",
         "context": "ring",
     }
 
 
 def test_a_schedule_that_is_an_object_needs_no_name() -> None:
-    assert Plan(schedule=SCHEDULES["zb-h1"]).order is find_schedule("zb-h1")            "reduce_at": "layer",
-
+    assert Plan(schedule=SCHEDULES["zb-h1"]).order is find_schedule("zb-h1")
