@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "train": {"program", "strategies", "check", "simulate", "draw", "models", "execute"},
     "measure": {"program", "strategies", "check", "draw", "models", "hardware", "execute"},
     "puzzles": {"program", "check", "simulate", "draw"},
+    "validate": {"program", "strategies", "simulate", "models", "hardware"},
 }
 """Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
-from shardlab.program import Op, OpKind, Sizes, Spec
+from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
 from shardlab.simulate.prices import Messages
 
 
@@ -18,16 +18,18 @@ class FakePrices:
     start: float = 0.25
     one_stream: bool = False
     messages: Messages = "rendezvous"
+    sends_block: float = 0.0
+    contention: float = 0.0
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         if not op.inputs:
             return 0.0
         return 1.0 + (op.layer % 3) / 2 if self.by_layer else 1.0
 
-    def collective_time(self, kind: OpKind, bytes: float, ranks: Sequence[int]) -> float:
-        return self.start + bytes / 2**20 + len(ranks) / 8
+    def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
+        return self.start + bytes / 2**20 + len(group.ranks) / 8
 
-    def message_times(self, bytes: float, source: int, target: int) -> tuple[float, float]:
+    def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
         return (self.start + bytes / 2**20,) * 2
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import Checked, check
-from shardlab.program import Mesh, Op, OpKind, Sizes, UserError, trace
+from shardlab.program import Kind, Mesh, Op, OpKind, Sizes, UserError, trace
+from shardlab.program.mesh import group_of
 from shardlab.simulate.precision import PRECISIONS, find_precision
 from shardlab.simulate.priced import ClusterPrices
 from shardlab.strategies import STRATEGIES
@@ -114,9 +115,9 @@ def test_an_update_moves_the_state_of_its_slice() -> None:
 def test_loading_is_free_and_a_group_of_one_waits_for_nobody() -> None:
     checked = traced(Plan(Mesh()), 1, 1)
     assert {price(checked, op) for op in checked.program.tapes[0] if op.kind.value.startswith("load")} == {0}
-    assert PRICES.collective_time(OpKind.ALL_REDUCE, 100, (0,)) == 0
-    assert PRICES.collective_time(OpKind.ALL_REDUCE, 100, (0, 1, 2)) == 300
-    assert PRICES.message_times(100, 0, 1) == (200, 200)
+    assert PRICES.collective_time(OpKind.ALL_REDUCE, 100, group_of("tp", (0,))) == 0
+    assert PRICES.collective_time(OpKind.ALL_REDUCE, 100, group_of("tp", (0, 1, 2))) == 300
+    assert PRICES.message_times(Kind.ACTIVATION, 100, 0, 1) == (200, 200)
 
 
 def test_an_unknown_precision_names_the_nearest() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from shardlab.check import check
 from shardlab.program import Mesh, OpKind, Rank, UserError, trace
+from shardlab.program.mesh import group_of
 from shardlab.simulate import Costs
 from shardlab.simulate.clocks import Clocks
 from shardlab.simulate.prices import Bytes, PriceList
@@ -87,7 +88,7 @@ def test_the_whole_value_is_priced_whichever_way_it_is_cut() -> None:
     bytes_of: dict[OpKind, float] = {}
 
     class Noting(FakePrices):
-        def collective_time(self, kind: OpKind, bytes: float, ranks: object) -> float:
+        def collective_time(self, kind: OpKind, bytes: float, group: object) -> float:
             bytes_of[kind] = bytes
             return 0.0
 
@@ -122,4 +123,4 @@ def test_unit_costs_are_one_kind_of_prices() -> None:
     assert Costs().one_stream
     assert Costs().messages == "buffered"
     assert Costs(link_latency=True).messages == "link"
-    assert Costs(collective=3).collective_time(OpKind.ALL_REDUCE, 10, (0, 1)) == 3
+    assert Costs(collective=3).collective_time(OpKind.ALL_REDUCE, 10, group_of("tp", (0, 1))) == 3

@@ -24,7 +24,7 @@ def own(layer: int) -> int:
 
 def kept(steps: list[Forward | Backward | BackwardInput | BackwardWeight], reshard_after: Reshard) -> str:
     """The layers in the order of their uses, each with + where it stays for the next one."""
-    return " ".join(f"{layer}{'+' * keep}" for layer, keep in uses(steps, BOUNDS, reshard_after, own))
+    return " ".join(f"{layer}{'+' * keep}" for layer, keep, _ in uses(steps, BOUNDS, reshard_after, own))
 
 
 TURNS = [Forward(0, 0), Forward(0, 1), Forward(1, 0), Backward(1, 0), Backward(0, 0), Backward(0, 1)]
@@ -48,13 +48,13 @@ def test_the_last_layer_of_a_forward_pass_stays_for_the_backward_pass_that_follo
 
 def test_the_weights_half_of_a_backward_pass_uses_no_weight() -> None:
     steps = [Forward(1, 0), BackwardInput(1, 0), BackwardWeight(1, 0)]
-    assert uses(steps, BOUNDS, "step", own) == [Use(2, True), Use(2, False)]
+    assert uses(steps, BOUNDS, "step", own) == [Use(2, True, 0), Use(2, False, 0)]
 
 
 def test_a_tied_head_uses_the_embeddings_weight() -> None:
     steps = [Forward(0, 0), Forward(1, 0), Backward(1, 0), Backward(0, 0)]
     used = uses(steps, BOUNDS, "step", lambda layer: 0 if layer == 2 else layer)
-    assert " ".join(f"{layer}{'+' * keep}" for layer, keep in used) == "0+ 1+ 0+ 0+ 1 0"
+    assert " ".join(f"{layer}{'+' * keep}" for layer, keep, _ in used) == "0+ 1+ 0+ 0+ 1 0"
 
 
 def fsdp(reshard_after: Reshard, schedule: str = "gpipe") -> Program:

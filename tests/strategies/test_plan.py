@@ -105,6 +105,7 @@ def test_a_plan_as_words_leaves_out_what_is_nothing() -> None:
         "schedule": "gpipe",
         "shard_optimizer": ["dp_shard"],
         "reshard_after": "layer",
+        "reduce_at": "layer",
         "recompute": "none",
         "context": "ring",
     }

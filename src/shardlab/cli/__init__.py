@@ -16,6 +16,7 @@ from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
 from shardlab.cli.train import Train
+from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.program import Refused, UserError
 
@@ -40,6 +41,7 @@ COMMANDS: dict[str, type[Command]] = {
     "collectives": Collectives,
     "train": Train,
     "verify": Verify,
+    "validate": Validate,
     "bench": Bench,
     "compare": Compare,
 }

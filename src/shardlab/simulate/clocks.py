@@ -70,6 +70,7 @@ class Clocks:
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: dict[tuple[int, Hashable], float] = {}
+        self._beside = [0.0] * len(tapes)  # until when a collective that has started runs
         self._came: dict[int, int] = {}  # meeting -> members that have come
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
@@ -112,6 +113,7 @@ class Clocks:
         handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
         idle, price, one_stream = self._times.idle[rank], self._price.compute, self._prices.one_stream
         meetings, meeting_of = self._traced.meetings, self._traced.meeting_of[rank]
+        blocks, contention, beside = self._prices.sends_block, self._prices.contention, self._beside
         clock = self._clock[rank]
         for at in range(self._at[rank], len(ops)):
             op = ops[at]
@@ -139,9 +141,14 @@ class Clocks:
                     self._start(number, clock)
                 else:
                     self._issue(kind, number, now)
+                if kind is SEND and blocks:
+                    clock += blocks * self._price.message(op, rank, specs)[0]
             else:
                 starts[at] = clock
-                clock += price(op, specs)
+                time = price(op, specs)
+                if contention and beside[rank] > clock:
+                    time += contention * min(time, beside[rank] - clock)
+                clock += time
                 ends[at] = clock
         self._at[rank], self._clock[rank] = len(ops), clock
 
@@ -195,6 +202,8 @@ class Clocks:
             sent_away = on_link and places == [0]  # the link has it; the sender need not wait
             self._handle_end[rank][handle] = start if sent_away else end
             self._times.starts[rank][op], self._times.ends[rank][op] = start, end
+            if meeting.group is not None:
+                self._beside[rank] = max(self._beside[rank], end)
             self._times.ready[rank][op] = now
             if (rank, handle) in self._parked:
                 self._push(max(self._parked.pop((rank, handle)), now), rank, -1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardlab.program import Kind, LayerKind, Op, OpKind, Sizes, Spec, attention
+from shardlab.program import Group, Kind, LayerKind, Op, OpKind, Sizes, Spec, attention
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.values import AUTOGRAD_KINDS
 from shardlab.simulate.prices import Messages
@@ -53,6 +53,16 @@ class Costs:
         return True
 
     @property
+    def sends_block(self) -> float:
+        """Messages leave compute alone."""
+        return 0.0
+
+    @property
+    def contention(self) -> float:
+        """So do collectives."""
+        return 0.0
+
+    @property
     def messages(self) -> Messages:
         return "link" if self.link_latency else "buffered"
 
@@ -63,10 +73,10 @@ class Costs:
             acted_on *= _share(op, specs, sizes)
         return self.duration(op.kind, acted_on)
 
-    def collective_time(self, kind: OpKind, bytes: float, ranks: Sequence[int]) -> float:
+    def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
         return self.collective
 
-    def message_times(self, bytes: float, source: int, target: int) -> tuple[float, float]:
+    def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
         return self.send, self.recv
 
     def duration(self, kind: OpKind, microbatches: float) -> float:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardlab.program import OpKind
+from shardlab.program import OpKind, Sizes
 from shardlab.program.values import bits, listed
 from shardlab.program.world import gc_paused
 from shardlab.simulate.clocks import Clocks, Times
@@ -123,10 +123,10 @@ class Estimate:
         return apart[0] if len(apart) == 1 else "world"
 
 
-def estimate(traced: Traced, prices: Prices) -> Estimate:
-    """Replay a traced program in seconds and bytes."""
+def estimate(traced: Traced, prices: Prices, kept: Sizes | None = None) -> Estimate:
+    """Replay a traced program in seconds and bytes; `kept` is how large values are in memory, if not as traced."""
     with gc_paused():
-        return Estimate(traced, Clocks(traced, prices).run(), memory_in_bytes(traced))
+        return Estimate(traced, Clocks(traced, prices).run(), memory_in_bytes(traced, kept))
 
 
 def peak_of(traced: Traced, row: int, memory: RankMemory, rank: int) -> Peak:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardlab.check.accumulation import InPlace
-from shardlab.program import Kind, Op, OpKind, Spec
+from shardlab.program import Kind, Op, OpKind, Sizes, Spec
 from shardlab.program.values import AUTOGRAD_KINDS
 from shardlab.simulate.prices import Bytes
 from shardlab.simulate.traced import Traced
@@ -77,9 +77,13 @@ def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list
     return [account(tape, traced.specs[row], size).before for row, tape in enumerate(traced.program.tapes)]
 
 
-def memory_in_bytes(traced: Traced, *, counters: bool = False) -> list[RankMemory]:
-    """The same in bytes as the executor holds them, with the peak; with all categories at every op for `counters`."""
-    size = Bytes(traced.program.sizes)
+def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
+    """The same in bytes as the executor holds them, with the peak; with all categories at every op for `counters`.
+
+    Args:
+        kept: how large values are in memory, if not as traced.
+    """
+    size = Bytes(kept or traced.program.sizes)
     return [
         account(tape, traced.specs[row], size, real=True, counters=counters)
         for row, tape in enumerate(traced.program.tapes)

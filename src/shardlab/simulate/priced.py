@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardlab.models.kernels import Kernel, Pointwise
-from shardlab.program import Op, OpKind, Sizes, Spec, attention
+from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
+from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec, attention
+from shardlab.simulate.framework import OWN, Framework
 from shardlab.simulate.precision import Precision
 from shardlab.simulate.prices import Messages
 
@@ -50,12 +51,24 @@ class ClusterPrices:
         rows: sequences of a microbatch.
         cluster: devices and links; rank i is its i-th device.
         precision: dtype and bytes.
+        framework: which kernels are run, and what overlaps.
+        tensor: the first ranks' group along `tp`.
     """
 
     model: ModelLike
     rows: int
     cluster: ClusterLike
     precision: Precision
+    framework: Framework = OWN
+    tensor: Sequence[int] = (0,)
+
+    @property
+    def sends_block(self) -> float:
+        return self.framework.sends_block
+
+    @property
+    def contention(self) -> float:
+        return self.framework.contention
 
     @property
     def one_stream(self) -> bool:
@@ -73,36 +86,64 @@ class ClusterPrices:
             return 0.0
         made = specs[op.outputs[0]]
         if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
-            elements = sizes.elements(made) * self.precision.moved_by_update / 4
+            moved = self.framework.update_bytes or self.precision.moved_by_update
+            elements = sizes.elements(made) * moved / 4
             return self.cluster.device.seconds(Pointwise("adamw", elements, 0.0), "float32")
         if kind is OpKind.ADD:
-            return self._sum([Pointwise("add", 3.0 * sizes.elements(made), 0.0)])
+            return self._add(sizes.elements(made))
         if kind is OpKind.NORM:
             return self._sum([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])
         read = specs[op.inputs[0]]
         sequences, tokens = self._tokens(read)
         if kind is OpKind.ATTEND or kind is OpKind.ATTEND_BACKWARD:
             forward = self._attend(op.layer, read, specs[op.inputs[1]])
-            return self._sum(forward if kind is OpKind.ATTEND else _backward_input(forward))
+            if kind is OpKind.ATTEND:
+                return self._sum(forward)
+            fused = any(isinstance(kernel, FusedAttention) for kernel in forward)  # it computes scores again itself
+            return self._sum([*(() if fused else forward), *_backward_input(forward)])
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
-            loss = self.model.loss_kernels(sequences, tokens, slices)
+            loss = self.framework.kernels(self.model.loss_kernels(sequences, tokens, slices))
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
             return self._sum([*stats, *(() if kind is OpKind.LOSS_STATS else _backward_input(loss))])
-        kernels = self.model.kernels(op.layer, sequences, tokens, slices)
+        kernels = self.framework.kernels(self.model.kernels(op.layer, sequences, tokens, slices))
         if kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
             return self._sum(kernels)
         both = kind is OpKind.BACKWARD
         inputs = _backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
-        return self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
+        again = 0.0
+        if both or kind is OpKind.BACKWARD_INPUT:
+            again = sum(share * self._sum([kernel]) for kernel, share in self.framework.recomputed(kernels))
+        return again + self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
 
-    def collective_time(self, kind: OpKind, bytes: float, ranks: Sequence[int]) -> float:
-        return self.cluster.collective_seconds(kind.value, bytes, ranks) if len(ranks) > 1 else 0.0
+    def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
+        if len(group.ranks) == 1:
+            return 0.0
+        framework = self.framework
+        data = group.axis in _DATA_AXES
+        whole = max(bytes, framework.bucket) if data else bytes
+        done = "all_reduce" if framework.all_reduces and kind is OpKind.REDUCE_SCATTER and data else kind.value
+        seconds = self.cluster.collective_seconds(done, whole, group.ranks)
+        share = bytes / whole if whole else 1.0
+        return seconds * share * (1.0 - framework.hidden.get(group.axis, 0.0))
 
-    def message_times(self, bytes: float, source: int, target: int) -> tuple[float, float]:
-        seconds = self.cluster.message_seconds(bytes, source, target)
+    def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
+        if self.framework.carries_sum and value in _RESIDUALS:
+            return 0.0, 0.0
+        gathered, slices = 0.0, len(self.tensor)
+        if self.framework.scatters_messages and slices > 1:
+            gathered = self.cluster.collective_seconds("all_gather", bytes, self.tensor)
+            bytes /= slices
+        seconds = self.cluster.message_seconds(bytes, source, target) + gathered
         return seconds, seconds
+
+    def _add(self, elements: int) -> float:
+        """A gradient, in the dtype that it was computed in, is added to those of other microbatches."""
+        if self.framework.fused_accumulation:
+            return 0.0
+        moved = elements * (_BYTES[self.precision.compute] + 2 * self.precision.gradients)
+        return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
 
     def _sum(self, kernels: Iterable[Kernel]) -> float:
         return sum(self.cluster.device.seconds(kernel, self.precision.compute) for kernel in kernels)
@@ -113,7 +154,7 @@ class ClusterPrices:
         pieces = spec.holds.pieces
         return microbatches * self.rows, self.model.block * pieces // (microbatches * spec.grid.sequence)
 
-    def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> tuple[Kernel, ...]:
+    def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> list[Kernel]:
         """Attention's kernels where queries meet a block of keys and values."""
         sequences, asking = self._tokens(queries)
         _, asked = self._tokens(keys_values)
@@ -121,7 +162,8 @@ class ClusterPrices:
         each = queries.microbatches.bit_count()
         pairs = queries.holds.pieces * keys_values.holds.pieces / each**2
         seen = attention.work(queries, keys_values) / each * half / pairs
-        return self.model.attend_kernels(layer, sequences, asking, asked, seen, _cut(queries))
+        slices = _of_width(queries)
+        return self.framework.kernels(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
@@ -132,14 +174,12 @@ def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
         told = specs[op.inputs[2]]
     else:
         told = specs[op.inputs[3] if op.kind in _BACKWARD else op.inputs[0]]
-    return _cut(told)
+    return _of_width(told)
 
 
-def _cut(spec: Spec) -> int:
-    """The same, told by a value that the layer makes."""
-    width = spec.grid.width
-    here = (spec.sums & ((1 << width) - 1)).bit_count()
-    return width // here if here else 1
+def _of_width(spec: Spec) -> int:
+    """Into how many slices like this value's the parameters are cut (1: it has all)."""
+    return spec.grid.width // (spec.parts.bit_count() or spec.grid.width)
 
 
 def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
@@ -147,4 +187,8 @@ def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 
 _LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH})
+_DATA_AXES = frozenset({"dp_shard", "dp_replicate", "cp"})
+_RESIDUALS = frozenset({Kind.RESIDUAL, Kind.GRAD_RESIDUAL})
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 2}
+"""Bytes of an element of a gradient, by the dtype of products of matrices."""
 _BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Literal, Protocol
 
 from shardlab.check import Meeting
-from shardlab.program import Op, OpKind, Sizes, Spec
+from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
 from shardlab.program.values import ROW_KINDS
 from shardlab.simulate.traced import Traced, rank_of
 
@@ -22,23 +22,29 @@ class Prices(Protocol):
         messages: how they travel. "buffered": the sender's part comes first, then the receiver's, each on its rank's
             stream; "link": the sender's part is spent on the link, which carries any number of messages at once;
             "rendezvous": one transfer, which starts when both have come.
+        sends_block: the share of a message's time for which its sender computes nothing.
+        contention: time that compute loses in a unit of time in which a collective runs beside it.
     """
 
     @property
     def one_stream(self) -> bool: ...
     @property
     def messages(self) -> Messages: ...
+    @property
+    def sends_block(self) -> float: ...
+    @property
+    def contention(self) -> float: ...
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """How long an op that does not communicate takes."""
         ...
 
-    def collective_time(self, kind: OpKind, bytes: float, ranks: Sequence[int]) -> float:
+    def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
         """From the moment the last member has come; `bytes` is the whole value's: what is reduced, scattered or
         exchanged, the result of a gather."""
         ...
 
-    def message_times(self, bytes: float, source: int, target: int) -> tuple[float, float]:
+    def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
         """The sender's part and the receiver's; in a rendezvous both are the one transfer."""
         ...
 
@@ -83,15 +89,16 @@ class PriceList:
         key = (op[0], op.group, bytes)
         time = self._known.get(key)
         if time is None:
-            time = self._known[key] = self._prices.collective_time(op[0], bytes, op.group.ranks)
+            time = self._known[key] = self._prices.collective_time(op[0], bytes, op.group)
         return time
 
     def message(self, send: Op, row: int, specs: Mapping[int, Spec]) -> tuple[float, float]:
         """The sender's and the receiver's part of a message."""
-        bytes, source = self._bytes(specs[send[2][0]]), rank_of(self._traced.program, row)
-        key = (source, send.peer, bytes)
+        sent = specs[send[2][0]]
+        bytes, source = self._bytes(sent), rank_of(self._traced.program, row)
+        key = (sent[0], source, send.peer, bytes)
         if key not in self._messages:
-            self._messages[key] = self._prices.message_times(bytes, source, send.peer)
+            self._messages[key] = self._prices.message_times(sent[0], bytes, source, send.peer)
         return self._messages[key]
 
 

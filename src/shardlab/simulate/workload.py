@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlab.hardware import Cluster
@@ -12,6 +12,7 @@ from shardlab.models.fit import cut_for
 from shardlab.program import Mesh, Sizes
 from shardlab.simulate.estimate import Estimate, estimate
 from shardlab.simulate.folding import fold
+from shardlab.simulate.framework import OWN, Framework
 from shardlab.simulate.memory import memory_in_bytes
 from shardlab.simulate.precision import Precision
 from shardlab.simulate.priced import ClusterPrices
@@ -34,6 +35,7 @@ class Workload:
         rows: sequences of a microbatch.
         precision: in which numbers.
         trace: what traces a program of its own; plans are folded.
+        framework: what runs it.
         columns: whether that program wants every matrix cut by columns.
     """
 
@@ -45,6 +47,7 @@ class Workload:
     precision: Precision
     trace: Trace | None = None
     columns: bool = False
+    framework: Framework = OWN
 
     @property
     def mesh(self) -> Mesh:
@@ -79,11 +82,28 @@ class Workload:
         """
         self.cluster.require(self.mesh.world)
         self.cluster.device.peak(self.precision.compute)
-        return estimate(self.traced, ClusterPrices(self.cut, self.rows, self.cluster, self.precision))
+        return estimate(self.traced, self.prices, self.kept_sizes)
+
+    @property
+    def kept_sizes(self) -> Sizes:
+        """How large values are in memory, as the framework keeps them."""
+        sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
+        slices = self.mesh.tp if sequence_parallel else 1
+        return self.framework.kept_sizes(self.cut, self.traced.program.sizes, self.rows, slices)
+
+    @property
+    def prices(self) -> ClusterPrices:
+        """What its ops take."""
+        cluster, tensor = self.cluster, self.mesh.group(0, "tp").ranks
+        if self.framework.one_card:
+            cluster = replace(cluster, cards=1)
+        if self.framework.attention:
+            cluster = replace(cluster, device=replace(cluster.device, attention=self.framework.attention))
+        return ClusterPrices(self.cut, self.rows, cluster, self.precision, self.framework, tensor)
 
     def peak_bytes(self) -> int:
         """The most that any rank holds, without asking how long anything takes."""
-        return max(memory.peak for memory in memory_in_bytes(self.traced))
+        return max(memory.peak for memory in memory_in_bytes(self.traced, self.kept_sizes))
 
     @property
     def tokens(self) -> int:

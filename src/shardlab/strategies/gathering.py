@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,10 +19,12 @@ class Use(NamedTuple):
     Attributes:
         layer: which one.
         kept: whether it stays for the next use.
+        run: which uses in a row of layers of one block this is among.
     """
 
     layer: int
     kept: bool
+    run: int
 
 
 def uses(
@@ -30,13 +33,16 @@ def uses(
     reshard_after: Reshard,
     owner: Callable[[int], int],
     runs: Mapping[int, range] | None = None,
+    blocks: Sequence[int] = (),
 ) -> list[Use]:
     """The uses of weights in a rank's steps, in order; `owner` gives the layer whose weight a layer computes with.
 
-    `runs` are the layers that are computed again before their backward pass (see `recomputed`).
+    `runs` are the layers that are computed again before their backward pass (see `recomputed`), and `blocks` where the
+    blocks of half-blocks begin: what FSDP wraps is a block.
     """
     visits: list[tuple[int, int]] = []  # (layer, number of the visit)
     visit, last_stage = -1, None
+    in_a_row: list[int] = []
     for step in steps:
         if not isinstance(step, Forward | Backward | BackwardInput):
             continue
@@ -44,22 +50,32 @@ def uses(
         last_stage = step.stage
         layers = range(bounds[step.stage], bounds[step.stage + 1])
         order = layers if isinstance(step, Forward) else backward_order(layers, runs or {})
-        visits += [(owner(layer), visit) for layer in order]
+        for layer in order:
+            last = visits[-1] if visits else None
+            visits.append((owner(layer), visit))
+            block = _block(owner(layer), blocks)
+            same = last is not None and (_block(last[0], blocks), last[1]) == (block, visit)
+            in_a_row.append(in_a_row[-1] + (not same) if in_a_row else 0)
     kept: list[bool] = []
     next_use: dict[int, tuple[int, int]] = {}  # layer -> (place, visit)
     for place, (layer, visit) in reversed(list(enumerate(visits))):
         after = next_use.get(layer)
         next_use[layer] = (place, visit)
-        near = {"layer": (place + 1, visit), "stage": (after and after[0], visit), "step": after}[reshard_after]
-        kept.append(after is not None and after == near)
-    return [Use(layer, keep) for (layer, _), keep in zip(visits, reversed(kept), strict=True)]
+        near = {"layer": after and in_a_row[after[0]] == in_a_row[place], "stage": after and after[1] == visit}
+        kept.append(after is not None and bool(near.get(reshard_after, True)))
+    return [Use(layer, keep, run) for (layer, _), keep, run in zip(visits, reversed(kept), in_a_row, strict=True)]
+
+
+def _block(layer: int, blocks: Sequence[int]) -> int:
+    """A layer's block; without any, each is one."""
+    return bisect_right(blocks, layer) if blocks else layer
 
 
 class Weights:
     """One rank's weights while it follows its steps.
 
     If the steps say when a stage's weights are gathered and freed, so it is; otherwise the plan decides, and the next
-    gather runs while the present layer computes.
+    layer is gathered while the present one computes; of half-blocks, the next block while the present one does.
     """
 
     def __init__(
@@ -68,7 +84,7 @@ class Weights:
         self._rank = rank
         self._axes = [axis for axis in reversed(plan.shard_parameters) if len(rank.group(axis).ranks) > 1]
         self._owner = rank.sizes.weight_of
-        self._uses = uses(steps, bounds, plan.reshard_after, self._owner, runs)
+        self._uses = uses(steps, bounds, plan.reshard_after, self._owner, runs, rank.sizes.blocks)
         self._told = any(isinstance(step, Unshard) for step in steps)
         self._at = 0
         self._coming: dict[int, Handle[Value]] = {}
@@ -90,7 +106,7 @@ class Weights:
 
     async def next(self) -> Value:
         """The complete weight for the next use."""
-        rank, (layer, kept) = self._rank, self._uses[self._at]
+        rank, (layer, kept, run) = self._rank, self._uses[self._at]
         self._at += 1
         if not self._axes:
             return rank.weights[layer]
@@ -103,10 +119,12 @@ class Weights:
                 full = await rank.all_gather(full, axis=axis)
             if kept:
                 rank.weights[layer, "full"] = full
-        if not self._told and self._at < len(self._uses):
-            ahead = self._uses[self._at].layer
-            if ahead != layer and (ahead, "full") not in rank.weights:
+        at = self._at
+        while not self._told and at < len(self._uses) and self._uses[at].run <= run + 1:
+            ahead = self._uses[at].layer
+            if ahead != layer and ahead not in self._coming and (ahead, "full") not in rank.weights:
                 self._coming[ahead] = self._gather(ahead)
+            at += 1
         return full
 
     def _gather(self, layer: int) -> Handle[Value]:

@@ -20,6 +20,7 @@ CUT_AXES = (*DATA_AXES, "cp")
 
 Context = Literal["ring", "all_gather"]
 Reshard = Literal["layer", "stage", "step"]
+ReduceAt = Literal["layer", "step"]
 Recompute = Literal["none", "selective", "full"]
 
 Kinds = Sequence[LayerKind]
@@ -58,6 +59,8 @@ class Plan:
         shard_optimizer: axes over which the optimizer's state is cut; the other two must be beginnings of it.
         reduce_each: axes over which each microbatch's gradient is reduced at once (None: those that cut it); over the
             others it is reduced once a step. May name `ep`, over which the gradients of all but experts are reduced.
+        reduce_at: what is reduced once a step is so as soon as a layer's last gradient is in, beside the backward
+            passes that go on, or when all are over.
         reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
             work stays on the stage), or when its last use in the step is over.
         sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
@@ -78,6 +81,7 @@ class Plan:
     shard_gradients: tuple[str, ...] = ()
     shard_optimizer: tuple[str, ...] = ()
     reduce_each: tuple[str, ...] | None = None
+    reduce_at: ReduceAt = "layer"
     reshard_after: Reshard = "layer"
     sequence_parallel: bool = False
     recompute: Recompute | tuple[int, ...] = "none"
@@ -85,6 +89,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, words in (
+            ("reduce_at", get_args(ReduceAt)),
             ("reshard_after", get_args(Reshard)),
             ("recompute", get_args(Recompute)),
             ("context", get_args(Context)),

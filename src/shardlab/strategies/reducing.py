@@ -36,6 +36,7 @@ class Gradients:
         others = (*axes, *(("ep",) if len(rank.group("ep").ranks) > 1 else ()))
         self._axes_of_experts, self._axes_of_others = axes, list(others)
         self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
+        self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over
         self._owner = rank.sizes.weight_of
         self._counted = [l for l in layers if self._owner(l) == l]
         self._uses = Counter(map(self._owner, layers))  # of each weight, those whose gradients are yet to come
@@ -81,17 +82,25 @@ class Gradients:
         self._uses[layer] -= 1
         if self._uses[layer]:
             return
-        await self._settle()
+        if self._plan.reduce_at == "step":
+            self._late.append(layer)
+        else:
+            await self._reduce_once(layer)
+
+    async def _reduce_once(self, layer: int) -> None:
         once = [axis for axis in self._axes(layer) if axis not in self._plan.reduced_each]
         if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM:
             once.append("tp")  # each of its ranks has seen other tokens
         if once:
+            await self._settle()
             gradient = self._rank.grad_weights.pop(layer)
             self._arriving[layer] = self._reduce(gradient, once[0]), once[1:]
 
     async def update(self) -> None:
         """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
         rank, plan, layers, counted = self._rank, self._plan, self._kept, self._counted
+        for l in self._late:
+            await self._reduce_once(l)
         await self._settle()
         if self._ends:
             rank.grad_weights[0] = await rank.all_reduce(rank.grad_weights.pop(0), among=self._ends)

@@ -1,0 +1,109 @@
+"""`shardlab validate RUNS.json`: predict published runs, and say how far off the predictions are."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from shardlab.cli.options import Flag
+from shardlab.validate.outcomes import Outcome, outcome_of
+from shardlab.validate.report import Errors, by_source, errors_of, misjudged
+from shardlab.validate.rows import GIB, read_rows
+
+
+@dataclass(frozen=True)
+class Validate:
+    """Predict published runs, and compare seconds and memory with what they measured.
+
+    Every run that says enough is laid out by a plan, traced, and replayed in seconds and bytes, with one set of
+    constants for each type of device and one description for each framework; nothing is chosen for a single run.
+    """
+
+    runs: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")]
+    """A JSON list of runs: each with id, source, model, hardware, parallelism, batch, precision, recompute and what was
+    measured. docs/validation.md describes the fields."""
+
+    json: Flag = False
+    """Print JSON alone: of every run its id, and what was measured and predicted."""
+
+    def run(self) -> int:
+        rows = read_rows(self.runs)
+        shown = Console(stderr=True)
+        waited = track(rows, "predicting", console=shown, transient=True, disable=not shown.is_terminal)
+        outcomes = [outcome_of(row) for row in waited]
+        if self.json:
+            print(json_format.dumps([as_json(outcome) for outcome in outcomes], indent=2))
+        else:
+            print_report(outcomes, Console())
+        return 0
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """One run; what is not known is null."""
+    predicted, measured = outcome.prediction, outcome.measured
+    return {
+        "id": outcome.id,
+        "measured_s": measured.seconds,
+        "predicted_s": predicted and predicted.seconds,
+        "measured_gib": measured.bytes and measured.bytes / GIB,
+        "predicted_gib": predicted and predicted.bytes / GIB,
+        "memory": measured.memory,
+        "measured_out_of_memory": measured.out_of_memory,
+        "predicted_out_of_memory": predicted and not predicted.fits,
+        "reason": outcome.reason or None,
+    }
+
+
+def print_report(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Errors by source, of time and of memory; whose room was misjudged; and which runs say too little."""
+    for title, error in (("step time", _time), ("memory", _memory)):
+        found = by_source(outcomes, error)
+        if found:
+            console.print(_table(title, found, _all(outcomes, error)))
+            console.print()
+    wrong = misjudged(outcomes)
+    if wrong:
+        console.print("Predicted not to fit, though they ran (or the other way round):")
+        for outcome in wrong:
+            assert outcome.prediction is not None
+            console.print(f"  {outcome.id}: {outcome.prediction.bytes / GIB:.1f} GiB", highlight=False)
+        console.print()
+    left = [outcome for outcome in outcomes if outcome.prediction is None]
+    if left:
+        console.print(f"{len(left)} of {len(outcomes)} runs are not predicted:")
+        for outcome in left:
+            console.print(f"  {outcome.id}: {outcome.reason}", highlight=False, soft_wrap=True)
+
+
+def _time(outcome: Outcome) -> float | None:
+    return outcome.time_error
+
+
+def _memory(outcome: Outcome) -> float | None:
+    return outcome.memory_error
+
+
+def _all(outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None]) -> Errors:
+    pairs = [(found, outcome.id) for outcome in outcomes if (found := error(outcome)) is not None]
+    errors = errors_of(pairs)
+    assert errors is not None, "a table is printed of some errors"
+    return errors
+
+
+def _table(title: str, errors: dict[str, Errors], total: Errors) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(title, no_wrap=True)
+    for name in ("runs", "mean", "median", "worst", "bias"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for source, found in {**errors, "all": total}.items():
+        numbers = (f"{found.mean:.1%}", f"{found.median:.1%}", f"{found.worst:.1%}", f"{found.bias:+.1%}")
+        table.add_row(source, str(found.count), *numbers, style="bold" if source == "all" else "")
+    return table

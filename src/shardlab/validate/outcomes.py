@@ -1,0 +1,64 @@
+"""What came of every run of a file: its prediction, or why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardlab.program import Refused, UserError
+from shardlab.validate.model_state import model_state_bytes
+from shardlab.validate.predict import Prediction, predict
+from shardlab.validate.reading import Incomplete, read_run
+from shardlab.validate.rows import Measured, measured_of, section
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run, measured and predicted.
+
+    Attributes:
+        id, source: as in the file.
+        measured: what the run measured.
+        prediction: what the simulator says (None: it was not asked).
+        reason: why it was not asked.
+    """
+
+    id: str
+    source: str
+    measured: Measured
+    prediction: Prediction | None
+    reason: str = ""
+
+    @property
+    def time_error(self) -> float | None:
+        """Predicted seconds over measured ones, less 1; None without both."""
+        predicted = self.prediction and self.prediction.seconds
+        return predicted / self.measured.seconds - 1 if predicted and self.measured.seconds else None
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of bytes."""
+        predicted = self.prediction and self.prediction.bytes
+        return predicted / self.measured.bytes - 1 if predicted and self.measured.bytes else None
+
+
+def outcome_of(row: dict[str, Any]) -> Outcome:
+    """Predict one row of a file."""
+    name, source, measured = str(row["id"]), str(row.get("source", "")), measured_of(row)
+    try:
+        return Outcome(name, source, measured, _state(row) if measured.memory == "model state" else _step(row))
+    except (Incomplete, UserError, Refused) as error:
+        return Outcome(name, source, measured, None, str(error))
+
+
+def _step(row: dict[str, Any]) -> Prediction:
+    return predict(read_run(row))
+
+
+def _state(row: dict[str, Any]) -> Prediction:
+    """Of a row that gives nothing but the state of a model of so many parameters."""
+    parameters, parallelism = section(row, "model").get("params"), section(row, "parallelism")
+    if not parameters or not parallelism.get("dp"):
+        raise Incomplete("does not say params and dp")
+    bytes = model_state_bytes(parameters, int(parallelism["dp"]), int(parallelism.get("zero_stage") or 0))
+    return Prediction(None, bytes, True)

@@ -1,0 +1,87 @@
+"""How far predictions are from measurements: mean, median, worst and bias, by source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from shardlab.validate.outcomes import Outcome
+
+SOURCES = (
+    ("Korthikanti 2022 sec 6.3", "Korthikanti et al. 2022, elsewhere"),
+    ("Korthikanti", "Korthikanti et al. 2022, table 5"),
+    ("SC21", "Narayanan et al. 2021 (SC21)"),
+    ("Smith et al", "Smith et al. 2022 (MT-NLG)"),
+    ("Zero Bubble", "Qi et al. 2023 (Zero Bubble)"),
+    ("Rajbhandari", "Rajbhandari et al. 2020 (ZeRO)"),
+    ("vTrain", "vTrain"),
+    ("bigscience", "bigscience (BLOOM)"),
+    ("A100 40GB", "llm-foundry, A100 40 GB"),
+    ("A100 80GB", "llm-foundry, A100 80 GB"),
+    ("llm-foundry", "llm-foundry, H100"),
+    ("torchtitan", "torchtitan"),
+    ("Megatron-Core", "Megatron-Core"),
+    ("dgxc", "NVIDIA dgxc-benchmarking"),
+    ("Megatron-Bridge", "Megatron-Bridge"),
+    ("NeMo", "NeMo"),
+    ("wordplay", "nanoGPT on Polaris"),
+)
+"""What a row's source contains, and how a table calls it; the first that fits."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of some predictions, as shares of what was measured.
+
+    Attributes:
+        count: how many.
+        mean, median, worst: of their sizes.
+        bias: their mean, signs kept: above zero, predictions are too large.
+        worst_id: whose is the worst.
+    """
+
+    count: int
+    mean: float
+    median: float
+    worst: float
+    bias: float
+    worst_id: str
+
+
+def errors_of(errors: Sequence[tuple[float, str]]) -> Errors | None:
+    """Of (error, id) pairs; None of none."""
+    if not errors:
+        return None
+    sizes = [abs(error) for error, _ in errors]
+    worst = max(range(len(errors)), key=sizes.__getitem__)
+    return Errors(
+        len(errors), mean(sizes), median(sizes), sizes[worst], mean([error for error, _ in errors]), errors[worst][1]
+    )
+
+
+def title_of(source: str) -> str:
+    """How a table calls a source; itself where no name is known."""
+    return next((title for words, title in SOURCES if words in source), source or "unknown")
+
+
+def by_source(
+    outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None] = lambda outcome: outcome.time_error
+) -> dict[str, Errors]:
+    """The errors of each source that has any, in the order of the file."""
+    grouped: dict[str, list[tuple[float, str]]] = {}
+    for outcome in outcomes:
+        found = error(outcome)
+        if found is not None:
+            grouped.setdefault(title_of(outcome.source), []).append((found, outcome.id))
+    made = {title: errors_of(errors) for title, errors in grouped.items()}
+    return {title: errors for title, errors in made.items() if errors is not None}
+
+
+def misjudged(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Runs that are said to fit and did not, or that ran and are said not to fit."""
+    return [
+        outcome
+        for outcome in outcomes
+        if outcome.prediction is not None and outcome.prediction.fits is outcome.measured.out_of_memory
+    ]

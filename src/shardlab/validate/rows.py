@@ -1,0 +1,88 @@
+"""Reading a file of published runs: rows as they are written, with what they measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from shardlab.program import UserError
+
+Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
+"""What a measured figure includes: what tensors take at their peak; what the allocator has reserved for them; all that
+the GPU holds; or parameters, gradients and optimizer state alone."""
+
+GB, GIB = 1e9, 2.0**30
+
+MEMORY_FIELDS: tuple[tuple[str, Memory, float], ...] = (
+    ("peak_memory_GB", "allocated", GB),
+    ("peak_memory_GiB", "reserved", GIB),
+    ("peak_memory_GB_nvidia_smi", "nvidia-smi", GIB),
+    ("model_state_memory_GB", "model state", GB),
+)
+"""A field of `measured`, what it includes, and its unit: the Zero Bubble paper and the ZeRO paper count in 10^9,
+torchtitan and nvidia-smi in 2^30."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run measured.
+
+    Attributes:
+        seconds: of a step (None: not given).
+        bytes: of one GPU's memory (None: not given).
+        memory: what these bytes include.
+        out_of_memory: whether the run ended for want of memory.
+    """
+
+    seconds: float | None
+    bytes: float | None
+    memory: Memory
+    out_of_memory: bool = False
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The runs in a file: a JSON list of objects, each with an `id`.
+
+    Raises:
+        UserError: for anything else.
+    """
+    try:
+        written = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(written, list) or not written:
+        raise UserError(f'{path} holds no list of runs; write [{{"id": ..., "source": ..., "model": ...}}, ...]')
+    rows = cast(list[Any], written)
+    for place, row in enumerate(rows):
+        if not isinstance(row, dict) or not isinstance(cast(dict[str, Any], row).get("id"), str):
+            raise UserError(f"{path}: run {place} is no object with an id; each run needs one that is its own")
+    ids = [row["id"] for row in rows]
+    twice = next((name for name in ids if ids.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}: two runs are called {twice!r}; give each an id of its own")
+    return rows
+
+
+def measured_of(row: dict[str, Any]) -> Measured:
+    """What a run measured; seconds come from tokens/s where only these are given."""
+    measured, derived = section(row, "measured"), section(row, "derived")
+    seconds = measured.get("iteration_s") or derived.get("iteration_s")
+    rate = measured.get("tokens_per_s_per_gpu")
+    sequences, block = section(row, "batch").get("global_sequences"), section(row, "model").get("seq_len")
+    if seconds is None and rate and sequences and block:
+        seconds = sequences * block / (rate * section(row, "hardware")["gpus"])
+    out = bool(measured.get("out_of_memory") or measured.get("oom"))
+    for field, memory, unit in MEMORY_FIELDS:
+        if measured.get(field) is not None:
+            return Measured(seconds, float(measured[field]) * unit, memory, out)
+    return Measured(seconds, None, "allocated", out)
+
+
+def section(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """One of a run's objects; an absent one is empty."""
+    value = row.get(name)
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

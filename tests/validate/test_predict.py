@@ -1,0 +1,59 @@
+"""Predictions of published runs: within generous bands, and with the steady part of a schedule told by less of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.simulate.estimate import Estimate
+from shardlab.validate import predict as predicting
+from shardlab.validate.model_state import model_state_bytes
+from shardlab.validate.outcomes import outcome_of
+from shardlab.validate.predict import predict
+from shardlab.validate.reading import Run, read_run
+from tests.validate.test_reading import ROWS
+
+STATE = "zero-7.5B-Nd64-stage2"
+SILENT = "llama3-405B-t4-8192gpu-s8192"
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in (STATE, SILENT)])
+def test_a_published_run_is_predicted_within_a_fifth(name: str) -> None:
+    outcome = outcome_of(ROWS[name])
+    assert outcome.prediction is not None
+    assert outcome.time_error is not None
+    assert abs(outcome.time_error) < 0.2
+    assert abs(outcome.memory_error or 0.0) < 0.2
+
+
+def test_a_run_that_says_too_little_is_listed_with_its_reason() -> None:
+    outcome = outcome_of(ROWS[SILENT])
+    assert outcome.prediction is None
+    assert "neither the seconds of a step nor memory" in outcome.reason
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_memory_of_zero_is_the_papers(stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, arXiv 1910.02054, figure 1: 7.5 B parameters on 64 GPUs."""
+    assert model_state_bytes(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+def test_many_microbatches_are_told_by_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS["zb-t12-6.2B-p8-m8-1f1b"]
+    run = read_run(row | {"batch": row["batch"] | {"global_sequences": 192}})
+    replayed: list[int] = []
+    replay = predicting._replay  # pyright: ignore[reportPrivateUsage]
+
+    def noting(run: Run, each: int) -> Estimate:
+        replayed.append(each)
+        return replay(run, each)
+
+    monkeypatch.setattr(predicting, "_replay", noting)
+    assert predict(run).seconds == pytest.approx(replay(run, 64).step, rel=1e-3)
+    assert sum(replayed) < 64
+
+
+def test_a_device_too_small_does_not_fit() -> None:
+    row = ROWS["mpt-h100_80gb-7b-s32768-8gpu-mbs2-ga2"]
+    crowded = row | {"recompute": "none"}
+    assert predict(read_run(row)).fits
+    assert not predict(read_run(crowded)).fits
