@@ -39,6 +39,9 @@ class FakeDevice:
         assert dtype in ("bfloat16", "float32")
         return kernel.flops + 2 * (kernel.elements if isinstance(kernel, Pointwise) else 0)
 
+    def overhead(self, op: str, dtype: str) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True)
 class FakeCluster:

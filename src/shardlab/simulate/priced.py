@@ -16,6 +16,7 @@ class DeviceLike(Protocol):
     """What prices need of a device."""
 
     def seconds(self, kernel: Kernel, dtype: str) -> float: ...
+    def overhead(self, op: str, dtype: str) -> float: ...
 
 
 class ClusterLike(Protocol):
@@ -68,9 +69,11 @@ class ClusterPrices:
         return "rendezvous"
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        own = self.cluster.device.overhead(op.kind.value, self.precision.compute)
+        return own if op.kind in _LOADS else own + self._kernels_time(op, specs, sizes)
+
+    def _kernels_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         kind = op.kind
-        if kind in _LOADS:
-            return 0.0
         made = specs[op.outputs[0]]
         if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
             elements = sizes.elements(made) * self.precision.moved_by_update / 4
