@@ -85,7 +85,7 @@ class Compare:
         if precision is None:
             raise UserError(f"the run computed in {dtype}, which has no prices; leave out --cluster")
         cluster.require(job.ranks)
-        return estimate(checked, ClusterPrices(job.cut, job.rows, cluster, precision))
+        return estimate(checked, ClusterPrices(job.cut, job.rows, cluster.at_work(job.ranks), precision))
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
         if self.svg is None:

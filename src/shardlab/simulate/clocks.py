@@ -3,6 +3,8 @@
 Compute goes on in tape order and stops only at a WAIT. A communication starts when its last member has issued it
 and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
 Messages on links that have latency only take no stream: each arrives so long after it was issued.
+
+Where communication takes time from compute (`Prices.interference`), a rank pays for it at the WAIT.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from itertools import count
 from typing import NamedTuple
 
 from shardlab.check import Meeting
+from shardlab.check.accumulation import InPlace
 from shardlab.program import OpKind, UserError
 from shardlab.simulate.prices import PriceList, Prices
 from shardlab.simulate.traced import Traced
@@ -65,6 +68,8 @@ class Clocks:
         self._traced = traced
         self._prices = prices
         self._price = PriceList(traced, prices)
+        self._interference = prices.interference
+        self._costless = [InPlace(tape).fused if prices.adds_in_backward else {} for tape in tapes]
         self._clock = [0.0] * len(tapes)
         self._at = [0] * len(tapes)
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
@@ -111,6 +116,7 @@ class Clocks:
         starts, ends = self._times.starts[rank], self._times.ends[rank]
         handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
         idle, price, one_stream = self._times.idle[rank], self._price.compute, self._prices.one_stream
+        costless = self._costless[rank]
         meetings, meeting_of = self._traced.meetings, self._traced.meeting_of[rank]
         clock = self._clock[rank]
         for at in range(self._at[rank], len(ops)):
@@ -124,6 +130,10 @@ class Clocks:
                     self._parked[rank, handle] = clock
                     self._at[rank], self._clock[rank] = at, clock
                     return
+                if self._interference:
+                    issued = handle_op[handle]
+                    both = _computing(idle, starts[issued], min(clock, end))
+                    end = max(clock, end) + self._interference * both
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end
@@ -141,7 +151,8 @@ class Clocks:
                     self._issue(kind, number, now)
             else:
                 starts[at] = clock
-                clock += price(op, specs)
+                if at not in costless:
+                    clock += price(op, specs)
                 ends[at] = clock
         self._at[rank], self._clock[rank] = len(ops), clock
 
@@ -214,3 +225,13 @@ class Clocks:
         if self._traced.program.tapes[sender.rank][sender.op].batch >= 0:
             return sender.rank, receiver.rank
         return frozenset((sender.rank, receiver.rank))
+
+
+def _computing(idle: Sequence[Idle], since: float, until: float) -> float:
+    """How long a rank computes between two moments."""
+    computing = max(0.0, until - since)
+    for each in reversed(idle):
+        if each.until <= since:
+            break
+        computing -= max(0.0, min(each.until, until) - max(each.since, since))
+    return max(0.0, computing)

@@ -56,6 +56,16 @@ class Costs:
     def messages(self) -> Messages:
         return "link" if self.link_latency else "buffered"
 
+    @property
+    def interference(self) -> float:
+        """Streams do not slow each other down."""
+        return 0.0
+
+    @property
+    def adds_in_backward(self) -> bool:
+        """Sums have a cost of their own."""
+        return False
+
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """Time units of a compute op: its microbatches count, and of half-blocks the part that is computed."""
         acted_on: float = specs[op.inputs[0]].holds.pieces if op.inputs else 0

@@ -15,6 +15,9 @@ from shardlab.simulate.prices import Messages
 class DeviceLike(Protocol):
     """What prices need of a device."""
 
+    @property
+    def adds_in_backward(self) -> bool: ...
+
     def seconds(self, kernel: Kernel, dtype: str) -> float: ...
     def overhead(self, op: str, dtype: str) -> float: ...
 
@@ -24,6 +27,8 @@ class ClusterLike(Protocol):
 
     @property
     def device(self) -> DeviceLike: ...
+    @property
+    def interference(self) -> float: ...
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float: ...
     def message_seconds(self, bytes: float, source: int, target: int) -> float: ...
@@ -67,6 +72,14 @@ class ClusterPrices:
     def messages(self) -> Messages:
         """A send's kernel ends when its receive has taken the data."""
         return "rendezvous"
+
+    @property
+    def interference(self) -> float:
+        return self.cluster.interference
+
+    @property
+    def adds_in_backward(self) -> bool:
+        return self.cluster.device.adds_in_backward
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         own = self.cluster.device.overhead(op.kind.value, self.precision.compute)

@@ -22,12 +22,20 @@ class Prices(Protocol):
         messages: how they travel. "buffered": the sender's part comes first, then the receiver's, each on its rank's
             stream; "link": the sender's part is spent on the link, which carries any number of messages at once;
             "rendezvous": one transfer, which starts when both have come.
+        interference: how much longer compute takes for each second in which a communication of its rank is in flight:
+            0 where they do not meet, about 1 where they take turns on one core.
+        adds_in_backward: whether the time of a BACKWARD has in it that its gradient is added to an older one, so that
+            the ADD which the tape shows for it costs nothing (see `shardlab.check.accumulation`).
     """
 
     @property
     def one_stream(self) -> bool: ...
     @property
     def messages(self) -> Messages: ...
+    @property
+    def interference(self) -> float: ...
+    @property
+    def adds_in_backward(self) -> bool: ...
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """How long an op that does not communicate takes."""

@@ -77,7 +77,8 @@ class Workload:
         """
         self.cluster.require(self.mesh.world)
         self.cluster.device.peak(self.precision.compute)
-        return estimate(self.traced, ClusterPrices(self.cut, self.rows, self.cluster, self.precision))
+        cluster = self.cluster.at_work(self.mesh.world)
+        return estimate(self.traced, ClusterPrices(self.cut, self.rows, cluster, self.precision))
 
     def peak_bytes(self) -> int:
         """The most that any rank holds, without asking how long anything takes."""
