@@ -32,7 +32,11 @@ def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: World, 
     for processes in (1, 2):
         mine = [point for point in layers if point.processes == processes]
         found = {(point.layer, point.op) for point in mine}
-        expected = {(layer, op) for layer in HALVES for op in PASSES} | {("loss", "loss"), ("batch", "load_batch")}
+        expected = {(layer, op) for layer in HALVES for op in PASSES} | {
+            ("loss", "loss"),
+            ("batch", "load_batch"),
+            ("gradient", "add"),
+        }
         expected |= {(layer, "norm") for layer in HALVES | WHOLE}
         assert found == expected | {(layer, op) for layer in WHOLE for op in ("forward", "backward", "update")}
         assert all(point.seconds >= point.fastest > 0 for point in mine)

@@ -220,9 +220,15 @@ def norm(state: State, at: int, op: Op) -> Instruction:
     (gradient,), (output,), values = op.inputs, op.outputs, state.values
 
     def run() -> None:
-        values[output] = values[gradient].double().square().sum().reshape(1)
+        values[output] = sum_of_squares(values[gradient])
 
     return run
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """In float64, (1,); piece by piece, since a copy of all in float64 takes room, and longer than the sum."""
+    pieces = [piece.double().square().sum() for piece in gradient.split(1 << 20)]
+    return torch.stack(pieces).sum().reshape(1)
 
 
 def update(state: State, at: int, op: Op) -> Instruction:

@@ -132,6 +132,19 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
 def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iterator[LayerPoint]:
     for subject in subjects(shape, dtype, bench.vocabulary):
         yield from _measure(crowd, subject, bench.seconds)
+    yield _addition(crowd, shape, dtype)
+
+
+def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
+    """A gradient as large as a block's, added to another in place: what the ADD of a tape is."""
+    clock, elements = Clock(crowd.world.device), 12 * shape.width**2
+    a, b = torch.zeros(2, elements, dtype=getattr(torch, dtype), device=crowd.world.device)
+    crowd.meet()
+    times = [clock.seconds(lambda: a.add_(b), 5) for _ in range(7)]
+    work = (("pointwise:add", 0.0, 3.0 * elements * a.element_size()),)
+    seconds, fastest = crowd.mean(median(times)), crowd.mean(min(times))
+    measured = (shape.width, shape.rows, shape.tokens, elements, dtype, crowd.processes, seconds, fastest)
+    return LayerPoint("gradient", "add", *measured, work)
 
 
 def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
