@@ -227,7 +227,7 @@ def norm(state: State, at: int, op: Op) -> Instruction:
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
     """In float64, (1,); piece by piece, since a copy of all in float64 takes room, and longer than the sum."""
-    pieces = [piece.double().square().sum() for piece in gradient.split(1 << 20)]
+    pieces = [piece.double().square().sum() for piece in torch.split(gradient, 1 << 20)]
     return torch.stack(pieces).sum().reshape(1)
 
 
