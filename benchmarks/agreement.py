@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from statistics import median
 from typing import Annotated
 
 import tyro
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +69,7 @@ CASES = [  # strategy, ranks, microbatches, model, sequences of a microbatch, na
 
 BENCH = (
     "collectives --ranks 2 --max 16MB --kinds all_reduce all_gather reduce_scatter send_recv",
-    "compute --ranks 2 --batches 4x64 2x256 8x128 --seconds 0.3",
+    "compute --ranks 2 --batches 1x64 4x64 2x256 --seconds 0.3",
 )
 """What is measured of the machine."""
 
@@ -88,6 +90,9 @@ class Options:
 
     ops: bool = False
     """Show by kind of op, over all cases, what was predicted and measured."""
+
+    markdown: bool = False
+    """Print the tables as Markdown."""
 
     json: bool = False
     """Print JSON alone."""
@@ -160,37 +165,37 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return {name: {"median": median(errors), "worst": max(errors)} for name, errors in found.items()}
 
 
-def show(rows: Sequence[Row], ops: bool) -> None:
-    console = Console(highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("strategy", "model", "ranks"):
-        table.add_column(heading)
-    for heading in ("predicted", "measured", "step", "predicted", "measured", "memory"):
-        table.add_column(heading, justify="right")
+def show(rows: Sequence[Row], options: Options) -> None:
+    """Print a line for each case, the errors of all of them, and perhaps where they come from."""
+    console = Console(highlight=False, width=160 if options.markdown else None)
+
+    def table(left: Sequence[str], right: Sequence[str]) -> Table:
+        made = Table(box=MARKDOWN if options.markdown else None, padding=(0, 1, 0, 0), header_style="dim")
+        for heading in left:
+            made.add_column(heading)
+        for heading in right:
+            made.add_column(heading, justify="right")
+        return made
+
+    cases = table(("strategy", "model", "ranks"), ("step, ms", "measured", "error", "memory, MiB", "measured", "error"))
     for row in rows:
-        times = [f"{1000 * seconds:,.1f} ms" for seconds in row.step]
-        sizes = [f"{bytes / 2**20:,.2f} MiB" for bytes in row.memory]
+        times = [f"{1000 * seconds:,.1f}" for seconds in row.step]
+        sizes = [f"{bytes / 2**20:,.2f}" for bytes in row.memory]
         model = f"{row.model} {row.width}"
-        step, memory = f"{error(row.step):+.1%}", f"{error(row.memory):+.1%}"
-        table.add_row(row.strategy, model, str(row.ranks), *times, step, *sizes, memory)
-    console.print(table)
-    console.print()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("error of", "median", "worst"):
-        table.add_column(heading, justify="left" if heading == "error of" else "right")
-    words = {"step": "step time", "memory": "peak memory", "state": "  parameters, optimizer", "passing": "  all else"}
-    for name, errors in summary(rows).items():
-        table.add_row(words[name], f"{errors['median']:.1%}", f"{errors['worst']:.1%}")
-    console.print(table)
-    if ops:
+        cases.add_row(
+            row.strategy, model, str(row.ranks), *times, f"{error(row.step):+.1%}", *sizes, f"{error(row.memory):+.2%}"
+        )
+    errors = table(("error of",), ("median", "worst"))
+    words = {"step": "step time", "memory": "peak memory", "state": "- parameters, optimizer", "passing": "- all else"}
+    for name, found in summary(rows).items():
+        errors.add_row(words[name], f"{found['median']:.2%}", f"{found['worst']:.2%}")
+    ops = table(("op",), ("predicted, ms", "measured", "error"))
+    for kind in dict.fromkeys(kind for row in rows for kind in row.ops):
+        pair = tuple(sum(row.ops[kind][side] for row in rows if kind in row.ops) for side in (0, 1))
+        ops.add_row(kind, *(f"{1000 * each:,.1f}" for each in pair), f"{error(pair):+.1%}" if pair[1] else "-")
+    for each in (cases, errors, *([ops] if options.ops else [])):
+        console.print(each)
         console.print()
-        table = Table("op", "predicted", "measured", "error", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        kinds = dict.fromkeys(kind for row in rows for kind in row.ops)
-        for kind in kinds:
-            pair = tuple(sum(row.ops[kind][side] for row in rows if kind in row.ops) for side in (0, 1))
-            cells = [f"{1000 * seconds:,.1f} ms" for seconds in pair]
-            table.add_row(kind, *cells, f"{error(pair):+.1%}" if pair[1] else "-")
-        console.print(table)
 
 
 def main(options: Options) -> None:
@@ -199,6 +204,7 @@ def main(options: Options) -> None:
         print(
             f"agreement: the machine is busy (load {load:.1f}); its timings will not be what they are", file=sys.stderr
         )
+    began = time.perf_counter()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
         folder = Path(place)
@@ -213,7 +219,12 @@ def main(options: Options) -> None:
         data = {"machine": asdict(profile.machine), "load": load, "cases": cases, "errors": summary(rows)}
         print(json.dumps(data, indent=2))
     else:
-        show(rows, options.ops)
+        show(rows, options)
+        machine = profile.machine
+        print(
+            f"{machine.processor}, {machine.places} cores, torch {machine.torch}; {time.perf_counter() - began:.0f} s"
+        )
+        print(f"a second of communication takes {profile.interference:.2f} s from compute beside it")
 
 
 if __name__ == "__main__":
