@@ -210,7 +210,7 @@ def main(options: Options) -> None:
         folder = Path(place)
         profile = Profile.read(options.profile, here=this_machine()) if options.profile else bench(folder)
         for number, (strategy, ranks, microbatches, model, sequences) in enumerate(CASES):
-            name = "tp, sequence parallel" if isinstance(strategy, Plan) else ""
+            name = "tp + sp" if isinstance(strategy, Plan) else ""
             job = Job(strategy, ranks, microbatches, model, sequences, name=name)
             print(f"{number + 1}/{len(CASES)} {job.title}", file=sys.stderr)
             rows.append(run_case(job, Cluster.of_profile(profile), folder / str(number), options.timed))

@@ -226,9 +226,8 @@ def norm(state: State, at: int, op: Op) -> Instruction:
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """In float64, (1,); piece by piece, since a copy of all in float64 takes room, and longer than the sum."""
-    pieces = [piece.double().square().sum() for piece in torch.split(gradient, 1 << 20)]
-    return torch.stack(pieces).sum().reshape(1)
+    """In float64, (1,); as a norm, since squares of all elements in float64 take room, and longer than their sum."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
 
 
 def update(state: State, at: int, op: Op) -> Instruction:
