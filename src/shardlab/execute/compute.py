@@ -227,7 +227,8 @@ def norm(state: State, at: int, op: Op) -> Instruction:
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
     """In float64, (1,); as a norm, since squares of all elements in float64 take room, and longer than their sum."""
-    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm.square().reshape(1)
 
 
 def update(state: State, at: int, op: Op) -> Instruction:
