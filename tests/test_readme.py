@@ -69,6 +69,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("command", [c for c in commands() if c.line.startswith("shardlab")], ids=lambda c: c.line)
 def test_a_command_prints_what_the_readme_shows(command: Command, elsewhere: Path) -> None:
     environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    environment["XDG_CACHE_HOME"] = str(elsewhere)  # the machine's own profile stays as it is
     words = [sys.executable, "-m", *shlex.split(command.line)]
     done = subprocess.run(words, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr

@@ -9,6 +9,8 @@ import pytest
 
 from shardlab.check import Checked
 from shardlab.cli import main
+from shardlab.hardware import Line, Machine, Profile, Rate
+from shardlab.measure.saving import this_machine
 from shardlab.models import GPT
 from shardlab.program import Mesh
 from shardlab.program.record import RankRecord
@@ -19,7 +21,23 @@ from shardlab.train.job import Job
 from tests.simulate.test_measured import records
 
 JOB = Job("fsdp", 2, 2, GPT(layers=3, width=16, heads=2, block=8), 2)
-COSTS = "forward=1,backward_input=0.5,backward_weight=0.5,collective=0.3,update=0.5"
+
+FREE = dict.fromkeys(("matmul", "attention", "pointwise"), 0.0)
+LAUNCHES = {**FREE, "op:forward": 1.0, "op:backward": 1.0, "update": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where profiles are looked for; there is none yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_profile(machine: Machine | None = None) -> None:
+    """A machine on which ops take, in seconds, what they take in unit costs."""
+    collectives = {(kind, 2): Line(0.3, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    kernels = {(family, "float32"): Rate(launch, 0.0, 0.0) for family, launch in LAUNCHES.items()}
+    Profile(machine or this_machine(), collectives, Line(0.2, 0.0), kernels, 1e9).write()
 
 
 def written(folder: Path, *, whole: bool = True) -> Checked:
@@ -35,7 +53,8 @@ def written(folder: Path, *, whole: bool = True) -> Checked:
 
 def test_the_table_has_prediction_measurement_and_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path)
-    assert main(["compare", str(tmp_path), "--costs", COSTS, "--svg", str(tmp_path / "c.svg")]) == 0
+    write_profile()
+    assert main(["compare", str(tmp_path), "--svg", str(tmp_path / "c.svg")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["fsdp", "on", "2", "ranks"] in lines
     assert ["0", "forward", "3", "3,000.00", "ms", "9,000.00", "ms", "0.33"] in lines
@@ -44,7 +63,8 @@ def test_the_table_has_prediction_measurement_and_ratio(tmp_path: Path, capsys: 
 
 def test_json_alone_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path)
-    assert main(["compare", str(tmp_path), "--costs", COSTS, "--json"]) == 0
+    write_profile()
+    assert main(["compare", str(tmp_path), "--cluster", "local", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["step"]["ratio"] == pytest.approx(1 / 3)
     assert len(said["steps"]) == 2
@@ -55,7 +75,23 @@ def test_json_alone_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (said["missing"], said["job"]["strategy"]) == ([], "fsdp")
 
 
-def test_without_prices_the_measurement_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_profile_of_another_machine_is_taken_only_by_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path)
+    write_profile(Machine("another CPU", 64, "2.0", "gloo"))
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "is from another machine" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path), "--force"]) == 0
+
+
+def test_a_named_cluster_is_another_machine_to_predict_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    assert main(["compare", str(tmp_path), "--cluster", "h100x2", "--json"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["step"]["predicted"] < 0.1
+
+
+def test_without_a_profile_the_measurement_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path)
     assert main(["compare", str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -25,11 +25,23 @@ PROFILE = Profile(
     memory=8e9,
     layers=[{"name": "block", "seconds": 0.1}],
     alone={("op:backward", "float32"): Rate(9e-5, 0, 0)},
+    interference=0.75,
 )
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Profile.read(PROFILE.write(tmp_path / "new" / "profile.json"), here=MACHINE) == PROFILE
+
+
+def test_one_rank_alone_has_the_memory_to_itself() -> None:
+    cluster = Cluster.of_profile(PROFILE)
+    assert cluster.at_work(2) is cluster
+    assert cluster.at_work(1).device.overhead("backward", "float32") == 9e-5
+    assert find_cluster("h100x8").at_work(1).device.name == "h100"
+
+
+def test_communication_slows_compute_as_was_measured() -> None:
+    assert (Cluster.of_profile(PROFILE).interference, find_cluster("h100x8").interference) == (0.75, 0)
 
 
 def test_it_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.hardware import Cluster, Line, Machine, Profile, Rate
-from shardlab.measure.kernel_fit import GRAPHS, Rates, errors_by_layer, errors_of, fit_kernels, predict
+from shardlab.measure.kernel_fit import BESIDE, Rates, errors_by_layer, errors_of, fit_kernels, predict
 from shardlab.measure.points import LayerPoint
 from shardlab.measure.shapes import MEASURED, Shape, subjects
 from shardlab.models import Halves
@@ -48,7 +48,7 @@ def test_layers_made_of_known_rates_are_predicted_exactly(seed: int, launch: flo
         (family, "float32"): Rate(launch * slow, flops / slow, flops / 10 / slow)
         for family, slow in zip(FAMILIES, slower, strict=True)
     }
-    rates |= {(f"op:{op.value}", "float32"): Rate(launch / 3, 0, 0) for op in MEASURED if op.value in GRAPHS}
+    rates |= {(f"op:{op.value}", "float32"): Rate(launch / 3, 0, 0) for op in MEASURED if op.value in BESIDE}
     points = timed(POINTS, rates)
     assert errors_of(points, fit_kernels(points)).worst < 1e-6
 

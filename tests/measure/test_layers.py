@@ -32,7 +32,12 @@ def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: World, 
     for processes in (1, 2):
         mine = [point for point in layers if point.processes == processes]
         found = {(point.layer, point.op) for point in mine}
-        expected = {(layer, op) for layer in HALVES for op in PASSES} | {("loss", "loss")}
+        expected = {(layer, op) for layer in HALVES for op in PASSES} | {
+            ("loss", "loss"),
+            ("batch", "load_batch"),
+            ("gradient", "add"),
+        }
+        expected |= {(layer, "norm") for layer in HALVES | WHOLE}
         assert found == expected | {(layer, op) for layer in WHOLE for op in ("forward", "backward", "update")}
         assert all(point.seconds >= point.fastest > 0 for point in mine)
         assert errors_of(mine, fit_kernels(mine)).points == len(mine)
@@ -40,7 +45,7 @@ def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: World, 
 
 def test_a_layers_arithmetic_is_counted_in_both_directions() -> None:
     """Twice as many products backward as forward (arXiv 2104.04473, appendix), and one half each if it is split."""
-    whole, halves, split = subjects(Shape(64, 2, 32), "float32", 256)
+    whole, halves, split, _ = subjects(Shape(64, 2, 32), "float32", 256)
     assert isinstance(whole.model, GPT)
     flops: dict[tuple[int, str, str], float] = {}
     for number, subject in enumerate((whole, halves, split)):

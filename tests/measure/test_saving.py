@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.hardware import Cluster, Profile
-from shardlab.measure.points import CollectivePoint
+from shardlab.measure.points import CollectivePoint, OverlapPoint
 from shardlab.measure.saving import save, this_machine, updated_profile
 from shardlab.program import UserError
 from tests.measure.test_points import LAYER
@@ -42,6 +42,12 @@ def test_kernels_are_those_of_a_busy_machine_and_apart_those_of_one_process() ->
     alone = replace(LAYER, processes=1, seconds=1e-3)
     profile = updated_profile([alone, LAYER])
     assert sum(rate.launch for rate in profile.alone.values()) < sum(rate.launch for rate in profile.kernels.values())
+
+
+def test_the_usual_loss_beside_compute_is_kept() -> None:
+    """Of what could be hidden, 0 %, 25 % and all was."""
+    points = [OverlapPoint("all_reduce", 2, 1024, 2.0, 1.0, together) for together in (3.0, 2.75, 2.0)]
+    assert updated_profile(points).interference == 0.75
 
 
 def test_a_profile_without_messages_says_so(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ class FakePrices:
     one_stream: bool = False
     messages: Messages = "rendezvous"
     sends_block: float = 0.0
-    contention: float = 0.0
+    interference: float = 0.0
+    adds_in_backward: bool = False
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         if not op.inputs:
@@ -37,9 +38,14 @@ class FakePrices:
 class FakeDevice:
     """A FLOP takes a second and an element two."""
 
+    adds_in_backward: bool = False
+
     def seconds(self, kernel: Kernel, dtype: str) -> float:
         assert dtype in ("bfloat16", "float32")
         return kernel.flops + 2 * (kernel.elements if isinstance(kernel, Pointwise) else 0)
+
+    def overhead(self, op: str, dtype: str) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class FakeCluster:
     """A collective takes a second for each byte and member, a message two for each byte."""
 
     device: FakeDevice = FakeDevice()
+    interference: float = 0.0
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:
         return bytes * len(ranks)

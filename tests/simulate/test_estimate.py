@@ -77,3 +77,23 @@ def test_counters_reach_the_peak_and_rise_in_time() -> None:
         assert max(times) <= found.step
         assert max(sum(live.values()) for _, live in counter) <= memory.peak
         assert max(sum(live.values()) for _, live in counter) >= max(memory.before[-10:])
+
+
+def test_where_communication_takes_the_cores_time_nothing_is_hidden() -> None:
+    """Compute and communication that take turns on one core take the sum of their times, however they overlap."""
+    free, turns = (of_program("ddp", 2, 4, 2, FakePrices(interference=share)) for share in (0.0, 1.0))
+    tape = turns.traced.program.tapes[0]
+    work = sum(
+        turns.times.ends[0][at] - turns.times.starts[0][at] for at, op in enumerate(tape) if op.kind is not OpKind.WAIT
+    )
+    assert free.step < work
+    assert turns.step == pytest.approx(work)
+    assert turns.exposed_share == pytest.approx(1 - turns.compute_share)
+
+
+def test_a_sum_that_the_backward_pass_has_made_costs_nothing() -> None:
+    apart, inside = (of_program("1f1b", 2, 2, 4, FakePrices(adds_in_backward=adds)).times for adds in (False, True))
+    program = of_program("1f1b", 2, 2, 4).traced.program
+    sums = [at for at, op in enumerate(program.tapes[0]) if op.kind is OpKind.ADD and op.layer >= 0]
+    assert {apart.ends[0][at] - apart.starts[0][at] for at in sums} == {1}
+    assert {inside.ends[0][at] - inside.starts[0][at] for at in sums} == {0}

@@ -25,7 +25,7 @@ from shardlab.train.data import Batches, Corpus
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
 from shardlab.train.loop import Run, train_rank
-from shardlab.train.tracing import Tracer, Tracing
+from shardlab.train.tracing import Tracer, Tracing, trace_rank
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -37,6 +37,10 @@ STRATEGIES = ["ddp", "fsdp", "1f1b", "zb-h1"]
 
 def train(rank: int, plan: Run) -> None:
     train_rank(rank, torch.device("cpu"), plan)
+
+
+def trace_only(rank: int, job: Job, folder: Path) -> None:
+    trace_rank(rank, torch.device("cpu"), job, folder, TRACING)
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +211,10 @@ def test_a_run_that_crashes_leaves_what_there_is(ranks: World, tmp_path: Path) -
 def test_a_run_shorter_than_its_warm_up_leaves_no_trace(ranks: World, tmp_path: Path) -> None:
     ranks(2).call(interrupted, replace(Job("ddp", 2, 2, MODEL, 2), name="short"), tmp_path, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_only_recorded_leaves_its_trace(ranks: World, tmp_path: Path) -> None:
+    job = Job("ddp", 2, 2, MODEL, 2)
+    ranks(2).call(trace_only, job, tmp_path / "run")
+    measured = read_trace(tmp_path / "run").measured(job.checked())
+    assert (len(measured.steps), measured.missing) == (TRACING.timed, [])

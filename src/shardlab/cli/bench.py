@@ -38,7 +38,7 @@ class Collectives(Measuring):
     send_recv."""
 
     overlap: bool = True
-    """Measure the largest size beside compute, too."""
+    """Measure the largest few sizes beside compute, too."""
 
     def run(self) -> int:
         from shardlab.cli.bench_tables import print_collectives

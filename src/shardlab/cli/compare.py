@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shardlab.cli.comparison_table import print_comparison
-from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, NewFile
 from shardlab.cli.picture import check_new_file
+from shardlab.hardware import find_cluster
+from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
-from shardlab.simulate import live_memory, simulate
 from shardlab.simulate.compare import Comparison, Pair, compare
+from shardlab.simulate.estimate import Estimate, estimate
+from shardlab.simulate.precision import PRECISIONS
+from shardlab.simulate.priced import ClusterPrices
 from shardlab.simulate.trace_file import read_trace
 
 if TYPE_CHECKING:
@@ -35,8 +38,13 @@ class Compare:
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The folder of a run."""
 
-    costs: CostsText = None
-    """What ops are predicted to take, in seconds (see shardlab simulate); without it only the measurement is shown."""
+    cluster: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: local, if it is there)")
+    ] = None
+    """On what the prediction is made; local is this machine as shardlab bench measured it."""
+
+    force: Flag = False
+    """Take a profile from another machine."""
 
     svg: NewFile = None
     """Draw both timelines into this file."""
@@ -46,7 +54,6 @@ class Compare:
 
     def run(self) -> int:
         check_new_file("--svg", self.svg, "comparison.svg")
-        costs = costs_of(self.costs) if self.costs is not None else None
         trace = read_trace(self.folder)
 
         from shardlab.train.described import job_of
@@ -54,14 +61,31 @@ class Compare:
         job = job_of(trace.job)
         checked = job.checked()
         measured = trace.measured(checked)
-        predicted = simulate(checked, costs) if costs else None
-        comparison = compare(measured, predicted, _memory(checked, job) if predicted else None)
+        estimate = self._estimate(job, checked)
+        predicted = estimate.timeline() if estimate else None
+        comparison = compare(
+            measured, predicted, [max(memory.before) for memory in estimate.memory] if estimate else None
+        )
         self._draw(predicted, measured, job)
         if self.json:
             print(json_format.dumps(as_json(trace.job, checked, comparison, measured), indent=2))
         else:
             print_comparison(comparison, f"{job.title} on {job.ranks} ranks", self.svg)
         return 0
+
+    def _estimate(self, job: Job, checked: Checked) -> Estimate | None:
+        """The prediction; None if this machine has not been measured and no cluster is named."""
+        if self.cluster is None and not default_path().exists():
+            return None
+        from shardlab.measure.saving import this_machine
+
+        cluster = find_cluster(self.cluster or "local", here=this_machine(), force=self.force)
+        dtype = str(job.dtype).removeprefix("torch.")
+        precision = next((each for each in PRECISIONS.values() if each.compute == dtype), None)
+        if precision is None:
+            raise UserError(f"the run computed in {dtype}, which has no prices; leave out --cluster")
+        cluster.require(job.ranks)
+        return estimate(checked, ClusterPrices(job.cut, job.rows, cluster.at_work(job.ranks), precision))
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
         if self.svg is None:
@@ -73,11 +97,6 @@ class Compare:
             save_comparison({**timelines, "measured": measured.timeline}, self.svg, f"{job.title}: one optimizer step")
         except OSError as error:
             raise UserError(f"--svg {self.svg}: it cannot be written: {error.strerror}") from None
-
-
-def _memory(checked: Checked, job: Job) -> list[int]:
-    """For each rank the most bytes that are live at the start of an op."""
-    return [max(live, default=0) * job.dtype.itemsize for live in live_memory(checked)]
 
 
 def as_json(job: dict[str, Any], checked: Checked, comparison: Comparison, measured: Measured) -> dict[str, Any]:

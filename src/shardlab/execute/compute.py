@@ -232,9 +232,15 @@ def norm(state: State, at: int, op: Op) -> Instruction:
     (gradient,), (output,), values = op.inputs, op.outputs, state.values
 
     def run() -> None:
-        values[output] = values[gradient].double().square().sum().reshape(1)
+        values[output] = sum_of_squares(values[gradient])
 
     return run
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """In float64, (1,); as a norm, since squares of all elements in float64 take room, and longer than their sum."""
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm.square().reshape(1)
 
 
 def update(state: State, at: int, op: Op) -> Instruction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlab.hardware.collectives import COSTS, START, Span, collective_seconds, nodes_of
 from shardlab.hardware.device import Device
@@ -41,6 +41,17 @@ class Cluster:
         """The machine that the profile was measured on: as many ranks as it has cores or devices, on one node."""
         link = Link("measured", 1.0, 0.0, 1.0, "a profile")
         return cls(device_of_profile(profile), profile.machine.places, 1, link, link, 1, profile)
+
+    def at_work(self, ranks: int) -> Cluster:
+        """This cluster with so many of its devices at work: as measured, one alone has the memory to itself."""
+        if self.profile is None or ranks > 1 or not self.profile.alone:
+            return self
+        return replace(self, device=device_of_profile(replace(self.profile, kernels=self.profile.alone)))
+
+    @property
+    def interference(self) -> float:
+        """Seconds that a second of communication takes from the compute of its rank; of data sheets none."""
+        return self.profile.interference if self.profile is not None else 0.0
 
     @property
     def size(self) -> int:

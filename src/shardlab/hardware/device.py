@@ -117,6 +117,11 @@ class Device:
             busy = 0.0
         return self.efficiency.launch + max(busy, self._memory(kernel, dtype))
 
+    @property
+    def adds_in_backward(self) -> bool:
+        """Whether what a backward pass takes has in it that its gradient is added to an older one."""
+        return False
+
     def overhead(self, op: str, dtype: str) -> float:
         """What an op of the tape takes beside its kernels, in seconds: on a device that is kept busy, nothing."""
         return 0.0

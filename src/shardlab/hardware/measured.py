@@ -24,6 +24,11 @@ class MeasuredDevice(Device):
         """
         return self._rate(kernel, dtype).seconds(kernel.flops, kernel.elements * BYTES[dtype])
 
+    @property
+    def adds_in_backward(self) -> bool:
+        """It was measured with its additions."""
+        return True
+
     def overhead(self, op: str, dtype: str) -> float:
         rate = self.profile.kernels.get((f"op:{op}", dtype))
         return rate.launch if rate else 0.0

@@ -74,6 +74,8 @@ class Profile:
         memory: bytes that all ranks have together, or each device.
         layers: the raw points that the kernels were fitted to, as measured.
         alone: the same as `kernels`, while one place is busy and has the memory to itself.
+        interference: seconds that compute loses for each second in which a collective is in flight: 0 if they do not
+            meet, 1 if they take turns.
     """
 
     machine: Machine
@@ -83,6 +85,7 @@ class Profile:
     memory: float
     layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     alone: Mapping[tuple[str, str], Rate] = field(default_factory=dict[tuple[str, str], Rate])
+    interference: float = 0.0
 
     def write(self, path: Path | None = None) -> Path:
         """Write it as JSON, by default where `read` looks; returns where."""
@@ -91,6 +94,7 @@ class Profile:
             "version": VERSION,
             "machine": asdict(self.machine),
             "memory": self.memory,
+            "interference": self.interference,
             "messages": asdict(self.messages) if self.messages else None,
             "collectives": [
                 {"kind": kind, "ranks": ranks, **asdict(line)}
@@ -150,6 +154,7 @@ def profile_of(data: dict[str, Any]) -> Profile:
         memory=number(data["memory"]),
         layers=data["layers"],
         alone=rates_of(data["alone"]),
+        interference=number(data.get("interference", 0.0)),
     )
 
 

@@ -22,6 +22,9 @@ from shardlab.measure.world import World, leave_quietly
 
 BATCHES = 5
 
+BESIDE = 4
+"""How many sizes are measured beside compute."""
+
 
 @dataclass(frozen=True)
 class CollectiveBench:
@@ -33,7 +36,7 @@ class CollectiveBench:
         groups: sizes of the groups that meet; each divides the number of ranks.
         seconds: how long each point is measured for, about.
         warmup: calls before that.
-        overlap: whether the largest size is measured beside compute, too.
+        overlap: whether the largest few sizes are measured beside compute, too.
         quiet: whether no progress is shown.
     """
 
@@ -80,7 +83,8 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
         team = teams[group]
         case = make_case(kind, size, team)
         point = time_case(world, team, kind, case, bench)
-        beside = overlap(world, team, kind, case) if bench.overlap and size == bench.sizes[-1] and case.bytes else None
+        large = bool(case.bytes) and size in bench.sizes[-BESIDE:]
+        beside = overlap(world, team, kind, case) if bench.overlap and large else None
         if rank == 0:
             append(file, point)
             if beside is not None:

@@ -20,8 +20,8 @@ Rates = dict[tuple[str, str], Rate]
 
 POINTWISE = "pointwise:"
 
-GRAPHS = ("forward", "backward", "backward_input", "backward_weight")
-"""The ops that build or walk a graph, which takes time beside the kernels; others take it with their one kernel."""
+BESIDE = ("forward", "backward", "backward_input", "backward_weight", "load_batch")
+"""The ops that take time beside kernels, to build or walk a graph or to draw tokens; others have but one kernel."""
 
 
 def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
@@ -61,12 +61,12 @@ def errors_of(points: Sequence[LayerPoint], rates: Rates) -> Errors:
 def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
     families: dict[str, None] = {}
     for point in points:
-        own = [f"op:{point.op}"] if point.op in GRAPHS else []
+        own = [f"op:{point.op}"] if point.op in BESIDE else []
         families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
     place = {family: number for number, family in enumerate(families)}
     matrix: Array = np.zeros((len(points), len(place), 3))
     for row, point in zip(matrix, points, strict=True):
-        if point.op in GRAPHS:
+        if point.op in BESIDE:
             row[place[f"op:{point.op}"], 0] = 1
         for kernel in point.kernels:
             row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])

@@ -18,7 +18,7 @@ from shardlab.execute import Executor, Settings
 from shardlab.measure.clock import Clock, iterations_for
 from shardlab.measure.points import LayerPoint, PeakPoint, append
 from shardlab.measure.progress import Progress
-from shardlab.measure.shapes import MEASURED, Shape, Subject, subjects
+from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subjects
 from shardlab.measure.world import World, leave_quietly
 from shardlab.models.tensors import generator_of
 from shardlab.program import OpKind
@@ -132,6 +132,19 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
 def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iterator[LayerPoint]:
     for subject in subjects(shape, dtype, bench.vocabulary):
         yield from _measure(crowd, subject, bench.seconds)
+    yield _addition(crowd, shape, dtype)
+
+
+def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
+    """A gradient as large as a block's, added to another in place: what the ADD of a tape is."""
+    clock, elements = Clock(crowd.world.device), 12 * shape.width**2
+    a, b = torch.zeros(2, elements, dtype=getattr(torch, dtype), device=crowd.world.device)
+    crowd.meet()
+    times = [clock.seconds(lambda: a.add_(b), 5) for _ in range(7)]
+    work = (("pointwise:add", 0.0, 3.0 * elements * a.element_size()),)
+    seconds, fastest = crowd.mean(median(times)), crowd.mean(min(times))
+    measured = (shape.width, shape.rows, shape.tokens, elements, dtype, crowd.processes, seconds, fastest)
+    return LayerPoint("gradient", "add", *measured, work)
 
 
 def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
@@ -144,9 +157,13 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     tape, shapes = executor.state.tape, executor.state.shapes
 
     def step() -> list[float]:
+        """Seconds of each op; those in which the microbatches are drawn, before, are of the ops that load them."""
         crowd.meet()
+        clock.mark()
         executor.step()
-        return clock.gaps()
+        drawing, *ops = clock.gaps()
+        share = drawing / MICROBATCHES
+        return [took + share * (op.kind is OpKind.LOAD_BATCH) for op, took in zip(tape, ops, strict=True)]
 
     step()
     steps = iterations_for(crowd.mean(sum(step())), budget, at_least=3, at_most=50)
@@ -159,7 +176,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
             calls[key].append(each)
     ops = {(op.kind, op.layer): op for op in tape if op.kind in MEASURED}
     for key, op in ops.items():
-        elements = 0 if op.kind is OpKind.LOSS else shapes.flat[op.layer]
+        elements = 0 if op.kind in (OpKind.LOSS, OpKind.LOAD_BATCH) else shapes.flat[op.layer]
         each_call = list(zip(*calls[key], strict=True))
         yield LayerPoint(
             layer=subject.layer_name(op),

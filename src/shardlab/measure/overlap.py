@@ -14,7 +14,7 @@ from shardlab.measure.world import World
 WIDTH = {"cpu": 256, "cuda": 4096}
 """Rows and columns of the product that is computed meanwhile."""
 
-ROUNDS = 5
+ROUNDS = 9
 
 
 def overlap(world: World, team: Team, kind: str, case: Case) -> OverlapPoint | None:

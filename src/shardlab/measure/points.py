@@ -79,6 +79,11 @@ class OverlapPoint:
         """
         return (self.compute + self.communication - self.together) / min(self.compute, self.communication)
 
+    @property
+    def interference(self) -> float:
+        """Seconds lost for each one in which both went on: 0 if neither slows the other down, 1 if they take turns."""
+        return max(0.0, 1.0 - self.hidden)
+
 
 KernelWork = tuple[str, float, float]
 """A kernel's family (see `hardware.Profile`), its FLOPs, and the bytes that it moves."""

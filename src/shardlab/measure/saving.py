@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from shardlab.hardware import Line, Machine, Profile
 from shardlab.measure.fit import alpha_beta
 from shardlab.measure.kernel_fit import fit_kernels
-from shardlab.measure.points import CollectivePoint, LayerPoint, Point
+from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, Point
 from shardlab.program import UserError
 
 Lines = dict[tuple[str, int], Line]
@@ -50,6 +51,9 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
     lines = fit_lines([point for point in points if isinstance(point, CollectivePoint)])
     messages = lines.pop(("send_recv", 2), profile.messages)
     profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
+    beside = [point.interference for point in points if isinstance(point, OverlapPoint)]
+    if beside:
+        profile = replace(profile, interference=median(beside))
     layers = [point for point in points if isinstance(point, LayerPoint)]
     if not layers:
         return profile

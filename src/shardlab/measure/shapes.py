@@ -9,7 +9,7 @@ from shardlab.check import Checked, check
 from shardlab.hardware.device import BYTES
 from shardlab.hardware.measured import families
 from shardlab.measure.points import KernelWork
-from shardlab.models import GPT, Blocks, Halves, Model
+from shardlab.models import GPT, Blocks, Halves, Llama, Model
 from shardlab.models.halves import Body
 from shardlab.models.kernels import Kernel
 from shardlab.models.parts import Attention, Embedding, FeedForward
@@ -26,6 +26,8 @@ MEASURED = (
     OpKind.BACKWARD,
     OpKind.BACKWARD_INPUT,
     OpKind.BACKWARD_WEIGHT,
+    OpKind.LOAD_BATCH,
+    OpKind.NORM,
     OpKind.UPDATE,
 )
 
@@ -83,6 +85,8 @@ class Subject:
         """What an op computes on."""
         if op.kind is OpKind.LOSS:
             return "loss"
+        if op.kind is OpKind.LOAD_BATCH:
+            return "batch"
         model, last = self.model, self.model.layers - 1
         if isinstance(model, Halves):
             half = model.half(op.layer)
@@ -98,6 +102,10 @@ class Subject:
         bytes = BYTES[self.dtype]
         if op.kind is OpKind.UPDATE:
             return (("update", 0.0, float(elements * bytes * UPDATE_MOVES)),)
+        if op.kind is OpKind.LOAD_BATCH:
+            return ()
+        if op.kind is OpKind.NORM:
+            return (("pointwise:norm", 0.0, float(elements * bytes)),)
         tokens = self.model.block
         forward = (
             self.model.loss_kernels(self.rows, tokens)
@@ -119,13 +127,16 @@ UPDATE_MOVES = 7
 
 
 def subjects(shape: Shape, dtype: str, vocabulary: int) -> list[Subject]:
-    """What is measured of a shape: whole blocks (first, middle, last), halves, and these with a split backward."""
-    one = GPT(layers=1, width=shape.width, heads=heads_of(shape.width), block=shape.tokens, vocabulary=vocabulary)
-    halves = Halves(one, 1)
+    """What is measured of a shape: GPT's whole blocks (first, middle, last), halves of blocks, and these with a split
+    backward; of Llama, whose kernels are others but whose ops are the same, halves."""
+    heads = heads_of(shape.width)
+    gpt = GPT(layers=1, width=shape.width, heads=heads, block=shape.tokens, vocabulary=vocabulary)
+    llama = Llama(layers=1, width=shape.width, heads=heads, block=shape.tokens, vocabulary=vocabulary)
     return [
-        Subject(replace(one, layers=3), shape.rows, False, dtype),
-        Subject(halves, shape.rows, False, dtype),
-        Subject(halves, shape.rows, True, dtype),
+        Subject(replace(gpt, layers=3), shape.rows, False, dtype),
+        Subject(Halves(gpt, 1), shape.rows, False, dtype),
+        Subject(Halves(gpt, 1), shape.rows, True, dtype),
+        Subject(Halves(llama, 1), shape.rows, False, dtype),
     ]
 
 

@@ -3,6 +3,8 @@
 Compute goes on in tape order and stops only at a WAIT. A communication starts when its last member has issued it
 and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
 Messages on links that have latency only take no stream: each arrives so long after it was issued.
+
+Where communication takes time from compute (`Prices.interference`), a rank pays for it at the WAIT.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from itertools import count
 from typing import NamedTuple
 
 from shardlab.check import Meeting
+from shardlab.check.accumulation import InPlace
 from shardlab.program import OpKind, UserError
 from shardlab.simulate.prices import PriceList, Prices
 from shardlab.simulate.traced import Traced
@@ -65,12 +68,13 @@ class Clocks:
         self._traced = traced
         self._prices = prices
         self._price = PriceList(traced, prices)
+        self._interference = prices.interference
+        self._costless = [InPlace(tape).fused if prices.adds_in_backward else {} for tape in tapes]
         self._clock = [0.0] * len(tapes)
         self._at = [0] * len(tapes)
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: dict[tuple[int, Hashable], float] = {}
-        self._beside = [0.0] * len(tapes)  # until when a collective that has started runs
         self._came: dict[int, int] = {}  # meeting -> members that have come
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
@@ -112,8 +116,9 @@ class Clocks:
         starts, ends = self._times.starts[rank], self._times.ends[rank]
         handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
         idle, price, one_stream = self._times.idle[rank], self._price.compute, self._prices.one_stream
+        costless = self._costless[rank]
         meetings, meeting_of = self._traced.meetings, self._traced.meeting_of[rank]
-        blocks, contention, beside = self._prices.sends_block, self._prices.contention, self._beside
+        blocks = self._prices.sends_block
         clock = self._clock[rank]
         for at in range(self._at[rank], len(ops)):
             op = ops[at]
@@ -126,6 +131,10 @@ class Clocks:
                     self._parked[rank, handle] = clock
                     self._at[rank], self._clock[rank] = at, clock
                     return
+                if self._interference:
+                    issued = handle_op[handle]
+                    both = _computing(idle, starts[issued], min(clock, end))
+                    end = max(clock, end) + self._interference * both
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end
@@ -145,10 +154,8 @@ class Clocks:
                     clock += blocks * self._price.message(op, rank, specs)[0]
             else:
                 starts[at] = clock
-                time = price(op, specs)
-                if contention and beside[rank] > clock:
-                    time += contention * min(time, beside[rank] - clock)
-                clock += time
+                if at not in costless:
+                    clock += price(op, specs)
                 ends[at] = clock
         self._at[rank], self._clock[rank] = len(ops), clock
 
@@ -202,8 +209,6 @@ class Clocks:
             sent_away = on_link and places == [0]  # the link has it; the sender need not wait
             self._handle_end[rank][handle] = start if sent_away else end
             self._times.starts[rank][op], self._times.ends[rank][op] = start, end
-            if meeting.group is not None:
-                self._beside[rank] = max(self._beside[rank], end)
             self._times.ready[rank][op] = now
             if (rank, handle) in self._parked:
                 self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
@@ -223,3 +228,13 @@ class Clocks:
         if self._traced.program.tapes[sender.rank][sender.op].batch >= 0:
             return sender.rank, receiver.rank
         return frozenset((sender.rank, receiver.rank))
+
+
+def _computing(idle: Sequence[Idle], since: float, until: float) -> float:
+    """How long a rank computes between two moments."""
+    computing = max(0.0, until - since)
+    for each in reversed(idle):
+        if each.until <= since:
+            break
+        computing -= max(0.0, min(each.until, until) - max(each.since, since))
+    return max(0.0, computing)

@@ -58,13 +58,18 @@ class Costs:
         return 0.0
 
     @property
-    def contention(self) -> float:
-        """So do collectives."""
+    def messages(self) -> Messages:
+        return "link" if self.link_latency else "buffered"
+
+    @property
+    def interference(self) -> float:
+        """Streams do not slow each other down."""
         return 0.0
 
     @property
-    def messages(self) -> Messages:
-        return "link" if self.link_latency else "buffered"
+    def adds_in_backward(self) -> bool:
+        """Sums have a cost of their own."""
+        return False
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """Time units of a compute op: its microbatches count, and of half-blocks the part that is computed."""

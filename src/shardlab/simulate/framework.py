@@ -36,7 +36,7 @@ class Framework:
         carries_sum: whether a pipeline's message is the residual stream alone, the branch already added to it.
         all_reduces: whether a gradient of which each rank keeps a slice is all-reduced all the same.
         one_card: whether collectives leave a node through one of its cards only.
-        contention: seconds that compute loses in a second in which a collective runs beside it.
+        interference: seconds that compute loses in a second in which a communication is in flight beside it.
         update_bytes: that the optimizer moves for each parameter (0: as the precision says).
         bucket: bytes of gradients or parameters that are communicated at once, so that small ones share a start.
     """
@@ -54,7 +54,7 @@ class Framework:
     carries_sum: bool = False
     all_reduces: bool = False
     one_card: bool = False
-    contention: float = 0.0
+    interference: float = 0.0
     bucket: float = 0.0
     update_bytes: float = 0.0
 

@@ -85,7 +85,8 @@ def _usual(each: Sequence[RankTimes]) -> RankTimes:
 
 def _timeline(checked: Checked, step: Mapping[int, Spans], records: Mapping[int, RankRecord]) -> Timeline:
     ranks = range(checked.program.ranks)
-    return Timeline(checked.program, [_events(checked, rank, step.get(rank, {}), records.get(rank)) for rank in ranks])
+    events = [_events(checked, rank, step.get(rank, {}), records.get(rank)) for rank in ranks]
+    return Timeline(checked.program, events, in_seconds=True)
 
 
 def _events(checked: Checked, rank: int, spans: Spans, record: RankRecord | None) -> list[Event]:

@@ -51,6 +51,7 @@ class RankMemory:
         peak_op: index of the first op with which the peak is reached.
         by_category: the peak, in the order of `CATEGORIES`.
         counters: for each op what is live while it runs, by category (empty unless asked for).
+        at_starts: the same of `before`.
     """
 
     before: list[int]
@@ -58,6 +59,7 @@ class RankMemory:
     peak_op: int
     by_category: tuple[int, ...]
     counters: list[tuple[int, ...]]
+    at_starts: list[tuple[int, ...]]
 
 
 def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
@@ -119,8 +121,11 @@ def account(
     at_peak = tuple(by_category)
     before: list[int] = []
     curve: list[tuple[int, ...]] = []
+    starts: list[tuple[int, ...]] = []
     for at, op in enumerate(tape):
         before.append(live)
+        if counters:
+            starts.append(tuple(by_category))
         kind, outputs, handle = op[0], op[3], op[4]
         for number in outputs:
             spec = specs[number]
@@ -161,7 +166,7 @@ def account(
             for number in _gone(op, owned, keeps=keeps):
                 live -= room[number]
                 by_category[place[number]] -= room[number]
-    return RankMemory(before, peak, peak_op, at_peak, curve)
+    return RankMemory(before, peak, peak_op, at_peak, curve, starts)
 
 
 def _gone(op: Op, owned: dict[int, dict[Kind, int]], *, keeps: bool) -> Iterator[int]:

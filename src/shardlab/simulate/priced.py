@@ -16,7 +16,11 @@ from shardlab.simulate.prices import Messages
 class DeviceLike(Protocol):
     """What prices need of a device."""
 
+    @property
+    def adds_in_backward(self) -> bool: ...
+
     def seconds(self, kernel: Kernel, dtype: str) -> float: ...
+    def overhead(self, op: str, dtype: str) -> float: ...
 
 
 class ClusterLike(Protocol):
@@ -24,6 +28,8 @@ class ClusterLike(Protocol):
 
     @property
     def device(self) -> DeviceLike: ...
+    @property
+    def interference(self) -> float: ...
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float: ...
     def message_seconds(self, bytes: float, source: int, target: int) -> float: ...
@@ -67,10 +73,6 @@ class ClusterPrices:
         return self.framework.sends_block
 
     @property
-    def contention(self) -> float:
-        return self.framework.contention
-
-    @property
     def one_stream(self) -> bool:
         """Each process group has a stream of its own (torch.distributed's ProcessGroupNCCL)."""
         return False
@@ -80,10 +82,21 @@ class ClusterPrices:
         """A send's kernel ends when its receive has taken the data."""
         return "rendezvous"
 
+    @property
+    def interference(self) -> float:
+        """As measured on the machine, or as is known of the framework on GPUs."""
+        return self.cluster.interference or self.framework.interference
+
+    @property
+    def adds_in_backward(self) -> bool:
+        return self.cluster.device.adds_in_backward
+
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        own = self.cluster.device.overhead(op.kind.value, self.precision.compute)
+        return own if op.kind in _LOADS else own + self._kernels_time(op, specs, sizes)
+
+    def _kernels_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         kind = op.kind
-        if kind in _LOADS:
-            return 0.0
         made = specs[op.outputs[0]]
         if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
             moved = self.framework.update_bytes or self.precision.moved_by_update

@@ -23,7 +23,10 @@ class Prices(Protocol):
             stream; "link": the sender's part is spent on the link, which carries any number of messages at once;
             "rendezvous": one transfer, which starts when both have come.
         sends_block: the share of a message's time for which its sender computes nothing.
-        contention: time that compute loses in a unit of time in which a collective runs beside it.
+        interference: how much longer compute takes for each second in which a communication of its rank is in flight:
+            0 where they do not meet, about 1 where they take turns on one core.
+        adds_in_backward: whether the time of a BACKWARD has in it that its gradient is added to an older one, so that
+            the ADD which the tape shows for it costs nothing (see `shardlab.check.accumulation`).
     """
 
     @property
@@ -33,7 +36,9 @@ class Prices(Protocol):
     @property
     def sends_block(self) -> float: ...
     @property
-    def contention(self) -> float: ...
+    def interference(self) -> float: ...
+    @property
+    def adds_in_backward(self) -> bool: ...
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """How long an op that does not communicate takes."""

@@ -145,4 +145,4 @@ def _measured_of(checked: Checked, whole: Mapping[str, Any]) -> Measured:
     seconds = [{int(at): time for at, time in rank.items()} for rank in whole["seconds"]]
     times = [RankTimes(*rank) for rank in whole["ranks"]]
     others: dict[str, Any] = {name: whole[name] for name in ("steps", "live", "peaks", "bound", "missing")}
-    return Measured(Timeline(checked.program, events), seconds, times, **others)
+    return Measured(Timeline(checked.program, events, in_seconds=True), seconds, times, **others)

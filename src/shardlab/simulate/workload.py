@@ -94,7 +94,7 @@ class Workload:
     @property
     def prices(self) -> ClusterPrices:
         """What its ops take."""
-        cluster, tensor = self.cluster, self.mesh.group(0, "tp").ranks
+        cluster, tensor = self.cluster.at_work(self.mesh.world), self.mesh.group(0, "tp").ranks
         if self.framework.one_card:
             cluster = replace(cluster, cards=1)
         if self.framework.attention:

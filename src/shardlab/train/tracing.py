@@ -8,17 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute import Executor
+from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.clock import clock_offset
 from shardlab.execute.recording import Recorder
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.program.record import MemoryRecord, RankRecord
 from shardlab.simulate.trace_file import rank_file, write_rank, write_trace
+from shardlab.train.data import Batches, Corpus, default_text
 from shardlab.train.described import described
 from shardlab.train.job import Job
+from shardlab.train.launch import backend_of
 
 
 @dataclass(frozen=True)
@@ -92,3 +95,14 @@ class Tracer:
 
     def _write(self) -> None:
         write_rank(self._folder, self._job, self._executor.state.checked.program.fingerprint(), self._record)
+
+
+def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:
+    """One rank's part of a run of no more steps than are recorded, on the default text; it leaves `trace.json`."""
+    corpus = Corpus.split(default_text(), job.model.block, "the default text")
+    batches = Batches(corpus, job.model.block, job.rows, job.seed)
+    settings = Settings(job.seed, job.dtype, device, AdamW(steps=tracing.steps))
+    tracer = Tracer(Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device)), job, folder, tracing)
+    for _ in range(tracing.steps):
+        tracer.step()
+    tracer.finish()

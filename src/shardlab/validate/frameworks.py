@@ -119,7 +119,7 @@ FOUNDRY = Stack(
         kept=Kept(branch=False),
         logit_bytes=6.0,
         update_bytes=34.0,
-        contention=0.3,
+        interference=0.3,
         fused_accumulation=True,
     )
 )
@@ -133,7 +133,7 @@ TORCHTITAN_EAGER = Stack(
         kept=Kept(branch=False, activated=True),
         logit_bytes=16.0,
         update_bytes=34.0,
-        contention=0.3,
+        interference=0.3,
         fused_accumulation=True,
     ),
     reduce_bytes=4,
@@ -198,7 +198,7 @@ DEEPSPEED = replace(
         MEGATRON_2021.framework,
         name="deepspeed-2021",
         source="DeepSpeed's ZeRO-3 of 2021 (compared with in arXiv 2104.04473, section 5.2)",
-        contention=0.3,
+        interference=0.3,
         one_card=True,
     ),
     shards_optimizer=True,

@@ -1,0 +1,231 @@
+"""How well prediction and measurement agree on this machine: steps of many strategies, simulated and run.
+
+    python benchmarks/agreement.py
+
+First `shardlab bench` measures the machine's collectives and the layers of models of other sizes than the ones that are
+run here; that profile is all that the prediction knows. Then every case is traced on real processes, and its median
+step and its memory are laid beside the prediction. Nothing else may run meanwhile. docs/agreement.md has a result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import tyro
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from shardlab.hardware import Cluster, Profile
+from shardlab.measure.saving import this_machine
+from shardlab.models import GPT, Llama
+from shardlab.program import Mesh
+from shardlab.simulate.compare import compare
+from shardlab.simulate.estimate import estimate
+from shardlab.simulate.memory import CATEGORIES, memory_in_bytes
+from shardlab.simulate.precision import PRECISIONS
+from shardlab.simulate.priced import ClusterPrices
+from shardlab.simulate.trace_file import read_trace
+from shardlab.strategies.plan import Plan
+from shardlab.train.job import Job
+from shardlab.train.launch import run_ranks
+from shardlab.train.tracing import Tracing, trace_rank
+
+SMALL = GPT(layers=4, width=192, heads=4, block=96, vocabulary=256)
+LARGE = GPT(layers=4, width=320, heads=4, block=128, vocabulary=256)
+LLAMA = Llama(layers=4, width=256, heads=4, kv_heads=2, block=160, vocabulary=256)
+SEQUENCE_PARALLEL = Plan(Mesh(tp=2), sequence_parallel=True)
+
+CASES = [  # strategy, ranks, microbatches, model, sequences of a microbatch, name
+    ("single", 1, 4, SMALL, 4),
+    ("ddp", 2, 4, SMALL, 4),
+    ("ddp", 2, 4, LARGE, 4),
+    ("fsdp", 2, 4, SMALL, 4),
+    ("fsdp", 2, 4, LARGE, 4),
+    ("fsdp", 2, 4, LLAMA, 4),
+    ("zero-1", 2, 4, LARGE, 4),
+    ("zero-2", 2, 4, LARGE, 4),
+    ("zero-3", 2, 4, LLAMA, 4),
+    ("tensor_parallel", 2, 2, SMALL, 4),
+    ("tensor_parallel", 2, 2, LLAMA, 4),
+    (SEQUENCE_PARALLEL, 2, 2, LARGE, 4),
+    ("gpipe", 2, 4, SMALL, 4),
+    ("1f1b", 2, 4, LARGE, 4),
+    ("1f1b", 2, 8, LLAMA, 2),
+    ("interleaved-1f1b", 2, 4, LLAMA, 4),
+    ("zb-h1", 2, 4, LARGE, 4),
+]
+
+BENCH = (
+    "collectives --ranks 2 --max 16MB --kinds all_reduce all_gather reduce_scatter send_recv",
+    "compute --ranks 2 --batches 1x64 4x64 2x256 --seconds 0.3",
+)
+"""What is measured of the machine."""
+
+STATE = ("parameters", "optimizer")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Predict steps from this machine's profile, run them, and compare."""
+
+    profile: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: measured first)")] = (
+        None
+    )
+    """A profile that shardlab bench has written."""
+
+    timed: int = 15
+    """How many steps of each case are timed; the median counts."""
+
+    ops: bool = False
+    """Show by kind of op, over all cases, what was predicted and measured."""
+
+    markdown: bool = False
+    """Print the tables as Markdown."""
+
+    json: bool = False
+    """Print JSON alone."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case; seconds, and the bytes of the rank that holds most."""
+
+    strategy: str
+    model: str
+    width: int
+    ranks: int
+    step: tuple[float, float]
+    state: tuple[float, float]
+    passing: tuple[float, float]
+    ops: dict[str, tuple[float, float]]
+
+    @property
+    def memory(self) -> tuple[float, float]:
+        predicted, measured = zip(self.state, self.passing, strict=True)
+        return sum(predicted), sum(measured)
+
+
+def bench(folder: Path) -> Profile:
+    """Measure the machine."""
+    path = folder / "profile.json"
+    for words in BENCH:
+        command = [sys.executable, "-m", "shardlab", "bench", *words.split(), "--profile", str(path), "--json"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return Profile.read(path)
+
+
+def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
+    """Predict it, run it."""
+    checked = job.checked()
+    prices = ClusterPrices(job.cut, job.rows, cluster.at_work(job.ranks), PRECISIONS["fp32"])
+    predicted = estimate(checked, prices)
+    run_ranks(job.ranks, trace_rank, job, folder, Tracing(timed=timed))
+    measured = read_trace(folder).measured(checked)
+    compared = compare(measured, predicted.timeline())
+    rank = max(range(job.ranks), key=lambda rank: sum(measured.live[rank].values()))
+    held = memory_in_bytes(checked, counters=True)[rank]
+    told = dict(
+        zip((each.value for each in CATEGORIES), held.at_starts[held.before.index(max(held.before))], strict=True)
+    )
+    ops: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for row in compared.kinds:
+        before = ops[row.kind.value]
+        ops[row.kind.value] = before[0] + (row.seconds.predicted or 0), before[1] + (row.seconds.measured or 0)
+    state, passing = (
+        tuple(
+            sum(bytes for name, bytes in each.items() if (name in STATE) == kept)
+            for each in (told, measured.live[rank])
+        )
+        for kept in (True, False)
+    )
+    step = predicted.step, median(measured.steps)
+    return Row(job.title, type(job.model).__name__, job.model.width, job.ranks, step, state, passing, dict(ops))
+
+
+def error(pair: tuple[float, float]) -> float:
+    """Of a prediction, relative to what was measured: above 0 is too much."""
+    return pair[0] / pair[1] - 1
+
+
+def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Median and worst error."""
+    found = {name: [abs(error(getattr(row, name))) for row in rows] for name in ("step", "memory", "state", "passing")}
+    return {name: {"median": median(errors), "worst": max(errors)} for name, errors in found.items()}
+
+
+def show(rows: Sequence[Row], options: Options) -> None:
+    """Print a line for each case, the errors of all of them, and perhaps where they come from."""
+    console = Console(highlight=False, width=160 if options.markdown else None)
+
+    def table(left: Sequence[str], right: Sequence[str]) -> Table:
+        made = Table(box=MARKDOWN if options.markdown else None, padding=(0, 1, 0, 0), header_style="dim")
+        for heading in left:
+            made.add_column(heading)
+        for heading in right:
+            made.add_column(heading, justify="right")
+        return made
+
+    cases = table(("strategy", "model", "ranks"), ("step, ms", "measured", "error", "memory, MiB", "measured", "error"))
+    for row in rows:
+        times = [f"{1000 * seconds:,.1f}" for seconds in row.step]
+        sizes = [f"{bytes / 2**20:,.2f}" for bytes in row.memory]
+        model = f"{row.model} {row.width}"
+        cases.add_row(
+            row.strategy, model, str(row.ranks), *times, f"{error(row.step):+.1%}", *sizes, f"{error(row.memory):+.2%}"
+        )
+    errors = table(("error of",), ("median", "worst"))
+    words = {"step": "step time", "memory": "peak memory", "state": "- parameters, optimizer", "passing": "- all else"}
+    for name, found in summary(rows).items():
+        errors.add_row(words[name], f"{found['median']:.2%}", f"{found['worst']:.2%}")
+    ops = table(("op",), ("predicted, ms", "measured", "error"))
+    for kind in dict.fromkeys(kind for row in rows for kind in row.ops):
+        pair = tuple(sum(row.ops[kind][side] for row in rows if kind in row.ops) for side in (0, 1))
+        ops.add_row(kind, *(f"{1000 * each:,.1f}" for each in pair), f"{error(pair):+.1%}" if pair[1] else "-")
+    for each in (cases, errors, *([ops] if options.ops else [])):
+        console.print(each)
+        console.print()
+
+
+def main(options: Options) -> None:
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(
+            f"agreement: the machine is busy (load {load:.1f}); its timings will not be what they are", file=sys.stderr
+        )
+    began = time.perf_counter()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
+        folder = Path(place)
+        profile = Profile.read(options.profile, here=this_machine()) if options.profile else bench(folder)
+        for number, (strategy, ranks, microbatches, model, sequences) in enumerate(CASES):
+            name = "tp + sp" if isinstance(strategy, Plan) else ""
+            job = Job(strategy, ranks, microbatches, model, sequences, name=name)
+            print(f"{number + 1}/{len(CASES)} {job.title}", file=sys.stderr)
+            rows.append(run_case(job, Cluster.of_profile(profile), folder / str(number), options.timed))
+    if options.json:
+        cases = [{**asdict(row), "memory": row.memory} for row in rows]
+        data = {"machine": asdict(profile.machine), "load": load, "cases": cases, "errors": summary(rows)}
+        print(json.dumps(data, indent=2))
+    else:
+        show(rows, options)
+        machine = profile.machine
+        print(
+            f"{machine.processor}, {machine.places} cores, torch {machine.torch}; {time.perf_counter() - began:.0f} s"
+        )
+        print(f"a second of communication takes {profile.interference:.2f} s from compute beside it")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
