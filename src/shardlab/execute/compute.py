@@ -1,5 +1,8 @@
 """What each compute op of a tape does to the registers: prepared once, called at every step."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -239,8 +242,7 @@ def norm(state: State, at: int, op: Op) -> Instruction:
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
     """In float64, (1,); as a norm, since squares of all elements in float64 take room, and longer than their sum."""
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    return norm.square().reshape(1)
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
 
 
 def update(state: State, at: int, op: Op) -> Instruction:
