@@ -80,5 +80,5 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         read_plan(tmp_path)
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="cannot be read: "):
+    with pytest.raises(UserError, match="cannot be read: it is not text"):
         read_plan(tmp_path / "bytes.toml")

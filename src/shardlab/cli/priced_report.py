@@ -75,7 +75,7 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
 def seconds_text(seconds: float) -> str:
     """`3.46 s`, `125.8 ms`, `93.1 us`."""
     if seconds >= 1:
-        return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+        return f"{seconds:#,.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
     return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
 
 

@@ -83,7 +83,8 @@ class Verify:
             table.add_row("ok", "[green]yes[/]" if verdict.ok else "[red]no[/]", limit)
             console = Console(highlight=False)
             console.print(
-                f"[bold cyan]{escape(chosen.name)}[/] on {ranks} ranks against one device, float64, {self.steps} steps"
+                f"[bold cyan]{escape(chosen.name)}[/] on {ranks} ranks against one device, float64, "
+                f"{self.steps} step{'s' * (self.steps > 1)}"
             )
             console.print(table)
         return 0 if verdict.ok else 1

@@ -26,3 +26,8 @@ class Deadlock(Refused):
 
 class UserError(ValueError):
     """A request cannot be met as given; the message is one sentence that a user can act on."""
+
+
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file could not be read as text, for a sentence."""
+    return "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardlab.program import AXES, Mesh, UserError
+from shardlab.program.errors import why_unreadable
 from shardlab.strategies.plan import Plan
 
 
@@ -20,9 +21,9 @@ def read_plan(path: Path) -> Plan:
         UserError: for a file that cannot be read, a field that a plan does not have, or a value that does not fit.
     """
     try:
-        written = tomllib.loads(path.read_text())
+        written = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not TOML: {error}") from None
     _check_names(path, "field", written, [field.name for field in fields(Plan)])

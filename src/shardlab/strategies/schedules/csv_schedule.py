@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardlab.program import UserError
+from shardlab.program.errors import why_unreadable
 from shardlab.strategies.schedules.actions import Action, Schedule
 from shardlab.strategies.schedules.csv_check import check_rows
 from shardlab.strategies.schedules.csv_format import ACTIONS, Cell, cells, write_csv
@@ -78,9 +79,7 @@ def _checked(source: str | Path) -> tuple[list[list[Cell]], tuple[int, ...]]:
         try:
             source = source.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{source} cannot be read as a pipeline CSV: {getattr(error, 'strerror', None) or error}"
-            ) from error
+            raise UserError(f"{source} cannot be read as a pipeline CSV: {why_unreadable(error)}") from error
     rows = cells(source)
     return rows, check_rows(rows)
 
