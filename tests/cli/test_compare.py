@@ -97,6 +97,8 @@ def test_without_a_profile_the_measurement_stands_alone(tmp_path: Path, capsys: 
     said = json.loads(capsys.readouterr().out)
     assert (said["step"]["predicted"], said["ranks"][0]["memory"]["predicted"]) == (None, None)
     assert said["step"]["measured"] > 0
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "shardlab bench measures this machine" in capsys.readouterr().out
 
 
 def test_of_a_crashed_run_what_there_is_is_shown_and_what_is_missing_named(

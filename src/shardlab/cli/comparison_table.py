@@ -31,6 +31,9 @@ def print_comparison(
     console.print(_op_table(comparison))
     if len(comparison.ranks) > SHOWN_RANKS:
         console.print(Text(f"ranks 0-{SHOWN_RANKS - 1} of {len(comparison.ranks)}; --json has all", "dim"))
+    if comparison.step.predicted is None:
+        console.print()
+        console.print(Text("nothing is predicted: shardlab bench measures this machine, or name a --cluster", "yellow"))
     if picture is not None:
         console.print()
         console.print(Text.assemble(("drawn in  ", "dim"), (str(picture), "bold")), soft_wrap=True)
