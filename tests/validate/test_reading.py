@@ -91,6 +91,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_stages_that_share_blocks_with_embedding_and_head() -> None:
     assert layers_per_stage(126, 16, fewer_at_ends=False, halves=False) == (7, *[8] * 14, 7)
     assert layers_per_stage(12, 4, fewer_at_ends=False, halves=True) == (6, 6, 6, 7)
+    assert layers_per_stage(12, 12, fewer_at_ends=False, halves=True) == (*[2] * 11, 3)
     counts = layers_per_stage(22, 24, fewer_at_ends=True, halves=True)
     assert len(counts) == 24
     assert sum(counts) == 2 * 22 + 1
