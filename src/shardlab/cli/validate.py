@@ -14,9 +14,10 @@ from rich.progress import track
 from rich.table import Table
 
 from shardlab.cli.options import Flag
-from shardlab.validate.outcomes import Outcome, outcome_of
+from shardlab.validate.outcomes import Outcome
 from shardlab.validate.report import Errors, by_source, errors_of, misjudged
 from shardlab.validate.rows import GIB, read_rows
+from shardlab.validate.side_by_side import outcomes_of
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class Validate:
     def run(self) -> int:
         rows = read_rows(self.runs)
         shown = Console(stderr=True)
-        waited = track(rows, "predicting", console=shown, transient=True, disable=not shown.is_terminal)
-        outcomes = [outcome_of(row) for row in waited]
+        coming = outcomes_of(rows)
+        seen = track(coming, "predicting", len(rows), console=shown, transient=True, disable=not shown.is_terminal)
+        outcomes = list(seen)
         if self.json:
             print(json_format.dumps([as_json(outcome) for outcome in outcomes], indent=2))
         else:

@@ -19,7 +19,7 @@ def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool
         halves: whether a plan counts pairs of a norm and a body, two a block and one for the head.
     """
     each, rest = divmod(blocks + 2, stages)
-    if each == 1 and not rest and halves:  # the ends have no block at all, so their neighbours share half of one with them
+    if each == 1 and not rest and halves:  # the ends have no block, so their neighbours share half of one with them
         pairs = 2 * blocks - 1
         return (1, *_even(pairs, stages - 2), 1)
     if each > 1 and not rest and (fewer_at_ends or blocks % stages):
