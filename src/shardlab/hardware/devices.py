@@ -26,33 +26,33 @@ def _matmul(half: float, float8: float = 0.0) -> dict[str, float]:
 
 
 AMPERE = Efficiency(
-    _matmul(0.75),
-    {"flash1": (0.52, 0.26), "flash2": (0.58, 0.53), "cudnn": (0.58, 0.53)},
+    _matmul(0.78),
+    {"flash1": (0.52, 0.26), "flash2": (0.66, 0.60), "cudnn": (0.66, 0.60)},
     memory=0.74,
-    launch=4e-6,
-    inner=85.0,
-    small=1e7,
-    source="fitted to 167 published runs (Megatron-LM and -DeepSpeed, llm-foundry; flash2 to nanoGPT's alone)",
+    launch=3e-6,
+    inner=145.0,
+    small=7e6,
+    source="fitted to published runs (docs/validation.md: Megatron-LM and -DeepSpeed, llm-foundry; flash2 to nanoGPT)",
 )
 HOPPER = Efficiency(
-    _matmul(0.64, 0.56),
-    {"flash1": (0.25, 0.16), "flash2": (0.36, 0.28), "cudnn": (0.60, 0.52)},
-    memory=0.70,
-    launch=6e-6,
-    inner=160.0,
-    small=1.5e7,
-    source="fitted to 55 published runs on H100 of 700 W (llm-foundry, NeMo); flash2 a guess below its paper's best",
+    _matmul(0.66, 0.57),
+    {"flash1": (0.25, 0.16), "flash2": (0.36, 0.28), "cudnn": (0.70, 0.57)},
+    memory=0.68,
+    launch=4e-6,
+    inner=185.0,
+    small=8e6,
+    source="fitted to published runs on H100 of 700 W (llm-foundry, NeMo); flash2 a guess below its paper's best",
 )
 HOPPER_500_W = replace(
     HOPPER,
-    matmul=_matmul(0.50, 0.58),
-    attention={"flash1": (0.20, 0.15), "flash2": (0.34, 0.26), "cudnn": (0.50, 0.42)},
+    matmul=_matmul(0.50, 0.57),
+    attention={"flash1": (0.20, 0.15), "flash2": (0.35, 0.26), "cudnn": (0.50, 0.42)},
     source="fitted to torchtitan's 10 runs; the rest is H100's",
 )
 BLACKWELL = replace(
     HOPPER,
-    matmul=_matmul(0.49, 0.435),
-    attention={"flash1": (0.20, 0.15), "flash2": (0.30, 0.25), "cudnn": (0.45, 0.35)},
+    matmul=_matmul(0.515, 0.44),
+    attention={"flash1": (0.20, 0.15), "flash2": (0.30, 0.25), "cudnn": (0.42, 0.38)},
     source="fitted to NeMo's 9 runs on GB200, with cudnn; the rest is H100's",
 )
 VOLTA = replace(AMPERE, source="not fitted: A100's")

@@ -54,6 +54,7 @@ class Stack:
         framework: how it runs a step.
         dropout: whether its recipes drop out, so that attention goes step by step.
         reduce_bytes: of an element of a gradient when it is reduced.
+        wide_bfloat16_gradients: whether gradients of bfloat16 add up, and are reduced, in float32.
         reduces_at_end: whether gradients are reduced when all backward passes are over.
         shards_optimizer: whether the optimizer's state is cut whatever the run says.
         context_bytes: what a GPU holds beyond the allocator's memory, as nvidia-smi shows it (CUDA's context, NCCL).
@@ -63,6 +64,7 @@ class Stack:
     framework: Framework
     dropout: bool = False
     reduce_bytes: int = 2
+    wide_bfloat16_gradients: bool = False
     reduces_at_end: bool = False
     shards_optimizer: bool = False
     context_bytes: float = 0.0
@@ -82,6 +84,7 @@ MEGATRON_2021 = Stack(
         update_bytes=46.0,
     ),
     dropout=True,
+    wide_bfloat16_gradients=True,  # megatron/arguments.py: --bf16 sets accumulate_allreduce_grads_in_fp32
     reduces_at_end=True,
 )
 

@@ -216,6 +216,7 @@ def precision_of(row: dict[str, Any], stack: Stack, zero: int) -> Precision:
     said = str(row.get("precision") or "").lower()
     compute = "float8" if "fp8" in said else "bfloat16" if "bf16" in said else "float16"
     wide = "fp32 grad" in said or (zero == 3 and "default" in said and "foundry" in stack.framework.name)
+    wide = wide or (compute == "bfloat16" and stack.wide_bfloat16_gradients)
     gradients = 4 if wide else stack.reduce_bytes
     optimizer = 10 if zero == 3 else 12
     return Precision(said or "unknown", compute, 2, gradients, optimizer, 2, True, "the run's own row")
