@@ -25,13 +25,12 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (6
 """Rows and columns of the tiles that a library chooses from, and how fast each is against the largest (CUTLASS's usual
 shapes; the speeds are ours: a smaller tile reads each operand more often)."""
 
-MISALIGNED = 0.3
-"""The share of its speed that a product keeps if its rows are not whole 16-byte words: a guess on the careful side.
+MISALIGNED, MISALIGNED_BATCH = 0.5, 0.07
+"""The share of its speed that a product keeps if its rows are not whole 16-byte words, and that of many small ones.
 
-Heads of 108 features made a step of bigscience's chronicles-prequel.md 40 % longer than heads of 144 did; with this
-share it is 6 %.
+One matrix: a guess; nanoGPT pads its vocabulary of 50,257 to 50,304 for efficiency (its model.py). Many at once: heads
+of 108 or 150 features made the steps of bigscience's chronicles-prequel.md 31 to 40 % longer than heads of 144 or 224.
 """
-
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -151,4 +150,6 @@ class Device:
 def alignment(kernel: Matmul, dtype: str) -> float:
     """The share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
     word = 16 // BYTES[dtype]
-    return 1.0 if kernel.k % word == 0 and kernel.n % word == 0 else MISALIGNED
+    if kernel.k % word == 0 and kernel.n % word == 0:
+        return 1.0
+    return MISALIGNED if kernel.batch == 1 else MISALIGNED_BATCH

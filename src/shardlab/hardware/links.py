@@ -59,10 +59,10 @@ NVLINK_SHARE = 0.80
 NVLINK4_SHARE = 0.70
 # Most published runs hardly tell what a network gives: shares from 0.55 to 0.9 (InfiniBand) or 0.4 to 0.7 (RoCE) change
 # the mean error of a source by about a point. ZeRO-3's run of SC21 (docs/validation.md), which waits for little else,
-# tells InfiniBand's, and BLOOM's runs tell Omni-Path's.
+# tells InfiniBand's.
 INFINIBAND_SHARE = 0.65
 ROCE_SHARE = 0.70
-OMNI_PATH_SHARE = 0.31
+OMNI_PATH_SHARE = 0.80
 
 LINKS = {
     link.name: link
