@@ -213,8 +213,8 @@ MEGATRON_DEEPSPEED = replace(
         MEGATRON_2021.framework,
         name="megatron-deepspeed-2022",
         source="Megatron-DeepSpeed with DeepSpeed's pipeline: all-reduces gradients also with ZeRO-1, then gathers "
-        "parameters; leaves a node at the speed of one card (Smith et al. 2022, arXiv 2201.11990, section 2.4: the part "
-        "of a step that does not shrink with the number of microbatches is 6 s)",
+        "parameters; leaves a node at the speed of one card (Smith et al. 2022, arXiv 2201.11990, section 2.4: of three "
+        "step times the part that does not shrink with the number of microbatches is 6 s)",
         all_reduces=True,
         one_card=True,
     ),
