@@ -122,8 +122,8 @@ LINKS = {
         Link("dcn-v5p", 50 * GBIT, TCP, 0.9, f"50 Gb/s a chip between slices: {sources.TPU_V5P}"),
     )
 }
-"""Every link by name. Shares of PCIe and TCP are round figures of ours; Infinity Fabric and TPUs have NVLink's, GPUDirect
-RoCE's, and no published run was compared with them."""
+"""Every link by name. Shares of PCIe and TCP are round figures of ours; Infinity Fabric and TPUs have NVLink's, and
+GPUDirect has RoCE's: no published run was compared with them."""
 
 
 def find_link(name: str) -> Link:
