@@ -91,8 +91,8 @@ MEGATRON_2022 = replace(
     framework=replace(
         MEGATRON_2021.framework,
         name="megatron-2022",
-        source="Korthikanti et al. 2022, arXiv 2205.05198, section 6; gradients add up in the product's own kernel, "
-        "and in the backward pass communication runs beside the weight's product",
+        source="Korthikanti et al. 2022, arXiv 2205.05198, sections 4.2.2 and 6.2: in the backward pass communication "
+        "runs beside the weight's product; gradients add up in its kernel: Megatron-LM, gradient_accumulation_fusion",
         fused_accumulation=True,
         hidden={"tp": 0.2},
     ),
