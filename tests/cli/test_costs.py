@@ -34,10 +34,10 @@ def test_the_bubble_is_the_zero_bubble_papers(name: str, row: Row, capsys: Captu
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_interleaved_comes_near_with_three_equal_stages_a_rank(row: Row, capsys: Captured) -> None:
-    name = "interleaved-1f1b"
-    facts = facts_of(capsys, name, row, "--stages-per-rank", "3", "--costs", as_option(row.times, 3))
-    assert facts["layers"] == 3 * row.ranks
+def test_interleaved_comes_near_with_equal_stages(row: Row, capsys: Captured) -> None:
+    name, stages = "interleaved-1f1b", row.layers_per_rank
+    facts = facts_of(capsys, name, row, "--stages-per-rank", str(stages), "--costs", as_option(row.times, stages))
+    assert facts["layers"] == stages * row.ranks
     assert facts["bubble"] == pytest.approx(row.rates[name], abs=0.004)
 
 

@@ -33,6 +33,18 @@ def test_cs336s_reduce_scatter_is_bus_bandwidth_over_the_ranks() -> None:
     assert bus / GIB == pytest.approx(4 * 70)
 
 
+@pytest.mark.parametrize(("milliseconds", "printed"), [(2.16, 272), (2.14, 273), (2.11, 278)])
+def test_cs336s_all_reduces_print_what_its_formula_says(milliseconds: float, printed: int) -> None:
+    """github.com/stanford-cs336/spring2025-lectures var/traces/lecture_08_stdout.txt; the times are rounded there."""
+    assert formulas.cs336_all_reduce(ELEMENTS, 4, milliseconds / 1e3) == pytest.approx(printed, rel=0.005)
+
+
+@pytest.mark.parametrize(("milliseconds", "printed"), [(3.92, 75), (4.03, 73), (4.06, 72)])
+def test_cs336s_reduce_scatters_print_what_its_formula_says(milliseconds: float, printed: int) -> None:
+    """The same file."""
+    assert formulas.cs336_reduce_scatter(ELEMENTS, 4, milliseconds / 1e3) == pytest.approx(printed, rel=0.007)
+
+
 @pytest.mark.parametrize(
     ("kind", "factor"),
     [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("all_to_all", 0.875), ("broadcast", 1)],

@@ -1,7 +1,7 @@
 """Where parameters enter a layer's graph: there its backward pass is cut into an input half and a weight half.
 
 The input half walks the whole graph and catches the gradients that arrive at every node which a parameter feeds; the
-weight half goes from these nodes to the parameters alone (Qi et al. 2023, arXiv 2401.10241, section 2: W needs the
+weight half goes from these nodes to the parameters alone (Qi et al. 2023, arXiv 2401.10241, fig. 1: W needs the
 layer's input and the gradient of its output, and nobody waits for it).
 """
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from shardlab.hardware import sources
 from shardlab.hardware.cluster import Cluster
 from shardlab.hardware.device import Device
 from shardlab.hardware.devices import DEVICES, find_device
@@ -40,22 +41,40 @@ class Node:
     source: str
 
 
-HGX_H100 = Node(8, "nvlink4", "infiniband-ndr", 8, "DGX H100: NVSwitch, 8 cards of 400 Gb/s")
+HGX_H100 = Node(8, "nvlink4", "infiniband-ndr", 8, sources.DGX_H100)
+MI300_PLATFORM = Node(
+    8, "infinity-fabric-3", "roce-400", 8, f"8 joined by their links: {sources.ROCM}; cards: not looked up"
+)
 NODES = {
-    "p100": Node(8, "nvlink1", "infiniband-edr", 4, "DGX-1 with P100: 4 cards of 100 Gb/s"),
-    "v100": Node(8, "nvlink2", "infiniband-edr", 4, "DGX-1 with V100: 4 cards of 100 Gb/s"),
-    "v100-32gb": Node(8, "nvlink2", "infiniband-edr", 4, "DGX-1 with V100: 4 cards of 100 Gb/s"),
-    "a100-40gb": Node(8, "nvlink3", "infiniband-hdr", 8, "DGX A100: NVSwitch, 8 cards of 200 Gb/s"),
-    "a100-80gb": Node(8, "nvlink3", "infiniband-hdr", 8, "DGX A100: NVSwitch, 8 cards of 200 Gb/s"),
-    "a100-pcie": Node(4, "pcie4", "infiniband-hdr", 1, "a server of four cards; no data sheet"),
+    "p100": Node(8, "nvlink1", "infiniband-edr", 4, "as v100; not looked up"),
+    "v100": Node(8, "nvlink2", "infiniband-edr", 4, sources.DGX_1),
+    "v100-32gb": Node(8, "nvlink2", "infiniband-edr", 4, sources.DGX_1),
+    "t4": Node(4, "pcie3", "ethernet-25", 1, sources.FOUR_CARDS),
+    "a100-40gb": Node(8, "nvlink3", "infiniband-hdr", 8, sources.DGX_A100),
+    "a100-80gb": Node(8, "nvlink3", "infiniband-hdr", 8, sources.DGX_A100),
+    "a100-pcie": Node(4, "pcie4", "infiniband-hdr", 1, sources.FOUR_CARDS),
+    "a10": Node(4, "pcie4", "ethernet-25", 1, sources.FOUR_CARDS),
+    "l4": Node(4, "pcie4", "ethernet-25", 1, sources.FOUR_CARDS),
+    "l40s": Node(8, "pcie4", "ethernet-100", 1, sources.EIGHT_CARDS),
+    "rtx-4090": Node(8, "pcie4", "ethernet-25", 1, sources.EIGHT_CARDS),
     "h100": HGX_H100,
-    "h100-96gb": Node(8, "nvlink4", "roce-400", 8, "Grand Teton: NVSwitch, RDMA of 400 Gb/s for each device"),
-    "h100-pcie": Node(4, "pcie5", "infiniband-ndr", 1, "a server of four cards; no data sheet"),
+    "h100-96gb": Node(8, "nvlink4", "roce-400", 8, f"NVLink, 400 Gb/s of RDMA for each device: {sources.TORCHTITAN}"),
+    "h100-pcie": Node(4, "pcie5", "infiniband-ndr", 1, sources.FOUR_CARDS),
     "h200": HGX_H100,
-    "b200": Node(8, "nvlink5", "infiniband-ndr", 8, "DGX B200: NVSwitch, 8 cards of 400 Gb/s"),
-    "gb200": Node(72, "nvlink5", "infiniband-ndr", 72, "GB200 NVL72: 72 devices on one NVSwitch, a card each"),
-    "mi300x": Node(8, "infinity-fabric-3", "roce-400", 8, "MI300X platform of 8; cards of 400 Gb/s are usual"),
-    "tpu-v5p": Node(64, "ici-v5p", "dcn-v5p", 64, "a cube of 4 x 4 x 4 chips; cloud.google.com/tpu/docs/v5p"),
+    "h800": Node(8, "nvlink4-h800", "infiniband-ndr", 8, f"{sources.DEEPSEEK}, section 3.1"),
+    "h20": replace(HGX_H100, source="as h100; not looked up"),
+    "b200": Node(8, "nvlink5", "infiniband-ndr", 8, f"eight cards of 400 Gb/s: {sources.HGX_B300}"),
+    "gb200": Node(72, "nvlink5", "infiniband-ndr", 72, f"NVL72, a card of 400 Gb/s each: {sources.NETWORK}"),
+    "b300": Node(8, "nvlink5", "infiniband-xdr", 8, f"eight cards of 800 Gb/s: {sources.NETWORK}"),
+    "mi300x": MI300_PLATFORM,
+    "mi325x": MI300_PLATFORM,
+    "mi355x": replace(MI300_PLATFORM, inside="infinity-fabric-4"),
+    "tpu-v4": Node(64, "ici-v4", "dcn-v5p", 64, f"a cube of 4 x 4 x 4, 25 GB/s for a host of 4: {sources.TPUS}"),
+    "tpu-v5e": Node(256, "ici-v5e", "dcn-v5e", 256, f"a pod of 16 x 16: {sources.TPU_V5E}"),
+    "tpu-v5p": Node(64, "ici-v5p", "dcn-v5p", 64, f"a cube of 4 x 4 x 4: {sources.TPU_V5P}"),
+    "tpu-v6e": Node(
+        256, "ici-v6e", "dcn-v5e", 256, f"a pod of 16 x 16: {sources.TPU_V6E}; 25 GB/s for a host of 8: {sources.TPUS}"
+    ),
 }
 """The node that each device usually sits in."""
 

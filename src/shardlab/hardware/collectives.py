@@ -1,7 +1,7 @@
 """How long a collective takes, by algorithm, for a group of ranks that lie on some nodes.
 
 Costs are latency and bandwidth (alpha and beta) as in Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
-communication operations in MPICH", section 4; what is fastest is taken, as NCCL does from its own model (NVIDIA/nccl
+communication operations in MPICH" (not opened); what is fastest is taken, as NCCL does from its own model (NVIDIA/nccl
 src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves each once: its speed is that of
 its slowest part. A hierarchy works inside every node first, then between nodes with every member at once.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 START = 6.6e-6
-"""Seconds to start a collective (NVIDIA/nccl src/graph/tuning.cc, baseLat of a ring, LL)."""
+"""Seconds to start a collective (NVIDIA/nccl src/graph/tuning.cc of v2.30, baseLatencies of a ring, LL)."""
 
 
 @dataclass(frozen=True)

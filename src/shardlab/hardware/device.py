@@ -32,6 +32,7 @@ One matrix: a guess; nanoGPT pads its vocabulary of 50,257 to 50,304 for efficie
 of 108 or 150 features made the steps of bigscience's chronicles-prequel.md 31 to 40 % longer than heads of 144 or 224.
 """
 
+
 @dataclass(frozen=True)
 class Efficiency:
     """What a device reaches of its data sheet, one set for each type of device.

@@ -1,18 +1,19 @@
 """Devices as data. Peaks are dense (a data sheet's figure "with sparsity" is twice that); memory is in units of 2^30.
 
-"float32" is without TF32, as torch multiplies unless told otherwise.
+"float32" is without TF32, as torch multiplies unless told otherwise; "float64" is on tensor cores where there are any.
+A row leaves out dtypes that the device lacks, or of which no figure was found. A TPU's units are its matrix units.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from shardlab.hardware import sources
 from shardlab.hardware.device import Device, Efficiency
 from shardlab.hardware.names import find
 
 TERA = 1e12
 GIB = 2.0**30
-NVIDIA = "www.nvidia.com/en-us/data-center"
 
 
 def _flops(float64: float, float32: float, float16: float, bfloat16: float = 0, float8: float = 0) -> dict[str, float]:
@@ -55,61 +56,61 @@ BLACKWELL = replace(
     attention={"flash1": (0.20, 0.15), "flash2": (0.30, 0.25), "cudnn": (0.42, 0.38)},
     source="fitted to NeMo's 9 runs on GB200, with cudnn; the rest is H100's",
 )
-VOLTA = replace(AMPERE, source="not fitted: A100's")
-MI300 = replace(HOPPER, source="not fitted: H100's")
 TPU = replace(HOPPER, matmul=_matmul(0.75, 0.75), source="not fitted")
+UNFITTED_AMPERE = replace(AMPERE, source="not fitted: A100's")
+UNFITTED_HOPPER = replace(HOPPER, source="not fitted: H100's")
+UNFITTED_BLACKWELL = replace(BLACKWELL, source="not fitted: B200's")
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("p100", _flops(5.3, 10.6, 21.2), 16 * GIB, 732e9, 56, VOLTA, "NVIDIA Tesla P100 data sheet, SXM2"),
-        Device("v100", _flops(7.8, 15.7, 125), 16 * GIB, 900e9, 80, VOLTA, "NVIDIA V100 data sheet, SXM2"),
-        Device("v100-32gb", _flops(7.8, 15.7, 125), 32 * GIB, 900e9, 80, VOLTA, "NVIDIA V100 data sheet, SXM2"),
-        Device("a100-40gb", _flops(19.5, 19.5, 312, 312), 40 * GIB, 1555e9, 108, AMPERE, f"{NVIDIA}/a100, SXM4 40 GB"),
-        Device("a100-80gb", _flops(19.5, 19.5, 312, 312), 80 * GIB, 2039e9, 108, AMPERE, f"{NVIDIA}/a100, SXM4 80 GB"),
-        Device("a100-pcie", _flops(19.5, 19.5, 312, 312), 80 * GIB, 1935e9, 108, AMPERE, f"{NVIDIA}/a100, PCIe 80 GB"),
-        Device("h100", _flops(67, 67, 989.4, 989.4, 1978.9), 80 * GIB, 3350e9, 132, HOPPER, f"{NVIDIA}/h100, SXM5"),
-        Device("h100-pcie", _flops(51, 51, 756, 756, 1513), 80 * GIB, 2000e9, 114, HOPPER, f"{NVIDIA}/h100, PCIe"),
+        Device("p100", _flops(5.3, 10.6, 21.2), 16 * GIB, 732e9, 56, UNFITTED_AMPERE, sources.P100),
+        Device("v100", _flops(7.8, 15.7, 125), 16 * GIB, 900e9, 80, UNFITTED_AMPERE, sources.V100),
+        Device("v100-32gb", _flops(7.8, 15.7, 125), 32 * GIB, 900e9, 80, UNFITTED_AMPERE, sources.V100),
+        Device("t4", _flops(0, 8.1, 65), 16 * GIB, 320e9, 40, UNFITTED_AMPERE, sources.T4),
+        Device("a100-40gb", _flops(19.5, 19.5, 312, 312), 40 * GIB, 1555e9, 108, AMPERE, sources.A100),
+        Device("a100-80gb", _flops(19.5, 19.5, 312, 312), 80 * GIB, 2039e9, 108, AMPERE, sources.A100),
+        Device("a100-pcie", _flops(19.5, 19.5, 312, 312), 80 * GIB, 1935e9, 108, AMPERE, sources.A100_PCIE),
+        Device("a10", _flops(0, 31.2, 125, 125), 24 * GIB, 600e9, 72, UNFITTED_AMPERE, sources.A10),
+        Device("l4", _flops(0, 30.3, 121, 121, 242), 24 * GIB, 300e9, 58, UNFITTED_HOPPER, sources.L4),
+        Device("l40s", _flops(0, 91.6, 362, 362, 733), 48 * GIB, 864e9, 142, UNFITTED_HOPPER, sources.L40S),
         Device(
-            "h100-96gb",
-            _flops(67, 67, 989.4, 989.4, 1978.9),
-            96 * GIB,
-            2400e9,
-            132,
-            HOPPER_500_W,
-            "torchtitan benchmarks/llama3_h100_202412_torchtitan.md: HBM2e, 2.4 TB/s, 500 W; the peak is H100's",
+            "rtx-4090", _flops(0, 82.6, 165.2, 165.2, 330.3), 24 * GIB, 1008e9, 128, UNFITTED_HOPPER, sources.RTX_4090
         ),
-        Device("h200", _flops(67, 67, 989.4, 989.4, 1978.9), 141 * GIB, 4800e9, 132, HOPPER, f"{NVIDIA}/h200, SXM"),
+        Device("h100", _flops(67, 67, 989.4, 989.4, 1978.9), 80 * GIB, 3350e9, 132, HOPPER, sources.H100),
+        Device("h100-pcie", _flops(51, 51, 756, 756, 1513), 80 * GIB, 2000e9, 114, HOPPER, sources.H100_PCIE),
         Device(
-            "b200", _flops(40, 80, 2250, 2250, 4500), 180 * GIB, 8000e9, 148, BLACKWELL, "Blackwell brief, HGX 1000 W"
+            "h100-96gb", _flops(67, 67, 989.4, 989.4, 1978.9), 96 * GIB, 2400e9, 132, HOPPER_500_W, sources.H100_96GB
         ),
-        Device(
-            "gb200",
-            _flops(45, 90, 2500, 2500, 5000),
-            186 * GIB,
-            8000e9,
-            148,
-            BLACKWELL,
-            "Blackwell brief, GB200 1200 W",
-        ),
+        Device("h200", _flops(67, 67, 989.4, 989.4, 1978.9), 141 * GIB, 4800e9, 132, HOPPER, sources.H200),
+        Device("h800", _flops(1, 67, 989.4, 989.4, 1978.9), 80 * GIB, 3350e9, 132, UNFITTED_HOPPER, sources.H800),
+        Device("h20", _flops(1, 44, 148, 148, 296), 96 * GIB, 4000e9, 78, UNFITTED_HOPPER, sources.H20),
+        Device("b200", _flops(37, 75, 2250, 2250, 4500), 180 * GIB, 8000e9, 148, BLACKWELL, sources.B200),
+        Device("gb200", _flops(40, 80, 2500, 2500, 5000), 186 * GIB, 8000e9, 148, BLACKWELL, sources.GB200),
+        Device("b300", _flops(1.25, 75, 2250, 2250, 4500), 270 * GIB, 8000e9, 148, UNFITTED_BLACKWELL, sources.B300),
         Device(
             "mi300x",
             _flops(163.4, 163.4, 1307.4, 1307.4, 2614.9),
             192 * GIB,
             5300e9,
             304,
-            MI300,
-            "AMD Instinct MI300X data sheet",
+            UNFITTED_HOPPER,
+            sources.MI300X,
         ),
         Device(
-            "tpu-v5p",
-            {"bfloat16": 459e12, "float8": 459e12},
-            95 * GIB,
-            2765e9,
-            8,
-            TPU,
-            "cloud.google.com/tpu/docs/v5p",
+            "mi325x",
+            _flops(163.4, 163.4, 1307.4, 1307.4, 2614.9),
+            256 * GIB,
+            6000e9,
+            304,
+            UNFITTED_HOPPER,
+            sources.MI325X,
         ),
+        Device("mi355x", _flops(0, 157.3, 2500, 2500, 5000), 288 * GIB, 8000e9, 256, UNFITTED_HOPPER, sources.MI355X),
+        Device("tpu-v4", _flops(0, 0, 0, 275), 32 * GIB, 1200e9, 8, TPU, sources.TPU_V4),
+        Device("tpu-v5e", _flops(0, 0, 0, 197), 16 * GIB, 819e9, 4, TPU, sources.TPU_V5E),
+        Device("tpu-v5p", _flops(0, 0, 0, 459, 459), 95 * GIB, 2765e9, 8, TPU, sources.TPU_V5P),
+        Device("tpu-v6e", _flops(0, 0, 0, 918), 32 * GIB, 1638e9, 2, TPU, sources.TPU_V6E),
     )
 }
 """Every device by name."""
@@ -120,7 +121,12 @@ ALIASES = {
     "h100-sxm": "h100",
     "h100-80gb": "h100",
     "v100-16gb": "v100",
+    "4090": "rtx-4090",
+    "v4": "tpu-v4",
+    "v5e": "tpu-v5e",
     "v5p": "tpu-v5p",
+    "v6e": "tpu-v6e",
+    "trillium": "tpu-v6e",
 }
 
 

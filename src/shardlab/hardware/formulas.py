@@ -33,7 +33,7 @@ def bus_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float:
 
 
 def cs336_all_reduce(elements: int, ranks: int, seconds: float, element_bytes: int = 4) -> float:
-    """CS336's bandwidth of an all_reduce (lecture 8, spring 2025), which it prints as "GB/s", in 2^30 bytes/s.
+    """CS336's bandwidth of an all_reduce, which it prints as "GB/s", in 2^30 bytes/s (spring 2025, lecture_08.py).
 
     It says: bytes of the tensor times 2 (n - 1), over n times the duration. That is bus bandwidth.
     """
@@ -41,7 +41,7 @@ def cs336_all_reduce(elements: int, ranks: int, seconds: float, element_bytes: i
 
 
 def cs336_reduce_scatter(elements: int, ranks: int, seconds: float, element_bytes: int = 4) -> float:
-    """CS336's bandwidth of a reduce_scatter (lecture 8, spring 2025), in 2^30 bytes/s.
+    """CS336's bandwidth of a reduce_scatter, in 2^30 bytes/s (spring 2025, lecture_08.py).
 
     Every rank's input is n x elements. It says: bytes of the OUTPUT times (n - 1), over n times the duration. Bus
     bandwidth counts the whole input, which is n times as much; so this is bus bandwidth over n.

@@ -26,8 +26,8 @@ class Kept:
             (Korthikanti et al. 2022, section 4.2.2).
         activated: whether an activation function that is run as several kernels keeps what is between them.
         per_op: whether of each block only its input, attention's result and every second product are kept, and all
-            else is computed again (torchtitan's selective activation checkpointing, torchtitan/models/llama/
-            parallelize_llama.py: every second product by `_get_custom_policy`).
+            else is computed again (torchtitan's selective activation checkpointing,
+            torchtitan/distributed/activation_checkpoint.py: every second product by `_get_custom_policy`).
     """
 
     mask: float = 0.0

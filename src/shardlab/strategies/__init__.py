@@ -56,7 +56,7 @@ PAGES = (
         "column-parallel",
         column_parallel,
         "the columns of every matrix",
-        "Stanford CS336, lecture on parallelism",
+        "Stanford CS336, spring 2025, lecture 8",
         tensor_parallel_mesh,
         2,
         memory="(W + G + O)/t",

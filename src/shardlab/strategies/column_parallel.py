@@ -1,4 +1,5 @@
-"""Tensor parallelism in its simplest form: every matrix is cut by columns (Stanford CS336, lecture on parallelism)."""
+"""Tensor parallelism in its simplest form: every matrix is cut by columns (Stanford CS336, spring 2025, lecture 8:
+github.com/stanford-cs336/spring2025-lectures lecture_08.py, whose backward pass is "homework exercise")."""
 
 from shardlab.program import LayerKind, Rank
 

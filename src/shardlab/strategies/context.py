@@ -18,7 +18,7 @@ class Attention:
     """From normalised tokens to what the queries have mixed, and back; keys are (layer, microbatch).
 
     In a ring, each block of keys and values is passed on while queries meet it; on the way back its gradient follows
-    it, a hop behind, and comes home when all ranks have added to it (Liu et al. 2023, arXiv 2310.01889, section 3.1).
+    it, a hop behind, and comes home when all ranks have added to it (Liu et al. 2023, arXiv 2310.01889, section 3).
     Otherwise all blocks are gathered, in both directions, and the gradients of all are reduce-scattered.
     """
 

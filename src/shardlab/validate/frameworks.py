@@ -94,8 +94,8 @@ MEGATRON_2022 = replace(
     framework=replace(
         MEGATRON_2021.framework,
         name="megatron-2022",
-        source="Korthikanti et al. 2022, arXiv 2205.05198, section 6; gradients add up in the product's own kernel, "
-        "and in the backward pass communication runs beside the weight's product",
+        source="Korthikanti et al. 2022, arXiv 2205.05198, sections 4.2.2 and 6.2: in the backward pass communication "
+        "runs beside the weight's product; gradients add up in its kernel: Megatron-LM, gradient_accumulation_fusion",
         fused_accumulation=True,
         hidden={"tp": 0.2},
     ),
@@ -213,7 +213,7 @@ MEGATRON_DEEPSPEED = replace(
         MEGATRON_2021.framework,
         name="megatron-deepspeed-2022",
         source="Megatron-DeepSpeed with DeepSpeed's pipeline: all-reduces gradients also with ZeRO-1, then gathers "
-        "parameters; leaves a node at the speed of one card (Smith et al. 2022, arXiv 2201.11990, section 2.4: of three "
+        "parameters; leaves a node at the speed of one card (Smith et al. 2022, arXiv 2201.11990, section 2.4: of its "
         "step times the part that does not shrink with the number of microbatches is 6 s)",
         all_reduces=True,
         one_card=True,

@@ -24,7 +24,7 @@ SCHEDULES = (
     ("gpipe", "gpipe"),
 )
 """What a schedule's name contains, and ours. The automatic schedules of Qi et al. hold what their hand-made ones hold
-(section 4 of arXiv 2401.10241)."""
+(arXiv 2401.10241, section 5.1: p and 2p microbatches)."""
 
 GPT_VOCABULARY = 50257
 """Of the tokenizer of GPT-2, which Megatron-LM's recipes use, where a run does not say."""

@@ -16,7 +16,7 @@ EPSILON = 1e-5
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2)) * weight over the last dim (Zhang and Sennrich 2019, arXiv 1910.07467, eq. 4)."""
+    """x / sqrt(mean(x^2)) * weight over the last dim (Zhang and Sennrich 2019, arXiv 1910.07467)."""
     if x.is_cuda:  # where torch has a fused kernel
         return F.rms_norm(x, x.shape[-1:], weight, EPSILON)
     return cast(Tensor, _RMSNorm.apply(x, weight))

@@ -1,0 +1,90 @@
+"""What holds of every device, link and node, whatever its figures."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from shardlab.hardware import DEVICES, LINKS, Device, Link, find_cluster, find_device, find_link
+from shardlab.hardware.clusters import NODES, Node
+from shardlab.hardware.device import BYTES
+from shardlab.hardware.devices import ALIASES
+
+ALL_DEVICES = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+ALL_LINKS = pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+SOURCES = (
+    {f"device {name}": device.source for name, device in DEVICES.items()}
+    | {f"efficiency of {name}": device.efficiency.source for name, device in DEVICES.items()}
+    | {f"link {name}": link.source for name, link in LINKS.items()}
+    | {f"node of {name}": node.source for name, node in NODES.items()}
+)
+
+
+@ALL_DEVICES
+def test_fewer_bytes_an_element_are_never_slower(device: Device) -> None:
+    """A wider dtype may only be as fast: float64 on tensor cores is as fast as float32 without."""
+    peaks = [device.flops[dtype] for dtype in sorted(device.flops, key=BYTES.__getitem__, reverse=True)]
+    assert all(wide <= narrow for wide, narrow in pairwise(peaks))
+
+
+@ALL_DEVICES
+def test_a_devices_figures_are_in_their_units(device: Device) -> None:
+    """FLOP/s, bytes and bytes/s, not teras and gigas: from a card for inference to a module of 2025."""
+    assert set(device.flops) <= set(BYTES)
+    assert all(1e12 <= peak <= 1e16 for peak in device.flops.values())
+    assert 8 * 2**30 <= device.memory <= 512 * 2**30
+    assert 100e9 <= device.bandwidth <= 20e12
+    assert 1 <= device.units <= 512
+
+
+@ALL_DEVICES
+def test_an_element_that_is_read_takes_the_time_of_many_products(device: Device) -> None:
+    """In its fastest dtype a device makes 25 to 2000 FLOPs while it reads a byte; a slip of a unit would show."""
+    assert 25 <= max(device.flops.values()) / device.bandwidth <= 2000
+
+
+@ALL_DEVICES
+def test_a_device_reaches_a_share_of_its_data_sheet_in_each_dtype(device: Device) -> None:
+    efficiency = device.efficiency
+    assert all(0 < efficiency.matmul[dtype] <= 1 for dtype in device.flops)
+    assert all(0 < share <= 1 for pair in efficiency.attention.values() for share in pair)
+    assert 0 < efficiency.memory <= 1
+    assert device.attention in efficiency.attention
+
+
+@ALL_LINKS
+def test_a_links_figures_are_in_their_units(link: Link) -> None:
+    """Bytes/s and seconds: from an Ethernet of 1 Gb/s to memory of its own."""
+    assert 0.125e9 <= link.bandwidth <= 2e12
+    assert 0 <= link.pair <= link.bandwidth
+    assert 0 < link.efficiency <= 1
+    assert 0.1e-6 <= link.latency <= 100e-6
+
+
+@pytest.mark.parametrize("node", NODES.values(), ids=NODES)
+def test_a_nodes_inside_is_no_slower_than_its_share_of_the_outside(node: Node) -> None:
+    inside, outside = find_link(node.inside), find_link(node.outside)
+    assert inside.bandwidth >= outside.bandwidth * node.cards / node.devices
+    assert 1 <= node.cards <= node.devices
+
+
+@pytest.mark.parametrize("what", SOURCES)
+def test_every_row_says_where_it_was_looked_up_or_that_it_was_not(what: str) -> None:
+    """A page or a paper that can be opened, another row, a unit by its name, or honestly none."""
+    source = SOURCES[what]
+    openable = "/" in source or "arXiv" in source
+    assert openable or any(words in source for words in ("not looked up", "its name", "fitted"))
+
+
+def test_names_are_those_of_the_rows_and_aliases_lead_to_one() -> None:
+    assert all(name == device.name == name.lower() for name, device in DEVICES.items())
+    assert all(name == link.name == name.lower() for name, link in LINKS.items())
+    assert not set(ALIASES) & set(DEVICES)
+    assert {find_device(alias) for alias in ALIASES} <= set(DEVICES.values())
+
+
+@ALL_DEVICES
+def test_every_device_can_be_asked_for_as_a_cluster(device: Device) -> None:
+    count = 2 * NODES[device.name].devices
+    assert find_cluster(f"{device.name}x{count}").nodes == 2
