@@ -37,6 +37,8 @@ class Framework:
         all_reduces: whether a gradient of which each rank keeps a slice is all-reduced all the same.
         one_card: whether collectives leave a node through one of its cards only.
         interference: seconds that compute loses in a second in which a communication is in flight beside it.
+        attends: what the busiest rank along `cp` attends to, against their mean: 1 where slices are balanced, and
+            (2 cp - 1) / cp where each has one run of a causal sequence.
         update_bytes: that the optimizer moves for each parameter (0: as the precision says).
         bucket: bytes of gradients or parameters that are communicated at once, so that small ones share a start.
     """
@@ -55,6 +57,7 @@ class Framework:
     all_reduces: bool = False
     one_card: bool = False
     interference: float = 0.0
+    attends: float = 1.0
     bucket: float = 0.0
     update_bytes: float = 0.0
 

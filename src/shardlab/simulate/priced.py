@@ -174,7 +174,7 @@ class ClusterPrices:
         half = queries.grid.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
         each = queries.microbatches.bit_count()
         pairs = queries.holds.pieces * keys_values.holds.pieces / each**2
-        seen = attention.work(queries, keys_values) / each * half / pairs
+        seen = self.framework.attends * attention.work(queries, keys_values) / each * half / pairs
         slices = _of_width(queries)
         return self.framework.kernels(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
 
