@@ -27,8 +27,8 @@ SCHEDULES = (
 (arXiv 2401.10241, section 5.1: p and 2p microbatches)."""
 
 ASYNC_TP = {"tp": 0.4}
-"""What torchtitan's asynchronous tensor parallelism hides: it cuts all-gathers and reduce-scatters into chunks beside the
-products. A fit to pytorch/torchtitan's benchmarks, where steps became 5 to 14 % shorter."""
+"""What torchtitan's asynchronous tensor parallelism hides: all-gathers and reduce-scatters are cut into chunks beside
+the products. A fit to pytorch/torchtitan's benchmarks, where steps became 5 to 14 % shorter."""
 
 GPT_VOCABULARY = 50257
 """Of the tokenizer of GPT-2, which Megatron-LM's recipes use, where a run does not say."""
