@@ -52,6 +52,7 @@ class Stack:
 
     Attributes:
         framework: how it runs a step.
+        vocabulary: of its recipes, where a run does not say: the tokenizer of GPT-2, which Megatron-LM's use.
         dropout: whether its recipes drop out, so that attention goes step by step.
         reduce_bytes: of an element of a gradient when it is reduced.
         wide_bfloat16_gradients: whether gradients of bfloat16 add up, and are reduced, in float32.
@@ -62,6 +63,7 @@ class Stack:
     """
 
     framework: Framework
+    vocabulary: int = 50257
     dropout: bool = False
     reduce_bytes: int = 2
     wide_bfloat16_gradients: bool = False
@@ -111,6 +113,7 @@ ZERO_BUBBLE = replace(
         scatters_messages=False,
         fused_accumulation=True,
     ),
+    vocabulary=32000,  # a SentencePiece model's: with it, and only with it, 14.6B and 28.3B have that many parameters
 )
 
 FOUNDRY = Stack(

@@ -30,9 +30,6 @@ ASYNC_TP = {"tp": 0.4}
 """What torchtitan's asynchronous tensor parallelism hides: all-gathers and reduce-scatters are cut into chunks beside
 the products. A fit to pytorch/torchtitan's benchmarks, where steps became 5 to 14 % shorter."""
 
-GPT_VOCABULARY = 50257
-"""Of the tokenizer of GPT-2, which Megatron-LM's recipes use, where a run does not say."""
-
 
 class Incomplete(Exception):
     """A run does not say enough to be predicted; the message says what is missing."""
@@ -144,7 +141,7 @@ def model_of(row: dict[str, Any], stack: Stack, zero: int) -> Blocks:
     With ZeRO-3 a tied head is a matrix of its own here: whole blocks, which FSDP gathers, share none.
     """
     written, parallelism = section(row, "model"), section(row, "parallelism")
-    vocabulary, to = written.get("vocab") or GPT_VOCABULARY, 128 * int(parallelism["tp"])
+    vocabulary, to = written.get("vocab") or stack.vocabulary, 128 * int(parallelism["tp"])
     padded = -(-vocabulary // to) * to if stack.framework.carries_sum or to > 128 else vocabulary
     kind = written.get("ffn_type") or "gelu"
     tied = bool(written.get("tied_embeddings")) and zero < 3
