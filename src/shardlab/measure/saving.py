@@ -31,15 +31,21 @@ def this_machine() -> Machine:
     return Machine(_processor(), _cores(), torch.__version__, "gloo")
 
 
-def fit_lines(points: Sequence[CollectivePoint]) -> Lines:
-    """Latency and seconds per byte of every collective and group size."""
-    groups: dict[tuple[str, int], list[CollectivePoint]] = defaultdict(list)
+def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
+    """What a collective takes in a step, by (kind, ranks) and then by bytes: between computations if that was measured,
+    or else alone."""
+    found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
-        groups[point.kind, point.ranks].append(point)
-    return {
-        key: Line(*alpha_beta([point.bytes for point in group], [point.seconds for point in group]))
-        for key, group in groups.items()
-    }
+        if isinstance(point, CollectivePoint):
+            found[point.kind, point.ranks].setdefault(point.bytes, point.seconds)
+        elif isinstance(point, OverlapPoint):
+            found[point.kind, point.ranks][point.bytes] = point.communication
+    return found
+
+
+def fit_lines(points: Sequence[Point]) -> Lines:
+    """Latency and seconds per byte of every collective and group size, as `collective_seconds` has them."""
+    return {key: Line(*alpha_beta([*found], [*found.values()])) for key, found in collective_seconds(points).items()}
 
 
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
@@ -48,7 +54,7 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
     With several numbers of processes, the kernels are those of the most.
     """
     profile = old or Profile(this_machine(), {}, None, {}, _memory())
-    lines = fit_lines([point for point in points if isinstance(point, CollectivePoint)])
+    lines = fit_lines(points)
     messages = lines.pop(("send_recv", 2), profile.messages)
     profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
     beside = [point.interference for point in points if isinstance(point, OverlapPoint)]
