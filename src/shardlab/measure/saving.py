@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from shardlab.hardware import Line, Machine, Profile
+from shardlab.hardware.profile import differences
 from shardlab.measure.fit import alpha_beta
 from shardlab.measure.kernel_fit import fit_kernels
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, Point
@@ -82,13 +83,29 @@ def save(points: Sequence[Point], path: Path | None = None) -> Path:
     Raises:
         UserError: a file that was named holds something else.
     """
+    return updated_profile(points, profile_to_update(path)).write(path)
+
+
+def profile_to_update(path: Path | None = None) -> Profile | None:
+    """What a file has of this machine already, if anything.
+
+    Raises:
+        UserError: a file that was named holds something else.
+    """
+    named = path is not None and path.exists()
     try:
-        old = Profile.read(path, here=this_machine())
+        old = Profile.read(path)
     except UserError:
-        if path is not None and path.exists():
+        if named:
             raise
-        old = None
-    return updated_profile(points, old).write(path)
+        return None
+    if old.machine == (here := this_machine()):
+        return old
+    if named:
+        raise UserError(
+            f"{path} is from another machine: {differences(old.machine, here)}; give --profile another file"
+        )
+    return None
 
 
 def _processor() -> str:
