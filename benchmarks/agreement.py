@@ -68,7 +68,7 @@ CASES = [  # strategy, ranks, microbatches, model, sequences of a microbatch, na
 ]
 
 BENCH = (
-    "collectives --ranks 2 --max 16MB --kinds all_reduce all_gather reduce_scatter send_recv",
+    "collectives --ranks 2 --min 2KB --max 8MB --seconds 0.4 --kinds all_reduce all_gather reduce_scatter send_recv",
     "compute --ranks 2 --batches 1x64 4x64 2x256 --seconds 0.3",
 )
 """What is measured of the machine."""
@@ -84,6 +84,9 @@ class Options:
         None
     )
     """A profile that shardlab bench has written."""
+
+    force: bool = False
+    """Take a profile from another machine."""
 
     timed: int = 15
     """How many steps of each case are timed; the median counts."""
@@ -208,7 +211,8 @@ def main(options: Options) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
         folder = Path(place)
-        profile = Profile.read(options.profile, here=this_machine()) if options.profile else bench(folder)
+        here, force = this_machine(), options.force
+        profile = Profile.read(options.profile, here=here, force=force) if options.profile else bench(folder)
         for number, (strategy, ranks, microbatches, model, sequences) in enumerate(CASES):
             name = "tp + sp" if isinstance(strategy, Plan) else ""
             job = Job(strategy, ranks, microbatches, model, sequences, name=name)

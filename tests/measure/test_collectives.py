@@ -43,9 +43,14 @@ def test_every_kind_is_measured_at_every_size(ranks: World, tmp_path: Path) -> N
     assert [(point.kind, point.bytes) for point in measured] == sizes
     assert all(point.seconds > 0 and point.iterations >= 5 and not point.wrong for point in measured)
     beside = [point for point in points if isinstance(point, OverlapPoint)]
-    kinds = [kind for kind in KINDS if kind not in ("barrier", "send_recv")]
-    assert [*dict.fromkeys(point.kind for point in beside)] == kinds
+    assert [(point.kind, point.bytes) for point in beside] == sizes
     assert all(min(point.compute, point.communication, point.together) > 0 for point in beside)
+    alone = [point.seconds for point in measured]
+    assert all(point.communication >= seconds for point, seconds in zip(beside, alone, strict=True))
+
+
+def test_what_is_exchanged_arrives(ranks: World) -> None:
+    assert ranks(2).call(jobs.wrongly_exchanged, 96) == [0, 0]
 
 
 def test_messages_are_measured_between_two_and_the_rest_in_every_group(ranks: World, tmp_path: Path) -> None:

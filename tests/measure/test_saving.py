@@ -27,6 +27,14 @@ def test_a_saved_fit_is_read_back_and_prices_collectives(tmp_path: Path) -> None
     assert cluster.message_seconds(1e6, 0, 1) == pytest.approx(2.05e-3)
 
 
+def test_a_collective_has_the_time_that_it_adds_to_a_step_where_that_was_measured() -> None:
+    alone = line("all_reduce", 1e-4, 1e-9)
+    in_step = [OverlapPoint("all_reduce", 2, size, 1.0, 3e-4 + 2e-9 * size, 1.0) for size in SIZES]
+    found = updated_profile([*alone, *in_step, *line("all_gather", 2e-4, 1e-9)]).collectives
+    assert found["all_reduce", 2].seconds(1e6) == pytest.approx(2.3e-3)
+    assert found["all_gather", 2].seconds(1e6) == pytest.approx(1.2e-3)
+
+
 def test_one_bench_leaves_what_the_other_measured(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save(line("all_reduce", 1e-4, 1e-9), path)

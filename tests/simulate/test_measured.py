@@ -63,7 +63,7 @@ def test_a_step_that_goes_as_simulated_is_measured_as_it_was_simulated(checked: 
         assert [event.start for event in ours] == pytest.approx([event.start for event in theirs], abs=1e-6)
 
 
-def test_of_several_steps_the_median_one_is_shown_and_ops_take_their_medians() -> None:
+def test_of_several_steps_the_median_one_is_shown_and_ops_take_the_mean_of_the_middle_half() -> None:
     seen, told = measured(DDP, records(DDP, 4.0, 1.0, 2.0, 9.0, 3.0)), simulate(DDP)
     assert seen.timeline.end == pytest.approx(3 * told.end)
     assert seen.steps == pytest.approx([times * told.end for times in (4, 1, 2, 9, 3)])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shardlab.program import UserError
+from shardlab.execute import Executor, Settings
+from shardlab.program import Holds, UserError
+from shardlab.train.data import Batches, Corpus
+from shardlab.train.job import Job
+from shardlab.train.tracing import Tracer, Tracing
 
 
 def sum_of_ranks(rank: int, device: torch.device, addend: int) -> float:
@@ -27,6 +32,21 @@ def die_on(rank: int, device: torch.device, failing: int) -> None:
     if rank == failing:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def die_while_traced(rank: int, device: torch.device, job: Job, folder: Path) -> None:
+    """Rank 1 is killed in the second of the steps that are recorded."""
+
+    def die(layer: int, holds: Holds, gradient: torch.Tensor) -> None:
+        if rank == 1 and executor.state.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.block)
+    batches = Batches(corpus, job.model.block, job.rows, 0)
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.dtype), observer=die)
+    tracer = Tracer(executor, job, folder, Tracing(warm_up=1, timed=3, measured=1))
+    for _ in range(5):
+        tracer.step()
 
 
 def complain(rank: int, device: torch.device) -> None:

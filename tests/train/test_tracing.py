@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shardlab.check import Checked
+from shardlab.cli import main
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import OpKind
@@ -24,9 +25,11 @@ from shardlab.simulate.trace_file import read_trace
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
+from shardlab.train.launch import RankFailed, run_ranks
 from shardlab.train.loop import Run, train_rank
 from shardlab.train.tracing import Tracer, Tracing, trace_rank
 from tests.support.ranks import Ranks
+from tests.train import jobs
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -206,6 +209,23 @@ def test_a_run_that_crashes_leaves_what_there_is(ranks: World, tmp_path: Path) -
     assert len(measured.steps) == 3
     assert measured.missing == [f"rank 0 measured memory no further than op {at} backward(layer 3)"]
     assert sum(measured.live[0].values()) > measured.live[0]["parameters"] > 0
+
+
+def test_of_a_run_whose_rank_was_killed_what_there_is_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where no profile is
+    job = Job("fsdp", 2, 2, MODEL, 2)
+    with pytest.raises(RankFailed, match=r"\b1\b.*(killed|SIGKILL)"):
+        run_ranks(2, jobs.die_while_traced, job, tmp_path)
+    measured = read_trace(tmp_path).measured(job.checked())
+    assert len(measured.steps) == 1, "the step before was recorded on both ranks"
+    assert "memory was not measured on rank 0, 1" in measured.missing
+    assert main(["compare", str(tmp_path), "--svg", str(tmp_path / "c.svg")]) == 0
+    told = capsys.readouterr().out
+    assert "incomplete: memory was not measured on rank 0, 1" in told
+    assert "1     backward        4" in told
+    assert "measured" in (tmp_path / "c.svg").read_text()
 
 
 def test_a_run_shorter_than_its_warm_up_leaves_no_trace(ranks: World, tmp_path: Path) -> None:

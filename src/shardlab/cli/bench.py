@@ -38,7 +38,7 @@ class Collectives(Measuring):
     send_recv."""
 
     overlap: bool = True
-    """Measure the largest few sizes beside compute, too."""
+    """Measure them between and beside computations, too, as steps have them: the profile's figures are those."""
 
     def run(self) -> int:
         from shardlab.cli.bench_tables import print_collectives

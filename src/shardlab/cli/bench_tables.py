@@ -49,13 +49,14 @@ def print_collectives(points: Sequence[Point], console: Console | None = None) -
 def _print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
     if not points:
         return
-    table = _table("beside compute", "ranks", "size", "compute us", "alone us", "both us", "hidden", left=1)
+    table = _table("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", left=1)
     for point in points:
         times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
         table.add_row(point.kind, str(point.ranks), size_text(point.bytes), *times, f"{point.hidden:.0%}")
     console.print(table)
     console.print(
-        "[dim]hidden: of the shorter of the two; 0 % is one after the other, below that they slow each other down[/]\n"
+        "[dim]it adds: where it is waited for between computations; beside: computed between its start and the wait\n"
+        "hidden: of the shorter of the two; 0 % is one after the other, below that they slow each other down[/]\n"
     )
 
 

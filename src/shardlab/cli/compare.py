@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
 from shardlab.cli.options import Flag, NewFile
 from shardlab.cli.picture import check_new_file
-from shardlab.hardware import find_cluster
 from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
 from shardlab.simulate.compare import Comparison, Pair, compare
@@ -77,9 +77,7 @@ class Compare:
         """The prediction; None if this machine has not been measured and no cluster is named."""
         if self.cluster is None and not default_path().exists():
             return None
-        from shardlab.measure.saving import this_machine
-
-        cluster = find_cluster(self.cluster or "local", here=this_machine(), force=self.force)
+        cluster = cluster_called(self.cluster or "local", force=self.force)
         dtype = str(job.dtype).removeprefix("torch.")
         precision = next((each for each in PRECISIONS.values() if each.compute == dtype), None)
         if precision is None:

@@ -59,8 +59,11 @@ class Measuring:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         from shardlab.measure.points import read_points
+        from shardlab.measure.saving import profile_to_update
         from shardlab.train.launch import RankFailed, run_ranks
 
+        if self.save:
+            profile_to_update(self.profile)  # before minutes of measuring, not after
         failure, status, tells = "", 0, True
         with tempfile.TemporaryDirectory(prefix="shardlab-") as folder:
             file = Path(folder, "points.jsonl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from shardlab.cli.cluster import cluster_called
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
@@ -29,6 +30,7 @@ class Request:
         strategy: its name, if one is given.
         layout: flags of a plan.
         model, cluster, precision: by name; without a precision, bfloat16 where the device has it.
+        force: take a profile from another machine.
         ranks, layers, microbatches, rows: as given, or None.
     """
 
@@ -41,6 +43,7 @@ class Request:
     layers: int | None
     microbatches: int | None
     rows: int | None
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,12 @@ def price(request: Request) -> Result:
         UserError: for names that are unknown, sizes that do not fit, and a plan that does not fit into memory.
         Refused: for a program that is wrong.
     """
-    from shardlab.hardware import find_cluster
     from shardlab.models import find_model
     from shardlab.simulate.fitting import require_memory
     from shardlab.simulate.precision import find_precision
     from shardlab.simulate.workload import Workload
 
-    cluster = find_cluster(request.cluster)
+    cluster = cluster_called(request.cluster, force=request.force)
     model = find_model(request.model)
     if request.layers is not None:
         model = replace(model, layers=request.layers)

@@ -52,6 +52,9 @@ class Simulate:
     precision: Name = None
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
 
+    force: Flag = False
+    """Take a profile from another machine; with --cluster local."""
+
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
     send's time is its link's, which carries any number of messages at once."""
@@ -93,8 +96,8 @@ class Simulate:
         if self.model or self.cluster:
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
-        for option in ("rows", "precision"):
-            if getattr(self, option) is not None:
+        for option in ("rows", "precision", "force"):
+            if getattr(self, option):
                 raise UserError(f"--{option} is for a model on a cluster; give --model and --cluster, or leave it out")
         return False
 
@@ -105,7 +108,16 @@ class Simulate:
 
         assert self.model is not None
         assert self.cluster is not None
-        asked = self.model, self.cluster, self.precision, self.ranks, self.layers, self.microbatches, self.rows
+        asked = (
+            self.model,
+            self.cluster,
+            self.precision,
+            self.ranks,
+            self.layers,
+            self.microbatches,
+            self.rows,
+            self.force,
+        )
         result = price(Request(self.strategy, self.layout, *asked))
         written = [path for path in (self.svg, self.trace) if path is not None]
         if written:

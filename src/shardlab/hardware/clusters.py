@@ -90,7 +90,7 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
     Raises:
         UserError: there is no such device, the count is not whole nodes, or the file does not describe a cluster.
     """
-    if name.strip().lower() == "local":
+    if is_local(name):
         return Cluster.of_profile(Profile.read(here=here, force=force))
     if name.endswith(".toml"):
         return read_cluster(Path(name))
@@ -102,6 +102,11 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
         )
     device = find_device(found[1])
     return cluster_of(device, int(found[2]))
+
+
+def is_local(name: str) -> bool:
+    """Whether a cluster of that name is what `shardlab bench` measured."""
+    return name.strip().lower() == "local"
 
 
 def cluster_of(device: Device, count: int) -> Cluster:

@@ -81,6 +81,25 @@ def make_case(kind: str, size: int, team: Team) -> Case:
     return CASES[kind](elements, team)
 
 
+def exchange(size: int, team: Team) -> Case:
+    """A message of about `size` bytes each way at once, as neighbouring stages of a pipeline exchange them."""
+    assert team.size == 2, "a message has two ends"
+    elements, other = max(1, size // 4), team.ranks[1 - team.index]
+    mine, theirs = team.values(team.index, elements), torch.empty(elements, device=team.device)
+
+    def start() -> Wait:
+        verbs = dist.P2POp(dist.isend, mine, other, team.group), dist.P2POp(dist.irecv, theirs, other, team.group)
+        works = dist.batch_isend_irecv(list(verbs))
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
+
+    return Case(4 * elements, start, theirs, team.values(1 - team.index, elements))
+
+
 def _newest(*names: str) -> Callable[..., Any]:
     """The first of these functions that this torch has: 2.13 renamed some and warns at the old names."""
     return next(getattr(dist, name) for name in names if hasattr(dist, name))

@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from shardlab.measure.cases import Case, Team, make_case
+from shardlab.measure.cases import Case, Team, exchange, make_case
 from shardlab.measure.clock import Clock, batches, iterations_for
 from shardlab.measure.overlap import overlap
 from shardlab.measure.points import CollectivePoint, append
@@ -21,9 +21,6 @@ from shardlab.measure.progress import Progress
 from shardlab.measure.world import World, leave_quietly
 
 BATCHES = 5
-
-BESIDE = 4
-"""How many sizes are measured beside compute."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class CollectiveBench:
         groups: sizes of the groups that meet; each divides the number of ranks.
         seconds: how long each point is measured for, about.
         warmup: calls before that.
-        overlap: whether the largest few sizes are measured beside compute, too.
+        overlap: whether it is measured between and beside computations, too; each takes as long again.
         quiet: whether no progress is shown.
     """
 
@@ -83,12 +80,13 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
         team = teams[group]
         case = make_case(kind, size, team)
         point = time_case(world, team, kind, case, bench)
-        large = bool(case.bytes) and size in bench.sizes[-BESIDE:]
-        beside = overlap(world, team, kind, case) if bench.overlap and large else None
         if rank == 0:
             append(file, point)
-            if beside is not None:
-                append(file, beside)
+        if bench.overlap:
+            case = exchange(size, team) if kind == "send_recv" else case
+            in_step = overlap(world, team, kind, case, point.seconds, bench.seconds)
+            if rank == 0:
+                append(file, in_step)
         progress.step()
     progress.stop()
     return rank == 0

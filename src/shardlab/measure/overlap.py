@@ -1,53 +1,73 @@
-"""How much of a collective is hidden behind compute: both alone, then both at once."""
+"""What a collective costs a step of training: between computations, and beside them.
+
+Alone, again and again, a collective finds its threads awake and a core for each. In a step the ranks compute between
+two of them, and a rank that has what it waited for computes at once, on a core that the other one's communication may
+still need: the system's scheduler decides who waits, often for milliseconds. So ranks are timed that do both.
+"""
 
 from __future__ import annotations
 
-from statistics import median
+from collections.abc import Callable
+from statistics import fmean, median
 
 import torch
 
 from shardlab.measure.cases import Case, Team
-from shardlab.measure.clock import Clock
+from shardlab.measure.clock import Clock, batches, iterations_for
 from shardlab.measure.points import OverlapPoint
 from shardlab.measure.world import World
 
-WIDTH = {"cpu": 256, "cuda": 4096}
-"""Rows and columns of the product that is computed meanwhile."""
+WIDTH = {"cpu": 384, "cuda": 4096}
+"""Rows and columns of the product that is computed: about a millisecond."""
 
-ROUNDS = 9
+LENGTHS = (1, 5, 2, 8, 3)
+"""How many products (or times as many) come between two collectives: as those of layers, they are not all alike."""
+
+BATCHES = 5
 
 
-def overlap(world: World, team: Team, kind: str, case: Case) -> OverlapPoint | None:
-    """Measure a collective alone, matrix products that take about as long, and both at once.
+def overlap(world: World, team: Team, kind: str, case: Case, alone: float, seconds: float) -> OverlapPoint:
+    """Measure rounds of products of matrices alone, of products and then a collective that is waited for at once, and
+    of products between its start and the wait, as an executor does both.
 
-    The collective is started first, the products are computed, and then it is waited for, as an executor does.
-    On a GPU it has a stream of its own. There is nothing to hide of a ping-pong, whose first half has to be waited for.
+    On a GPU the collective has a stream of its own. Products take as long as the collective at least, or there would
+    be nothing to hide it behind.
+
+    Args:
+        alone: seconds of the collective, called again and again; between computations it takes no less.
+        seconds: how long each of the three is measured for, about.
     """
-    if kind == "send_recv":
-        return None
     clock = Clock(world.device)
     width = WIDTH[world.device.type]
     a = torch.ones(width, width, device=world.device)
     into = torch.empty_like(a)
 
-    def products(count: int) -> None:
+    def compute(count: int) -> None:
         for _ in range(count):
             torch.mm(a, a, out=into)
 
-    def time(calls: bool, count: int) -> float:
-        times: list[float] = []
-        for _ in range(ROUNDS):
-            world.meet()
-            clock.mark()
-            wait = case.start() if calls else None
-            products(count)
-            if wait is not None:
-                wait()
-            clock.mark()
-            times.append(world.mean(clock.gaps()[0]))
-        return median(times)
+    def between(count: int) -> None:
+        compute(count)
+        case.start()()
 
-    products(2)
-    alone = time(True, 0)
-    count = max(1, round(alone / time(False, 4) * 4))
-    return OverlapPoint(kind, team.size, case.bytes, time(False, count), alone, time(True, count))
+    def beside(count: int) -> None:
+        wait = case.start()
+        compute(count)
+        wait()
+
+    def of_round(what: Callable[[int], None], cycles: int) -> float:
+        world.meet()
+        clock.mark()
+        for count in counts * cycles:
+            what(count)
+        clock.mark()
+        return world.mean(clock.gaps()[0]) / (len(counts) * cycles)
+
+    compute(2)
+    product = world.most(clock.seconds(lambda: compute(1), 5))
+    usual = fmean(LENGTHS) * product
+    counts = [length * max(1, round(alone / usual)) for length in LENGTHS]
+    cycles = iterations_for(sum(counts) * product + len(counts) * alone, seconds, at_least=1)
+    found = [[of_round(what, each) for what in (compute, between, beside)] for each in batches(cycles, BATCHES)]
+    computing, waiting, together = (median(times) for times in zip(*found, strict=True))
+    return OverlapPoint(kind, team.size, case.bytes, computing, max(alone, waiting - computing), together)

@@ -58,11 +58,13 @@ class CollectivePoint:
 
 @dataclass(frozen=True)
 class OverlapPoint:
-    """A collective beside matrix products that take about as long alone.
+    """A collective in steps that compute: products of matrices, which take as long as the collective at least.
 
     Attributes:
-        kind, ranks, bytes: as of `CollectivePoint`.
-        compute, communication, together: seconds of the products alone, of the collective alone, and of both.
+        kind, ranks, bytes: as of `CollectivePoint`; "send_recv" is a message each way at once.
+        compute: seconds of the products of a step.
+        communication: what the collective adds where it is waited for between products.
+        together: seconds of a step that starts it, computes the products, and then waits for it.
     """
 
     kind: str

@@ -9,7 +9,7 @@ from typing import Any
 from shardlab.measure.fit import Errors
 from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
-from shardlab.measure.saving import fit_lines, this_machine
+from shardlab.measure.saving import collective_seconds, fit_lines, this_machine
 
 
 def as_json(points: Sequence[Point]) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
 
 def collective_fits(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Alpha and beta of every collective and group size, and how well they tell the points."""
-    measured = [point for point in points if isinstance(point, CollectivePoint)]
+    measured = collective_seconds(points)
     fits: list[dict[str, Any]] = []
-    for (kind, ranks), line in fit_lines(measured).items():
-        group = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
-        errors = Errors.between([line.seconds(point.bytes) for point in group], [point.seconds for point in group])
+    for (kind, ranks), line in fit_lines(points).items():
+        found = measured[kind, ranks]
+        errors = Errors.between([line.seconds(bytes) for bytes in found], [*found.values()])
         fits.append({"kind": kind, "ranks": ranks, "alpha": line.alpha, "beta": line.beta, "errors": asdict(errors)})
     return fits
 

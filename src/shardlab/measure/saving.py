@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from shardlab.hardware import Line, Machine, Profile
+from shardlab.hardware.profile import differences
 from shardlab.measure.fit import alpha_beta
 from shardlab.measure.kernel_fit import fit_kernels
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, Point
@@ -31,15 +32,21 @@ def this_machine() -> Machine:
     return Machine(_processor(), _cores(), torch.__version__, "gloo")
 
 
-def fit_lines(points: Sequence[CollectivePoint]) -> Lines:
-    """Latency and seconds per byte of every collective and group size."""
-    groups: dict[tuple[str, int], list[CollectivePoint]] = defaultdict(list)
+def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
+    """What a collective takes in a step, by (kind, ranks) and then by bytes: between computations if that was measured,
+    or else alone."""
+    found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
-        groups[point.kind, point.ranks].append(point)
-    return {
-        key: Line(*alpha_beta([point.bytes for point in group], [point.seconds for point in group]))
-        for key, group in groups.items()
-    }
+        if isinstance(point, CollectivePoint):
+            found[point.kind, point.ranks].setdefault(point.bytes, point.seconds)
+        elif isinstance(point, OverlapPoint):
+            found[point.kind, point.ranks][point.bytes] = point.communication
+    return found
+
+
+def fit_lines(points: Sequence[Point]) -> Lines:
+    """Latency and seconds per byte of every collective and group size, as `collective_seconds` has them."""
+    return {key: Line(*alpha_beta([*found], [*found.values()])) for key, found in collective_seconds(points).items()}
 
 
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
@@ -48,7 +55,7 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
     With several numbers of processes, the kernels are those of the most.
     """
     profile = old or Profile(this_machine(), {}, None, {}, _memory())
-    lines = fit_lines([point for point in points if isinstance(point, CollectivePoint)])
+    lines = fit_lines(points)
     messages = lines.pop(("send_recv", 2), profile.messages)
     profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
     beside = [point.interference for point in points if isinstance(point, OverlapPoint)]
@@ -76,13 +83,29 @@ def save(points: Sequence[Point], path: Path | None = None) -> Path:
     Raises:
         UserError: a file that was named holds something else.
     """
+    return updated_profile(points, profile_to_update(path)).write(path)
+
+
+def profile_to_update(path: Path | None = None) -> Profile | None:
+    """What a file has of this machine already, if anything.
+
+    Raises:
+        UserError: a file that was named holds something else.
+    """
+    named = path is not None and path.exists()
     try:
-        old = Profile.read(path, here=this_machine())
+        old = Profile.read(path)
     except UserError:
-        if path is not None and path.exists():
+        if named:
             raise
-        old = None
-    return updated_profile(points, old).write(path)
+        return None
+    if old.machine == (here := this_machine()):
+        return old
+    if named:
+        raise UserError(
+            f"{path} is from another machine: {differences(old.machine, here)}; give --profile another file"
+        )
+    return None
 
 
 def _processor() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 
 from shardlab.check import Checked
 from shardlab.program import Op
@@ -20,7 +20,8 @@ class Measured:
 
     Attributes:
         timeline: the step of median length, in seconds and bytes; if no step was whole, the last as far as it came.
-        seconds: for each rank, the median time of each op, by place on the tape.
+        seconds: for each rank, the time of each op, by place on the tape: the mean over the steps of usual length, so
+            that the times of several ops add up to what they take in such a step.
         ranks: for each rank, the medians of where its time goes.
         steps: how long each whole step took, from the first rank's beginning to the last one's end.
         live: for each rank, bytes by category where the sum is largest at the start of an op; empty if not measured.
@@ -50,11 +51,12 @@ def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
     told = [spans(checked, steps, offsets) for steps in whole]
     if not told and numbered:
         told = [spans(checked, numbered[-1], offsets)]
+    usual = [told[number] for number in _middle(lengths)] or told
     timelines = [_timeline(checked, step, records) for step in told] or [_timeline(checked, {}, records)]
     shown = lengths.index(median_low(lengths)) if lengths else 0
     return Measured(
         timelines[shown],
-        [_medians([step[rank] for step in told if rank in step]) for rank in ranks],
+        [_means([step[rank] for step in usual if rank in step]) for rank in ranks],
         [_usual([rank_times(timeline, rank) for timeline in timelines]) for rank in ranks],
         lengths,
         [_fullest(records.get(rank)) for rank in ranks],
@@ -73,10 +75,18 @@ def _length(steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> fl
     return max(ends) - min(step.began - offsets[rank] for rank, step in steps.items())
 
 
-def _medians(each: Sequence[Spans]) -> dict[int, float]:
-    """Of each op's durations."""
+def _middle(lengths: Sequence[float]) -> list[int]:
+    """The numbers of the steps that are left without the shortest and the longest quarter."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    quarter = len(order) // 4
+    return order[quarter : len(order) - quarter]
+
+
+def _means(each: Sequence[Spans]) -> dict[int, float]:
+    """Of each op's durations. A communication is fast most times and slow at others: medians would add up to less than
+    a step has."""
     places = sorted({at for spans in each for at in spans})
-    return {at: median(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
+    return {at: fmean(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
 
 
 def _usual(each: Sequence[RankTimes]) -> RankTimes:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardlab.program import UserError
+from shardlab.train.heap import keep_freed_memory
 from shardlab.train.interrupt import leave_if_asked
 from shardlab.train.place import Place, find_place
 
@@ -85,6 +86,7 @@ def _join(place: Place, function: Callable[..., Result], *arguments: Any) -> Res
     device = pick_device(place.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(1)
+        keep_freed_memory()
     else:
         torch.cuda.set_device(device)
     address = f"tcp://{place.address}:{place.port}"

@@ -1,0 +1,76 @@
+"""`--cluster local` in every command: this machine as it was measured, and another one's profile only by force."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.hardware import Line, Machine, Profile, Rate
+from shardlab.measure.saving import this_machine
+
+Captured = pytest.CaptureFixture[str]
+
+SIMULATE = ["simulate", "fsdp", "--ranks", "2", "--model", "gpt2", "--layers", "4", "--cluster", "local"]
+OTHER = Machine("another CPU", 64, "2.0", "gloo")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def profile_of(machine: Machine) -> Profile:
+    """A machine whose kernels and collectives take more than a second each."""
+    collectives = {(kind, 2): Line(1.0, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    families = ("matmul", "attention", "pointwise", "update")
+    return Profile(
+        machine, collectives, Line(1.0, 0.0), {(family, "float32"): Rate(1.0, 1e12, 1e12) for family in families}, 1e12
+    )
+
+
+def refused(capsys: Captured, *arguments: str) -> str:
+    """The one line that a mistake is told in."""
+    assert main([*arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    return line
+
+
+def step_of(capsys: Captured, *arguments: str) -> float:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["step_seconds"]
+
+
+def test_simulate_takes_the_profile_of_another_machine_only_by_force(capsys: Captured) -> None:
+    profile_of(OTHER).write()
+    assert "is from another machine: processor another CPU there" in refused(capsys, *SIMULATE)
+    assert step_of(capsys, *SIMULATE, "--force") > 1
+
+
+def test_this_machines_own_profile_needs_no_force(capsys: Captured) -> None:
+    profile_of(this_machine()).write()
+    assert step_of(capsys, *SIMULATE) == step_of(capsys, *SIMULATE, "--force")
+
+
+def test_without_a_profile_force_does_not_help(capsys: Captured) -> None:
+    assert "there is no profile at" in refused(capsys, *SIMULATE, "--force")
+
+
+def test_what_is_no_profile_is_not_forced(capsys: Captured) -> None:
+    gpu = [*SIMULATE[:-1], "h100x2", "--force"]
+    assert "--force takes a profile, and h100x2 has none; give --cluster local" in refused(capsys, *gpu)
+    assert "--force is for a model on a cluster" in refused(capsys, "simulate", "fsdp", "--force")
+
+
+def test_bench_refuses_the_file_of_another_machine_before_it_measures(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = profile_of(OTHER).write(tmp_path / "theirs.json")
+    monkeypatch.setattr("shardlab.train.launch.run_ranks", None)
+    line = refused(capsys, "bench", "collectives", "--ranks", "2", "--profile", str(path))
+    assert "is from another machine: processor another CPU there" in line
+    assert "give --profile another file" in line

@@ -1,0 +1,35 @@
+"""Memory that a rank has freed is used again as it is."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, sys, torch
+from shardlab.train.heap import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(2**18) for _ in range(24)]  # 24 MiB, as a forward pass keeps activations
+    while held:
+        held.pop()  # from the last to the first, as a backward pass frees them
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(), faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_a_second_step_finds_its_memory_where_the_first_one_left_it() -> None:
+    """Without it, the test's own premise: every page is faulted in again."""
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, word], check=True, capture_output=True, text=True).stdout)
+        for word in ("keep", "no")
+    )
+    assert kept < 100 < given_back
