@@ -78,7 +78,7 @@ class Simulate:
         proof = checked(entry, ranks, layers, self.microbatches or 4)
         timeline = simulate(proof, costs)
         save_picture(timeline, self.svg, entry.name)
-        save_trace(timeline, None, self.trace)
+        save_trace({"": (timeline, None)}, self.trace)
         if self.json:
             print(json_format.dumps(as_json(entry, proof, timeline), indent=2))
         else:
@@ -102,6 +102,7 @@ class Simulate:
         from shardlab.cli.priced import Request, price
         from shardlab.cli.priced import as_json as priced_json
         from shardlab.cli.priced_report import print_priced
+        from shardlab.simulate.counters import memory_counters
 
         assert self.model is not None
         assert self.cluster is not None
@@ -111,7 +112,7 @@ class Simulate:
         if written:
             timeline = result.estimate.timeline()
             save_picture(timeline, self.svg, f"{result.entry.name} of {self.model} on {self.cluster}")
-            save_trace(timeline, result.estimate, self.trace)
+            save_trace({"": (timeline, memory_counters(result.estimate))}, self.trace)
         if self.json:
             print(json_format.dumps(priced_json(result), indent=2))
         else:

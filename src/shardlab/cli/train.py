@@ -66,7 +66,8 @@ class Train:
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
 
     trace: Flag = False
-    """Record a few steps, every op's time and memory on every rank; shardlab compare FOLDER shows them."""
+    """Record a few steps, every op's time and memory on every rank: trace.json is for Perfetto (ui.perfetto.dev) and
+    Chrome, and shardlab compare FOLDER lays them beside the prediction."""
 
     json: Flag = False
     """Print JSON alone."""
@@ -131,7 +132,10 @@ class Train:
             "validation loss", f"{summary.validation_before:.3f} before, [bold]{summary.validation_after:.3f}[/] after"
         )
         table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s, {summary.ms_per_step:.0f} ms/step (median)")
-        table.add_row("results", f"{summary.out}/: metrics.jsonl, loss.svg, strategy.svg, weights.safetensors")
+        table.add_row(
+            "results",
+            f"{summary.out}/: metrics.jsonl, loss.svg, strategy.svg, weights.safetensors" + ", trace.json" * self.trace,
+        )
         console.print(table)
         console.print("\n[dim]The model goes on from 'def ':[/]")
         console.print(Text(summary.sample))
