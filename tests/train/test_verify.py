@@ -342,6 +342,14 @@ def test_a_model_of_one_layer_and_one_without_biases_have_halves_and_slices(rank
         assert verdict.ok, (model, verdict)
 
 
+@pytest.mark.parametrize("clip", [0.01, 1e6])
+def test_at_any_norm_clipping_gives_the_numbers_of_one_device(ranks: World, clip: float) -> None:
+    """The larger one clips nothing."""
+    job = Job("zero-3", 2, 4, small_gpt(2), 2, torch.float64)
+    verdict = ranks(2).call(verify_rank, CPU, job, 3, None, clip)[0]
+    assert verdict.ok, verdict
+
+
 def without_clipping(rank: int, job: Job) -> Verdict | None:
     """The same, but what updates do with the norm is left out."""
 

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, Ranks
+from shardlab.cli.options import Count, Flag, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
-from shardlab.program import OpKind, UserError
+from shardlab.program import UserError
 
 if TYPE_CHECKING:
     from shardlab.models import Model
@@ -53,7 +53,7 @@ class Train:
     weight_decay: float = 0.1
     """AdamW's weight decay, on matrices."""
 
-    clip: Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="")] = None
+    clip: Norm = None
     """The largest norm of the whole model's gradient; for plans, which compute it."""
 
     seed: int = 0
@@ -77,7 +77,7 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        from shardlab.cli.ranks import failures_as_exit, refuse_hanging
+        from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
@@ -107,11 +107,7 @@ class Train:
         plan = Run(job, optimizer, self.data, out, tracing)
         plan.corpus(plan.text())
         proof = checked(chosen, ranks, job.sizes, self.microbatches)
-        if self.clip is not None and not any(op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape):
-            raise UserError(
-                f"--clip {self.clip} limits the gradient's norm, which {chosen.name} does not compute; take a plan, "
-                "such as zero-3"
-            )
+        refuse_clipping(proof, self.clip, chosen.name)
         refuse_hanging(proof)
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.check import Checked
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
@@ -53,8 +54,18 @@ class Verdict:
         return max(self.loss_error, self.gradient_error, self.weight_error) <= TOLERANCE
 
 
-def verify(job: Job, steps: int) -> Verdict | None:
+def clip_for(checked: Checked, clip: float | None) -> float | None:
+    """The norm to which gradients are clipped: as given, or so small that every gradient is, if the program clips."""
+    ops = (op for tape in checked.program.tapes for op in tape)
+    clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for op in ops)
+    return SMALL_NORM if clip is None and clips else clip
+
+
+def verify(job: Job, steps: int, clip: float | None = None) -> Verdict | None:
     """Train `steps` steps under the job's strategy on its ranks, and on one device, and compare.
+
+    Args:
+        clip: the largest norm of the gradient (None: see `clip_for`).
 
     Returns:
         The verdict; None in a process of an existing world that is not rank 0.
@@ -65,16 +76,17 @@ def verify(job: Job, steps: int) -> Verdict | None:
         UserError: for a request that cannot be met.
     """
     job.checked()  # in this process first: a refusal needs no ranks
-    return run_ranks(job.ranks, verify_rank, job, steps)
+    return run_ranks(job.ranks, verify_rank, job, steps, None, clip)
 
 
-def verify_rank(rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None) -> Verdict | None:
+def verify_rank(
+    rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None, clip: float | None = None
+) -> Verdict | None:
     """One rank's part: it compares every slice that it holds, so that replicas are judged as well."""
     batches = Batches(_random_corpus(job), job.model.block, job.rows, job.seed)
     checked = job.checked()
     agree(checked, b"")
-    clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for tape in checked.program.tapes for op in tape)
-    optimizer = AdamW(steps=steps, warmup=1, clip=SMALL_NORM if clips else None)
+    optimizer = AdamW(steps=steps, warmup=1, clip=clip_for(checked, clip))
     settings = Settings(job.seed, job.dtype, device, optimizer)
     seen: dict[tuple[int, Holds], Tensor] = {}
 
