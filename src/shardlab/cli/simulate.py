@@ -91,6 +91,7 @@ class Simulate:
                 raise UserError("--costs are unit costs, and --cluster gives seconds; leave out one of them")
             return True
         if self.model or self.cluster:
+            self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
         for option in ("rows", "precision"):
