@@ -132,7 +132,7 @@ def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 160])
-@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 4), ("pipeline_fsdp", 64), ("gpipe", 4)])
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 4), ("pipeline-fsdp", 64), ("gpipe", 4)])
 def test_the_report_fits_the_terminal(width: int, name: str, ranks: int) -> None:
     lines = report(width, name, ranks)
     assert max(map(len, lines)) <= width
