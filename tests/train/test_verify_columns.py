@@ -36,7 +36,7 @@ def test_a_lecture_s_mlp_gives_the_numbers_of_one_device(ranks: World, count: in
 
 
 def test_before_adamw_divides_a_small_gradient_by_its_size_only_rounding_is_left(ranks: World) -> None:
-    """After the first step weights are up to 3.5e-13 apart, for the reason that `TOLERANCE` gives, and gradients too."""
+    """After the first step weights are up to 3.5e-13 apart, for the reason that `TOLERANCE` gives."""
     job = Job("column-parallel", 2, 4, MLP(layers=4, width=32, block=16), 2, torch.float64)
     first, third = (ranks(2).call(verify_rank, CPU, job, steps)[0] for steps in (1, 3))
     assert first.gradient_error < 1e-14
