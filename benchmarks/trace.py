@@ -25,7 +25,7 @@ CASES = [  # strategy, ranks, layers, microbatches
     ("gpipe", 64, 64, 256),
     ("fsdp", 64, 96, 64),
     ("ddp", 64, 96, 64),
-    ("pipeline_fsdp", 64, 64, 64),
+    ("pipeline-fsdp", 64, 64, 64),
 ]
 
 

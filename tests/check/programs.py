@@ -13,10 +13,10 @@ PLACE = r"^(rank \d+, op \d+ |deadlock: rank \d+ waits in )"
 
 FEWEST = {
     "single": 1,
-    "grad_accum": 1,
+    "grad-accum": 1,
     "hsdp": 4,
     "partially-sharded": 4,
-    "pipeline_fsdp": 4,
+    "pipeline-fsdp": 4,
     "breadth-first-fsdp": 4,
     "3d": 4,
     "4d": 4,

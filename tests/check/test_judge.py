@@ -27,18 +27,18 @@ TWICE = [(1, 2, 2), (2, 4, 4), (3, 7, 6)]
 GRID = [(1, 1, 1), (4, 4, 2), (6, 4, 6), (16, 8, 8)]
 BLOCKS = [(4, 1, 2), (8, 2, 4)]
 SIZES = {  # ranks, layers or blocks, microbatches
-    **dict.fromkeys(("single", "grad_accum"), WHOLE),
+    **dict.fromkeys(("single", "grad-accum"), WHOLE),
     **dict.fromkeys(("ddp", "wsdp", "fsdp", "zero-1", "zero-2", "zero-3"), DATA),
     **dict.fromkeys(("hsdp", "partially-sharded"), REPLICAS),
     **dict.fromkeys(("pipeline", "gpipe"), BY_RANK),
     **dict.fromkeys(("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2"), LOOPS),
     **dict.fromkeys(("zb-v", "dualpipe-v"), TWICE),
-    **dict.fromkeys(("pipeline_fsdp", "breadth-first-fsdp"), GRID),
+    **dict.fromkeys(("pipeline-fsdp", "breadth-first-fsdp"), GRID),
     **dict.fromkeys(("3d", "4d"), BLOCKS),
     "column-parallel": [(2, 1, 2), (3, 3, 2), (4, 2, 3)],
-    "tensor_parallel": [(2, 1, 2), (4, 2, 1)],
+    "tensor-parallel": [(2, 1, 2), (4, 2, 1)],
     "context-parallel": [(2, 1, 2), (3, 2, 1), (4, 1, 1)],
-    "expert_parallel": [(2, 1, 2), (3, 2, 3), (4, 1, 8)],
+    "expert-parallel": [(2, 1, 2), (3, 2, 3), (4, 1, 8)],
 }
 
 
@@ -88,7 +88,7 @@ def first(program: Program, kind: OpKind, rank: int = 0) -> int:
         ("double reduce", "ddp"),
         ("weight left stale", "single"),
         ("second update", "single"),
-        ("missing reduce", "pipeline_fsdp"),
+        ("missing reduce", "pipeline-fsdp"),
     ],
 )
 def test_gradients_and_updates_missing_or_doubled_are_wrong(kind: str, strategy: str) -> None:

@@ -120,7 +120,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate fdsp", "there is no strategy 'fdsp'; did you mean fsdp?"),
         (
             "simulate qqq",
-            "Built in: single, grad_accum, ddp, wsdp, fsdp, column-parallel, tensor_parallel, expert_parallel",
+            "Built in: single, grad-accum, ddp, wsdp, fsdp, column-parallel, tensor-parallel, expert-parallel",
         ),
         ("simulate none.py:right", "none.py is not a file"),
         ("simulate folder.py:right", "folder.py is not a file"),
@@ -189,7 +189,7 @@ def test_a_request_that_cannot_be_met_is_one_sentence_and_exits_with_2(
     ],
 )
 def test_counts_are_whole_and_at_least_one(option: str, value: str, sentence: str, capsys: Captured) -> None:
-    status, err = refused(capsys, "simulate", "pipeline_fsdp", option, value)
+    status, err = refused(capsys, "simulate", "pipeline-fsdp", option, value)
     assert status == 2
     assert f"Error parsing {option}: {sentence}" in err
 

@@ -18,6 +18,7 @@ from shardlab.simulate.trace_file import write_rank, write_trace
 from shardlab.strategies.plan import Plan
 from shardlab.train.described import described, job_of
 from shardlab.train.job import Job
+from tests.draw.viewer import named, require_readable
 from tests.simulate.test_measured import records
 
 JOB = Job("fsdp", 2, 2, GPT(layers=3, width=16, heads=2, block=8), 2)
@@ -59,6 +60,19 @@ def test_the_table_has_prediction_measurement_and_ratio(tmp_path: Path, capsys: 
     assert ["fsdp", "on", "2", "ranks"] in lines
     assert ["0", "forward", "3", "3,000.00", "ms", "9,000.00", "ms", "0.33"] in lines
     assert (tmp_path / "c.svg").read_text().count("measured") >= 2
+
+
+def test_both_timelines_go_into_one_file_for_trace_viewers(tmp_path: Path) -> None:
+    written(tmp_path)
+    write_profile()
+    assert main(["compare", str(tmp_path), "--trace", str(tmp_path / "both.json")]) == 0
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    require_readable(events)
+    names = named(events, "process_name")
+    assert list(names.values()) == ["predicted rank 0", "predicted rank 1", "measured rank 0", "measured rank 1"]
+    (measured,) = [process for (process, _), name in names.items() if name == "measured rank 0"]
+    live = [event["args"] for event in events if event["ph"] == "C" and event["pid"] == measured]
+    assert live == [{"parameters": 8, "activations": 6}]
 
 
 def test_json_alone_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,8 +119,11 @@ def test_of_a_crashed_run_what_there_is_is_shown_and_what_is_missing_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(tmp_path, whole=False)
-    assert main(["compare", str(tmp_path)]) == 0
+    assert main(["compare", str(tmp_path), "--trace", str(tmp_path / "trace.json")]) == 0
     out = capsys.readouterr().out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    require_readable(events)
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {1}
     assert "incomplete: rank 0 left no record" in out
     assert "1     forward" in out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.cli.plan_options import PlanOptions
-from shardlab.program import Mesh
+from shardlab.program import AXES, Mesh
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.entry import Entry
 
@@ -32,6 +33,12 @@ def test_flags_alone_are_a_plan() -> None:
     options = PlanOptions(pp=2, dp_shard=3, schedule="gpipe", shard_optimizer=("dp_shard",), recompute=("full",))
     plan = Plan(Mesh(pp=2, dp_shard=3), "gpipe", shard_optimizer=("dp_shard",), recompute="full")
     assert plan_of(options.entry(None, None)) == plan_of(options.entry(None, 6)) == plan
+
+
+def test_every_field_of_a_plan_has_its_flag() -> None:
+    names = {field.name for field in fields(Plan)} - {"mesh"} | {*AXES, "plan"}
+    assert {field.name for field in fields(PlanOptions)} == names
+    assert plan_of(PlanOptions(dp_shard=2, reduce_at="step").entry(None, None)).reduce_at == "step"
 
 
 def test_flags_change_a_plan_that_has_a_name() -> None:

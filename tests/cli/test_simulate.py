@@ -126,13 +126,13 @@ def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:
     program = trace(entry.program, entry.mesh(ranks), 16 if ranks > 4 else 4, 64 if ranks > 4 else 4)
     checked = check(program)
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    print_report(name, checked, simulate(checked), None, console)
+    print_report(name, checked, simulate(checked), console=console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return text.splitlines()
 
 
 @pytest.mark.parametrize("width", [80, 160])
-@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 4), ("pipeline_fsdp", 64), ("gpipe", 4)])
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 4), ("pipeline-fsdp", 64), ("gpipe", 4)])
 def test_the_report_fits_the_terminal(width: int, name: str, ranks: int) -> None:
     lines = report(width, name, ranks)
     assert max(map(len, lines)) <= width
@@ -176,3 +176,45 @@ def test_a_reader_that_stops_early_sees_no_traceback(option: str) -> None:
     command = f"{sys.executable} -m shardlab simulate gpipe --ranks 16 --layers 16 {option} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("recompute", [["selective"], ["full"], ["0", "2"]])
+@pytest.mark.parametrize("mesh", [["--dp-shard", "2"], ["--tp", "2"], ["--ep", "2"]])
+def test_recomputation_is_compared_with_none_on_the_same_layers(
+    mesh: list[str], recompute: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers are cut otherwise for some of it, and each takes a unit, however fine it is."""
+    words = ["simulate", *mesh, "--recompute", *recompute]
+    if mesh[0] == "--ep" and recompute == ["selective"]:
+        return
+    assert main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    without = facts["without_recompute"]
+    assert (facts["end"] > without["end"]) == (recompute != ["selective"]), "of which unit costs know nothing"
+    assert facts["peak_memory"] <= without["peak_memory"]
+    assert main(words) == 0
+    assert "peak memory, against none" in capsys.readouterr().out
+    assert main([*words[:3], "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert "without_recompute" not in plain
+    if plain["layers"] == facts["layers"]:
+        assert {name: plain[name] for name in without} == without
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tp", "2"], "halves of blocks, each timed as a layer"),
+        (["--cp", "2"], "halves and attention, each timed as a layer"),
+        (["--ep", "2"], "dense layers and experts, each timed as a layer"),
+        (["column-parallel"], "columns of matrices, each timed as a layer"),
+        (["ddp"], ""),
+    ],
+)
+def test_finer_layers_are_named_so_that_nobody_compares_them_with_whole_ones(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert ("each timed as a layer" in out) == bool(said)

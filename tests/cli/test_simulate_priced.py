@@ -60,6 +60,13 @@ def test_alike_ranks_are_simulated_once(capsys: Captured) -> None:
     assert (facts["ranks"], facts["ranks_simulated"]) == (8, 2)
 
 
+def test_a_small_plan_is_checked_on_all_its_ranks_and_a_large_one_says_that_it_is_not(capsys: Captured) -> None:
+    assert json_of(capsys, *TP, *GPT2)["checked"]
+    assert json_of(capsys, "fsdp", *GPT2)["checked"], "a program of its own always is"
+    large = ("--pp", "8", "--dp-shard", "8", "--microbatches", "256", "--model", "gpt2", "--cluster", "h100x64")
+    assert not json_of(capsys, *large)["checked"]
+
+
 def test_a_program_of_whole_blocks_says_that_a_tied_head_is_priced_apart(capsys: Captured) -> None:
     (note,) = json_of(capsys, "fsdp", *GPT2)["notes"]  # type: ignore[misc]
     assert "38,597,376 parameters of its own" in note
@@ -94,6 +101,8 @@ def test_a_trace_in_unit_costs_is_written_as_well(tmp_path: Path) -> None:
 
 MISTAKES = [
     (("fsdp", "--model", "gpt2"), "give --cluster, such as h100x16, as well"),
+    (("--ep", "2", "--tp", "2", "--model", "moe"), "no model is cut into both yet: set ep to 1, or tp and cp"),
+    (("fsdq", "--model", "gpt2"), "did you mean fsdp?"),
     (("fsdp", "--cluster", "h100x8"), "give --model, such as gpt2-xl, as well"),
     (("fsdp", "--rows", "2"), "--rows is for a model on a cluster"),
     (("fsdp", "--precision", "bf16"), "--precision is for a model on a cluster"),

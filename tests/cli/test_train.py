@@ -14,7 +14,8 @@ import pytest
 
 import shardlab.train.verify as verifying
 from shardlab.cli import main
-from shardlab.train.verify import Verdict
+from shardlab.train.job import Job
+from shardlab.train.verify import SMALL_NORM, Verdict
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]
@@ -63,7 +64,7 @@ def test_json_stands_alone_on_stdout_whatever_the_program_prints(command: str, u
 
 
 def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(verifying, "verify", lambda job, steps: Verdict(0.0, 3e-7, 2, 0.0, 0))
+    monkeypatch.setattr(verifying, "verify", lambda job, steps, clip: Verdict(0.0, 3e-7, 2, 0.0, 0))
     assert main(["verify", "ddp", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert {"loss_error", "gradient_error", "weight_error", "ok"} <= set(result)
@@ -72,9 +73,26 @@ def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.Monk
     assert "3.00e-07  worst in layer 2" in capsys.readouterr().out
 
 
+def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    clips: list[float | None] = []
+
+    def verify(job: Job, steps: int, clip: float | None) -> Verdict:
+        clips.append(clip)
+        return Verdict(0.0, 0.0, 0, 0.0, 0)
+
+    monkeypatch.setattr(verifying, "verify", verify)
+    for words in (["zero-3"], ["zero-3", "--clip", "0.5"], ["ddp"]):
+        assert main(["verify", *words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["clip"] == clips[-1]
+    assert clips == [SMALL_NORM, 0.5, None]
+
+
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
+        ("verify ddp --clip 1", "--clip 1.0 limits the gradient's norm, which ddp does not compute"),
+        ("train --strategy ddp --clip 1", "--clip 1.0 limits the gradient's norm, which ddp does not compute"),
+        ("verify zero-3 --clip 0", "clip is 0.0; give a positive norm, or none at all"),
         ("train --strategy fsqp", "did you mean fsdp?"),
         ("train --strategy fsdp --microbatches 3", "3 microbatches do not divide among 4 ranks"),
         ("train --strategy gpipe --layers 3", "3 layers do not reach 4 pipeline stages"),

@@ -57,7 +57,7 @@ def test_every_rank_has_a_row() -> None:
 
 
 def test_on_a_grid_a_row_names_its_coordinates() -> None:
-    assert "rank 5 (pp 1, dp_shard 1)" in texts(timeline_svg(timeline_of("pipeline_fsdp", 16)))
+    assert "rank 5 (pp 1, dp_shard 1)" in texts(timeline_svg(timeline_of("pipeline-fsdp", 16)))
 
 
 def test_forwards_are_shaded_by_layer_and_backwards_paler() -> None:
@@ -181,7 +181,7 @@ def test_a_users_own_matplotlib_settings_are_left_alone_and_change_nothing() -> 
         assert mpl.rcParams["font.size"] == 30
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("gpipe", 64), ("fsdp", 64), ("pipeline_fsdp", 64)])
+@pytest.mark.parametrize(("name", "ranks"), [("gpipe", 64), ("fsdp", 64), ("pipeline-fsdp", 64)])
 def test_64_ranks_and_64_microbatches_stay_a_few_megabytes(name: str, ranks: int) -> None:
     timeline = timeline_of(name, ranks, layers=64, microbatches=64)
     svg = timeline_svg(timeline)

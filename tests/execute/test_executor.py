@@ -39,7 +39,7 @@ def test_strategies_with_whole_weights_need_no_gather_buffer() -> None:
 
 
 def test_gradients_accumulate_in_the_backward_that_makes_them() -> None:
-    found = analysis("grad_accum", 1, 2, 4)
+    found = analysis("grad-accum", 1, 2, 4)
     adds = [at for at, op in enumerate(found.tape) if op.kind is OpKind.ADD]
     assert len(adds) == 2 * 3
     assert set(found.in_place.fused) == set(adds)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardlab.program import Holds, Kind, Mesh, Message, Op, OpKind, Program, Reduction, Sizes, trace
 from shardlab.strategies import STRATEGIES
 
-PROGRAM = trace(STRATEGIES["pipeline_fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 4)
+PROGRAM = trace(STRATEGIES["pipeline-fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 4)
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))

@@ -146,13 +146,13 @@ def test_a_trace_of_other_tapes_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path).measured(DDP)
 
 
-BAD = {"{": "cannot be read", "[]": "format None", '{"format": 7}': "format 7", '{"format": 1}': "KeyError: 'job'"}
+BAD = {"{": "cannot be read", "[]": "format None", '{"format": 7}': "format 7", '{"format": 2}': "KeyError: 'job'"}
 
 
 @pytest.mark.parametrize(("content", "said"), BAD.items())
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path, content: str, said: str) -> None:
-    (tmp_path / "trace.json").write_text(content)
-    with pytest.raises(UserError, match=rf"trace\.json.*{said}"):
+    (tmp_path / "measured.json").write_text(content)
+    with pytest.raises(UserError, match=rf"measured\.json.*{said}"):
         read_trace(tmp_path)
 
 

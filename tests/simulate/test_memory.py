@@ -92,7 +92,7 @@ def test_what_autograd_saves_goes_with_its_activation() -> None:
 
 
 def test_a_gradient_that_backward_adds_to_an_older_one_takes_no_room() -> None:
-    timeline = run(STRATEGIES["grad_accum"].program, 1, 1, 3)
+    timeline = run(STRATEGIES["grad-accum"].program, 1, 1, 3)
     assert [event.memory for event in events(timeline, OpKind.ADD)] == [3 * SQUARE + ROWS] * 2
     assert [event.memory for event in events(timeline, OpKind.UPDATE)] == [3 * SQUARE]
 

@@ -10,13 +10,13 @@ from tests.simulate.runs import run
 TABLE = [
     # strategy, ranks, layers, microbatches; steps, end and peak memory of the published solution
     ("single", 1, 2, 4, 16.5, 17.0, 2621440),
-    ("grad_accum", 1, 2, 4, 16.5, 17.0, 1966080),
+    ("grad-accum", 1, 2, 4, 16.5, 17.0, 1966080),
     ("ddp", 4, 2, 4, 5.1, 5.6, 1835008),
     ("wsdp", 4, 6, 4, 19.9, 20.4, 2752512),
     ("fsdp", 4, 6, 4, 19.9, 20.4, 2359296),
     ("pipeline", 4, 8, 4, 66.9, 67.4, 3145728),
     ("gpipe", 4, 8, 4, 33.3, 33.8, 4194304),
-    ("pipeline_fsdp", 16, 4, 4, 15.5, 16.0, 966656),
+    ("pipeline-fsdp", 16, 4, 4, 15.5, 16.0, 966656),
 ]
 
 
@@ -32,9 +32,9 @@ def test_no_strategy_is_slower_or_larger_than_the_published_solution(
 
 
 def test_the_table_has_a_row_for_every_strategy_of_the_puzzles() -> None:
-    ours = {"column-parallel", "tensor_parallel", "expert_parallel"}
+    ours = {"column-parallel", "tensor-parallel", "expert-parallel"}
     puzzles = {name for name, entry in STRATEGIES.items() if not entry.plan} - ours
-    assert [row[0] for row in TABLE] == [n for n in STRATEGIES if n in puzzles | {"gpipe", "pipeline_fsdp"}]
+    assert [row[0] for row in TABLE] == [n for n in STRATEGIES if n in puzzles | {"gpipe", "pipeline-fsdp"}]
 
 
 def test_one_device_takes_exactly_what_the_puzzle_says() -> None:

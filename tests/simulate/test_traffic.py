@@ -41,7 +41,7 @@ def test_experts_are_sent_all_tokens_but_a_ranks_own_both_ways_and_gradients_of_
     ranks: int,
 ) -> None:
     """Three layers of experts, each with four exchanges a step, between four dense ones."""
-    for each in sent("expert_parallel", ranks, layers=3, microbatches=ranks):
+    for each in sent("expert-parallel", ranks, layers=3, microbatches=ranks):
         assert (each.collectives, each.messages) == (3 * 4 + 4, 0)
         assert each.activations == pytest.approx(3 * 4 * ACTIVATION * (ranks - 1) / ranks)
         assert each.weights == pytest.approx(4 * WEIGHT * 2 * (ranks - 1) / ranks)
@@ -58,7 +58,7 @@ def test_a_pipeline_sends_each_microbatch_up_and_its_gradient_down() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_experts_exchange_all_but_their_own_share_of_each_buffer(ranks: int) -> None:
     """Out and back, forward and backward: a rank keeps 1/n of what it gives."""
-    blocks, each = 3, sent("expert_parallel", ranks, layers=3, microbatches=ranks)[0]
+    blocks, each = 3, sent("expert-parallel", ranks, layers=3, microbatches=ranks)[0]
     assert each.activations == pytest.approx(4 * blocks * ACTIVATION * (ranks - 1) / ranks)
 
 

@@ -30,8 +30,8 @@ def fitting(draw: st.DrawFn) -> tuple[str, int, int, int]:
     """A strategy with ranks, layers and microbatches that fit it."""
     name = draw(st.sampled_from(list(STRATEGIES)))
     entry = STRATEGIES[name]
-    ranks = 1 if entry.ranks == 1 else draw(st.integers(1 + (name == "expert_parallel"), 9))
-    multiple = {"hsdp": 2, "partially-sharded": 2, "tensor_parallel": 2, "column-parallel": 2, "3d": 4, "4d": 4}.get(
+    ranks = 1 if entry.ranks == 1 else draw(st.integers(1 + (name == "expert-parallel"), 9))
+    multiple = {"hsdp": 2, "partially-sharded": 2, "tensor-parallel": 2, "column-parallel": 2, "3d": 4, "4d": 4}.get(
         name, 1
     )
     ranks = -(-ranks // multiple) * multiple
@@ -63,10 +63,10 @@ def test_every_strategy_passes_all_four_channel_models(case: tuple[str, int, int
         ("pipeline", 4, 6, 4, "6 layers do not divide among 4 ranks"),
         ("gpipe", 4, 3, 4, "3 layers do not reach 4 pipeline stages; give at least one layer a stage"),
         ("zb-v", 4, 7, 4, "7 layers do not reach 8 pipeline stages"),
-        ("pipeline_fsdp", 16, 4, 6, "6 microbatches do not divide among 4 data-parallel ranks; give a multiple of 4"),
+        ("pipeline-fsdp", 16, 4, 6, "6 microbatches do not divide among 4 data-parallel ranks; give a multiple of 4"),
         ("hsdp", 3, 4, 6, "3 ranks do not make two replicas; give an even number, or a mesh by --dp-replicate"),
         ("single", 2, 4, 4, "2 ranks were asked for; give 1"),
-        ("grad_accum", 4, 4, 4, "4 ranks were asked for; give 1"),
+        ("grad-accum", 4, 4, 4, "4 ranks were asked for; give 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(name: str, ranks: int, layers: int, microbatches: int, divides: str) -> None:
@@ -91,7 +91,7 @@ def test_fsdp_gathers_each_layer_twice() -> None:
     ("name", "ranks", "layers", "microbatches", "expected"),
     [
         ("single", 1, 5, 4, {}),
-        ("grad_accum", 1, 5, 4, {}),
+        ("grad-accum", 1, 5, 4, {}),
         ("ddp", 4, 5, 8, {OpKind.ALL_REDUCE: 4 * 5}),
         ("wsdp", 4, 5, 8, {OpKind.ALL_GATHER: 4 * 5 * 2, OpKind.ALL_REDUCE: 4 * 5}),
         ("fsdp", 4, 5, 8, {OpKind.ALL_GATHER: 4 * 5 * 2, OpKind.REDUCE_SCATTER: 4 * 5}),
@@ -111,7 +111,7 @@ def test_fsdp_gathers_each_layer_twice() -> None:
         ),
         # 2 x 2 ranks, 2 layers a stage, 3 microbatches a column; a rank stays on its stage and gathers it once
         (
-            "pipeline_fsdp",
+            "pipeline-fsdp",
             4,
             4,
             6,
@@ -169,8 +169,14 @@ def test_an_unknown_name_suggests_the_nearest(typed: str, meant: str) -> None:
         find(typed)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_name_has_hyphens_as_options_have_and_may_be_typed_with_underscores(name: str) -> None:
+    assert "_" not in name
+    assert find(name) is find(name.replace("-", "_")) is STRATEGIES[name]
+
+
 def test_a_name_like_no_other_lists_all() -> None:
-    with pytest.raises(UserError, match="Built in: single, grad_accum, ddp"):
+    with pytest.raises(UserError, match="Built in: single, grad-accum, ddp"):
         find("zzz")
 
 

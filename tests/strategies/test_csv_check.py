@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardlab.program import UserError
-from shardlab.strategies.schedules.csv_schedule import read_csv
+from tests.strategies.csv_files import read_csv
 
 ACTIONS = """\
 0F0,0F1,,,0B0,0B1
@@ -128,6 +128,22 @@ def test_a_mistake_is_refused_with_row_column_and_reason(
     row, column, word = where
     assert str(refused.value).startswith(f"row {row} (rank {row - 1}), column {column}{word and f', {word}'}: ")
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [ACTIONS, MESSAGES])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_row_that_stands_there_twice_is_refused_by_the_numbers_of_both(text: str, place: int) -> None:
+    rows = text.splitlines()
+    rows.insert(place, rows[1])
+    with pytest.raises(UserError, match=r"^row (\d) .*: row (\d) does as much of stage 1") as refused:
+        read_csv("\n".join(rows))
+    assert {int(row) - 1 for row in re.findall(r"row (\d)", str(refused.value))} == {place, 1 if place == 2 else 2}
+
+
+@pytest.mark.parametrize(("text", "row"), [(ACTIONS, "0F0"), (ACTIONS, "2F0"), (MESSAGES, "2F0"), (ACTIONS, ",,")])
+def test_an_extra_row_is_blamed_itself(text: str, row: str) -> None:
+    with pytest.raises(UserError, match=r"^row 3 \(rank 2\), column 1"):
+        read_csv(f"{text}{row}\n")
 
 
 def test_gradients_reduced_twice_are_refused() -> None:

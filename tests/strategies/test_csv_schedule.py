@@ -21,10 +21,11 @@ from shardlab.strategies.schedules import (
     Schedule,
 )
 from shardlab.strategies.schedules.csv_format import write_csv
-from shardlab.strategies.schedules.csv_schedule import Form, csv_of, import_csv, read_csv
+from shardlab.strategies.schedules.csv_schedule import Form, import_csv
 from shardlab.strategies.schedules.messages import Recv, Send, with_messages
 from shardlab.strategies.schedules.sharding import ReduceGrad, Reshard, ShardedStep, Unshard, with_sharding
 from shardlab.strategies.schedules.steps import Steps
+from tests.strategies.csv_files import csv_of, read_csv
 
 FORMS: list[Form] = ["compute_only", "compute_comms"]
 

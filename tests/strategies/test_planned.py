@@ -14,8 +14,9 @@ from shardlab.check import check
 from shardlab.program import Mesh, OpKind, Program, UserError, trace
 from shardlab.strategies import STRATEGIES, Plan, planned
 from shardlab.strategies.schedules import SCHEDULES, Action, Backward, Forward, Schedule
-from shardlab.strategies.schedules.csv_schedule import Form, csv_of
+from shardlab.strategies.schedules.csv_schedule import Form
 from shardlab.train.cases import SHARDINGS
+from tests.strategies.csv_files import csv_of
 
 FORMS: list[Form] = ["compute_only", "compute_comms"]
 

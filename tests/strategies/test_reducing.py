@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 
 from shardlab.check import check
@@ -16,6 +19,7 @@ MESH = Mesh(dp_replicate=2, dp_shard=2)
 EACH = 3
 """Microbatches on each data-parallel rank."""
 
+BACKWARD = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
 REDUCES = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER)
 
 
@@ -58,6 +62,34 @@ def test_a_gradient_kept_whole_along_one_axis_is_not_cut_along_the_next() -> Non
     """Its slices would not be those of the optimizer's state, which is cut along that axis first."""
     plan = Plan(MESH, "1f1b", None, (), (), (), BOTH, reduce_each=SHARD)
     assert reductions(plan) == {("all_reduce", "dp_shard"): EACH, ("all_reduce", "dp_replicate"): 1}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("reduce_at", ["layer", "step"])
+def test_what_is_reduced_once_a_step_is_so_beside_the_backward_passes_or_after_them(
+    schedule: str, reduce_at: Literal["layer", "step"]
+) -> None:
+    """Each layer that a rank keeps, once over each axis; beside them if other passes come after its own."""
+    plan = Plan(Mesh(pp=2, dp_replicate=2), schedule, shard_optimizer=REPLICATE, reduce_at=reduce_at)
+    program = trace(planned(plan), plan.mesh, 8, 4 * 2)
+    checked = check(program)
+    assert judge(program).right
+    early = 0
+    for tape, specs in zip(program.tapes, checked.specs, strict=True):
+        reduced = [
+            (at, op.layer)
+            for at, op in enumerate(tape)
+            if op.kind in REDUCES and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT
+        ]
+        assert sorted(layer for _, layer in reduced) == sorted(op.layer for op in tape if op.kind is OpKind.UPDATE)
+        last = max(at for at, op in enumerate(tape) if op.kind in BACKWARD)
+        early += sum(at < last for at, _ in reduced)
+    assert (early > 0) == (reduce_at == "layer")
+
+
+def test_what_is_reduced_at_each_microbatch_is_so_at_once_whenever_the_rest_is() -> None:
+    late = replace(hsdp(None), reduce_at="step")
+    assert reductions(late) == reductions(hsdp(None))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -88,6 +88,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         sequence_parallel=mesh.tp > 1 and random.random() < 0.5,
         recompute=recompute,
         context=random.choice(["ring", "all_gather"]),
+        reduce_at=random.choice(["layer", "step"]),
     )
     microbatches = plan.data_ranks * random.randint(most, max(3, most))
     return Planned(plan, layers, model, microbatches)

@@ -57,7 +57,7 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
 def test_every_rank_count_sees_the_same_batches_in_the_same_steps(ranks: World, tmp_path: Path) -> None:
     run(ranks, "single", 1, tmp_path / "one", steps=4)
     run(ranks, "ddp", 2, tmp_path / "two", steps=4)
-    run(ranks, "pipeline_fsdp", 4, tmp_path / "four", steps=4)
+    run(ranks, "pipeline-fsdp", 4, tmp_path / "four", steps=4)
     one = losses(tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(one, rel=1e-5)
     assert losses(tmp_path / "four") == pytest.approx(one, rel=1e-5)

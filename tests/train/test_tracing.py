@@ -28,6 +28,7 @@ from shardlab.train.job import Job
 from shardlab.train.launch import RankFailed, run_ranks
 from shardlab.train.loop import Run, train_rank
 from shardlab.train.tracing import Tracer, Tracing, trace_rank
+from tests.draw.viewer import require_readable
 from tests.support.ranks import Ranks
 from tests.train import jobs
 
@@ -149,7 +150,19 @@ def test_tracing_changes_no_number_of_the_training(ranks: World, traced: Traced,
 
 def test_the_ranks_own_files_have_gone_into_one(traced: Traced) -> None:
     _, _, out = traced("fsdp")
-    assert [path.name for path in out.glob("*trace*")] == ["trace.json"]
+    assert [path.name for path in out.glob("*measured*")] == ["measured.json"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_trace_viewer_can_read_what_was_measured(traced: Traced, strategy: str) -> None:
+    _, measured, out = traced(strategy)
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    require_readable(events)
+    assert sum(event["ph"] == "X" for event in events) == sum(map(len, measured.timeline.events))
+    assert {event["cat"] for event in events if event["ph"] == "s"} <= {"message", "join"}
+    for rank, peak in enumerate(sum(live.values()) for live in measured.live):
+        counted = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == rank]
+        assert max(counted) == peak
 
 
 def interrupted(rank: int, job: Job, folder: Path, steps: int) -> None:

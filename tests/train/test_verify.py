@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 SIZES = [  # strategy, ranks, layers, microbatches
     ("single", 1, 3, 1),
     ("single", 1, 3, 4),
-    ("grad_accum", 1, 2, 3),
+    ("grad-accum", 1, 2, 3),
     ("ddp", 2, 3, 2),
     ("ddp", 4, 2, 8),
     ("wsdp", 2, 2, 4),
@@ -47,8 +47,8 @@ SIZES = [  # strategy, ranks, layers, microbatches
     ("dualpipe-v", 2, 6, 3),
     ("interleaved-1f1b", 2, 4, 5),
     ("breadth-first", 2, 5, 2),
-    ("pipeline_fsdp", 4, 4, 4),
-    ("pipeline_fsdp", 2, 2, 2),
+    ("pipeline-fsdp", 4, 4, 4),
+    ("pipeline-fsdp", 2, 2, 2),
 ]
 
 
@@ -90,7 +90,7 @@ def test_a_schedule_of_ones_own_gives_the_numbers_of_one_device(ranks: World) ->
     assert verdict_of(ranks, plan, 4, 4, small_gpt(3, dropout=0.1), steps=2).ok
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "gpipe", "pipeline_fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "gpipe", "pipeline-fsdp"])
 def test_dropout_draws_the_same_masks_under_every_strategy(ranks: World, strategy: str) -> None:
     assert verdict_of(ranks, strategy, 4, 4, small_gpt(4, dropout=0.2)).ok
 
@@ -340,6 +340,14 @@ def test_a_model_of_one_layer_and_one_without_biases_have_halves_and_slices(rank
     ):
         verdict = verdict_of(ranks, f"{USER}:{function}", 2, 2, model)
         assert verdict.ok, (model, verdict)
+
+
+@pytest.mark.parametrize("clip", [0.01, 1e6])
+def test_at_any_norm_clipping_gives_the_numbers_of_one_device(ranks: World, clip: float) -> None:
+    """The larger one clips nothing."""
+    job = Job("zero-3", 2, 4, small_gpt(2), 2, torch.float64)
+    verdict = ranks(2).call(verify_rank, CPU, job, 3, None, clip)[0]
+    assert verdict.ok, verdict
 
 
 def without_clipping(rank: int, job: Job) -> Verdict | None:

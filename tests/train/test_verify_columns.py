@@ -12,7 +12,7 @@ from shardlab.models import GPT, MLP, Blocks
 from shardlab.program import Mesh, UserError
 from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
-from shardlab.train.verify import verify_rank
+from shardlab.train.verify import TOLERANCE, verify_rank
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -33,6 +33,14 @@ def verify(world: World, strategy: str | Plan, count: int, model: Blocks, microb
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_lecture_s_mlp_gives_the_numbers_of_one_device(ranks: World, count: int) -> None:
     verify(ranks, "column-parallel", count, MLP(layers=2, width=16, block=8, vocabulary=39, dropout=0.1))
+
+
+def test_before_adamw_divides_a_small_gradient_by_its_size_only_rounding_is_left(ranks: World) -> None:
+    """After the first step weights are up to 3.5e-13 apart, for the reason that `TOLERANCE` gives."""
+    job = Job("column-parallel", 2, 4, MLP(layers=4, width=32, block=16), 2, torch.float64)
+    first, third = (ranks(2).call(verify_rank, CPU, job, steps)[0] for steps in (1, 3))
+    assert first.gradient_error < 1e-14
+    assert first.gradient_error < third.gradient_error < TOLERANCE
 
 
 def test_column_parallel_layers_are_those_of_an_mlp() -> None:

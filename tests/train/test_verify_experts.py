@@ -59,9 +59,9 @@ def test_expert_parallelism_gives_the_numbers_of_one_device(ranks: World, name: 
     assert verdict.ok, verdict
 
 
-@pytest.mark.parametrize("strategy", ["grad_accum", "ddp", "fsdp", "gpipe"])
+@pytest.mark.parametrize("strategy", ["grad-accum", "ddp", "fsdp", "gpipe"])
 def test_whole_mixtures_train_under_every_strategy(ranks: World, strategy: str) -> None:
-    count = 1 if strategy == "grad_accum" else 2
+    count = 1 if strategy == "grad-accum" else 2
     there = Job(strategy, count, 4, MoE(**SMALL | {"layers": 4}, dropout=0.1), 2, torch.float64)
     verdict = ranks(count).call(verify_rank, CPU, there, 2)[0]
     assert verdict.ok, verdict
@@ -69,14 +69,14 @@ def test_whole_mixtures_train_under_every_strategy(ranks: World, strategy: str) 
 
 @pytest.mark.parametrize("model", [DROPLESS, DROPPING], ids=["dropless", "dropping"])
 def test_microbatches_that_go_through_experts_together_give_the_same_numbers(ranks: World, model: MoE) -> None:
-    there = Job("expert_parallel", 4, 8, model, 2, torch.float64)
+    there = Job("expert-parallel", 4, 8, model, 2, torch.float64)
     verdict = ranks(4).call(verify_rank, CPU, there, 2)[0]
     assert verdict.ok, verdict
 
 
 def test_a_training_run_leaves_all_experts_and_lowers_the_loss(ranks: World, tmp_path: Path) -> None:
     model = MoE(**SMALL | {"layers": 2})
-    there = Job("expert_parallel", 2, 4, model, 2)
+    there = Job("expert-parallel", 2, 4, model, 2)
     plan = Run(there, AdamW(learning_rate=1e-2, steps=20, warmup=2), None, tmp_path / "run")
     summary = ranks(2).call(train_quietly, plan)[0]
     assert summary.validation_after < summary.validation_before - 0.3

@@ -43,6 +43,11 @@ CASES: dict[str, tuple[Plan, GPT | MLP, int]] = {  # with microbatches
         GPT(layers=2, width=16, heads=4, block=8, vocabulary=51, dropout=0.2),
         4,
     ),
+    "reduced when all is over": (
+        Plan(Mesh(pp=2, dp_shard=2), "1f1b", shard_optimizer=SHARD, reduce_each=(), reduce_at="step"),
+        ODD,
+        8,
+    ),
     "hsdp": (Plan(Mesh(dp_replicate=2, dp_shard=2), "1f1b", None, (), SHARD, SHARD, SHARD), ODD, 8),
     "partially sharded": (
         Plan(Mesh(dp_replicate=2, dp_shard=2), "1f1b", None, (), SHARD, SHARD, BOTH),

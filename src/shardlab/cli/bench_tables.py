@@ -23,7 +23,7 @@ def print_collectives(points: Sequence[Point], console: Console | None = None) -
     """Every collective at every size, how much of it is hidden, and its latency and bandwidth."""
     console = console or Console(highlight=False)
     measured = [point for point in points if isinstance(point, CollectivePoint)]
-    table = _table("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", left=1)
+    table = _table("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "CS336", "wrong", left=1)
     for point, before in zip(measured, [None, *measured], strict=False):
         if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
             table.add_row()
@@ -34,9 +34,16 @@ def print_collectives(points: Sequence[Point], console: Console | None = None) -
             *((size_text(point.bytes),) if point.bytes else ("-",)),
             f"{point.seconds / MICRO:,.1f}",
             *(bandwidths if point.bytes else ("-", "-")),
+            f"{point.cs336_bandwidth:.3f}" if point.cs336_bandwidth is not None else "-",
             f"[bold red]{point.wrong}[/]" if point.wrong else "0",
         )
-    console.print(table, "")
+    console.print(table)
+    if any(point.cs336_bandwidth is not None for point in measured):
+        console.print(
+            "[dim]CS336: that lecture's formulas, in 2^30 bytes/s; of an all_reduce the bus bandwidth, of a "
+            "reduce_scatter the bus bandwidth over the ranks, since it counts what comes out[/]"
+        )
+    console.print()
     _print_overlap(console, [point for point in points if isinstance(point, OverlapPoint)])
     fits = _table("fit", "ranks", "latency us", "1/beta GB/s", "error: median", "worst", left=1)
     for fit in collective_fits(points):

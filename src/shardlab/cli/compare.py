@@ -12,10 +12,11 @@ import tyro
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
 from shardlab.cli.options import Flag, NewFile
-from shardlab.cli.picture import check_new_file
+from shardlab.cli.picture import check_new_file, save_trace
 from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
 from shardlab.simulate.compare import Comparison, Pair, compare
+from shardlab.simulate.counters import memory_counters
 from shardlab.simulate.estimate import Estimate, estimate
 from shardlab.simulate.precision import PRECISIONS
 from shardlab.simulate.priced import ClusterPrices
@@ -49,11 +50,15 @@ class Compare:
     svg: NewFile = None
     """Draw both timelines into this file."""
 
+    trace: NewFile = None
+    """Write both timelines into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
+
     json: Flag = False
     """Print JSON alone."""
 
     def run(self) -> int:
         check_new_file("--svg", self.svg, "comparison.svg")
+        check_new_file("--trace", self.trace, "trace.json")
         trace = read_trace(self.folder)
 
         from shardlab.train.described import job_of
@@ -67,10 +72,14 @@ class Compare:
             measured, predicted, [max(memory.before) for memory in estimate.memory] if estimate else None
         )
         self._draw(predicted, measured, job)
+        if self.trace:
+            shown = {"predicted": (predicted, memory_counters(estimate))} if estimate and predicted else {}
+            save_trace({**shown, "measured": (measured.timeline, measured.counters)}, self.trace)
         if self.json:
             print(json_format.dumps(as_json(trace.job, checked, comparison, measured), indent=2))
         else:
-            print_comparison(comparison, f"{job.title} on {job.ranks} ranks", self.svg)
+            written = [path for path in (self.svg, self.trace) if path is not None]
+            print_comparison(comparison, f"{job.title} on {job.ranks} ranks", written)
         return 0
 
     def _estimate(self, job: Job, checked: Checked) -> Estimate | None:

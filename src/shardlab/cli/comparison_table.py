@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,9 +19,9 @@ NEGLIGIBLE = 1e-3
 
 
 def print_comparison(
-    comparison: Comparison, title: str, picture: Path | None = None, console: Console | None = None
+    comparison: Comparison, title: str, written: Sequence[Path] = (), console: Console | None = None
 ) -> None:
-    """Print the step, the ranks and their ops."""
+    """Print the step, the ranks and their ops; `written` are the files that were made."""
     console = console or Console(highlight=False)
     console.print(Text.assemble((title, "bold cyan")), soft_wrap=True)
     for sentence in comparison.missing:
@@ -34,9 +35,10 @@ def print_comparison(
     if comparison.step.predicted is None:
         console.print()
         console.print(Text("nothing is predicted: shardlab bench measures this machine, or name a --cluster", "yellow"))
-    if picture is not None:
+    if written:
         console.print()
-        console.print(Text.assemble(("drawn in  ", "dim"), (str(picture), "bold")), soft_wrap=True)
+    for path in written:
+        console.print(Text.assemble(("written to  ", "dim"), (str(path), "bold")), soft_wrap=True)
 
 
 def _table(*left: str) -> Table:

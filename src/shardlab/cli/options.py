@@ -43,6 +43,9 @@ Ranks = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default
 Layers = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or one for each stage)")]
 """1 or more; without it 4, or one for each stage if a pipeline has more stages."""
 
+Norm = Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="")]
+"""The largest norm of a gradient, or none."""
+
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """`--flag`, without a `--no-flag`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from shardlab.program import UserError
 from shardlab.simulate import Timeline
 
 if TYPE_CHECKING:
-    from shardlab.simulate.estimate import Estimate
+    from shardlab.draw.trace import Shown
 
 MOST_DRAWN = 100_000
 """Events in a picture."""
@@ -54,14 +55,13 @@ def save_picture(timeline: Timeline, path: Path | None, title: str) -> None:
         raise UserError(f"--svg {path}: it cannot be written: {error.strerror}") from None
 
 
-def save_trace(timeline: Timeline, estimate: Estimate | None, path: Path | None) -> None:
-    """Write a timeline for trace viewers, with memory by category if it was priced."""
+def save_trace(shown: Mapping[str, Shown], path: Path | None) -> None:
+    """Write timelines for trace viewers, each under its name, if that is wanted."""
     if path is None:
         return
     from shardlab.draw.trace import save_trace_events
-    from shardlab.simulate.counters import memory_counters
 
     try:
-        save_trace_events(timeline, path, memory_counters(estimate) if estimate is not None else None)
+        save_trace_events(shown, path)
     except OSError as error:
         raise UserError(f"--trace {path}: it cannot be written: {error.strerror}") from None

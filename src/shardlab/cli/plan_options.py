@@ -13,7 +13,7 @@ from shardlab.program import AXES, Mesh, UserError
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import Entry, planned_entry
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Context, Plan, Reshard
+from shardlab.strategies.plan import Context, Plan, ReduceAt, Reshard
 from shardlab.strategies.plan_file import read_plan
 
 Axes = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="AXIS ...", help_behavior_hint="")]
@@ -71,6 +71,9 @@ class PlanOptions:
 
     reduce_each: Axes = None
     """Axes over which gradients are reduced at each microbatch rather than once a step."""
+
+    reduce_at: Annotated[ReduceAt | None, tyro.conf.arg(metavar="{layer,step}", help_behavior_hint="")] = None
+    """When gradients that are reduced once a step are: as soon as a layer's is whole, or when all are."""
 
     context: Annotated[Context | None, tyro.conf.arg(metavar="{ring,all_gather}", help_behavior_hint="")] = None
     """How queries meet the keys and values of other context-parallel ranks."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from shardlab.simulate.estimate import Estimate, Peak
     from shardlab.simulate.workload import Workload
 
+MOST_CHECKED = 100_000
+"""Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
+
 FLOPS_CONVENTION = (
     "products of matrices, forward and twice as many backward; attention as a whole square; "
     "nothing for what is computed again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)"
@@ -54,6 +57,8 @@ class Result:
         entry: the strategy.
         workload, estimate: what was simulated, and what came out.
         names: of the model and the cluster.
+        checked: whether the tapes of all ranks were checked; those of a large plan are not, whose alike ranks are
+            simulated once.
         notes: what was done to the model that a reader should know.
     """
 
@@ -61,6 +66,7 @@ class Result:
     workload: Workload
     estimate: Estimate
     names: tuple[str, str]
+    checked: bool
     notes: list[str]
 
 
@@ -100,9 +106,17 @@ def price(request: Request) -> Result:
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
     workload = Workload(plan, model, cluster, microbatches, request.rows or 1, precision, trace, entry.columns)
+    alike = entry.plan is not None and _ops_on_all_ranks(workload) > MOST_CHECKED
+    if entry.plan is not None and not alike:
+        trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
     require_memory(workload, estimate)
-    return Result(entry, workload, estimate, (request.model, request.cluster), notes)
+    return Result(entry, workload, estimate, (request.model, request.cluster), not alike, notes)
+
+
+def _ops_on_all_ranks(workload: Workload) -> int:
+    program = workload.traced.program
+    return sum(map(len, program.tapes)) * program.mesh.world // program.ranks
 
 
 def _ranks(request: Request, size: int) -> int | None:
@@ -151,6 +165,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "peak_memory_by_rank": [_peak(peak) for peak in estimate.peaks],
         "ops": sum(map(len, program.tapes)),
         "ranks_simulated": program.ranks,
+        "checked": result.checked,
         "notes": result.notes,
     }
 

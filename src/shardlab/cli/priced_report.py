@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.priced import Result
+from shardlab.cli.priced import MOST_CHECKED, Result
 from shardlab.cli.timeline_text import legend, rank_row
 from shardlab.simulate.traced import rank_of
 
@@ -63,6 +63,7 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
     console.print(Text.assemble(("".ljust(INDENT), "dim"), said), soft_wrap=True)
     ops = sum(map(len, estimate.traced.program.tapes))
     console.print(_row("ops", f"{ops:,}, of {_simulated(result)}"), soft_wrap=True)
+    console.print(_row("check", _checked(result)), soft_wrap=True)
     for note in result.notes:
         console.print(_row("note", note), soft_wrap=True)
     if ops <= DRAWN_OPS:
@@ -87,6 +88,12 @@ def _exposed(result: Result) -> str:
 def _simulated(result: Result) -> str:
     rows, ranks = result.estimate.traced.program.ranks, result.workload.mesh.world
     return f"{ranks} ranks" if rows == ranks else f"{rows} of {ranks} ranks; the others are like one of them"
+
+
+def _checked(result: Result) -> str:
+    if result.checked:
+        return "passed"
+    return f"left out above {MOST_CHECKED:,} ops on all ranks; fewer ranks, layers or microbatches are checked"
 
 
 def _row(label: str, text: str) -> Text:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from shardlab.check import Checked
-from shardlab.program import Refused
+from shardlab.program import OpKind, Refused, UserError
 from shardlab.train.launch import RankFailed, backend_of, pick_device
 
 
@@ -23,6 +23,18 @@ def refuse_hanging(checked: Checked) -> None:
     why_not = checked.why_not(backend_of(pick_device(0)))
     if why_not is not None:
         raise Refused(why_not)
+
+
+def refuse_clipping(checked: Checked, clip: float | None, name: str) -> None:
+    """Refuse to clip what computes no norm.
+
+    Raises:
+        UserError: if so.
+    """
+    if clip is not None and not any(op.kind is OpKind.NORM for tape in checked.program.tapes for op in tape):
+        raise UserError(
+            f"--clip {clip} limits the gradient's norm, which {name} does not compute; take a plan, such as zero-3"
+        )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shardlab.check import ChannelModel, Checked
 from shardlab.cli.timeline_text import legend, rank_row
+from shardlab.program import LayerKind
 from shardlab.program.tape import COMMUNICATION
 from shardlab.program.values import listed
 from shardlab.simulate import Timeline, bubble
@@ -23,14 +24,33 @@ WIDEST = 120
 INDENT = 16
 
 
+FINER = (
+    (LayerKind.EXPERTS, "dense layers and experts"),
+    (LayerKind.PROJECT, "halves and attention"),
+    (LayerKind.SLICED, "halves of blocks"),
+    (LayerKind.COLUMN, "columns of matrices"),
+)
+"""What layers are that a strategy or a plan needs finer than whole ones, by a kind that tells them."""
+
+
 def print_report(
-    name: str, checked: Checked, timeline: Timeline, picture: Path | None = None, console: Console | None = None
+    name: str,
+    checked: Checked,
+    timeline: Timeline,
+    picture: Path | None = None,
+    without: Timeline | None = None,
+    console: Console | None = None,
 ) -> None:
-    """Print all of it."""
+    """Print all of it.
+
+    Args:
+        picture: the file that was drawn.
+        without: the same plan's timeline on the same layers without recomputation, if it recomputes.
+    """
     console = console or Console(highlight=False)
     console.print(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), soft_wrap=True)
     console.print()
-    _print_figures(console, checked, timeline)
+    _print_figures(console, checked, timeline, without)
     console.print()
     _print_ranks(console, timeline)
     if picture is not None:
@@ -49,13 +69,15 @@ def sizes_text(checked: Checked) -> str:
     )
 
 
-def _print_figures(console: Console, checked: Checked, timeline: Timeline) -> None:
+def _print_figures(console: Console, checked: Checked, timeline: Timeline, without: Timeline | None) -> None:
     peak = [rank for rank, live in enumerate(timeline.peak_memory_by_rank) if live == timeline.peak_memory]
     figures = [
         ("steps", f"{timeline.steps:,.9g}", "when the last op starts"),
         ("end", f"{timeline.end:,.9g}", "when the last op ends"),
         *_bubble(timeline),
         ("peak memory", f"{timeline.peak_memory:,}", f"elements, on rank{'s' * (len(peak) > 1)} {listed(peak)}"),
+        *_recomputed(timeline, without),
+        *_layers(checked),
         ("ops", f"{sum(map(len, checked.program.tapes)):,}", "on the tapes of all ranks"),
     ]
     width = max(len(figure) for _, figure, _ in figures)
@@ -74,6 +96,22 @@ def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:
     if timeline.program.mesh.sizes()["pp"] == 1:
         return []
     return [("bubble", f"{bubble(timeline):.2%}", "of the time between a rank's first and last pass")]
+
+
+def _recomputed(timeline: Timeline, without: Timeline | None) -> list[tuple[str, str, str]]:
+    if without is None or not without.end or not without.peak_memory:
+        return []
+    memory = timeline.peak_memory / without.peak_memory - 1
+    longer = f"{timeline.end / without.end - 1:+.1%}"
+    return [("recompute", longer, f"time, {memory:+.1%} peak memory, against none")]
+
+
+def _layers(checked: Checked) -> list[tuple[str, str, str]]:
+    """Each layer takes a unit, however fine it is, so steps of finer and of whole layers are not to be compared."""
+    finer = next((what for kind, what in FINER if kind in checked.program.sizes.kinds), None)
+    if finer is None:
+        return []
+    return [("layers", str(checked.program.layers), f"{finer}, each timed as a layer")]
 
 
 def _row(label: str, text: str, style: str) -> Text:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlab.check import ChannelModel, Checked
+from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
 from shardlab.cli.picture import check_new_file, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
-from shardlab.program import UserError
-from shardlab.simulate import UNIT_COSTS, Timeline, bubble, simulate
+from shardlab.program import UserError, trace
+from shardlab.simulate import UNIT_COSTS, Costs, Timeline, bubble, simulate
 from shardlab.strategies.entry import Entry
+from shardlab.strategies.planned import planned
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,12 @@ class Simulate:
         proof = checked(entry, ranks, layers, self.microbatches or 4)
         timeline = simulate(proof, costs)
         save_picture(timeline, self.svg, entry.name)
-        save_trace(timeline, None, self.trace)
+        save_trace({"": (timeline, None)}, self.trace)
+        without = _without_recompute(entry, proof, costs)
         if self.json:
-            print(json_format.dumps(as_json(entry, proof, timeline), indent=2))
+            print(json_format.dumps(as_json(entry, proof, timeline, without), indent=2))
         else:
-            print_report(entry.name, proof, timeline, self.svg)
+            print_report(entry.name, proof, timeline, self.svg, without)
         return 0
 
     def _is_priced(self) -> bool:
@@ -94,6 +96,7 @@ class Simulate:
                 raise UserError("--costs are unit costs, and --cluster gives seconds; leave out one of them")
             return True
         if self.model or self.cluster:
+            self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
         for option in ("rows", "precision", "force"):
@@ -105,6 +108,7 @@ class Simulate:
         from shardlab.cli.priced import Request, price
         from shardlab.cli.priced import as_json as priced_json
         from shardlab.cli.priced_report import print_priced
+        from shardlab.simulate.counters import memory_counters
 
         assert self.model is not None
         assert self.cluster is not None
@@ -123,7 +127,7 @@ class Simulate:
         if written:
             timeline = result.estimate.timeline()
             save_picture(timeline, self.svg, f"{result.entry.name} of {self.model} on {self.cluster}")
-            save_trace(timeline, result.estimate, self.trace)
+            save_trace({"": (timeline, memory_counters(result.estimate))}, self.trace)
         if self.json:
             print(json_format.dumps(priced_json(result), indent=2))
         else:
@@ -131,8 +135,18 @@ class Simulate:
         return 0
 
 
-def as_json(entry: Entry, proof: Checked, timeline: Timeline) -> dict[str, Any]:
-    """What is known of a strategy, for other programs."""
+def _without_recompute(entry: Entry, proof: Checked, costs: Costs) -> Timeline | None:
+    """What a plan that recomputes would be without, on the same layers: other ones are not to be compared with it."""
+    program = proof.program
+    plan = entry.plan(program.ranks) if entry.plan else None
+    if plan is None or plan.recompute in ("none", ()):
+        return None
+    kept = trace(planned(replace(plan, recompute="none")), plan.mesh, program.sizes, program.microbatches)
+    return simulate(check(kept), costs)
+
+
+def as_json(entry: Entry, proof: Checked, timeline: Timeline, without: Timeline | None = None) -> dict[str, Any]:
+    """What is known of a strategy, for other programs; `without`: of the same plan without recomputation."""
     program = proof.program
     return {
         "strategy": entry.name,
@@ -146,6 +160,11 @@ def as_json(entry: Entry, proof: Checked, timeline: Timeline) -> dict[str, Any]:
         "bubble": bubble(timeline),
         "peak_memory": timeline.peak_memory,
         "peak_memory_by_rank": timeline.peak_memory_by_rank,
+        **(
+            {"without_recompute": {"steps": without.steps, "end": without.end, "peak_memory": without.peak_memory}}
+            if without
+            else {}
+        ),
         "ops": sum(map(len, program.tapes)),
         "channel_models": {model.value: proof.models[model] is None for model in ChannelModel},
         "deadlocks": {model.value: why for model, why in proof.models.items() if why is not None},

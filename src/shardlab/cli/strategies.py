@@ -25,7 +25,7 @@ WIDE = 132
 
 NOTES = (
     f"sends   the rank that sends most, in a step of {LAYERS} layers and {MICROBATCHES} microbatches, on 4 ranks "
-    "(tensor_parallel: 2, 3d and 4d: 8); W is the size of all weights, A that of a microbatch's activation between two "
+    "(tensor-parallel: 2, 3d and 4d: 8); W is the size of all weights, A that of a microbatch's activation between two "
     "layers",
     "keeps   of weights W, gradients G and optimizer state O, with n ranks, p of them along the pipeline with v stages "
     "each, s along dp_shard and t along tp; activations come on top, and for a while up to three whole layers",

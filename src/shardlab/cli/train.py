@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, Ranks
+from shardlab.cli.options import Count, Flag, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
-from shardlab.program import OpKind, UserError
+from shardlab.program import UserError
 
 if TYPE_CHECKING:
     from shardlab.models import Model
@@ -53,7 +53,7 @@ class Train:
     weight_decay: float = 0.1
     """AdamW's weight decay, on matrices."""
 
-    clip: Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="")] = None
+    clip: Norm = None
     """The largest norm of the whole model's gradient; for plans, which compute it."""
 
     seed: int = 0
@@ -66,7 +66,8 @@ class Train:
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
 
     trace: Flag = False
-    """Record a few steps, every op's time and memory on every rank; shardlab compare FOLDER shows them."""
+    """Record a few steps, every op's time and memory on every rank: trace.json is for Perfetto (ui.perfetto.dev) and
+    Chrome, and shardlab compare FOLDER lays them beside the prediction."""
 
     json: Flag = False
     """Print JSON alone."""
@@ -76,7 +77,7 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        from shardlab.cli.ranks import failures_as_exit, refuse_hanging
+        from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
@@ -106,11 +107,7 @@ class Train:
         plan = Run(job, optimizer, self.data, out, tracing)
         plan.corpus(plan.text())
         proof = checked(chosen, ranks, job.sizes, self.microbatches)
-        if self.clip is not None and not any(op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape):
-            raise UserError(
-                f"--clip {self.clip} limits the gradient's norm, which {chosen.name} does not compute; take a plan, "
-                "such as zero-3"
-            )
+        refuse_clipping(proof, self.clip, chosen.name)
         refuse_hanging(proof)
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
@@ -131,7 +128,10 @@ class Train:
             "validation loss", f"{summary.validation_before:.3f} before, [bold]{summary.validation_after:.3f}[/] after"
         )
         table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s, {summary.ms_per_step:.0f} ms/step (median)")
-        table.add_row("results", f"{summary.out}/: metrics.jsonl, loss.svg, strategy.svg, weights.safetensors")
+        table.add_row(
+            "results",
+            f"{summary.out}/: metrics.jsonl, loss.svg, strategy.svg, weights.safetensors" + ", trace.json" * self.trace,
+        )
         console.print(table)
         console.print("\n[dim]The model goes on from 'def ':[/]")
         console.print(Text(summary.sample))

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, Ranks, StrategyName
+from shardlab.cli.options import Count, Flag, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
@@ -36,6 +36,10 @@ class Verify:
     steps: Count = 3
     """How many optimizer steps are compared."""
 
+    clip: Norm = None
+    """The largest norm of the whole model's gradient, on both; for plans, which compute it and are otherwise clipped
+    so hard (0.1) that it shows."""
+
     all: Flag = False
     """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
 
@@ -51,19 +55,24 @@ class Verify:
             return self._all()
         import torch
 
-        from shardlab.cli.ranks import failures_as_exit, refuse_hanging
+        from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging
+        from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here
-        from shardlab.train.verify import TOLERANCE, verify
+        from shardlab.train.verify import TOLERANCE, clip_for, verify
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         model = self.model.make(layers, kind, width=32, heads=4, block=16, experts=max(4, 2 * ep))
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
-        refuse_hanging(checked(chosen, ranks, job.sizes, self.microbatches))
+        proof = checked(chosen, ranks, job.sizes, self.microbatches)
+        refuse_clipping(proof, self.clip, chosen.name)
+        refuse_hanging(proof)
+        clip = clip_for(proof, self.clip)
+        AdamW(clip=clip)  # refuses what is no norm
         with failures_as_exit():
-            verdict = verify(job, self.steps)
+            verdict = verify(job, self.steps, clip)
         if verdict is None:  # a rank of an existing world, but not the one that reports
             return 0
         if self.json:
@@ -72,10 +81,13 @@ class Verify:
                 "ranks": ranks,
                 "layers": model.layers,
                 "microbatches": self.microbatches,
+                "clip": clip,
             }
             print(json_format.dumps({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}, indent=2))
         else:
             table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+            if clip is not None:
+                table.add_row("clip", f"{clip:g}", "the largest norm of the gradient")
             table.add_row("loss_error", f"{verdict.loss_error:.2e}")
             table.add_row("gradient_error", f"{verdict.gradient_error:.2e}", f"worst in layer {verdict.gradient_layer}")
             table.add_row("weight_error", f"{verdict.weight_error:.2e}", f"worst in layer {verdict.weight_layer}")

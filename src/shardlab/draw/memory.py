@@ -12,10 +12,9 @@ from matplotlib.ticker import EngFormatter
 
 from shardlab.draw.canvas import FAINT
 from shardlab.draw.palette import PEAK
-from shardlab.program import OpKind
-from shardlab.program.tape import COMMUNICATION
 from shardlab.program.values import listed
 from shardlab.simulate import Timeline
+from shardlab.simulate.counters import moments_of
 
 NAMED_CURVES = 8
 """Up to so many different curves are named beside the panel."""
@@ -49,24 +48,8 @@ def draw_memory(axes: Axes, timeline: Timeline) -> None:
 
 def curve(timeline: Timeline, rank: int) -> Curve:
     """Memory in tape order: compute counts from its start, a communication from its issue, which may be earlier."""
-    events = {event.op: event for event in timeline.events[rank]}
-    moments: list[tuple[float, int]] = []
-    ends: dict[int, float] = {}
-    clock = 0.0  # the time at which the rank has got so far on its tape
-    for at, op in enumerate(timeline.program.tapes[rank]):
-        if op.kind is OpKind.WAIT:
-            clock = max(clock, ends.get(op.handle, 0.0))
-        if at not in events:
-            continue
-        event = events[at]
-        if op.kind in COMMUNICATION:
-            ends[op.handle] = event.end
-        else:
-            clock = max(clock, event.start)
-        moments.append((clock, event.memory))
-        if op.kind not in COMMUNICATION:
-            clock = max(clock, event.end)
-    return _rising(moments) or ((0.0, 0),)
+    times = moments_of(timeline, rank)
+    return _rising([(times[event.op], event.memory) for event in timeline.events[rank]]) or ((0.0, 0),)
 
 
 def _rising(moments: list[tuple[float, int]]) -> Curve:

@@ -1,40 +1,54 @@
-"""A timeline for trace viewers: ui.perfetto.dev, chrome://tracing.
+"""Timelines for trace viewers: ui.perfetto.dev, chrome://tracing.
 
 The format is Google's "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 (also perfetto.dev/docs/getting-started/other-formats), as JSON: complete events "X", metadata "M", flows "s" and "f",
-counters "C"; times are microseconds. Each rank is a process and each of its streams a thread. In unit costs a unit is
-shown as a second.
+counters "C"; times are microseconds. Each rank is a process and each of its streams a thread; what a stream does at
+the same time goes to further threads, since spans of one thread may not overlap (perfetto.dev/docs/faq). In unit costs
+a unit is shown as a second.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from shardlab.draw.arrows import Arrow, arrows
 from shardlab.draw.memory import curve
 from shardlab.draw.timeline import rank_name
 from shardlab.program import Op, OpKind
 from shardlab.program.values import bits, listed
 from shardlab.simulate import Event, Timeline
+from shardlab.simulate.counters import Counter
 from shardlab.simulate.traced import rank_of
 
-MICRO = 1e6
-"""Microseconds of a second, or of a unit."""
-
-Counters = Sequence[Sequence[tuple[float, Mapping[str, int]]]]
-"""For each row moments, and what is live from then on, by category."""
+NANO = 1e9
+"""Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""
 
 
-def save_trace_events(timeline: Timeline, path: Path, counters: Counters | None = None) -> None:
+Shown = tuple[Timeline, Sequence[Counter] | None]
+"""What happened when, and for each row its memory by category; None to show memory as one number."""
+
+
+class Span(NamedTuple):
+    """Where an event stands in the trace: its process and thread, and its nanoseconds."""
+
+    process: int
+    thread: int
+    start: int
+    end: int
+
+
+def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
     """Write a trace; it appears whole or not at all."""
     part = path.with_name(path.name + ".part")
     try:
         with part.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for place, event in enumerate(trace_events(timeline, counters)):
+            for place, event in enumerate(trace_events(shown)):
                 file.write((",\n" if place else "") + json.dumps(event))
             file.write("\n]}\n")
         part.replace(path)
@@ -42,29 +56,39 @@ def save_trace_events(timeline: Timeline, path: Path, counters: Counters | None 
         part.unlink(missing_ok=True)
 
 
-def trace_events(timeline: Timeline, counters: Counters | None = None) -> Iterator[dict[str, Any]]:
-    """The events of a trace, those of one rank after the other; without `counters`, memory is one number."""
-    program = timeline.program
-    flows = _flows(timeline)
-    for row, events in enumerate(timeline.events):
-        rank, tape = rank_of(program, row), program.tapes[row]
-        yield _named("process_name", rank, 0, rank_name(program, row))
-        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-        threads: dict[str, int] = {}
-        for event in events:
-            stream = _stream(tape[event.op])
-            if stream not in threads:
-                threads[stream] = len(threads)
-                yield _named("thread_name", rank, threads[stream], stream)
-            yield _span(event, rank, threads[stream])
-            if (flow := flows.get((row, event.op))) is not None:
-                yield _flow(event, rank, threads[stream], flow)
-        for time, live in counters[row] if counters else [(t, {"live": n}) for t, n in curve(timeline, row)]:
-            yield {"ph": "C", "name": "memory", "pid": rank, "ts": time * MICRO, "args": dict(live)}
+def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
+    """The events of a trace; each timeline's name stands before its ranks, whose processes lie side by side."""
+    first = len(shown) * max(timeline.program.mesh.world for timeline, _ in shown.values())
+    threads, flows = count(first), count(1)  # no thread has a process's number: viewers take that for the main thread
+    for place, (name, (timeline, counters)) in enumerate(shown.items()):
+        program = timeline.program
+        spans: dict[tuple[int, int], Span] = {}
+        for row, events in enumerate(timeline.events):
+            process = rank_of(program, row) * len(shown) + place
+            yield _named("process_name", process, 0, f"{name} {rank_name(program, row)}".strip())
+            yield _meta("process_sort_index", process, 0, sort_index=process)
+            lanes: dict[str, list[Span]] = defaultdict(list)
+            for event in sorted(events, key=lambda event: (event.start, event.end)):
+                stream = _stream(program.tapes[row][event.op])
+                lane, span = _laid(event, lanes[stream], process, threads)
+                if lane == len(lanes[stream]):
+                    yield _named("thread_name", process, span.thread, f"{stream} ({lane + 1})" if lane else stream)
+                    yield _meta("thread_sort_index", process, span.thread, sort_index=span.thread)
+                lanes[stream][lane:] = [span]
+                spans[row, event.op] = span
+                yield _complete(event, span)
+            for time, live in counters[row] if counters else [(t, {"live": n}) for t, n in curve(timeline, row)]:
+                yield {"ph": "C", "name": "memory", "pid": process, "ts": _micro(round(time * NANO)), "args": live}
+        for arrow in arrows(timeline):  # after all spans: of one moment, viewers read in the order of the file
+            yield from _flow(arrow, spans, flows)
 
 
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
+def _laid(event: Event, lanes: Sequence[Span], process: int, threads: Iterator[int]) -> tuple[int, Span]:
+    """An event's lane among those of its stream, which are given by their last spans, and where it stands."""
+    start, end = round(event.start * NANO), round(event.end * NANO)
+    lane = next((lane for lane, last in enumerate(lanes) if last.end <= start), len(lanes))
+    thread = lanes[lane].thread if lane < len(lanes) else next(threads)
+    return lane, Span(process, thread, start, end)
 
 
 def _stream(op: Op) -> str:
@@ -76,7 +100,19 @@ def _stream(op: Op) -> str:
     return f"recv from rank {op.peer}" if op.kind is OpKind.RECV else "compute"
 
 
-def _span(event: Event, rank: int, thread: int) -> dict[str, Any]:
+def _micro(nanoseconds: int) -> float:
+    return nanoseconds / 1000
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return _meta(what, process, thread, name=name)
+
+
+def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _complete(event: Event, span: Span) -> dict[str, Any]:
     name = event.kind.value.replace("_", "-") + (f" {event.layer}" if event.layer >= 0 else "")
     args: dict[str, Any] = {"op": event.op, "layer": event.layer}
     if event.microbatches:
@@ -85,34 +121,26 @@ def _span(event: Event, rank: int, thread: int) -> dict[str, Any]:
         "ph": "X",
         "name": name,
         "cat": event.kind.value,
-        "pid": rank,
-        "tid": thread,
-        "ts": event.start * MICRO,
-        "dur": (event.end - event.start) * MICRO,
+        "pid": span.process,
+        "tid": span.thread,
+        "ts": _micro(span.start),
+        "dur": _micro(span.end - span.start),
         "args": args,
     }
 
 
-def _flow(event: Event, rank: int, thread: int, flow: int) -> dict[str, Any]:
-    """An arrow from the start of a send to the end of its receive; it binds to the span that encloses its time."""
-    sends = event.kind is OpKind.SEND
-    arrow = {"ph": "s"} if sends else {"ph": "f", "bp": "e"}
-    time = event.start if sends else event.end
-    return {**arrow, "name": "message", "cat": "message", "id": flow, "pid": rank, "tid": thread, "ts": time * MICRO}
+def _flow(arrow: Arrow, spans: Mapping[tuple[int, int], Span], flows: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """An arrow from its source's start to its target's last nanosecond.
 
-
-def _flows(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """(row, op) of each send and receive whose other end is in the timeline, to the message's number."""
-    program = timeline.program
-    sent: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
-    for row, tape in enumerate(program.tapes):
-        for at, op in enumerate(tape):
-            if op.kind is OpKind.SEND:
-                sent[rank_of(program, row), op.peer].append((row, at))
-    flows: dict[tuple[int, int], int] = {}
-    for row, tape in enumerate(program.tapes):
-        for at, op in enumerate(tape):
-            channel = sent.get((op.peer, rank_of(program, row))) if op.kind is OpKind.RECV else None
-            if channel:
-                flows[channel.popleft()] = flows[row, at] = len(flows) // 2
-    return flows
+    Its ends bind to the spans that enclose them, so what took no time has none, nor has what ended before its source
+    began, on clocks that are further apart than it is long.
+    """
+    source, target = spans.get(arrow.source), spans.get(arrow.target)
+    if source is None or target is None or source.start == source.end or target.start == target.end:
+        return
+    if target.end <= source.start:
+        return
+    about, flow = {"name": arrow.name, "cat": arrow.name}, next(flows)
+    ends = ({"ph": "s"}, source, source.start), ({"ph": "f", "bp": "e"}, target, target.end - 1)
+    for phase, span, time in ends:
+        yield {**phase, **about, "id": flow, "pid": span.process, "tid": span.thread, "ts": _micro(time)}

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.collectives import all_gather_single, reduce_scatter_single
 from shardlab.execute.groups import Groups, make_groups
 from shardlab.program import Group, Program, Reduction
 
@@ -21,16 +22,6 @@ def wait_of(work: Any) -> Wait:
     """How to wait for what torch.distributed has started."""
     assert work is not None, "an asynchronous operation gives its work"
     return work.wait
-
-
-def _newest(*names: str) -> Callable[..., Any]:
-    """The first of these functions that this torch has: 2.13 renamed some and warns at the old names."""
-    return next(getattr(dist, name) for name in names if hasattr(dist, name))
-
-
-_all_gather = _newest("all_gather_single", "all_gather_into_tensor")
-_all_to_all = _newest("all_to_all_single")
-_reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 _REDUCE_OP = {
@@ -91,15 +82,15 @@ class Communicator:
 
     def all_gather(self, output: Tensor, piece: Tensor, group: Group) -> Wait:
         """The members' equal pieces into `output`, in group order."""
-        return self._wait(_all_gather(output, piece, group=self._groups[group], async_op=True))
+        return self._wait(all_gather_single(output, piece, group=self._groups[group], async_op=True))
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
         """This member's piece of the sum."""
-        return self._wait(_reduce_scatter(output, whole, group=self._groups[group], async_op=True))
+        return self._wait(reduce_scatter_single(output, whole, group=self._groups[group], async_op=True))
 
     def all_to_all(self, output: Tensor, whole: Tensor, group: Group) -> Wait:
         """Equal pieces of `whole` to the members in group order, and theirs for this one into `output`."""
-        return self._wait(_all_to_all(output, whole, group=self._groups[group], async_op=True))
+        return self._wait(dist.all_to_all_single(output, whole, group=self._groups[group], async_op=True))
 
     def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
         """Send; the tensor must not change until the wait is over."""

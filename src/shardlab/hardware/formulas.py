@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 GIB = 2.0**30
 
 
@@ -32,41 +30,16 @@ def bus_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float:
     return algorithm_bandwidth(bytes, seconds) * bus_factor(kind, ranks)
 
 
-def cs336_all_reduce(elements: int, ranks: int, seconds: float, element_bytes: int = 4) -> float:
-    """CS336's bandwidth of an all_reduce, which it prints as "GB/s", in 2^30 bytes/s (spring 2025, lecture_08.py).
+def cs336_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float | None:
+    """What CS336 (lecture 8, spring 2025) prints as "GB/s", in 2^30 bytes/s; None for what it does not measure.
 
-    It says: bytes of the tensor times 2 (n - 1), over n times the duration. That is bus bandwidth.
+    Of an all_reduce: bytes of the tensor times 2 (n - 1), over n times the duration; that is bus bandwidth. Of a
+    reduce_scatter: bytes of the OUTPUT times (n - 1), over n times the duration. Bus bandwidth counts the whole input,
+    which is n times as much, so that is bus bandwidth over n.
+
+    Args:
+        bytes: of the whole value, as everywhere here: of a reduce_scatter one rank's input.
     """
-    return elements * element_bytes * 2 * (ranks - 1) / (ranks * seconds) / GIB
-
-
-def cs336_reduce_scatter(elements: int, ranks: int, seconds: float, element_bytes: int = 4) -> float:
-    """CS336's bandwidth of a reduce_scatter, in 2^30 bytes/s (spring 2025, lecture_08.py).
-
-    Every rank's input is n x elements. It says: bytes of the OUTPUT times (n - 1), over n times the duration. Bus
-    bandwidth counts the whole input, which is n times as much; so this is bus bandwidth over n.
-    """
-    return elements * element_bytes * (ranks - 1) / (ranks * seconds) / GIB
-
-
-def nanogpt_flops_per_token(parameters: int, layers: int, heads: int, head_width: int, block: int) -> float:
-    """FLOPs of a token, forward and backward: 6N + 12LHQT (nanoGPT model.py, estimate_mfu, after PaLM's appendix B).
-
-    N leaves out the position embedding; attention is counted as if it were not causal.
-    """
-    return 6.0 * parameters + 12.0 * layers * heads * head_width * block
-
-
-def nanogpt_mfu(flops_per_token: float, tokens_per_second: float, peak: float = 312e12) -> float:
-    """Share of the peak FLOP/s, by default an A100's in bfloat16 (nanoGPT model.py, estimate_mfu)."""
-    return flops_per_token * tokens_per_second / peak
-
-
-def zero_bytes(parameters: float, ranks: int, stage: Literal[0, 1, 2, 3], optimizer: float = 12.0) -> float:
-    """Model state of one rank in bytes (Rajbhandari et al. 2019, arXiv 1910.02054, figure 1).
-
-    2 bytes of each parameter, 2 of its gradient, 12 of its optimizer state (fp32 copy, momentum, variance); stage 1
-    shards the last, stage 2 the gradients too, stage 3 all.
-    """
-    shards = [ranks if stage >= at else 1 for at in (3, 2, 1)]
-    return parameters * sum(bytes / shard for bytes, shard in zip((2.0, 2.0, optimizer), shards, strict=True))
+    if kind not in ("all_reduce", "reduce_scatter"):
+        return None
+    return bus_bandwidth(kind, bytes, ranks, seconds) / (ranks if kind == "reduce_scatter" else 1) / GIB

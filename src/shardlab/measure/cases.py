@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.execute.collectives import all_gather_single, reduce_scatter_single
+
 Wait = Callable[[], Any]
 Start = Callable[[], Wait]
 
@@ -100,15 +102,6 @@ def exchange(size: int, team: Team) -> Case:
     return Case(4 * elements, start, theirs, team.values(1 - team.index, elements))
 
 
-def _newest(*names: str) -> Callable[..., Any]:
-    """The first of these functions that this torch has: 2.13 renamed some and warns at the old names."""
-    return next(getattr(dist, name) for name in names if hasattr(dist, name))
-
-
-_all_gather = _newest("all_gather_single", "all_gather_into_tensor")
-_reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-
-
 def _pattern(elements: int, device: torch.device) -> Tensor:
     return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
 
@@ -137,7 +130,7 @@ def _all_gather_case(elements: int, team: Team) -> Case:
     whole = piece.new_empty(elements)
     return Case(
         4 * elements,
-        lambda: _wait(_all_gather(whole, piece, group=team.group, async_op=True)),
+        lambda: _wait(all_gather_single(whole, piece, group=team.group, async_op=True)),
         whole,
         _gathered(elements, team),
     )
@@ -148,7 +141,7 @@ def _reduce_scatter_case(elements: int, team: Team) -> Case:
     piece = whole.new_empty(elements // team.size)
     return Case(
         4 * elements,
-        lambda: _wait(_reduce_scatter(piece, whole, group=team.group, async_op=True)),
+        lambda: _wait(reduce_scatter_single(piece, whole, group=team.group, async_op=True)),
         piece,
         team.sum(elements).chunk(team.size)[team.index],
     )

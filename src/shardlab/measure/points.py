@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlab.hardware.formulas import algorithm_bandwidth, bus_bandwidth
+from shardlab.hardware.formulas import algorithm_bandwidth, bus_bandwidth, cs336_bandwidth
 
 KINDS = (
     "all_reduce",
@@ -54,6 +54,11 @@ class CollectivePoint:
     def bus_bandwidth(self) -> float:
         """Bytes per second."""
         return bus_bandwidth(self.kind, self.bytes, self.ranks, self.seconds)
+
+    @property
+    def cs336_bandwidth(self) -> float | None:
+        """As CS336 computes it, in 2^30 bytes per second; None if it does not."""
+        return cs336_bandwidth(self.kind, self.bytes, self.ranks, self.seconds)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
                 **asdict(point),
                 "algorithm_bandwidth": point.algorithm_bandwidth,
                 "bus_bandwidth": point.bus_bandwidth,
+                "cs336_bandwidth": point.cs336_bandwidth,  # in GiB/s
             }
             for point in points
             if isinstance(point, CollectivePoint)

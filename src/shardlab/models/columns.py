@@ -77,7 +77,7 @@ class Columns(Halves):
         if not isinstance(whole, MLP):
             raise UserError(
                 f"column-parallel layers are matrices one after the other, but {type(whole).__name__} has more than "
-                "MLPs; train an MLP (--model mlp), or cut this model by tensor_parallel"
+                "MLPs; train an MLP (--model mlp), or cut this model by tensor-parallel"
             )
         for name, count in (("width", whole.width), ("hidden features", whole.hidden)):
             if count % slices:

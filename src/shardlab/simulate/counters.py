@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardlab.program import Op, OpKind
 from shardlab.simulate.estimate import Estimate
 from shardlab.simulate.memory import CATEGORIES, memory_in_bytes
+from shardlab.simulate.timeline import Timeline
 
 Counter = list[tuple[float, dict[str, int]]]
 """Moments, and the bytes of each category that are live from then on."""
@@ -17,15 +18,20 @@ def memory_counters(estimate: Estimate) -> list[Counter]:
     counters: list[Counter] = []
     for row, memory in enumerate(memory_in_bytes(estimate.traced, counters=True)):
         tape, times = estimate.traced.program.tapes[row], estimate.times
-        counter: Counter = []
-        for time, live in zip(moments(tape, times.starts[row], times.ends[row]), memory.counters, strict=True):
-            named = dict(zip((category.value for category in CATEGORIES), live, strict=True))
-            if counter and counter[-1][0] == time:
-                counter[-1] = (time, named)
-            elif not counter or counter[-1][1] != named:
-                counter.append((time, named))
-        counters.append(counter)
+        named = (dict(zip((category.value for category in CATEGORIES), live, strict=True)) for live in memory.counters)
+        counters.append(counter_of(zip(moments(tape, times.starts[row], times.ends[row]), named, strict=True)))
     return counters
+
+
+def counter_of(samples: Iterable[tuple[float, dict[str, int]]]) -> Counter:
+    """Of what was live at each op, in tape order, the changes: of one moment the last."""
+    counter: Counter = []
+    for time, live in samples:
+        if counter and counter[-1][0] == time:
+            counter[-1] = (time, live)
+        elif not counter or counter[-1][1] != live:
+            counter.append((time, live))
+    return counter
 
 
 def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) -> list[float]:
@@ -43,3 +49,12 @@ def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) 
         if op.handle < 0 and op.kind is not OpKind.FREE:
             clock = max(clock, ends[at])
     return said
+
+
+def moments_of(timeline: Timeline, row: int) -> list[float]:
+    """When the compute of a timeline's row has got to each op; an op that has no event takes no time."""
+    tape = timeline.program.tapes[row]
+    starts, ends = [0.0] * len(tape), [0.0] * len(tape)
+    for event in timeline.events[row]:
+        starts[event.op], ends[event.op] = event.start, event.end
+    return moments(tape, starts, ends)

@@ -9,6 +9,7 @@ from statistics import fmean, median, median_low
 from shardlab.check import Checked
 from shardlab.program import Op
 from shardlab.program.record import RankRecord, StepRecord
+from shardlab.simulate.counters import Counter, counter_of
 from shardlab.simulate.exposed import RankTimes, rank_times
 from shardlab.simulate.spans import Spans, spans
 from shardlab.simulate.timeline import Event, Timeline, is_event
@@ -25,6 +26,7 @@ class Measured:
         ranks: for each rank, the medians of where its time goes.
         steps: how long each whole step took, from the first rank's beginning to the last one's end.
         live: for each rank, bytes by category where the sum is largest at the start of an op; empty if not measured.
+        counters: for each rank, moments of that timeline and the bytes by category that are live from then on.
         peaks: for each rank, the most bytes at any moment, what ops need only while they run included; 0 if not
             measured.
         bound: the most that clocks may be apart, in seconds.
@@ -36,6 +38,7 @@ class Measured:
     ranks: list[RankTimes]
     steps: list[float]
     live: list[dict[str, int]]
+    counters: list[Counter]
     peaks: list[int]
     bound: float
     missing: list[str]
@@ -48,18 +51,19 @@ def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
     numbered = [_step(records, number) for number in range(max((len(r.steps) for r in records.values()), default=0))]
     whole = [steps for steps in numbered if len(steps) == len(records) and all(step.ended for step in steps.values())]
     lengths = [_length(steps, offsets) for steps in whole]
-    told = [spans(checked, steps, offsets) for steps in whole]
-    if not told and numbered:
-        told = [spans(checked, numbered[-1], offsets)]
+    kept = whole or numbered[-1:] or [{}]
+    told = [spans(checked, steps, offsets) for steps in kept]
     usual = [told[number] for number in _middle(lengths)] or told
-    timelines = [_timeline(checked, step, records) for step in told] or [_timeline(checked, {}, records)]
+    timelines = [_timeline(checked, step, records) for step in told]
     shown = lengths.index(median_low(lengths)) if lengths else 0
+    zero = min((step.began - offsets[rank] for rank, step in kept[shown].items()), default=0.0)
     return Measured(
         timelines[shown],
         [_means([step[rank] for step in usual if rank in step]) for rank in ranks],
         [_usual([rank_times(timeline, rank) for timeline in timelines]) for rank in ranks],
         lengths,
         [_fullest(records.get(rank)) for rank in ranks],
+        [_counter(records.get(rank), kept[shown].get(rank), zero) for rank in ranks],
         [record.memory.peak if (record := records.get(rank)) and record.memory else 0 for rank in ranks],
         max((record.bound for record in records.values()), default=0.0),
         list(_missing(checked, records, bool(whole))),
@@ -115,6 +119,14 @@ def _fullest(record: RankRecord | None) -> dict[str, int]:
     if record is None or record.memory is None or not record.memory.live:
         return {}
     return max(record.memory.live.values(), key=lambda live: sum(live.values()))
+
+
+def _counter(record: RankRecord | None, step: StepRecord | None, zero: float) -> Counter:
+    """What was live when the rank came to each op; memory is of another step, which does the same."""
+    if record is None or record.memory is None or step is None:
+        return []
+    live, ops = record.memory.live, step.ops
+    return counter_of((ops[at].began - record.offset - zero, live[at]) for at in sorted(live.keys() & ops.keys()))
 
 
 def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -> list[str]:

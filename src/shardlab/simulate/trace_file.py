@@ -16,8 +16,8 @@ from shardlab.simulate.exposed import RankTimes
 from shardlab.simulate.measured import Measured, measured
 from shardlab.simulate.timeline import Event, Timeline
 
-FORMAT = 1
-TRACE = "trace.json"
+FORMAT = 2
+MEASURED = "measured.json"
 """The name of the file for all ranks."""
 
 
@@ -54,7 +54,7 @@ class TraceFile:
 
 def rank_file(folder: Path, rank: int) -> Path:
     """Where a rank writes what it saw."""
-    return folder / f"trace-rank-{rank}.json"
+    return folder / f"measured-rank-{rank}.json"
 
 
 def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: RankRecord) -> None:
@@ -62,13 +62,14 @@ def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: R
     _write(rank_file(folder, record.rank), {**_head(job, fingerprint), "record": asdict(record)})
 
 
-def write_trace(folder: Path, job: Mapping[str, Any], checked: Checked, records: Mapping[int, RankRecord]) -> None:
-    """The file for all ranks."""
+def write_trace(folder: Path, job: Mapping[str, Any], checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
+    """Write the file for all ranks; what is in it."""
     seen = measured(checked, records)
     events = [[*event._replace(kind=event.kind.value)] for rank in seen.timeline.events for event in rank]
     others = {name: value for name, value in vars(seen).items() if name != "timeline"}
     head = _head(job, checked.program.fingerprint())
-    _write(folder / TRACE, {**head, "fields": Event._fields, "events": events, **others})
+    _write(folder / MEASURED, {**head, "fields": Event._fields, "events": events, **others})
+    return seen
 
 
 def read_trace(folder: Path) -> TraceFile:
@@ -79,11 +80,11 @@ def read_trace(folder: Path) -> TraceFile:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; give the folder of a run, as in runs/fsdp-1")
-    if (folder / TRACE).exists():
-        whole = _read(folder / TRACE)
-        with _complaining(str(folder / TRACE)):
+    if (folder / MEASURED).exists():
+        whole = _read(folder / MEASURED)
+        with _complaining(str(folder / MEASURED)):
             return TraceFile(whole["job"], whole["fingerprint"], whole, {})
-    paths = sorted(folder.glob("trace-rank-*.json"))
+    paths = sorted(folder.glob("measured-rank-*.json"))
     if not paths:
         raise UserError(f"{folder} has no trace; run shardlab train with --trace")
     files = [_read(path) for path in paths]
@@ -144,5 +145,6 @@ def _measured_of(checked: Checked, whole: Mapping[str, Any]) -> Measured:
         events[event.rank].append(event._replace(kind=OpKind(event.kind)))
     seconds = [{int(at): time for at, time in rank.items()} for rank in whole["seconds"]]
     times = [RankTimes(*rank) for rank in whole["ranks"]]
+    counters = [[(time, live) for time, live in counter] for counter in whole["counters"]]
     others: dict[str, Any] = {name: whole[name] for name in ("steps", "live", "peaks", "bound", "missing")}
-    return Measured(Timeline(checked.program, events, in_seconds=True), seconds, times, **others)
+    return Measured(Timeline(checked.program, events, in_seconds=True), seconds, times, counters=counters, **others)

@@ -33,7 +33,7 @@ ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
 PAGES = (
     Entry("single", single, "nothing", "LLM Training Puzzles, puzzle 0", one_device_mesh, 1, memory=ALL),
     Entry(
-        "grad_accum",
+        "grad-accum",
         grad_accum,
         "nothing; the batch over time",
         "LLM Training Puzzles, puzzle 1",
@@ -63,7 +63,7 @@ PAGES = (
         columns=True,
     ),
     Entry(
-        "tensor_parallel",
+        "tensor-parallel",
         tensor_parallel,
         "the matrices of every layer",
         "Shoeybi et al. 2019, arXiv 1909.08053",
@@ -72,7 +72,7 @@ PAGES = (
         memory="(W + G + O)/t",
     ),
     Entry(
-        "expert_parallel",
+        "expert-parallel",
         expert_parallel,
         "the batch and the experts",
         "Lepikhin et al. 2020, GShard, arXiv 2006.16668",
@@ -120,7 +120,7 @@ PIPELINES = tuple(
 
 COMPOSED = (
     preset_entry(
-        "pipeline_fsdp",
+        "pipeline-fsdp",
         presets.pipeline_fsdp,
         "the layers, and all that fsdp splits",
         "W/p + (W + G + O)/n",
@@ -164,16 +164,16 @@ STRATEGIES = {entry.name: entry for entry in (*PAGES, *SHARDED, *PIPELINES, *COM
 
 
 def find(name: str) -> Entry:
-    """The built-in strategy of this name.
+    """The built-in strategy of this name; `_` is as good as `-`.
 
     Raises:
         UserError: if there is none; the nearest name is suggested.
     """
-    if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else "give a built-in name or path/to/file.py:function."
-        raise UserError(f"there is no strategy {name!r}; {hint} Built in: {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]
+    if (spelled := name.replace("_", "-")) in STRATEGIES:
+        return STRATEGIES[spelled]
+    near = difflib.get_close_matches(spelled, STRATEGIES, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else "give a built-in name or path/to/file.py:function."
+    raise UserError(f"there is no strategy {name!r}; {hint} Built in: {', '.join(STRATEGIES)}")
 
 
 __all__ = [

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.draw.trace import save_trace_events
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.clock import clock_offset
 from shardlab.execute.recording import Recorder
@@ -80,7 +81,10 @@ class Tracer:
             self._write()
 
     def finish(self) -> None:
-        """Put all ranks' records into one file; all ranks call this together, and more than once if they like."""
+        """Put all ranks' records into one file, and the timeline into one for viewers.
+
+        All ranks call this together, and more than once if they like.
+        """
         if self._merged or not self._record.steps:
             return
         self._merged = True
@@ -89,7 +93,8 @@ class Tracer:
         dist.gather_object(self._record, records)
         if records is not None:
             everyone = {record.rank: record for record in records}
-            write_trace(self._folder, self._job, self._executor.state.checked, everyone)
+            seen = write_trace(self._folder, self._job, self._executor.state.checked, everyone)
+            save_trace_events({"measured": (seen.timeline, seen.counters)}, self._folder / "trace.json")
         dist.barrier()  # no rank's own file goes before the common one is there
         rank_file(self._folder, rank).unlink(missing_ok=True)
 
@@ -98,7 +103,7 @@ class Tracer:
 
 
 def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:
-    """One rank's part of a run of no more steps than are recorded, on the default text; it leaves `trace.json`."""
+    """One rank's part of a run of no more steps than are recorded, on the default text; it leaves a trace."""
     corpus = Corpus.split(default_text(), job.model.block, "the default text")
     batches = Batches(corpus, job.model.block, job.rows, job.seed)
     settings = Settings(job.seed, job.dtype, device, AdamW(steps=tracing.steps))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.check import Checked
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
@@ -25,6 +26,12 @@ from shardlab.train.launch import backend_of, run_ranks
 from shardlab.train.reference import train_reference
 
 TOLERANCE = 1e-12
+"""Of float64, whose rounding is 1e-16; sums in another order give gradients some 1e-15 of their largest element apart.
+
+AdamW can make that more: it divides by the gradient's size, so an error d of a gradient g near eps (1e-8) moves the
+weight by rate * d * eps / (|g| + eps)^2 in the first step. The small MLP on which `column-parallel` is verified has a
+weight whose gradient is 3e-8 of a largest 2.5e-2: there 1.4e-18 becomes 3.5e-13 of the layer's largest weight.
+"""
 
 SMALL_NORM = 0.1
 """So small that it clips every gradient, for programs that clip."""
@@ -53,8 +60,18 @@ class Verdict:
         return max(self.loss_error, self.gradient_error, self.weight_error) <= TOLERANCE
 
 
-def verify(job: Job, steps: int) -> Verdict | None:
+def clip_for(checked: Checked, clip: float | None) -> float | None:
+    """The norm to which gradients are clipped: as given, or so small that every gradient is, if the program clips."""
+    ops = (op for tape in checked.program.tapes for op in tape)
+    clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for op in ops)
+    return SMALL_NORM if clip is None and clips else clip
+
+
+def verify(job: Job, steps: int, clip: float | None = None) -> Verdict | None:
     """Train `steps` steps under the job's strategy on its ranks, and on one device, and compare.
+
+    Args:
+        clip: the largest norm of the gradient (None: see `clip_for`).
 
     Returns:
         The verdict; None in a process of an existing world that is not rank 0.
@@ -65,16 +82,17 @@ def verify(job: Job, steps: int) -> Verdict | None:
         UserError: for a request that cannot be met.
     """
     job.checked()  # in this process first: a refusal needs no ranks
-    return run_ranks(job.ranks, verify_rank, job, steps)
+    return run_ranks(job.ranks, verify_rank, job, steps, None, clip)
 
 
-def verify_rank(rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None) -> Verdict | None:
+def verify_rank(
+    rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None, clip: float | None = None
+) -> Verdict | None:
     """One rank's part: it compares every slice that it holds, so that replicas are judged as well."""
     batches = Batches(_random_corpus(job), job.model.block, job.rows, job.seed)
     checked = job.checked()
     agree(checked, b"")
-    clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for tape in checked.program.tapes for op in tape)
-    optimizer = AdamW(steps=steps, warmup=1, clip=SMALL_NORM if clips else None)
+    optimizer = AdamW(steps=steps, warmup=1, clip=clip_for(checked, clip))
     settings = Settings(job.seed, job.dtype, device, optimizer)
     seen: dict[tuple[int, Holds], Tensor] = {}
 

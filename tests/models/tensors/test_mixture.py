@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlab.models import MoE
 from shardlab.models.mixture import Mixture
 from shardlab.models.tensors import Share
-from shardlab.models.tensors.mixture import auxiliary_loss, dispatch, route, slots_of
+from shardlab.models.tensors.mixture import dispatch, route, slots_of
 from shardlab.models.tensors.parts import body_of
 
 PART = MoE(width=8, experts=4, block=6, auxiliary=0.5).mixture
@@ -84,13 +84,6 @@ def test_a_mixture_equals_its_definition_in_result_and_gradients(top_k: int, cap
             assert mine is not None
             assert its is not None
             assert error(mine, its) <= 1e-12, name
-
-
-def test_the_auxiliary_loss_is_1_when_balanced_and_the_number_of_experts_when_one_takes_all() -> None:
-    even = torch.full((8, 4), 0.25, dtype=torch.float64)
-    assert auxiliary_loss(even, torch.arange(8)[:, None] % 4).item() == pytest.approx(1)
-    one = torch.eye(4, dtype=torch.float64)[[2] * 8]
-    assert auxiliary_loss(one, torch.full((8, 1), 2)).item() == pytest.approx(4)
 
 
 @settings(deadline=None, max_examples=30)

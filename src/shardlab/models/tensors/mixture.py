@@ -33,24 +33,14 @@ class Routed(NamedTuple):
 def route(part: Mixture, p: Mapping[str, Tensor], x: Tensor, share: Share) -> Routed:
     """Choose for every token of `x` (rows, T, C), in float32 at least; of equal scores the lower number wins.
 
-    The gates' backward pass adds the gradient of the microbatches' auxiliary loss, each with its share of the step.
+    The gates' backward pass adds the gradient of the microbatches' auxiliary loss, each with its share of the step:
+    experts * sum over experts of (share of the choices that it got) * (its mean probability), which is 1 when balanced
+    (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices counted where they have one).
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     scores = F.linear(x.to(exact), p["mlp.router.weight"].to(exact))
     weight = part.auxiliary / share.of_step
     return Routed(*cast("tuple[Tensor, Tensor]", _Choose.apply(scores, part.top_k, weight, share.microbatches)))
-
-
-def auxiliary_loss(probabilities: Tensor, choices: Tensor) -> Tensor:
-    """experts * sum over experts of (share of the choices that it got) * (its mean probability); 1 when balanced.
-
-    Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices counted where they have one.
-
-    Args:
-        probabilities: of one microbatch, (tokens, experts).
-        choices: the experts chosen, (tokens, top_k).
-    """
-    return (_shares(choices, probabilities) * probabilities.mean(0)).sum() * probabilities.shape[-1]
 
 
 def _shares(choices: Tensor, like: Tensor) -> Tensor:

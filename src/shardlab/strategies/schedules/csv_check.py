@@ -43,7 +43,11 @@ def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
         if cell.stage not in ranks:
             raise cell.refuse(f"no row computes on stage {cell.stage}; add its actions or remove this")
         if ranks[cell.stage] != cell.rank:
-            rank = ranks[cell.stage]
+            rank, on = ranks[cell.stage], counts[cell.stage]
+            if on[rank] == on[cell.rank]:
+                raise cell.refuse(
+                    f"row {rank + 1} does as much of stage {cell.stage}, which is on one rank; remove one"
+                )
             raise cell.refuse(f"stage {cell.stage} is on rank {rank}, and all its words must stand in row {rank + 1}")
         if cell.stage > gap:
             raise cell.refuse(f"no row has stage {gap}; stages are numbered from 0 without a gap")
@@ -69,16 +73,15 @@ class Table:
             self.cells[cell.word] = cell
 
     def check_each_row(self) -> None:
-        """Every step comes after what it needs on its own rank."""
-        before: set[str] = set()
-        for cell in self.cells.values():
+        """Every step comes after what it needs on its own rank; what is missing forward is missed backward as well."""
+        places = {word: place for place, word in enumerate(self.cells)}
+        for cell in sorted(self.cells.values(), key=lambda cell: cell.kind not in ("F", "SEND_F", "RECV_F")):
             for needs in self._needs(cell):
-                if not before.intersection(needs):
-                    later = [self.cells[word] for word in needs if word in self.cells]
-                    if later:
-                        raise cell.refuse(f"it needs {later[0].word}, which comes only in column {later[0].column}")
+                found = [self.cells[word] for word in needs if word in self.cells]
+                if not found:
                     raise cell.refuse(f"it needs {' or '.join(needs)}, which row {cell.row} does not have")
-            before.add(cell.word)
+                if all(places[other.word] > places[cell.word] for other in found):
+                    raise cell.refuse(f"it needs {found[0].word}, which comes only in column {found[0].column}")
 
     def _needs(self, cell: Cell) -> Iterator[tuple[str, ...]]:
         """What must come before a step in its own row; of each tuple one."""

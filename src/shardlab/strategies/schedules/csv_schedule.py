@@ -8,29 +8,16 @@ from typing import Literal
 
 from shardlab.program import UserError
 from shardlab.program.errors import why_unreadable
-from shardlab.strategies.schedules.actions import Action, Schedule
+from shardlab.strategies.schedules.actions import Action
 from shardlab.strategies.schedules.csv_check import check_rows
-from shardlab.strategies.schedules.csv_format import ACTIONS, Cell, cells, write_csv
+from shardlab.strategies.schedules.csv_format import ACTIONS, cells, write_csv
 from shardlab.strategies.schedules.csv_messages import has_messages
 from shardlab.strategies.schedules.messages import Send, Step, with_messages
 from shardlab.strategies.schedules.sharding import ShardedStep, with_sharding
-from shardlab.strategies.schedules.steps import Steps, steps_of
+from shardlab.strategies.schedules.steps import Steps
 
 Form = Literal["compute_only", "compute_comms"]
 """Only the actions, or also the messages between them and the steps of sharded stages, in torch's words."""
-
-
-def read_csv(source: str | Path) -> list[list[ShardedStep]]:
-    """Every rank's steps as a pipeline CSV has them, checked; `write_csv` writes them again.
-
-    Args:
-        source: a text, or the path of a file, in one of torch's two forms.
-
-    Raises:
-        UserError: for a file that cannot be read or that is no schedule, with row, column and reason.
-    """
-    rows, ranks_of_stages = _checked(source)
-    return [[cell.step(ranks_of_stages) for cell in row] for row in rows]
 
 
 def import_csv(source: str | Path) -> Steps:
@@ -44,7 +31,13 @@ def import_csv(source: str | Path) -> Steps:
     Raises:
         UserError: for a file that cannot be read or that is no schedule, with row, column and reason.
     """
-    rows, ranks_of_stages = _checked(source)
+    if isinstance(source, Path):
+        try:
+            source = source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source} cannot be read as a pipeline CSV: {why_unreadable(error)}") from error
+    rows = cells(source)
+    ranks_of_stages = check_rows(rows)
     steps: Sequence[Sequence[ShardedStep]] = [[cell.step(ranks_of_stages) for cell in row] for row in rows]
     if not has_messages(rows):
         todo = [[step for step in row if isinstance(step, Action)] for row in steps]
@@ -73,32 +66,13 @@ def _woven(row: Sequence[ShardedStep], sent: Sequence[Step]) -> list[ShardedStep
     return [*woven, *sent[at:]]
 
 
-def _checked(source: str | Path) -> tuple[list[list[Cell]], tuple[int, ...]]:
-    """The words of a file that is a schedule, and where its stages are."""
-    if isinstance(source, Path):
-        try:
-            source = source.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{source} cannot be read as a pipeline CSV: {why_unreadable(error)}") from error
-    rows = cells(source)
-    return rows, check_rows(rows)
-
-
-def csv_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int = 1, *, form: Form) -> str:
-    """A schedule as a CSV that torch's pipelining loads with the same `format`.
+def csv_of_steps(steps: Steps, *, form: Form) -> str:
+    """Steps as a CSV that torch's pipelining loads with the same `format`.
 
     Args:
-        schedule: the schedule.
-        ranks: how many rows the file gets.
-        microbatches: how many there are in a step.
-        stages_per_rank: how many stages each rank has.
+        steps: every rank's; sharding is added only if they have none.
         form: "compute_only", or "compute_comms" with messages and the steps of sharded stages.
     """
-    return csv_of_steps(steps_of(schedule, ranks, microbatches, stages_per_rank), form=form)
-
-
-def csv_of_steps(steps: Steps, *, form: Form) -> str:
-    """The same of a schedule that is made out; sharding is added only if the steps have none."""
     if form == "compute_only":
         return write_csv([[step for step in row if isinstance(step, Action)] for row in steps.of_ranks])
     return write_csv([_sharded(row) for row in steps.of_ranks])
