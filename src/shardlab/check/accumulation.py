@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from shardlab.program import Op, OpKind
 
+FREE, WAIT = OpKind.FREE, OpKind.WAIT
 WRITING = frozenset({OpKind.ADD, OpKind.ALL_REDUCE, OpKind.REDUCE})
 """Ops that may write over what they read."""
 
@@ -31,17 +32,16 @@ class InPlace:
         self._made: dict[int, int] = {}
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._read_until: dict[int, list[int]] = defaultdict(list)  # when a communication that reads it has ended
-        writing = [(at, op) for at, op in enumerate(tape) if op[0] in WRITING and op[2]]
-        watched = {number for _, op in writing for number in op.inputs}
-        waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
-        for at, op in enumerate(tape):
-            kind, inputs, outputs, handle = op[0], op[2], op[3], op[4]
-            if kind is OpKind.FREE:
-                continue
-            for number in outputs:
+        others = [(at, op) for at, op in enumerate(tape) if op[0] is not FREE]
+        writing = [(at, op) for at, op in others if op[0] in WRITING and op[2]]
+        watched = {number for _, op in writing for number in op[2]}
+        waits = {op[4]: at for at, op in others if op[0] is WAIT}
+        for at, op in others:
+            handle = op[4]
+            for number in op[3]:
                 if number in watched:
                     self._made[number] = at if handle < 0 else waits[handle]
-            for number in inputs:
+            for number in op[2]:
                 if number in watched:
                     self._readers[number].append(at)
                     if handle >= 0:

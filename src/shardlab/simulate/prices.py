@@ -117,7 +117,7 @@ class Bytes:
     def __call__(self, spec: Spec) -> int:
         kind = spec[0]
         if kind in ROW_KINDS:
-            key = (kind, spec[1], spec[2][0].bit_count(), spec.parts.bit_count())
+            key = (kind, spec[1], spec[2][0].bit_count(), spec[3])
         else:
             key = (kind, spec[1], spec[2])
         size = self._known.get(key)
