@@ -146,7 +146,7 @@ class FoldedCollectives(Collectives):
             handle.result.spec = self._result(call.kind, spec, group)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
-        self._wake(handle)
+        handle.ready = True  # before its rank can have come to wait for it
 
     def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
         """What the first member receives; layers of a kind are alike, so each is worked out once."""

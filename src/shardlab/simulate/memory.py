@@ -112,8 +112,7 @@ def account(
     if real:
         taken_over |= {at: tape[at].inputs[0] for at in in_place.first_input if at not in taken_over}
     free_of_room = {newer for _, newer in in_place.fused.values()}
-    room: dict[int, int] = {}
-    place: dict[int, int] = {}
+    room, place = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
     owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = 0, 0, 0

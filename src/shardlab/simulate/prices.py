@@ -127,8 +127,15 @@ class Bytes:
 
 
 def _told(spec: Spec) -> Hashable:
-    """What of a value can tell how much work it is: its slices and tokens, not what a gradient has summed."""
-    return (spec[0], spec[2], spec[3]) if spec[0] in ROW_KINDS else (spec[0], spec[2])
+    """What of a value can tell how much work it is: its slices and tokens, not what a gradient has summed.
+
+    Of tokens it is how they lie in their sequences, whichever microbatch comes first.
+    """
+    kind, _, (mask, of), sums, _, (slices, *_) = spec
+    if kind not in ROW_KINDS:
+        return kind, mask, of
+    first = (mask & -mask).bit_length() - 1
+    return kind, mask >> max(0, first - first % slices), sums
 
 
 _FORWARD, _RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE
