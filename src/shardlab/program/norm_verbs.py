@@ -95,8 +95,8 @@ class NormVerbs(ComputeVerbs):
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if branch.saved < 0:
-            what = self.kinds[layer].value
-            self.refuse(f"{op}(layer {layer}): no forward_{what} has come before it for {given[0]}; it is not recomputed.")
+            got = f"no forward_{self.kinds[layer].value} has come before it for {given[0]}"
+            self.refuse(f"{op}(layer {layer}): {got}; it is not recomputed.")
         saved, branch.saved = branch.saved, -1
         inputs = (branch.number, gradient.number, weight.number, saved, *[value.number for value in extra])
         return specs, inputs, read

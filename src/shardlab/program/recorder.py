@@ -8,7 +8,7 @@ not say any of this.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NoReturn
 

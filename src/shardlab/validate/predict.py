@@ -41,10 +41,10 @@ def predict(run: Run) -> Prediction:
 def enough(plan: Plan, each: int) -> tuple[int, int]:
     """(how many microbatches to replay, and how many more a second time); all of them, if that is hardly more work.
 
-    Once its pipeline is full a schedule repeats itself, so that the rest take as long as the last ones did. Its rhythm is
-    that of one microbatch from each rank, interleaved of two: where messages wait for their receives, a full pipeline
-    of n ranks does the same again after n microbatches, not after every one. It is full after as many, but where
-    backward passes are split only after three times as many.
+    Once its pipeline is full a schedule repeats itself, so that the rest take as long as the last ones did. Its rhythm
+    is that of one microbatch from each rank, interleaved of two: where messages wait for their receives, a full
+    pipeline of n ranks does the same again after n microbatches, not after every one. It is full after as many, but
+    where backward passes are split only after three times as many.
 
     So the time of a step is within 0.1 % of a whole replay's with stages that are alike, or of which the first or last
     differ. A stage in the middle that is slower fills an interleaved pipeline more slowly (up to 2 % were seen).
