@@ -19,6 +19,7 @@ from rich.table import Table
 from shardlab.hardware import find_cluster
 from shardlab.models import find_model
 from shardlab.program import Mesh
+from shardlab.program.world import gc_paused
 from shardlab.simulate.estimate import estimate
 from shardlab.simulate.precision import find_precision
 from shardlab.simulate.priced import ClusterPrices
@@ -50,12 +51,14 @@ def main(options: Options) -> None:
     rows: list[dict[str, object]] = []
     for model, cluster, plan, microbatches in CASES:
         start, began = time.process_time(), time.perf_counter()
-        workload = Workload(
-            plan, find_model(model), find_cluster(cluster), microbatches * plan.data_ranks, 1, find_precision("bf16")
-        )
-        traced = workload.traced
-        middle = time.process_time()
-        step = estimate(traced, ClusterPrices(workload.cut, workload.rows, workload.cluster, workload.precision))
+        sequences = microbatches * plan.data_ranks
+        with gc_paused():  # as `Workload.estimate` does
+            workload = Workload(plan, find_model(model), find_cluster(cluster), sequences, 1, find_precision("bf16"))
+            traced = workload.traced
+            middle = time.process_time()
+            step = estimate(traced, ClusterPrices(workload.cut, workload.rows, workload.cluster, workload.precision))
+            replayed = time.process_time()
+        figures = step.step, step.exposed_share, step.bubble_share, step.peak
         end = time.process_time()
         ops = sum(map(len, traced.program.tapes))
         rows.append(
@@ -66,11 +69,11 @@ def main(options: Options) -> None:
                 "microbatches": microbatches,
                 "ops": ops,
                 "trace_s": middle - start,
-                "simulate_s": end - middle,
+                "simulate_s": replayed - middle,
                 "seconds": end - start,
                 "wall_s": time.perf_counter() - began,
-                "ops_per_s": ops / (end - middle),
-                "step_s": step.step,
+                "ops_per_s": ops / (replayed - middle),
+                "step_s": figures[0],
             }
         )
     if options.json:

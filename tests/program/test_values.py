@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Spec
-from shardlab.program.values import WHOLE, bits, common, listed, mask_of, microbatches_text
+from shardlab.program.values import WHOLE, bits, common, listed, mask_of, microbatches_text, repeated
 
 FINEST = 2520
 """Divisible by every number of pieces up to 10, so every set can be counted in pieces of this size."""
@@ -164,3 +164,7 @@ def test_microbatches_are_rows_for_activations_and_sums_for_gradients() -> None:
 def test_a_negative_bit_set_has_no_numbers_and_can_be_said() -> None:
     assert list(bits(-5)) == []
     assert str(Holds(-5, 4)) == "none of 4"
+
+
+def test_a_repeated_pattern_ends_where_it_is_told_to() -> None:
+    assert repeated(0b01, 2, 7) == 0b1010101

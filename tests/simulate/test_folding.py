@@ -10,7 +10,7 @@ from shardlab.check import Checked, check
 from shardlab.program import Mesh, Refused, Sizes, UserError, trace
 from shardlab.simulate.estimate import estimate
 from shardlab.simulate.folding import Folded, fold
-from shardlab.simulate.rotation import Rotation, cycled, repeated
+from shardlab.simulate.rotation import Rotation, cycled
 from shardlab.simulate.traced import rank_of
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import planned_entry
@@ -164,7 +164,3 @@ def test_a_cycled_set_has_the_same_numbers_with_one_digit_further(
             high, digit = divmod(rest, size)
             expected |= 1 << (high * size + (digit + by) % size) * stride + low
     assert cycled(mask, total, stride, size, by) == expected
-
-
-def test_a_repeated_pattern_ends_where_it_is_told_to() -> None:
-    assert repeated(0b01, 2, 7) == 0b1010101

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from shardlab.program import Op, OpKind
 
+FREE, WAIT = OpKind.FREE, OpKind.WAIT
 WRITING = frozenset({OpKind.ADD, OpKind.ALL_REDUCE, OpKind.REDUCE})
 """Ops that may write over what they read."""
 
@@ -31,19 +32,19 @@ class InPlace:
         self._made: dict[int, int] = {}
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._read_until: dict[int, list[int]] = defaultdict(list)  # when a communication that reads it has ended
-        writing = [(at, op) for at, op in enumerate(tape) if op[0] in WRITING and op[2]]
-        watched = {number for _, op in writing for number in op.inputs}
-        waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
-        for at, op in enumerate(tape):
-            kind, inputs, outputs, handle = op[0], op[2], op[3], op[4]
-            if kind is OpKind.FREE:
-                continue
-            for number in outputs:
+        others = [(at, op) for at, op in enumerate(tape) if op[0] is not FREE]
+        writing = [(at, op) for at, op in others if op[0] in WRITING and op[2]]
+        watched = {number for _, op in writing for number in op[2]}
+        waits = {op[4]: at for at, op in others if op[0] is WAIT}
+        made, readers = self._made, self._readers
+        for at, op in others:
+            handle = op[4]
+            for number in op[3]:
                 if number in watched:
-                    self._made[number] = at if handle < 0 else waits[handle]
-            for number in inputs:
+                    made[number] = at if handle < 0 else waits[handle]
+            for number in op[2]:
                 if number in watched:
-                    self._readers[number].append(at)
+                    readers[number].append(at)
                     if handle >= 0:
                         self._read_until[number].append(waits[handle])
         self.first_input = {at for at, op in writing if self._last_read(op.inputs[0], at, before=at)}
@@ -55,13 +56,17 @@ class InPlace:
 
     def _last_read(self, number: int, reader: int, before: int) -> bool:
         """Whether `reader` is the only one to read a value from op `before` on, communications in flight included."""
-        others = [at for at in self._readers[number] if at != reader]
+        for at in self._readers[number]:
+            if at >= before and at != reader:
+                return False
         ends = self._read_until.get(number, ())
         own = 1 if self._tape[reader].handle >= 0 else 0  # an all_reduce's own reading ends with it
-        return all(at < before for at in others) and sum(end > before for end in ends) <= own
+        return len(ends) <= own or sum(end > before for end in ends) <= own
 
     def _fuse(self, at: int, op: Op) -> None:
-        older, newer = sorted(op.inputs, key=self._made.__getitem__)
+        older, newer = op.inputs
+        if self._made[older] > self._made[newer]:
+            older, newer = newer, older
         backward = self._made[newer]
         if (
             self._tape[backward].kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)

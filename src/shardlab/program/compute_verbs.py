@@ -192,6 +192,12 @@ class ComputeVerbs(Place):
 
     def _rule(self, op: str, layer: int, *, forward: bool) -> Callable[..., Any]:
         """What a layer's kind makes of its inputs; refuses the verbs that are not for it."""
+        rule = self._rules.get((op, layer))
+        if rule is None:
+            rule = self._rules[op, layer] = self._find_rule(op, layer, forward=forward)
+        return rule
+
+    def _find_rule(self, op: str, layer: int, *, forward: bool) -> Callable[..., Any]:
         kind = self.kinds[layer]
         meant = next((each for each in CARRYING if each.value in op), None)
         if meant is not (kind if kind in CARRYING else None):

@@ -36,13 +36,14 @@ class NormVerbs(ComputeVerbs):
             made, handed_on = sliced.norm_forward(layer, after, *specs, what=what)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        outputs = [self.make(spec) for spec in (made, handed_on) if spec is not None]
-        numbers = [value.number for value in outputs]
+        output = self.make(made)
+        carried = None if handed_on is None else self.make(handed_on)
+        outputs = (output.number,) if carried is None else (output.number, carried.number)
         if save:
-            numbers.append(self._save_of(branch, 0))
-        self.ops.append(Op(OpKind.FORWARD, layer, tuple([value.number for value in read]), tuple(numbers)))
+            outputs = (*outputs, self._save_of(branch, 0))
+        self.ops.append(Op(OpKind.FORWARD, layer, tuple([value.number for value in read]), outputs))
         self._done_with(*read)
-        return outputs[1] if handed_on is not None else None, outputs[0]
+        return carried, output
 
     def backward_norm(
         self, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
@@ -87,15 +88,15 @@ class NormVerbs(ComputeVerbs):
         self._rule(op, layer, forward=False)
         extra = [] if grad_residual is None else [grad_residual]
         read = [branch, gradient, weight, *extra]
-        b, g, w, *r = (self._read(value) for value in read)
+        given = [self._read(value) for value in read]
         try:
             after, what = self.sizes.next_carrying(layer), self.kinds[layer].value
-            specs = sliced.norm_backward(layer, after, b, g, w, *r, what=what)
+            specs = sliced.norm_backward(layer, after, *given, what=what)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if branch.saved < 0:
-            what = self.kinds[layer].value
-            self.refuse(f"{op}(layer {layer}): no forward_{what} has come before it for {b}; it is not recomputed.")
+            got = f"no forward_{self.kinds[layer].value} has come before it for {given[0]}"
+            self.refuse(f"{op}(layer {layer}): {got}; it is not recomputed.")
         saved, branch.saved = branch.saved, -1
-        inputs = (branch.number, gradient.number, weight.number, saved, *(value.number for value in extra))
+        inputs = (branch.number, gradient.number, weight.number, saved, *[value.number for value in extra])
         return specs, inputs, read

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from shardlab.program.errors import UserError
 from shardlab.program.mesh import WORLD, Group, Mesh, group_of
@@ -54,6 +55,7 @@ class Place(Recorder):
         self._cells = (1 << world.microbatches * world.grid.sequence) - 1
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
         self._batches = 0
+        self._rules: dict[tuple[str, int], Callable[..., Any]] = {}  # by verb and layer
 
     def coordinate(self, axis: str) -> int:
         """Where this rank stands along a mesh axis."""

@@ -8,8 +8,9 @@ not say any of this.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any, NoReturn
 
 from shardlab.program.asyncio_watch import AsyncioWatch
 from shardlab.program.errors import Refused
@@ -19,16 +20,19 @@ from shardlab.program.tape import Op, OpKind
 from shardlab.program.value import Value
 from shardlab.program.values import Holds, Kind, Spec
 
-if TYPE_CHECKING:
-    from shardlab.program.rank import Rank
-
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
-_new_op = cast("Callable[[type[Op], tuple[object, ...]], Op]", tuple.__new__)  # pyright: ignore[reportUnknownMemberType]
-"""Makes an op in half the time that its class takes; most ops of a tape are FREE and WAIT."""
 
-_REST = Op(FREE, -1)[5:]
-"""An op's fields after its handle, as they are if nothing is said."""
+@lru_cache(maxsize=1 << 16)
+def free_of(number: int) -> Op:
+    """A value's FREE. Most ops of a tape are FREE and WAIT, and those of one number are the same on every rank."""
+    return Op(FREE, -1, (number,))
+
+
+@lru_cache(maxsize=1 << 16)
+def wait_of(handle: int) -> Op:
+    """A communication's WAIT."""
+    return Op(WAIT, -1, handle=handle)
 
 
 class Recorder:
@@ -52,8 +56,9 @@ class Recorder:
         """A new value of this rank; every op but a send makes one, so this is where a rank is seen to be alive."""
         if self.watch is not None:
             self.watch.enter(self.index)
-        value = Value(cast("Rank", self), len(self._values), spec)
-        self._values.append(value)
+        values = self._values
+        value = Value(self, len(values), spec)  # pyright: ignore[reportArgumentType]  # a recorder is part of a rank
+        values.append(value)
         return value
 
     def _read(self, value: Value) -> Spec:
@@ -95,22 +100,17 @@ class Recorder:
         if not value.keys and value.alive:
             self._free(value)
 
-    def _used(self, value: Value) -> None:
-        """An op has used a value that no key names."""
-        if value.alive and not value.reading:
-            self._free(value)
-
     def _done_with(self, *values: Value) -> None:
         """An op has read these values: those that no key names go."""
         for value in values:
-            if not value.keys:
-                self._used(value)
+            if not value.keys and value.alive and not value.reading:
+                self._free(value)
 
     def _free(self, value: Value) -> None:
         value.alive = False
         for handle in value.reading:
             self.emit_wait(handle)
-        self.ops.append(_new_op(Op, (FREE, -1, (value.number,), (), -1, *_REST)))
+        self.ops.append(free_of(value.number))
 
     def _end_in_place(self, value: Value) -> None:
         """An update ends the value that it replaces, once nothing reads it any more."""
@@ -134,12 +134,13 @@ class Recorder:
         del self._outstanding[handle.number]
         if handle.partner is not None and not handle.partner.waited:
             self.emit_wait(handle.partner)
-        self.ops.append(_new_op(Op, (WAIT, -1, (), (), handle.number, *_REST)))
+        self.ops.append(wait_of(handle.number))
         read = handle.read
         if read is not None:
-            read.reading = tuple(other for other in read.reading if other is not handle)
-            if not read.keys and handle.result is not read:
-                self._used(read)
+            reading = read.reading
+            read.reading = () if len(reading) == 1 else tuple([other for other in reading if other is not handle])
+            if handle.result is not read:
+                self._done_with(read)
 
     def end(self) -> None:
         """The step's end: wait for what is in flight, then free everything but one of each slice that was loaded."""

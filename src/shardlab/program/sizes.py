@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 
 from shardlab.program.mesh import Mesh
 from shardlab.program.values import AUTOGRAD_KINDS, ONE, ROW_KINDS, Grid, Kind, Spec
@@ -38,6 +39,8 @@ class LayerKind(Enum):
     COLUMN = "column"
     ROW = "row"
     PROJECT = "project"
+
+    __hash__ = object.__hash__  # kinds are looked up in sets on the hot path
 
 
 CARRYING = frozenset({LayerKind.NORM, LayerKind.DENSE})
@@ -204,8 +207,15 @@ class Sizes:
 
     def next_carrying(self, layer: int) -> int:
         """The first layer after this one that reads the residual that a norm or dense layer hands on; -1: none."""
-        later = range(layer + 1, len(self.kinds))
-        return next((other for other in later if self.kinds[other] in CARRYING), -1)
+        return self._carrying_after[layer + 1]
+
+    @cached_property
+    def _carrying_after(self) -> list[int]:
+        """For each place before a layer, and the one after the last, the first carrying layer from there on."""
+        after = [-1]
+        for layer in reversed(range(self.layers)):
+            after.append(layer if self.kind(layer) in CARRYING else after[-1])
+        return after[::-1]
 
     def weight_of(self, layer: int) -> int:
         """The layer whose weight a layer computes with: its own, or the one that it is tied to."""

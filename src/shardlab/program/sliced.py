@@ -131,8 +131,9 @@ def norm_forward(
         _want_input(op, "residual", residual, Kind.RESIDUAL, layer)
         _want_same(op, "residual", residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
-    made = Spec(Kind.ACTIVATION, layer + 1, branch.holds, 0, branch.step, branch.grid)
-    return made, None if after < 0 else made._replace(kind=Kind.RESIDUAL, layer=after)
+    holds, step, grid = branch.holds, branch.step, branch.grid
+    handed_on = None if after < 0 else Spec(Kind.RESIDUAL, after, holds, 0, step, grid)
+    return Spec(Kind.ACTIVATION, layer + 1, holds, 0, step, grid), handed_on
 
 
 def norm_backward(
@@ -160,9 +161,10 @@ def norm_backward(
         _want_input(op, "residual's gradient", grad_residual, Kind.GRAD_RESIDUAL, after)
         _want_same(op, "residual's gradient", grad_residual, "branch", branch)
     want_weight(op, layer, weight, branch.step)
-    made = Spec(Kind.GRAD_ACTIVATION, layer, branch.holds, 0, branch.step, branch.grid)
-    own = made._replace(kind=Kind.GRAD_WEIGHT, holds=weight.holds, sums=branch.holds.mask)
-    return (own, made) if layer == first else (own, made, made._replace(kind=Kind.GRAD_RESIDUAL))
+    holds, step, grid = branch.holds, branch.step, branch.grid
+    own = Spec(Kind.GRAD_WEIGHT, layer, weight.holds, holds.mask, step, grid)
+    made = Spec(Kind.GRAD_ACTIVATION, layer, holds, 0, step, grid)
+    return (own, made) if layer == first else (own, made, Spec(Kind.GRAD_RESIDUAL, layer, holds, 0, step, grid))
 
 
 def loss_stats(layers: int, logits: Spec) -> Spec:
@@ -206,12 +208,14 @@ def slices_of(op: str, layer: int, owner: int, weight: Spec, activation: Spec) -
 
 
 def _want_input(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
-    _want_named(op, what, got, kind, layer)
-    _want_complete(op, what, got)
+    if got.kind is not kind or got.layer != layer or got.sums:
+        _want_named(op, what, got, kind, layer)
+        _want_complete(op, what, got)
 
 
 def _want_named(op: str, what: str, got: Spec, kind: Kind, layer: int) -> None:
-    want_kind(op, what, got, kind)
+    if got.kind is not kind:
+        want_kind(op, what, got, kind)
     if got.layer != layer:
         raise Refused(f"{op}: the {what} given is {got}; this op reads {kind.value}[{layer}].")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 
@@ -223,7 +224,10 @@ class Spec(NamedTuple):
     def whole_sequences(self) -> bool:
         """Whether it holds all of each microbatch that it holds anything of."""
         slices = self.grid.sequence
-        return slices == 1 or self.microbatches.bit_count() * slices == self.holds.mask.bit_count()
+        if slices == 1:
+            return True
+        firsts = self.holds.mask & repeated(1, slices, self.holds.of)
+        return firsts * ((1 << slices) - 1) == self.holds.mask
 
     def __str__(self) -> str:
         parts: list[str] = []
@@ -255,6 +259,16 @@ def mask_of(numbers: Iterable[int]) -> int:
     for number in numbers:
         mask |= 1 << number
     return mask
+
+
+@cache
+def repeated(pattern: int, period: int, total: int) -> int:
+    """A bit set of numbers below `total` that repeats a pattern."""
+    length = period
+    while length < total:  # doubled each time: a division of such long numbers takes far longer
+        pattern |= pattern << length
+        length *= 2
+    return pattern & ((1 << total) - 1)
 
 
 def bits(mask: int) -> Iterator[int]:

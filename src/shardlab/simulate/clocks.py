@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from shardlab.check import Meeting
 from shardlab.check.accumulation import InPlace
+from shardlab.check.checked import Member
 from shardlab.program import OpKind, UserError
 from shardlab.simulate.prices import PriceList, Prices
 from shardlab.simulate.traced import Traced
@@ -68,13 +69,14 @@ class Clocks:
         self._traced = traced
         self._prices = prices
         self._price = PriceList(traced, prices)
+        self._messages, self._one_stream = prices.messages, prices.one_stream
         self._interference = prices.interference
         self._costless = [InPlace(tape).fused if prices.adds_in_backward else {} for tape in tapes]
         self._clock = [0.0] * len(tapes)
         self._at = [0] * len(tapes)
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
-        self._stream_free: dict[tuple[int, Hashable], float] = {}
+        self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
         self._came: dict[int, int] = {}  # meeting -> members that have come
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
@@ -115,7 +117,7 @@ class Clocks:
         ops, specs = self._traced.program.tapes[rank], self._traced.specs[rank]
         starts, ends = self._times.starts[rank], self._times.ends[rank]
         handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
-        idle, price, one_stream = self._times.idle[rank], self._price.compute, self._prices.one_stream
+        idle, price, one_stream = self._times.idle[rank], self._price.compute, self._one_stream
         costless = self._costless[rank]
         meetings, meeting_of = self._traced.meetings, self._traced.meeting_of[rank]
         blocks = self._prices.sends_block
@@ -162,7 +164,7 @@ class Clocks:
     def _issue(self, kind: OpKind, number: int, now: float) -> None:
         """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
         meeting = self._traced.meetings[number]
-        if meeting.group is not None or self._prices.messages == "rendezvous":
+        if meeting.group is not None or self._messages == "rendezvous":
             self._came[number] = self._came.get(number, 0) + 1
             if self._came[number] == len(meeting.members):
                 self._push(now, -1, number)
@@ -175,17 +177,17 @@ class Clocks:
     def _start(self, number: int, now: float) -> None:
         meeting = self._traced.meetings[number]
         if meeting.group is not None:
-            self._run(number, range(len(meeting.members)), now, self._price.collective(meeting))
+            self._run(meeting, meeting.members, now, self._price.collective(meeting))
             return
         rank, _, at = meeting.members[0]
         op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
         sending, receiving = self._price.message(op, rank, specs)
-        if self._prices.messages == "rendezvous":
-            self._run(number, range(2), now, sending)
+        if self._messages == "rendezvous":
+            self._run(meeting, meeting.members, now, sending)
         elif number in self._arrives:
-            self._run(number, [1], now, receiving)
+            self._run(meeting, meeting.members[1:], now, receiving)
         else:
-            self._arrives[number] = self._run(number, [0], now, sending)
+            self._arrives[number] = self._run(meeting, meeting.members[:1], now, sending)
             self._receive(number)
 
     def _receive(self, number: int) -> None:
@@ -193,23 +195,21 @@ class Clocks:
         if number in self._arrives and number in self._wanted:
             self._push(max(self._wanted[number], self._arrives[number]), -1, number)
 
-    def _run(self, number: int, places: Sequence[int], now: float, duration: float) -> float:
+    def _run(self, meeting: Meeting, members: Sequence[Member], now: float, duration: float) -> float:
         """Some members' part of a communication; when it ends."""
-        meeting = self._traced.meetings[number]
-        members = [meeting.members[place] for place in places]
-        on_link = meeting.group is None and self._prices.messages == "link"
+        on_link = meeting.group is None and self._messages == "link"
         stream, free, start = self._stream(meeting), self._stream_free, now
         if not on_link:
             for rank, _, _ in members:
-                start = max(start, free.get((rank, stream), 0.0))
+                start = max(start, free[rank].get(stream, 0.0))
         end = start + duration
+        sent_away = on_link and members[0] is meeting.members[0]  # the link has it; the sender need not wait
+        times = self._times
         for rank, handle, op in members:
             if not on_link:
-                free[rank, stream] = end
-            sent_away = on_link and places == [0]  # the link has it; the sender need not wait
+                free[rank][stream] = end
             self._handle_end[rank][handle] = start if sent_away else end
-            self._times.starts[rank][op], self._times.ends[rank][op] = start, end
-            self._times.ready[rank][op] = now
+            times.starts[rank][op], times.ends[rank][op], times.ready[rank][op] = start, end, now
             if (rank, handle) in self._parked:
                 self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
         return end
@@ -220,7 +220,7 @@ class Clocks:
         A group has a communicator; so have two ranks, for single messages (ProcessGroupNCCL::pointToPoint). What is
         exchanged in one call crosses, so there each direction counts alone.
         """
-        if self._prices.one_stream:
+        if self._one_stream:
             return None
         if meeting.group is not None:
             return meeting.group

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from shardlab.check.checked import Meeting, Member
@@ -78,8 +79,9 @@ class FoldedRank(Rank):
     """A rank that tells the specs of all its values once it has ended."""
 
     def specs(self) -> dict[int, Spec]:
-        """By number; those that autograd keeps are as the op tells that makes them."""
+        """By number; those that autograd keeps are as the op tells that makes them. The values themselves are gone."""
         known = {number: value.spec for number, value in enumerate(self._values) if value is not None}
+        self._values.clear()  # each refers to this rank; in a circle they would stay until the collector comes
         for op in self.ops:
             if op[3] and (number := op[3][-1]) not in known:
                 read, made = known[op[2][0]], known.get(op[3][0])
@@ -144,7 +146,7 @@ class FoldedCollectives(Collectives):
             handle.result.spec = self._result(call.kind, spec, group)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
-        self._wake(handle)
+        handle.ready = True  # before its rank can have come to wait for it
 
     def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
         """What the first member receives; layers of a kind are alike, so each is worked out once."""
@@ -181,6 +183,7 @@ class FoldedChannels(Channels):
         super().deliver(*_twin(self._rotation.mesh, source, to, self._stride))
 
 
+@cache
 def _all_there(group: Group, stride: int) -> bool:
     """Whether all of a group's ranks are traced, or it has but one."""
     return len(group.ranks) == 1 or group.ranks[1] % stride == 0 == group.ranks[0] % stride

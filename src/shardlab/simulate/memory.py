@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,6 +28,7 @@ class Category(Enum):
 
 
 CATEGORIES = tuple(Category)
+FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
 _PLACE = {category: place for place, category in enumerate(CATEGORIES)}
 _PARAMETERS, _GATHERED, _COMMUNICATION = (
@@ -112,9 +112,8 @@ def account(
     if real:
         taken_over |= {at: tape[at].inputs[0] for at in in_place.first_input if at not in taken_over}
     free_of_room = {newer for _, newer in in_place.fused.values()}
-    room: dict[int, int] = {}
-    place: dict[int, int] = {}
-    owned: dict[int, dict[Kind, int]] = defaultdict(dict)
+    room, place = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
+    owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = 0, 0, 0
     by_category = [0] * len(CATEGORIES)
@@ -123,64 +122,56 @@ def account(
     curve: list[tuple[int, ...]] = []
     starts: list[tuple[int, ...]] = []
     for at, op in enumerate(tape):
+        kind, inputs, handle = op[0], op[2], op[4]
         before.append(live)
         if counters:
             starts.append(tuple(by_category))
-        kind, outputs, handle = op[0], op[3], op[4]
-        for number in outputs:
-            spec = specs[number]
-            bytes = room[number] = 0 if number in free_of_room else size(spec)
-            slot = _PLACE_OF_KIND[spec[0]]
-            if handle >= 0:
-                gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[4] == 0
-                slot = _GATHERED if gathers else _COMMUNICATION
-                issued[handle] = outputs
-            place[number] = slot
-            by_category[slot] += bytes
-            live += bytes
-        if at in taken_over:  # the result is that value's buffer, and from now on that is all that counts
-            older = taken_over[at]
-            live -= room[older]
-            by_category[place[older]] -= room[older]
-            room[older] = 0
-        if kind is OpKind.UPDATE:  # in place: what is made is what was given
-            for number in op[2][1:3]:
-                live -= room[number]
-                by_category[place[number]] -= room[number]
-        if live > peak:
-            peak, peak_op, at_peak = live, at, tuple(by_category)
+        if kind is not FREE and kind is not WAIT:
+            for number in op[3]:
+                spec = specs[number]
+                bytes = room[number] = 0 if number in free_of_room else size(spec)
+                slot = _PLACE_OF_KIND[spec[0]]
+                if handle >= 0:
+                    gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[4] == 0
+                    slot = _GATHERED if gathers else _COMMUNICATION
+                    issued[handle] = op[3]
+                place[number] = slot
+                by_category[slot] += bytes
+                live += bytes
+            if at in taken_over:  # the result is that value's buffer, and from now on that is all that counts
+                older = taken_over[at]
+                live -= room[older]
+                by_category[place[older]] -= room[older]
+                room[older] = 0
+            if kind is OpKind.UPDATE:  # in place: what is made is what was given
+                for number in inputs[1:3]:
+                    live -= room[number]
+                    by_category[place[number]] -= room[number]
+            if live > peak:
+                peak, peak_op, at_peak = live, at, tuple(by_category)
         if counters:
             curve.append(tuple(by_category))
-        if kind is OpKind.FREE and op[2][0] not in owned:  # what most ops are
-            number = op[2][0]
+        if kind is FREE:  # what most ops are
+            gone = inputs if inputs[0] not in owned else (inputs[0], *owned.pop(inputs[0]).values())
+        elif kind in _READS or kind in _MAKES:
+            kept = owned.setdefault(inputs[0], {})
+            gone = (kept.pop(_READS[kind]),) if kind in _READS else ()
+            if kind in _MAKES and op[3] and specs[op[3][-1]][0] in AUTOGRAD_KINDS:
+                made = _MAKES[kind]
+                gone = (*gone, kept[made]) if made in kept else gone
+                kept[made] = op[3][-1]
+        else:
+            if kind is WAIT:
+                for number in issued.pop(handle, ()):
+                    if place[number] == _COMMUNICATION:  # it has arrived
+                        by_category[_COMMUNICATION] -= room[number]
+                        place[number] = _PLACE_OF_KIND[specs[number][0]]
+                        by_category[place[number]] += room[number]
+            continue
+        for number in gone:
             live -= room[number]
             by_category[place[number]] -= room[number]
-        elif kind is OpKind.WAIT:
-            for number in issued.pop(handle, ()):
-                if place[number] == _COMMUNICATION and number in room:  # it has arrived
-                    by_category[_COMMUNICATION] -= room[number]
-                    place[number] = _PLACE_OF_KIND[specs[number][0]]
-                    by_category[place[number]] += room[number]
-        elif kind in _ENDS:
-            keeps = bool(outputs) and specs[outputs[-1]].kind in AUTOGRAD_KINDS
-            for number in _gone(op, owned, keeps=keeps):
-                live -= room[number]
-                by_category[place[number]] -= room[number]
     return RankMemory(before, peak, peak_op, at_peak, curve, starts)
-
-
-def _gone(op: Op, owned: dict[int, dict[Kind, int]], *, keeps: bool) -> Iterator[int]:
-    """What an op ends; `owned` keeps note of what autograd keeps for each activation, if it `keeps` anything."""
-    kind, activation = op.kind, op.inputs[0] if op.inputs else -1
-    if kind is OpKind.FREE:
-        yield activation
-        yield from owned.pop(activation, {}).values()
-    if kind in _READS:
-        yield owned[activation].pop(_READS[kind])
-    if kind in _MAKES and keeps:
-        if _MAKES[kind] in owned[activation]:
-            yield owned[activation][_MAKES[kind]]
-        owned[activation][_MAKES[kind]] = op.outputs[-1]
 
 
 _READS = {
@@ -193,4 +184,3 @@ _MAKES = {
     OpKind.RECOMPUTE: Kind.SAVED,
     OpKind.BACKWARD_INPUT: Kind.SAVED_FOR_WEIGHT,
 }
-_ENDS = frozenset({OpKind.FREE, *_READS, *_MAKES})

@@ -74,6 +74,8 @@ class PriceList:
             key = (kind, layer, specs[inputs[0]][2][0].bit_count(), specs[inputs[3]][3])
         elif kind is _BACKWARD_WEIGHT:
             key = (kind, layer, specs[inputs[0]][2][0].bit_count(), specs[inputs[2]][3])
+        elif kind is _ADD:
+            key = (kind, layer, _told(specs[outputs[0]]))
         else:
             key = (kind, layer, *[_told(specs[number]) for number in (*inputs, *outputs)])
         time = self._known.get(key)
@@ -116,10 +118,8 @@ class Bytes:
 
     def __call__(self, spec: Spec) -> int:
         kind = spec[0]
-        if kind in ROW_KINDS:
-            key = (kind, spec[1], spec[2][0].bit_count(), spec.parts.bit_count())
-        else:
-            key = (kind, spec[1], spec[2])
+        told = (spec[2][0].bit_count(), spec[3]) if kind in ROW_KINDS else spec[2]
+        key = (kind, spec[1], told)
         size = self._known.get(key)
         if size is None:
             size = self._known[key] = self._sizes.bytes(spec)
@@ -127,9 +127,16 @@ class Bytes:
 
 
 def _told(spec: Spec) -> Hashable:
-    """What of a value can tell how much work it is: its slices and tokens, not what a gradient has summed."""
-    return (spec[0], spec[2], spec[3]) if spec[0] in ROW_KINDS else (spec[0], spec[2])
+    """What of a value can tell how much work it is: its slices and tokens, not what a gradient has summed.
+
+    Of tokens it is how they lie in their sequences, whichever microbatch comes first.
+    """
+    kind, _, (mask, of), sums, _, (slices, *_) = spec
+    if kind not in ROW_KINDS:
+        return kind, mask, of
+    first = (mask & -mask).bit_length() - 1
+    return kind, mask >> max(0, first - first % slices), sums
 
 
-_FORWARD, _RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE
+_FORWARD, _RECOMPUTE, _ADD = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ADD
 _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT = OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT

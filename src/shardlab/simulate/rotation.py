@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 
 from shardlab.program import Holds, Kind, LayerKind, Mesh, Sizes, Spec
 from shardlab.program.sizes import PARTED
-from shardlab.program.values import ROW_KINDS, Grid
+from shardlab.program.values import ROW_KINDS, Grid, repeated
 from shardlab.strategies.plan import Plan
 
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
@@ -174,13 +174,3 @@ def cycled(mask: int, total: int, stride: int, size: int, by: int) -> int:
     stays = repeated((1 << (size - by) * stride) - 1, size * stride, total)
     low = mask & stays
     return low << by * stride | (mask ^ low) >> (size - by) * stride
-
-
-@cache
-def repeated(pattern: int, period: int, total: int) -> int:
-    """A bit set of numbers below `total` that repeats a pattern."""
-    length = period
-    while length < total:  # doubled each time: a division of such long numbers takes far longer
-        pattern |= pattern << length
-        length *= 2
-    return pattern & ((1 << total) - 1)

@@ -10,6 +10,7 @@ from shardlab.hardware import Cluster
 from shardlab.models import Blocks, Model
 from shardlab.models.fit import cut_for
 from shardlab.program import Mesh, Sizes
+from shardlab.program.world import gc_paused
 from shardlab.simulate.estimate import Estimate, estimate
 from shardlab.simulate.folding import fold
 from shardlab.simulate.framework import OWN, Framework
@@ -82,7 +83,8 @@ class Workload:
         """
         self.cluster.require(self.mesh.world)
         self.cluster.device.peak(self.precision.compute)
-        return estimate(self.traced, self.prices, self.kept_sizes)
+        with gc_paused():  # from the first op to the last figure
+            return estimate(self.traced, self.prices, self.kept_sizes)
 
     @property
     def kept_sizes(self) -> Sizes:

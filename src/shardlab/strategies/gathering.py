@@ -84,7 +84,7 @@ class Weights:
         self._rank = rank
         self._axes = [axis for axis in reversed(plan.shard_parameters) if len(rank.group(axis).ranks) > 1]
         self._owner = rank.sizes.weight_of
-        self._uses = uses(steps, bounds, plan.reshard_after, self._owner, runs, rank.sizes.blocks)
+        self._uses = uses(steps, bounds, plan.reshard_after, self._owner, runs, rank.sizes.blocks) if self._axes else []
         self._told = any(isinstance(step, Unshard) for step in steps)
         self._at = 0
         self._coming: dict[int, Handle[Value]] = {}
@@ -104,12 +104,13 @@ class Weights:
             if (layer, "full") in self._rank.weights:
                 del self._rank.weights[layer, "full"]
 
-    async def next(self) -> Value:
-        """The complete weight for the next use."""
-        rank, (layer, kept, run) = self._rank, self._uses[self._at]
-        self._at += 1
+    async def next(self, layer: int) -> Value:
+        """The complete weight for the next use, with which this layer computes."""
+        rank = self._rank
         if not self._axes:
-            return rank.weights[layer]
+            return rank.weights[self._owner(layer)]
+        layer, kept, run = self._uses[self._at]
+        self._at += 1
         kept = kept or self._told
         if (layer, "full") in rank.weights:
             full = rank.weights[layer, "full"] if kept else rank.weights.pop((layer, "full"))

@@ -114,13 +114,13 @@ class Follower:
         for store in self.carried(layers[0], forward=True):
             await self.arrive(store, layers[0], m)
         for l in layers:
-            await self.compute.forward(l, m, await self.weights.next(), self.keeps.get(l, "all"))
+            await self.compute.forward(l, m, await self.weights.next(l), self.keeps.get(l, "all"))
 
     async def again(self, layer: int, m: int) -> None:
         """Before the backward pass of a run's last layer, the forward pass of the others, which now keep all."""
         run = self.runs.get(layer, range(0))
         for l in run[:-1]:
-            await self.compute.forward(l, m, await self.weights.next(), "all")
+            await self.compute.forward(l, m, await self.weights.next(l), "all")
         if len(run) > 1:  # the last norm's residual has been handed on before
             del self.rank.residuals[self.rank.sizes.next_carrying(layer), m]
 
@@ -128,7 +128,7 @@ class Follower:
         await self.gradient_of_output(stage, m)
         for l in reversed(self.layers(stage)):
             await self.again(l, m)
-            await self.add(stage, l, await self.compute.backward(l, m, await self.weights.next()))
+            await self.add(stage, l, await self.compute.backward(l, m, await self.weights.next(l)))
         self.left[stage] -= 1
         if stage == 0:
             self.compute.drop_gradient_of_tokens(m)
@@ -137,7 +137,7 @@ class Follower:
         await self.gradient_of_output(stage, m)
         for l in reversed(self.layers(stage)):
             await self.again(l, m)
-            await self.compute.backward_input(l, m, await self.weights.next())
+            await self.compute.backward_input(l, m, await self.weights.next(l))
         if stage == 0:
             self.compute.drop_gradient_of_tokens(m)
 

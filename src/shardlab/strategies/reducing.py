@@ -41,6 +41,7 @@ class Gradients:
         self._counted = [l for l in layers if self._owner(l) == l]
         self._uses = Counter(map(self._owner, layers))  # of each weight, those whose gradients are yet to come
         self._kept = list(self._uses)
+        self._each = {l: [axis for axis in self._axes(l) if axis in plan.reduced_each] for l in self._kept}
         self._ends = ends if rank.sizes.tied and ends[0] != ends[1] and rank.index in ends else None
 
     def load(self) -> None:
@@ -69,8 +70,9 @@ class Gradients:
     async def add(self, layer: int, gradient: Value) -> None:
         """A microbatch's gradient of a layer."""
         layer = self._owner(layer)
-        await self._settle()
-        each = [axis for axis in self._axes(layer) if axis in self._plan.reduced_each]
+        if self._arriving:
+            await self._settle()
+        each = self._each[layer]
         if each:
             self._arriving[layer] = self._reduce(gradient, each[0]), each[1:]
         else:
