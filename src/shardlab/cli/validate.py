@@ -107,7 +107,7 @@ def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool)
         return
     if not each:
         count = sum(bool(outcome.assumed) for outcome in outcomes)
-        console.print(f"{count} runs leave something open; --assumed lists what was assumed, --json of which run.")
+        console.print(f"{count} of {len(outcomes)} runs leave something open; --assumed lists what was assumed.")
     else:
         console.print("Assumed, because runs do not say it:")
         for said, names in runs.items():
