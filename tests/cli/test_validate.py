@@ -42,3 +42,30 @@ def test_the_tables_tell_errors_by_source_and_what_was_left_out(few: Path, capsy
 def test_a_file_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "none.json"]) == 2
     assert capsys.readouterr().err == "shardlab: none.json cannot be read: No such file or directory\n"
+
+
+def test_what_was_assumed_is_told_on_demand_and_in_json(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
+    row["model"]["kv_heads"] = row["parallelism"]["cp"] = None
+    few.write_text(json.dumps([row]))
+    assert main(["validate", str(few)]) == 0
+    assert "1 of 1 runs leave something open" in capsys.readouterr().out
+    assert main(["validate", str(few), "--assumed"]) == 0
+    said = capsys.readouterr().out
+    assert f"key and value heads: as many as heads ({row['id']})" in said
+    assert main(["validate", str(few), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert "context parallelism: none" in told["assumed"]
+
+
+def test_runs_whose_room_was_misjudged_are_named(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (titan,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
+    ended = titan | {"id": "said to have ended", "measured": {"iteration_s": "OOM"}}
+    crowded = titan | {"id": "said to have run", "recompute": "none"}
+    told = ended | {"id": "ended", "recompute": "none"}
+    few.write_text(json.dumps([ended, crowded, told]))
+    assert main(["validate", str(few)]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 2 runs that ran out of memory are predicted not to fit." in said
+    assert "Said to fit but ran out of memory:\n  said to have ended" in said
+    assert "Said not to fit but ran:\n  said to have run" in said

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from shardlab.cli.options import Flag
 from shardlab.validate.outcomes import Outcome
-from shardlab.validate.report import Errors, by_source, errors_of, misjudged
+from shardlab.validate.report import Errors, assumed_by, by_source, errors_of, misjudged
 from shardlab.validate.rows import GIB, read_rows
 from shardlab.validate.side_by_side import outcomes_of
 
@@ -33,7 +33,10 @@ class Validate:
     measured. docs/validation.md describes the fields."""
 
     json: Flag = False
-    """Print JSON alone: of every run its id, and what was measured and predicted."""
+    """Print JSON alone: of every run its id, what was measured and predicted, and what was assumed."""
+
+    assumed: Flag = False
+    """List also what predictions take for granted because runs do not say it."""
 
     def run(self) -> int:
         rows = read_rows(self.runs)
@@ -44,7 +47,7 @@ class Validate:
         if self.json:
             print(json_format.dumps([as_json(outcome) for outcome in outcomes], indent=2))
         else:
-            print_report(outcomes, Console())
+            print_report(outcomes, Console(), assumed=self.assumed)
         return 0
 
 
@@ -61,28 +64,58 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "measured_out_of_memory": measured.out_of_memory,
         "predicted_out_of_memory": predicted and not predicted.fits,
         "reason": outcome.reason or None,
+        "assumed": list(outcome.assumed),
     }
 
 
-def print_report(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Errors by source, of time and of memory; whose room was misjudged; and which runs say too little."""
+def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool = False) -> None:
+    """Errors by source, of time and memory; whose room was misjudged; what was assumed; which runs say too little."""
     for title, error in (("step time", _time), ("memory", _memory)):
         found = by_source(outcomes, error)
         if found:
             console.print(_table(title, found, _all(outcomes, error)))
             console.print()
-    wrong = misjudged(outcomes)
-    if wrong:
-        console.print("Predicted not to fit, though they ran (or the other way round):")
-        for outcome in wrong:
-            assert outcome.prediction is not None
-            console.print(f"  {outcome.id}: {outcome.prediction.bytes / GIB:.1f} GiB", highlight=False)
-        console.print()
+    _print_room(outcomes, console)
+    _print_assumed(outcomes, console, each=assumed)
     left = [outcome for outcome in outcomes if outcome.prediction is None]
     if left:
         console.print(f"{len(left)} of {len(outcomes)} runs are not predicted:")
         for outcome in left:
             console.print(f"  {outcome.id}: {outcome.reason}", highlight=False, soft_wrap=True)
+
+
+def _print_room(outcomes: Sequence[Outcome], console: Console) -> None:
+    """How many runs out of memory were predicted so, and whose room was misjudged."""
+    ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
+    wrong = misjudged(outcomes)
+    if ended:
+        told = len(ended) - sum(outcome in wrong for outcome in ended)
+        console.print(f"{told} of {len(ended)} runs that ran out of memory are predicted not to fit.")
+    for said, out in (("to fit but ran out of memory", True), ("not to fit but ran", False)):
+        such = [outcome for outcome in wrong if outcome.measured.out_of_memory is out]
+        if such:
+            console.print(f"Said {said}:")
+        for outcome in such:
+            assert outcome.prediction is not None
+            console.print(f"  {outcome.id}: {outcome.prediction.bytes / GIB:.1f} GiB", highlight=False)
+    if ended or wrong:
+        console.print()
+
+
+def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool) -> None:
+    """What predictions take for granted, each thing with how many runs leave it open, or with their names."""
+    runs = assumed_by(outcomes)
+    if not runs:
+        return
+    if not each:
+        count = sum(bool(outcome.assumed) for outcome in outcomes)
+        console.print(f"{count} of {len(outcomes)} runs leave something open; --assumed lists what was assumed.")
+    else:
+        console.print("Assumed, because runs do not say it:")
+        for said, names in runs.items():
+            whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
+            console.print(f"  {said} ({whose})", highlight=False, soft_wrap=True)
+    console.print()
 
 
 def _time(outcome: Outcome) -> float | None:

@@ -28,6 +28,8 @@ class Kept:
         per_op: whether of each block only its input, attention's result and every second product are kept, and all
             else is computed again (torchtitan's selective activation checkpointing,
             torchtitan/distributed/activation_checkpoint.py: every second product by `_get_custom_policy`).
+        unread: whether of these products also those stay that no backward pass reads (the feed-forward's last), as
+            they do where no compiler sees that.
     """
 
     mask: float = 0.0
@@ -35,6 +37,7 @@ class Kept:
     gathered: bool = True
     activated: bool = False
     per_op: bool = False
+    unread: bool = False
 
 
 AUTOGRAD = Kept()
@@ -49,12 +52,12 @@ def kept_elements(model: Model, layer: int, rows: int, kept: Kept, element: int)
     if isinstance(model, Halves):
         half = model.half(layer)
         if kept.per_op:
-            return rows * _every_second_of_half(half)
+            return rows * _every_second_of_half(half, kept)
         part = half.before if isinstance(half, Norm) else half.part
         return max(0, saved - int(rows * _less(part, kept, element, _what(half))))
     assert isinstance(model, Blocks)
     if kept.per_op:
-        return rows * sum(_every_second(part) for part in model.parts(layer))
+        return rows * sum(_every_second(part, kept) for part in model.parts(layer))
     return max(0, saved - int(rows * sum(_less(part, kept, element, "all") for part in model.parts(layer))))
 
 
@@ -91,16 +94,16 @@ def _less(part: Part, kept: Kept, element: int, what: str) -> float:
     return less
 
 
-def _every_second_of_half(half: Norm | Body) -> int:
+def _every_second_of_half(half: Norm | Body, kept: Kept) -> int:
     if isinstance(half, Norm):
         return half.before.stream if isinstance(half.after, Attention) else 0
-    return _every_second(half.part)
+    return _every_second(half.part, kept)
 
 
-def _every_second(part: Part) -> int:
+def _every_second(part: Part, kept: Kept) -> int:
     """Of a part, of its products (queries, keys, values, output; gate, up, down) the odd ones."""
     if isinstance(part, Attention):
         return part.block * (part.width + part.kv_width) + part.stream
     if isinstance(part, FeedForward):
-        return part.block * part.hidden + part.stream
+        return part.block * part.hidden + kept.unread * part.stream
     return part.saved()

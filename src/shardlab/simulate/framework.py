@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from shardlab.models.halves import Halves
 from shardlab.models.kept import AUTOGRAD, Kept, kept_activations, kept_elements
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.model import Model
@@ -29,6 +30,8 @@ class Framework:
         kept: what stays for the backward pass.
         fused_accumulation: whether the product that makes a weight's gradient adds to the older ones.
         logit_bytes: what the loss holds for each logit at its peak, logits and gradients included (0: two activations).
+        sliced_logit_bytes: the same where each tensor-parallel rank has a slice of the logits (0: as otherwise).
+        half_gradients: whether gradients that add up in float32 are made in half precision, and stay beside their sum.
         hidden: by axis of the mesh, the share of each collective's time that the framework hides behind compute.
         sends_block: the share of a message's time for which its sender does nothing else.
         scatters_messages: whether tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al.
@@ -50,6 +53,8 @@ class Framework:
     kept: Kept = AUTOGRAD
     fused_accumulation: bool = False
     logit_bytes: float = 0.0
+    sliced_logit_bytes: float = 0.0
+    half_gradients: bool = False
     hidden: Mapping[str, float] = field(default_factory=dict[str, float])
     sends_block: float = 0.0
     scatters_messages: bool = False
@@ -83,9 +88,16 @@ class Framework:
         saved = tuple(kept_elements(model, layer, rows, self.kept, width) for layer in range(model.layers))
         activations = kept_activations(model, rows, self.kept, slices)
         if self.logit_bytes:  # of logits and their gradient, which are counted alike
-            logits = int(activations[-1] * self.logit_bytes / (2 * width))
+            sliced = isinstance(model, Halves) and model.slices > 1 and self.sliced_logit_bytes
+            logits = int(activations[-1] * (sliced or self.logit_bytes) / (2 * width))
             activations = (*activations[:-1], logits)
-        return replace(sizes, saved=saved, activations=activations)
+        bytes = dict(sizes.element_bytes)
+        bytes[Kind.GRAD_WEIGHT] = self.kept_of_gradient(bytes[Kind.GRAD_WEIGHT])
+        return replace(sizes, saved=saved, activations=activations, element_bytes=bytes)
+
+    def kept_of_gradient(self, bytes: int) -> int:
+        """Of a gradient's element that is summed in so many bytes, how many are held."""
+        return bytes + 2 * (self.half_gradients and bytes == 4)
 
     def recomputed(self, kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
         """Of a layer's forward pass, what the backward pass runs again, each with the share of it that is run.

@@ -59,7 +59,9 @@ class Stack:
         reduces_at_end: whether gradients are reduced when all backward passes are over.
         shards_optimizer: whether the optimizer's state is cut whatever the run says.
         context_bytes: what a GPU holds beyond the allocator's memory, as nvidia-smi shows it (CUDA's context, NCCL).
-        reserved: what the allocator reserves for each byte that is allocated at its peak.
+        reserved: what the allocator reserves for each byte that is allocated at its peak, where there is room.
+        streams: whether gathers and reductions allocate on streams of their own (see `shardlab.validate.beyond`).
+        gradients_stand: whether gradients have a buffer that stands from one step to the next.
     """
 
     framework: Framework
@@ -71,6 +73,8 @@ class Stack:
     shards_optimizer: bool = False
     context_bytes: float = 0.0
     reserved: float = 1.0
+    streams: bool = False
+    gradients_stand: bool = False
 
 
 MEGATRON_2021 = Stack(
@@ -87,6 +91,7 @@ MEGATRON_2021 = Stack(
     ),
     dropout=True,
     wide_bfloat16_gradients=True,  # megatron/arguments.py: --bf16 sets accumulate_allreduce_grads_in_fp32
+    gradients_stand=True,
     reduces_at_end=True,
 )
 
@@ -136,14 +141,16 @@ TORCHTITAN_EAGER = Stack(
         "pytorch/torchtitan on FSDP2, without torch.compile: parameters move in bfloat16, gradients in float32",
         attention="flash2",
         passes=EAGER,
-        kept=Kept(branch=False, activated=True),
-        logit_bytes=16.0,
+        kept=Kept(branch=False, activated=True, unread=True),
+        logit_bytes=14.0,  # logits, and three float32 blocks of their size: copy, log-softmax, gradient
+        sliced_logit_bytes=18.0,  # `loss_parallel` is made of single operations, so that there are four
         update_bytes=34.0,
         interference=0.3,
         fused_accumulation=True,
     ),
     reduce_bytes=4,
-    reserved=1.1,
+    reserved=1.04,
+    streams=True,
 )
 TORCHTITAN = replace(
     TORCHTITAN_EAGER,
@@ -163,6 +170,7 @@ TORCHTITAN_2025 = replace(
         name="torchtitan-2025",
         source="pytorch/torchtitan of 2025, which compiles the loss as well, so that it makes no float32 copies",
         logit_bytes=4.0,
+        sliced_logit_bytes=0.0,
     ),
 )
 
@@ -181,8 +189,9 @@ MEGATRON_CORE = Stack(
         bucket=160e6,
         update_bytes=46.0,
     ),
-    reduce_bytes=4,
     shards_optimizer=True,
+    gradients_stand=True,
+    reserved=1.01,
 )
 
 NANOGPT = Stack(
@@ -220,8 +229,10 @@ MEGATRON_DEEPSPEED = replace(
         "step times the part that does not shrink with the number of microbatches is 6 s)",
         all_reduces=True,
         one_card=True,
+        half_gradients=True,
     ),
-    context_bytes=17 * GIB,
+    context_bytes=7 * GIB,
+    reserved=1.24,
 )
 
 STACKS = (

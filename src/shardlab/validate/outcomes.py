@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.program import Refused, UserError
+from shardlab.validate.fields import Incomplete, number, section, with_whole_numbers
 from shardlab.validate.model_state import model_state_bytes
 from shardlab.validate.predict import Prediction, predict
-from shardlab.validate.reading import Incomplete, read_run
-from shardlab.validate.rows import Measured, measured_of, section
+from shardlab.validate.reading import read_run
+from shardlab.validate.rows import Measured, measured_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Outcome:
         measured: what the run measured.
         prediction: what the simulator says (None: it was not asked).
         reason: why it was not asked.
+        assumed: what the prediction takes for granted because the row does not say it.
     """
 
     id: str
@@ -28,6 +30,7 @@ class Outcome:
     measured: Measured
     prediction: Prediction | None
     reason: str = ""
+    assumed: tuple[str, ...] = ()
 
     @property
     def time_error(self) -> float | None:
@@ -44,21 +47,23 @@ class Outcome:
 
 def outcome_of(row: dict[str, Any]) -> Outcome:
     """Predict one row of a file."""
-    name, source, measured = str(row["id"]), str(row.get("source", "")), measured_of(row)
+    name, source, measured = str(row["id"]), str(row.get("source") or ""), measured_of(row)
     try:
-        return Outcome(name, source, measured, _state(row) if measured.memory == "model state" else _step(row))
+        if measured.memory == "model state":
+            return Outcome(name, source, measured, _state(row))
+        run = read_run(row)
+        return Outcome(name, source, measured, predict(run), assumed=run.assumed)
     except (Incomplete, UserError, Refused) as error:
         return Outcome(name, source, measured, None, str(error))
 
 
-def _step(row: dict[str, Any]) -> Prediction:
-    return predict(read_run(row))
-
-
 def _state(row: dict[str, Any]) -> Prediction:
     """Of a row that gives nothing but the state of a model of so many parameters."""
-    parameters, parallelism = section(row, "model").get("params"), section(row, "parallelism")
+    parameters, parallelism = (
+        number(section(row, "model").get("params")),
+        section(with_whole_numbers(row), "parallelism"),
+    )
     if not parameters or not parallelism.get("dp"):
         raise Incomplete("does not say params and dp")
-    bytes = model_state_bytes(parameters, int(parallelism["dp"]), int(parallelism.get("zero_stage") or 0))
+    bytes = model_state_bytes(parameters, parallelism["dp"], parallelism.get("zero_stage", 0))
     return Prediction(None, bytes, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from shardlab.models import GPT, Blocks, Llama
@@ -10,9 +11,11 @@ from shardlab.program import Mesh, UserError
 from shardlab.simulate.precision import Precision
 from shardlab.simulate.workload import Workload
 from shardlab.strategies.plan import Plan, Recompute
+from shardlab.validate.assumed import assumptions
 from shardlab.validate.clusters import cluster_of
+from shardlab.validate.fields import Incomplete, section, with_whole_numbers
 from shardlab.validate.frameworks import DEEPSPEED, MEGATRON_2021, STACKS, TORCHTITAN, TORCHTITAN_EAGER, Stack
-from shardlab.validate.rows import Measured, measured_of, section
+from shardlab.validate.rows import Measured, measured_of
 from shardlab.validate.stages import layers_per_stage
 
 SCHEDULES = (
@@ -31,10 +34,6 @@ ASYNC_TP = {"tp": 0.4}
 the products. A fit to pytorch/torchtitan's benchmarks, where steps became 5 to 14 % shorter."""
 
 
-class Incomplete(Exception):
-    """A run does not say enough to be predicted; the message says what is missing."""
-
-
 @dataclass(frozen=True)
 class Run:
     """A published run.
@@ -44,6 +43,7 @@ class Run:
         workload: one step of it.
         stack: the framework that ran it.
         measured: what was measured.
+        assumed: what the prediction takes for granted because the row does not say it.
     """
 
     id: str
@@ -51,6 +51,7 @@ class Run:
     workload: Workload
     stack: Stack
     measured: Measured
+    assumed: tuple[str, ...]
 
     @property
     def each(self) -> int:
@@ -79,11 +80,12 @@ def _read(row: dict[str, Any]) -> Run:
     measured = measured_of(row)
     if measured.seconds is None and measured.bytes is None and not measured.out_of_memory:
         raise Incomplete("measured neither the seconds of a step nor memory")
+    row = with_whole_numbers(row)
     for name, keys in WANTED.items():
         missing = [key for key in keys if section(row, name).get(key) is None]
         if missing:
             raise Incomplete(f"does not say {', '.join(missing).replace('_', ' ')}")
-    source = str(row.get("source", ""))
+    source = str(row.get("source") or "")
     stack = next((stack for words, stack in STACKS if words in source), None)
     if stack is None:
         raise Incomplete("comes from no framework that is known here")
@@ -96,7 +98,9 @@ def _read(row: dict[str, Any]) -> Run:
         raise Incomplete(f"ran on a GPU that is unknown here, {section(row, 'hardware')['gpu']}")
     parallelism, batch = section(row, "parallelism"), section(row, "batch")
     zero = 1 if stack.shards_optimizer and not parallelism.get("zero_stage") else parallelism.get("zero_stage") or 0
-    mesh = Mesh(pp=parallelism["pp"], dp_shard=parallelism["dp"], cp=parallelism.get("cp") or 1, tp=parallelism["tp"])
+    others = [parallelism.get(axis, 1) for axis in ("tp", "pp", "cp")]
+    data = parallelism.get("dp") or max(1, section(row, "hardware")["gpus"] // prod(others))
+    mesh = Mesh(pp=parallelism["pp"], dp_shard=data, cp=parallelism.get("cp", 1), tp=parallelism["tp"])
     if mesh.world != section(row, "hardware")["gpus"]:
         raise Incomplete(f"has a mesh of {mesh.world} ranks on {section(row, 'hardware')['gpus']} GPUs")
     rows, each = _batch(batch, mesh)
@@ -111,13 +115,13 @@ def _read(row: dict[str, Any]) -> Run:
     workload = Workload(
         plan, model, cluster, each * mesh.dp_shard, rows, precision_of(row, stack, zero), framework=stack.framework
     )
-    return Run(str(row["id"]), source, workload, stack, measured)
+    return Run(str(row["id"]), source, workload, stack, measured, assumptions(row, stack, model, cluster, plan))
 
 
 WANTED = {
     "model": ("layers", "hidden", "heads", "seq_len"),
     "hardware": ("gpu", "gpus"),
-    "parallelism": ("tp", "pp", "dp"),
+    "parallelism": ("tp", "pp"),
     "batch": ("global_sequences", "micro_batch"),
 }
 """What a row must say."""

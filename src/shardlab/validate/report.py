@@ -85,3 +85,12 @@ def misjudged(outcomes: Sequence[Outcome]) -> list[Outcome]:
         for outcome in outcomes
         if outcome.prediction is not None and outcome.prediction.fits is outcome.measured.out_of_memory
     ]
+
+
+def assumed_by(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
+    """What predictions take for granted, with the ids of the runs that leave it open."""
+    runs: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        for said in outcome.assumed:
+            runs.setdefault(said, []).append(outcome.id)
+    return runs

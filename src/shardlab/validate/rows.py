@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from shardlab.program import UserError
+from shardlab.validate.fields import number, ran_out_of_memory, section
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
 """What a measured figure includes: what tensors take at their peak; what the allocator has reserved for them; all that
@@ -69,20 +70,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def measured_of(row: dict[str, Any]) -> Measured:
     """What a run measured; seconds come from tokens/s where only these are given."""
-    measured, derived = section(row, "measured"), section(row, "derived")
-    seconds = measured.get("iteration_s") or derived.get("iteration_s")
-    rate = measured.get("tokens_per_s_per_gpu")
-    sequences, block = section(row, "batch").get("global_sequences"), section(row, "model").get("seq_len")
-    if seconds is None and rate and sequences and block:
-        seconds = sequences * block / (rate * section(row, "hardware")["gpus"])
-    out = bool(measured.get("out_of_memory") or measured.get("oom"))
+    measured, out = section(row, "measured"), ran_out_of_memory(row)
+    seconds = number(measured.get("iteration_s")) or number(section(row, "derived").get("iteration_s"))
+    seconds = seconds or _from_tokens(row, measured)
     for field, memory, unit in MEMORY_FIELDS:
-        if measured.get(field) is not None:
-            return Measured(seconds, float(measured[field]) * unit, memory, out)
+        found = number(measured.get(field))
+        if found is not None:
+            return Measured(seconds, found * unit, memory, out)
     return Measured(seconds, None, "allocated", out)
 
 
-def section(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """One of a run's objects; an absent one is empty."""
-    value = row.get(name)
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
+    each, all = number(measured.get("tokens_per_s_per_gpu")), number(measured.get("tokens_per_s"))
+    if each and (gpus := number(section(row, "hardware").get("gpus"))):
+        all = each * gpus
+    sequences, block = (
+        number(section(row, name).get(key)) for name, key in (("batch", "global_sequences"), ("model", "seq_len"))
+    )
+    return sequences * block / all if sequences and block and all else None

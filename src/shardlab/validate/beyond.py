@@ -1,0 +1,60 @@
+"""What a GPU holds beyond what a replay counts at its peak: buffers that stand whether or not something lies in them.
+
+Megatron-LM allocates the buffer of all gradients once (`param_and_grad_buffer.py`; `DDP-impl local` before).
+
+PyTorch's caching allocator never gives a block that was allocated on one stream to another
+(`c10/cuda/CUDACachingAllocator.cpp`), and FSDP2 gathers and reduces on streams of their own
+(`torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`). So two things stay reserved while activations are at their
+peak: the room of the reduced gradients, and that of the largest gather. Its root group, the embedding, the last norm
+and the head, stays gathered as a whole.
+"""
+
+from __future__ import annotations
+
+from shardlab.simulate.estimate import Peak
+from shardlab.simulate.memory import Category
+from shardlab.simulate.workload import Workload
+from shardlab.strategies.plan import Plan
+
+
+def standing_gradients(workload: Workload, peak: Peak) -> float:
+    """Bytes of a rank's buffer of gradients that are not in it yet at the peak."""
+    plan = workload.plan
+    assert isinstance(plan, Plan)
+    if plan.shard_gradients or plan.shard_parameters:
+        return 0.0
+    precision = workload.precision
+    each = workload.framework.kept_of_gradient(precision.gradients) / precision.parameters
+    all = each * peak.by_category[Category.PARAMETERS.value]
+    return max(0.0, all - peak.by_category[Category.GRADIENTS.value])
+
+
+def standing_streams(workload: Workload, peak: Peak) -> float:
+    """Bytes of a rank that FSDP2's streams, its root group and a pipeline's messages hold beyond the peak."""
+    plan, model, precision = workload.plan, workload.model, workload.precision
+    assert isinstance(plan, Plan)
+    if not plan.shard_parameters:
+        return 0.0
+    mesh = plan.mesh
+    gradients = precision.gradients / precision.optimizer * peak.by_category[Category.OPTIMIZER.value]
+    embedding = precision.parameters * model.vocabulary * model.width / mesh.tp
+    if mesh.pp == 1:
+        summed = peak.by_category[Category.GRADIENTS.value]
+        return max(0.0, gradients - summed) + 3 * embedding  # the embedding's own, and the root group's gather
+    stage = mesh.coordinate(peak.rank, "pp")
+    ends = stage in (0, mesh.pp - 1)
+    return gradients + ends * embedding + _kept_for_messages(workload, plan, last=stage == mesh.pp - 1)
+
+
+def _kept_for_messages(workload: Workload, plan: Plan, *, last: bool) -> float:
+    """What a pipeline's rank keeps for messages and results (`torch/distributed/pipelining/stage.py`).
+
+    For every microbatch and stage it receives a gradient in a buffer of its own, and an input or, once that is counted
+    as what is kept, holds the stage's output. The last stage keeps all logits, and in the end puts them into one.
+    """
+    mesh, model = plan.mesh, workload.model
+    each, tokens = workload.microbatches // plan.data_ranks, workload.rows * model.block / mesh.cp
+    residual = tokens * model.width / (mesh.tp if plan.sequence_parallel else 1)
+    logits = tokens * model.vocabulary / mesh.tp
+    elements = 2 * plan.stages_of_a_rank(workload.cut.kinds) * residual + last * 2 * logits
+    return each * elements * workload.precision.activations
