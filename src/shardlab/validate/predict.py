@@ -31,6 +31,8 @@ def predict(run: Run) -> Prediction:
     Once its pipeline is full a schedule repeats itself, so that of many microbatches only some are replayed: the rest
     take as long as the last ones did.
     """
+    if run.measured.of_block:
+        return Prediction(_block_seconds(run), *memory_of(run, _replay(run, 1).peaks))
     few = _few(run)
     first = last = _replay(run, few)
     seconds = first.step
@@ -59,6 +61,17 @@ def memory_of(run: Run, peaks: Sequence[Peak]) -> tuple[float, bool]:
     reserved = min(taken + held_back, room - stack.context_bytes) if fits else taken + held_back
     as_measured = {"allocated": allocated, "reserved": reserved}
     return as_measured.get(run.measured.memory, reserved + stack.context_bytes), fits
+
+
+def _block_seconds(run: Run) -> float:
+    """What one more block adds to a step of one microbatch, but for its update."""
+    framework = replace(run.workload.framework, update_bytes=1e-9)
+
+    def step(blocks: int) -> float:
+        model = replace(run.workload.model, layers=blocks)
+        return _replay(replace(run, workload=replace(run.workload, model=model, framework=framework)), 1).step
+
+    return step(3) - step(2)
 
 
 def _few(run: Run) -> int:
