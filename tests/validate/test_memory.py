@@ -10,8 +10,7 @@ import pytest
 from shardlab.simulate.estimate import peak_of
 from shardlab.simulate.memory import memory_in_bytes
 from shardlab.simulate.traced import rank_of
-from shardlab.validate import predict as predicting
-from shardlab.validate.predict import memory_of
+from shardlab.validate.predict import enough, memory_of
 from shardlab.validate.reading import Run, read_run
 from shardlab.validate.rows import GIB
 from tests.validate.chronicles import ROWS as CHRONICLES
@@ -20,7 +19,7 @@ from tests.validate.test_reading import ROWS, changed
 
 def held(run: Run) -> tuple[float, bool]:
     """What a run holds and whether it fits, told by enough microbatches and without asking how long they take."""
-    each = predicting._few(run)  # pyright: ignore[reportPrivateUsage]
+    each = sum(enough(run.plan, run.each))
     workload = replace(run.workload, microbatches=each * run.plan.data_ranks)
     traced = workload.traced
     memories = memory_in_bytes(traced, workload.kept_sizes)

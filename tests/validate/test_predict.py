@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
@@ -108,3 +109,26 @@ def test_a_device_too_small_does_not_fit() -> None:
     crowded = row | {"recompute": "none"}
     assert predict(read_run(row)).fits
     assert not predict(read_run(crowded)).fits
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "recompute", "milliseconds"),
+    [
+        (False, "none", 19.6),
+        (True, "none", 19.0),
+        (False, "full", 27.2),
+        (False, "selective", 20.9),
+        (True, "selective", 20.3),
+    ],
+)
+def test_a_block_takes_what_table_4_of_korthikanti_measured(
+    sequence_parallel: bool, recompute: str, milliseconds: float
+) -> None:
+    """Korthikanti et al. 2022, arXiv 2205.05198, table 4: a block of the 22B model, forward and backward."""
+    row = deepcopy(ROWS["korthikanti-t5-22B-full"]) | {"recompute": recompute}
+    row["parallelism"]["sequence_parallel"] = sequence_parallel
+    row["measured"] = {"layer_forward_ms": milliseconds / 3, "layer_backward_ms": milliseconds * 2 / 3}
+    outcome = outcome_of(row)
+    assert outcome.measured.of_block
+    assert outcome.time_error is not None
+    assert abs(outcome.time_error) < 0.1

@@ -28,6 +28,8 @@ class Prediction:
 
 def predict(run: Run) -> Prediction:
     """Replay a step of a run; of many microbatches only some are replayed (see `enough`)."""
+    if run.measured.of_block:
+        return Prediction(_block_seconds(run), *memory_of(run, _replay(run, 1).peaks))
     few, more = enough(run.plan, run.each)
     first = last = _replay(run, few)
     seconds = first.step
@@ -73,6 +75,17 @@ def enough(plan: Plan, each: int) -> tuple[int, int]:
     more = 2 * ranks if schedule == "interleaved-1f1b" else ranks
     few = full + (each - full) % more
     return (few, more) if 2 * few + more < each else (each, 0)
+
+
+def _block_seconds(run: Run) -> float:
+    """What one more block adds to a step of one microbatch, but for its update."""
+    framework = replace(run.workload.framework, update_bytes=1e-9)
+
+    def step(blocks: int) -> float:
+        model = replace(run.workload.model, layers=blocks)
+        return _replay(replace(run, workload=replace(run.workload, model=model, framework=framework)), 1).step
+
+    return step(3) - step(2)
 
 
 def extended(first: float, second: float, times: float) -> float:

@@ -35,12 +35,14 @@ class Measured:
         bytes: of one GPU's memory (None: not given).
         memory: what these bytes include.
         out_of_memory: whether the run ended for want of memory.
+        of_block: whether the seconds are those of one block, forward and backward, for a microbatch.
     """
 
     seconds: float | None
     bytes: float | None
     memory: Memory
     out_of_memory: bool = False
+    of_block: bool = False
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -73,6 +75,8 @@ def measured_of(row: dict[str, Any]) -> Measured:
     measured, out = section(row, "measured"), ran_out_of_memory(row)
     seconds = number(measured.get("iteration_s")) or number(section(row, "derived").get("iteration_s"))
     seconds = seconds or _from_tokens(row, measured)
+    if seconds is None and (block := _of_block(measured)):
+        return Measured(block, None, "allocated", out, of_block=True)
     for field, memory, unit in MEMORY_FIELDS:
         found = number(measured.get(field))
         if found is not None:
@@ -88,3 +92,11 @@ def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
         number(section(row, name).get(key)) for name, key in (("batch", "global_sequences"), ("model", "seq_len"))
     )
     return sequences * block / all if sequences and block and all else None
+
+
+def _of_block(measured: dict[str, Any]) -> float | None:
+    """Seconds, from milliseconds of one transformer layer."""
+    total, parts = measured.get("layer_total_ms"), ("layer_forward_ms", "layer_backward_ms")
+    forward, backward = (number(measured.get(part)) for part in parts)
+    milliseconds = number(total) or (forward + backward if forward and backward else None)
+    return milliseconds / 1e3 if milliseconds else None
