@@ -9,7 +9,8 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.strategies.schedules import SCHEDULES
-from shardlab.strategies.schedules.csv_schedule import Form, csv_of
+from shardlab.strategies.schedules.csv_schedule import Form
+from tests.strategies.csv_files import csv_of
 
 Captured = pytest.CaptureFixture[str]
 FORMS: list[Form] = ["compute_only", "compute_comms"]

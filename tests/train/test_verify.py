@@ -15,11 +15,12 @@ from shardlab.models import GPT, MLP, Model
 from shardlab.program import Mesh
 from shardlab.strategies import Plan
 from shardlab.strategies.schedules import SCHEDULES
-from shardlab.strategies.schedules.csv_schedule import Form, csv_of
+from shardlab.strategies.schedules.csv_schedule import Form
 from shardlab.train import verify
 from shardlab.train.cases import SHARDINGS
 from shardlab.train.job import Job
 from shardlab.train.verify import TOLERANCE, Verdict, verify_rank
+from tests.strategies.csv_files import csv_of
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -66,7 +66,8 @@ class Profile:
 
     Attributes:
         machine: on what.
-        collectives: by the collective's name and the number of ranks; bytes are those of the whole value.
+        collectives: by the collective's name and the number of ranks, what one adds to a step that computes; bytes are
+            those of the whole value.
         messages: from one rank to another; None if they were not measured.
         kernels: by family and dtype, while all places are busy. Families are "matmul", "attention", "update",
             "pointwise", "pointwise:NAME" for one pointwise kernel of its own speed, all but the update's also with

@@ -30,8 +30,8 @@ def overlap(world: World, team: Team, kind: str, case: Case, alone: float, secon
     """Measure rounds of products of matrices alone, of products and then a collective that is waited for at once, and
     of products between its start and the wait, as an executor does both.
 
-    On a GPU the collective has a stream of its own. Products take as long as the collective at least, or there would
-    be nothing to hide it behind.
+    On a GPU the collective has a stream of its own. Products take about as long as the collective, or longer: there has
+    to be something to hide it behind.
 
     Args:
         alone: seconds of the collective, called again and again; between computations it takes no less.

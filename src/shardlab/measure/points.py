@@ -63,7 +63,7 @@ class CollectivePoint:
 
 @dataclass(frozen=True)
 class OverlapPoint:
-    """A collective in steps that compute: products of matrices, which take as long as the collective at least.
+    """A collective in steps that compute: products of matrices, which take about as long as it does, or longer.
 
     Attributes:
         kind, ranks, bytes: as of `CollectivePoint`; "send_recv" is a message each way at once.
