@@ -43,7 +43,7 @@ class Recorder:
         self.sizes = sizes
         self.watch = watch
         self.ops: list[Op] = []
-        self._values: list[Value | None] = []  # by number; None for what autograd saves, which no program touches
+        self._values: list[Value | Spec | None] = []  # by number: once freed its spec; None for what autograd saves
         self._outstanding: dict[int, Handle[Any]] = {}
         self.handles = 0
         self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # to the index of the op
@@ -111,6 +111,7 @@ class Recorder:
         for handle in value.reading:
             self.emit_wait(handle)
         self.ops.append(free_of(value.number))
+        self._values[value.number] = value.spec
 
     def _end_in_place(self, value: Value) -> None:
         """An update ends the value that it replaces, once nothing reads it any more."""
@@ -149,7 +150,7 @@ class Recorder:
                 self.emit_wait(handle)
         kept: set[Spec] = set()
         for value in self._values:
-            if value is not None and value.alive:
+            if isinstance(value, Value) and value.alive:
                 spec = value.spec
                 loaded = (spec.kind, spec.layer, spec.holds) in self._loaded
                 if value.keys and spec.step and loaded and spec not in kept:

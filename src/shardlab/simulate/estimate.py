@@ -69,7 +69,7 @@ class Estimate:
         busy = 0.0
         for row, tape in enumerate(self.traced.program.tapes):
             starts, ends = self.times.starts[row], self.times.ends[row]
-            busy += sum(ends[at] - starts[at] for at, op in enumerate(tape) if op[4] < 0)
+            busy += sum([end - start for op, start, end in zip(tape, starts, ends, strict=True) if op[4] < 0])
         return self._share(busy)
 
     @cached_property

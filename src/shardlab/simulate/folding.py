@@ -80,7 +80,8 @@ class FoldedRank(Rank):
 
     def specs(self) -> dict[int, Spec]:
         """By number; those that autograd keeps are as the op tells that makes them. The values themselves are gone."""
-        known = {number: value.spec for number, value in enumerate(self._values) if value is not None}
+        values = enumerate(self._values)
+        known = {n: value if isinstance(value, Spec) else value.spec for n, value in values if value is not None}
         self._values.clear()  # each refers to this rank; in a circle they would stay until the collector comes
         for op in self.ops:
             if op[3] and (number := op[3][-1]) not in known:
