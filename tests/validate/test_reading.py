@@ -53,6 +53,7 @@ def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
         ("batch", {"global_sequences": 5}, "has 5 sequences, which 1 data-parallel ranks cannot take"),
         ("model", {"ffn_type": "tanh"}, "activation function that is unknown here, tanh"),
         ("hardware", {"gpu": "abacus"}, "GPU that is unknown here, abacus"),
+        ("hardware", {"gpu": "H1000"}, "GPU that is unknown here, H1000"),
         ("hardware", {"gpus": 16}, "a mesh of 8 ranks on 16 GPUs"),
         ("measured", {"iteration_s": None}, "neither the seconds of a step nor memory"),
     ],
@@ -60,6 +61,27 @@ def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
 def test_what_a_run_does_not_say_is_its_reason(section: str, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(Incomplete, match=reason):
         read_run(changed("korthikanti-t5-22B-full", section, **fields))
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [
+        ("fp16 mixed (fp32 master)", "float16"),
+        ("bf16, fp32 grad accumulation", "bfloat16"),
+        ("amp_fp8 / FSDP mixed_precision=DEFAULT", "float8"),
+        ("Float8", "float8"),
+        ("fp8-rowwise", "bfloat16"),
+        (None, "float16"),
+    ],
+)
+def test_a_precision_is_read_in_the_words_of_its_source(said: str | None, dtype: str) -> None:
+    run = read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": said})
+    assert run.workload.precision.compute == dtype
+
+
+def test_an_unknown_precision_is_a_reason() -> None:
+    with pytest.raises(Incomplete, match="computes in int4, which is unknown here"):
+        read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": "int4"})
 
 
 def test_an_unknown_framework_is_a_reason() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from shardlab.hardware import Cluster
@@ -30,14 +31,15 @@ NETWORKS = (
     ("Omni-Path", "omni-path-100", 4),
     ("RoCE RDMA", "roce-200", 4),  # bandwidth not stated: that of the authors' cloud is assumed
     ("1600 Gbps", "roce-200", 8),
-    ("section title", "roce-200", 8),
 )
 """What a network's description contains, its link, and how many cards eight GPUs share."""
 
 
 def device_name(gpu: str) -> str | None:
     """The device of that description; None: unknown."""
-    return next((name for said, name in GPUS if said in gpu), None)
+    return next(
+        (name for said, name in GPUS if re.search(rf"(?<![A-Za-z0-9]){said}(?![0-9])", gpu, re.IGNORECASE)), None
+    )
 
 
 def cluster_of(hardware: dict[str, Any]) -> Cluster | None:

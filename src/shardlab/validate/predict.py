@@ -29,7 +29,7 @@ class Prediction:
 def predict(run: Run) -> Prediction:
     """Replay a step of a run; of many microbatches only some are replayed (see `enough`)."""
     if run.measured.of_block:
-        return Prediction(_block_seconds(run), *memory_of(run, _replay(run, 1).peaks))
+        return Prediction(_block_seconds(run), memory_of(run, _replay(run, 1).peaks)[0], True)  # it ran alone
     few, more = enough(run.plan, run.each)
     first = last = _replay(run, few)
     seconds = first.step

@@ -221,17 +221,29 @@ def plan_of(row: dict[str, Any], mesh: Mesh, zero: int, stack: Stack, model: Blo
 
 
 DTYPES = (
-    ("rowwise", "bfloat16"),  # of float8 scaled row by row, which in torchtitan's runs gained nothing over bfloat16
+    ("rowwise", "bfloat16"),  # PyTorch's float8 scaled row by row was no faster in torchtitan's benchmarks of 2025
     ("fp8", "float8"),
+    ("float8", "float8"),
     ("bf16", "bfloat16"),
+    ("bfloat16", "bfloat16"),
+    ("fp16", "float16"),
+    ("float16", "float16"),
+    ("fp32", "float32"),
+    ("float32", "float32"),
 )
-"""What a precision's description contains, and in what products are computed."""
+"""What a precision's description contains, and in what products are computed: the first that is found."""
 
 
 def precision_of(row: dict[str, Any], stack: Stack, zero: int) -> Precision:
-    """In which numbers; FSDP's parameters are the optimizer's float32 copy, gathered in half of its width."""
+    """In which numbers; FSDP's parameters are the optimizer's float32 copy, gathered in half of its width.
+
+    Raises:
+        Incomplete: for a dtype that is unknown here.
+    """
     said = str(row.get("precision") or "").lower()
-    compute = next((dtype for words, dtype in DTYPES if words in said), "float16")
+    compute = next((dtype for words, dtype in DTYPES if words in (said or "fp16")), None)
+    if compute is None:
+        raise Incomplete(f"computes in {said}, which is unknown here")
     wide = "fp32 grad" in said or (zero == 3 and "default" in said and "foundry" in stack.framework.name)
     wide = wide or (compute == "bfloat16" and stack.wide_bfloat16_gradients)
     gradients = 4 if wide else stack.reduce_bytes
