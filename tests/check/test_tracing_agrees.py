@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from shardlab.check import check
-from shardlab.program import World
+from shardlab.program import Spec, World
 from tests.support.interpreter import judge
 from tests.support.random_programs import Shape, program_of, random_program, shapes
 
@@ -17,7 +17,8 @@ def test_tracing_and_the_check_give_every_value_one_spec(shape: Shape) -> None:
     world = World(shape.mesh, shape.layers, shape.microbatches)
     checked = check(world.run(program_of(shape)))
     for rank, specs in zip(world.ranks, checked.specs, strict=True):
-        believed = {value.number: value.spec for value in rank._values if value is not None}
+        values = enumerate(rank._values)
+        believed = {number: value if isinstance(value, Spec) else value.spec for number, value in values if value}
         assert believed == {number: specs[number] for number in believed}
 
 

@@ -95,5 +95,11 @@ def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() 
     )
 
 
+def test_a_product_that_nobody_reads_is_the_feed_forwards_last() -> None:
+    for model in (LLAMA, halves_of(LLAMA)):
+        more = sum(saved(model, Kept(per_op=True, unread=True))) - sum(saved(model, Kept(per_op=True)))
+        assert more == 3 * ROWS * S * H
+
+
 def test_every_choice_is_tried() -> None:
-    assert {field.name for field in fields(Kept)} == {"mask", "branch", "gathered", "activated", "per_op"}
+    assert {field.name for field in fields(Kept)} == {"mask", "branch", "gathered", "activated", "per_op", "unread"}

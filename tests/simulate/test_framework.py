@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -43,7 +43,14 @@ SHORTER: dict[str, Framework] = {
     "carries_sum": Framework(carries_sum=True),
     "bucket": Framework(bucket=400e6),
 }
-MEMORY: dict[str, Framework] = {"kept": Framework(kept=Kept(branch=False)), "logit_bytes": Framework(logit_bytes=14.0)}
+MEMORY: dict[str, Framework] = {
+    "kept": Framework(kept=Kept(branch=False)),
+    "logit_bytes": Framework(logit_bytes=14.0),
+    "sliced_logit_bytes": Framework(logit_bytes=4.0, sliced_logit_bytes=18.0),
+    "half_gradients": Framework(half_gradients=True),
+}
+ELSEWHERE = {"attends"}
+"""What needs another mesh to matter, and has a test of its own."""
 
 
 @pytest.mark.parametrize("field", LONGER)
@@ -62,7 +69,7 @@ def test_what_saves_time_makes_the_step_shorter_and_leaves_memory_alone(field: s
 
 def test_every_field_that_says_what_is_done_is_tried() -> None:
     said = {field.name for field in fields(Framework)} - {"name", "source"}
-    assert said == {*LONGER, *SHORTER, *MEMORY}
+    assert said == {*LONGER, *SHORTER, *MEMORY, *ELSEWHERE}
 
 
 def test_what_is_not_kept_lowers_the_peak_and_takes_no_time() -> None:
@@ -77,6 +84,35 @@ def test_a_loss_that_holds_more_for_each_logit_has_a_higher_peak() -> None:
     peaks = [step(Framework(logit_bytes=bytes), model, Plan(Mesh()), "h100x1").peak.bytes for bytes in (0.0, 4.0, 14.0)]
     assert peaks[0] == peaks[1]
     assert peaks[2] - peaks[1] == (14 - 4) * 256 * 50304
+
+
+def test_a_loss_of_sliced_logits_may_hold_more_of_each() -> None:
+    model = GPT(layers=1, width=32, heads=2, block=256, vocabulary=50304)
+    tensor, single = Plan(Mesh(tp=2)), Plan(Mesh())
+    whole, sliced = Framework(logit_bytes=4.0), MEMORY["sliced_logit_bytes"]
+    more = step(sliced, model, tensor, "h100x2").peak.bytes - step(whole, model, tensor, "h100x2").peak.bytes
+    assert more == (18 - 4) * 256 * 50304 / 2
+    assert step(sliced, model, single, "h100x1").peak.bytes == step(whole, model, single, "h100x1").peak.bytes
+
+
+@pytest.mark.parametrize(("precision", "bytes"), [("bf16-fp32-grads", 2), ("bf16", 0)])
+def test_half_gradients_stay_beside_their_float32_sum_and_nowhere_else(precision: str, bytes: int) -> None:
+    model = GPT(layers=2, width=256, heads=4, block=16, vocabulary=512)
+
+    def gradients(framework: Framework) -> int:
+        workload = Workload(Plan(Mesh()), model, find_cluster("h100x1"), 1, 1, find_precision(precision))
+        return replace(workload, framework=framework).estimate().peak.by_category["gradients"]
+
+    own = gradients(OWN)
+    assert gradients(MEMORY["half_gradients"]) == own * (4 + bytes) // 4
+
+
+def test_without_balance_the_busiest_context_parallel_rank_attends_longer() -> None:
+    plan = Plan(Mesh(cp=2), context="all_gather")
+    changed, own = step(Framework(attends=1.5), plan=plan), step(OWN, plan=plan)
+    assert changed.step > own.step
+    assert changed.peak.bytes == own.peak.bytes
+    assert step(Framework(attends=1.5)).step == step(OWN).step, "nobody is context-parallel"
 
 
 def test_a_message_is_scattered_only_among_ranks_that_have_the_same() -> None:

@@ -82,7 +82,7 @@ class Framework:
         Args:
             slices: into how many sequence parallelism cuts a sequence.
         """
-        if self.kept == AUTOGRAD and not self.logit_bytes:
+        if self.kept == AUTOGRAD and not (self.logit_bytes or self.half_gradients):
             return sizes
         width = sizes.element_bytes[Kind.SAVED]
         saved = tuple(kept_elements(model, layer, rows, self.kept, width) for layer in range(model.layers))
