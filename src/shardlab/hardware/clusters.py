@@ -29,6 +29,9 @@ from shardlab.program import UserError
 
 T = TypeVar("T", Device, Link)
 
+MOST_EFFICIENT = 1.1
+"""The largest share of a link's bandwidth that a file may give it: what a switch sums is sent once (see `links`)."""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -99,6 +102,10 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
         raise UserError(
             f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file, or local; "
             f"of clusters with 8 devices {nearest(name, [f'{device}x8' for device in DEVICES])}"
+        )
+    if (own := f"{found[1]}x") in DEVICES and found[1] not in DEVICES:
+        raise UserError(
+            f"{name!r} has no x between device and count: the device is called {own}; give {own}x{found[2]}"
         )
     device = find_device(found[1])
     return cluster_of(device, int(found[2]))
@@ -188,6 +195,20 @@ def changed(path: Path, row: T, given: Any) -> T:
     for key, value in new.items():
         if key not in numbers:
             raise UserError(f"{path}: {row.name} has no number called {key!r}; {nearest(key, numbers)}")
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise UserError(f"{path}: {key} of {row.name} is {value!r}, not a number")
+        if wanted := what_else(key, value):
+            raise UserError(f"{path}: {key} of {row.name} is {value!r}; give {wanted}")
     return replace(row, **new)
+
+
+def what_else(key: str, value: float) -> str | None:
+    """What a number of a device or a link should be, if it is none that can be."""
+    if key == "units":
+        return None if isinstance(value, int) and value >= 1 else "a whole number of at least 1"
+    if key == "efficiency":
+        good = 0 < value <= MOST_EFFICIENT
+        return None if good else f"the share of its bandwidth that is reached, above 0 and at most {MOST_EFFICIENT}"
+    if key == "latency":
+        return None if 0 <= value < float("inf") else "seconds, 0 or more"
+    return None if 0 < value < float("inf") else "a number above 0"
