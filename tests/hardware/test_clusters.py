@@ -11,7 +11,6 @@ from shardlab.hardware import DEVICES, LINKS, Device, Link, find_cluster
 from shardlab.hardware.clusters import NODES, what_else
 from shardlab.program import UserError
 
-
 DEVICE_NUMBERS = ("memory", "bandwidth", "units")
 
 
@@ -38,7 +37,7 @@ def test_every_device_has_a_node_of_known_links() -> None:
         ("h100", "'h100' is not a cluster; write DEVICExCOUNT such as h100x16"),
         ("h100x0", "'h100x0' is not a cluster"),
         ("h100x12", "12 x h100 are not whole nodes of 8; take 8 or 16"),
-        ("mi300x8", "the device is called mi300x; give mi300xx8"),
+        ("mi300x8", "since the device is called mi300x; give mi300xx8"),
         ("nowhere.toml", "there is no cluster file nowhere.toml"),
     ],
 )

@@ -105,7 +105,7 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
         )
     if (own := f"{found[1]}x") in DEVICES and found[1] not in DEVICES:
         raise UserError(
-            f"{name!r} has no x between device and count: the device is called {own}; give {own}x{found[2]}"
+            f"{name!r} lacks the x before the count, since the device is called {own}; give {own}x{found[2]}"
         )
     device = find_device(found[1])
     return cluster_of(device, int(found[2]))
