@@ -34,11 +34,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def write_profile(machine: Machine | None = None) -> None:
+def write_profile(machine: Machine | None = None, path: Path | None = None) -> None:
     """A machine on which ops take, in seconds, what they take in unit costs."""
     collectives = {(kind, 2): Line(0.3, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
     kernels = {(family, "float32"): Rate(launch, 0.0, 0.0) for family, launch in LAUNCHES.items()}
-    Profile(machine or this_machine(), collectives, Line(0.2, 0.0), kernels, 1e9).write()
+    Profile(machine or this_machine(), collectives, Line(0.2, 0.0), kernels, 1e9).write(path)
 
 
 def written(folder: Path, *, whole: bool = True) -> Checked:
@@ -97,6 +97,13 @@ def test_the_profile_of_another_machine_is_taken_only_by_force(
     assert main(["compare", str(tmp_path)]) == 2
     assert "is from another machine" in capsys.readouterr().err
     assert main(["compare", str(tmp_path), "--force"]) == 0
+
+
+def test_a_profile_in_a_file_is_predicted_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    write_profile(path=tmp_path / "mine.json")
+    assert main(["compare", str(tmp_path), "--cluster", str(tmp_path / "mine.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["ratio"] == pytest.approx(1 / 3)
 
 
 def test_a_named_cluster_is_another_machine_to_predict_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,8 @@ class Compare:
     cluster: Annotated[
         str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: local, if it is there)")
     ] = None
-    """On what the prediction is made; local is this machine as shardlab bench measured it."""
+    """On what the prediction is made; local is this machine as shardlab bench measured it, and so is the
+    path/to/profile.json of its --profile."""
 
     force: Flag = False
     """Take a profile from another machine."""

@@ -45,7 +45,8 @@ class Simulate:
     """A model by name, such as gpt2-xl or llama3-8b, or path/to/model.toml; with --cluster."""
 
     cluster: Name = None
-    """Devices and how many, such as h100x16, or path/to/cluster.toml, or local; with --model."""
+    """Devices and how many, such as h100x16, or path/to/cluster.toml; or, as bench measured it, local or
+    path/to/profile.json. With --model."""
 
     rows: OptionalCount = None
     """Sequences of a microbatch (default: 1; with --model)."""
@@ -54,7 +55,7 @@ class Simulate:
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
 
     force: Flag = False
-    """Take a profile from another machine; with --cluster local."""
+    """Take a profile from another machine; with --cluster local or path/to/profile.json."""
 
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a

@@ -1,4 +1,4 @@
-"""Clusters by name: `h100x16`, a TOML file, or `local` for this machine's profile.
+"""Clusters by name: `h100x16`, a TOML file, or a profile: `local` for this machine's, or a JSON file.
 
 A file names a device and its nodes, and may put its own figures in the place of the table's:
 
@@ -86,21 +86,24 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
     """The cluster of that name.
 
     Args:
-        name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured.
-        here: this machine, which "local" has to be from.
+        name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured,
+            or the path of the JSON file that its --profile wrote.
+        here: this machine, which a profile has to be from.
         force: take a profile from another machine.
 
     Raises:
         UserError: there is no such device, the count is not whole nodes, or the file does not describe a cluster.
     """
-    if is_local(name):
-        return Cluster.of_profile(Profile.read(here=here, force=force))
+    if is_measured(name):
+        path = Path(name) if name.endswith(".json") else None
+        return Cluster.of_profile(Profile.read(path, here=here, force=force))
     if name.endswith(".toml"):
         return read_cluster(Path(name))
     found = re.fullmatch(r"(.+)x(\d+)", name.strip().lower())
     if found is None or int(found[2]) == 0:
         raise UserError(
-            f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file, or local; "
+            f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file or a profile's "
+            f".json, or local; "
             f"of clusters with 8 devices {nearest(name, [f'{device}x8' for device in DEVICES])}"
         )
     if (own := f"{found[1]}x") in DEVICES and found[1] not in DEVICES:
@@ -111,9 +114,9 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
     return cluster_of(device, int(found[2]))
 
 
-def is_local(name: str) -> bool:
+def is_measured(name: str) -> bool:
     """Whether a cluster of that name is what `shardlab bench` measured."""
-    return name.strip().lower() == "local"
+    return name.strip().lower() == "local" or name.endswith(".json")
 
 
 def cluster_of(device: Device, count: int) -> Cluster:
