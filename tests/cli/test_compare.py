@@ -75,6 +75,13 @@ def test_both_timelines_go_into_one_file_for_trace_viewers(tmp_path: Path) -> No
     assert live == [{"parameters": 8, "activations": 6}]
 
 
+def test_a_picture_and_a_trace_are_not_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    for command in (["compare", str(tmp_path)], ["simulate", "ddp"]):
+        assert main([*command, "--svg", str(tmp_path / "a"), "--trace", str(tmp_path / "a")]) == 2
+        assert "give each a file of its own" in capsys.readouterr().err
+
+
 def test_json_alone_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path)
     write_profile()

@@ -12,7 +12,7 @@ import tyro
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
 from shardlab.cli.options import Flag, NewFile
-from shardlab.cli.picture import check_new_file, save_trace
+from shardlab.cli.picture import check_new_files, save_trace
 from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
 from shardlab.simulate.compare import Comparison, Pair, compare
@@ -58,8 +58,7 @@ class Compare:
     """Print JSON alone."""
 
     def run(self) -> int:
-        check_new_file("--svg", self.svg, "comparison.svg")
-        check_new_file("--trace", self.trace, "trace.json")
+        check_new_files(self.svg, self.trace, "comparison.svg")
         trace = read_trace(self.folder)
 
         from shardlab.train.described import job_of

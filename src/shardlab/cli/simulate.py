@@ -9,7 +9,7 @@ from typing import Any
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
-from shardlab.cli.picture import check_new_file, save_picture, save_trace
+from shardlab.cli.picture import check_new_files, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
@@ -73,8 +73,7 @@ class Simulate:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        check_new_file("--svg", self.svg, "timeline.svg")
-        check_new_file("--trace", self.trace, "trace.json")
+        check_new_files(self.svg, self.trace, "timeline.svg")
         if self._is_priced():
             return self._run_priced()
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
