@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from shardlab.cli.console import stdout_console
 from shardlab.measure.fit import Errors
 from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
@@ -22,7 +23,7 @@ PASSES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 def print_collectives(points: Sequence[Point], console: Console | None = None) -> None:
     """Every collective at every size, how much of it is hidden, and its latency and bandwidth."""
-    console = console or Console(highlight=False)
+    console = console or stdout_console()
     measured = [point for point in points if isinstance(point, CollectivePoint)]
     table = _table("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "CS336", "wrong", left=1)
     for point, before in zip(measured, [None, *measured], strict=False):
@@ -87,7 +88,7 @@ def hidden_text(share: float) -> str:
 
 def print_compute(points: Sequence[Point], console: Console | None = None) -> None:
     """Every layer at every size as a share of the peak, and the rates of the kernels."""
-    console = console or Console(highlight=False)
+    console = console or stdout_console()
     peaks = {(p.dtype, p.processes): p for p in points if isinstance(p, PeakPoint)}
     groups = crowds(points)
     if groups:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
+from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Count, Flag
 from shardlab.program import Reduction, UserError
 
@@ -138,7 +138,7 @@ class Collectives:
     def _print(self, names: list[str], found: dict[tuple[str, ...], Shown]) -> None:
         from shardlab.cli.collectives_table import print_same, print_shown
 
-        console = Console(highlight=False)
+        console = stdout_console()
         if names != ["barrier"]:
             unit = 10 if self.ranks <= 10 else 100
             console.print(f"[dim]{unit} and {unit + 1} are elements 0 and 1 of rank 1's tensor; - is no tensor[/]\n")

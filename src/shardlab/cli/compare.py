@@ -15,6 +15,7 @@ from shardlab.cli.options import Flag, NewFile
 from shardlab.cli.picture import check_new_files, save_trace
 from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
+from shardlab.program.values import counted
 from shardlab.simulate.compare import Comparison, Pair, compare
 from shardlab.simulate.counters import memory_counters
 from shardlab.simulate.estimate import Estimate, estimate
@@ -79,7 +80,7 @@ class Compare:
             print(json_format.dumps(as_json(trace.job, checked, comparison, measured), indent=2))
         else:
             written = [path for path in (self.svg, self.trace) if path is not None]
-            print_comparison(comparison, f"{job.title} on {job.ranks} ranks", written)
+            print_comparison(comparison, f"{job.title} on {counted(job.ranks, 'rank')}", written)
         return 0
 
     def _estimate(self, job: Job, checked: Checked) -> Estimate | None:

@@ -13,6 +13,7 @@ from shardlab.hardware.measured import device_of_profile, measured_seconds
 from shardlab.hardware.names import find
 from shardlab.hardware.profile import Profile
 from shardlab.program import UserError
+from shardlab.program.values import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,7 @@ class Cluster:
         """
         if ranks > self.size:
             raise UserError(
-                f"{ranks} ranks do not fit on {self.size} devices ({self}); "
+                f"{counted(ranks, 'rank')} do not fit on {counted(self.size, 'device')} ({self}); "
                 f"make the mesh smaller, or the cluster {ranks} devices"
             )
 
