@@ -142,6 +142,19 @@ def test_of_a_crashed_run_what_there_is_is_shown_and_what_is_missing_named(
     assert "1     forward" in out
 
 
+def test_of_a_file_that_was_cut_off_what_can_be_read_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path)
+    path = tmp_path / "measured.jsonl"
+    text = path.read_text()
+    path.write_text(text[: 2 * len(text) // 3])
+    assert main(["compare", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"incomplete: {path} is cut off: " in out
+    assert "1     forward" in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
