@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -19,14 +19,14 @@ def _count(words: list[str]) -> int:
         raise ValueError(f"{words[0]!r} is not a whole number; give 1 or more.") from None
 
 
-def check_counts(command: Any) -> None:
+def check_counts(command: object) -> None:
     """Refuse a count of less than 1 among a command's options: tyro would take eight lines to say so.
 
     Raises:
         UserError: with the option.
     """
     hints = get_type_hints(type(command), include_extras=True)
-    for field in fields(command):
+    for field in fields(cast(Any, command)):
         value = getattr(command, field.name)
         if is_dataclass(value):
             check_counts(value)
