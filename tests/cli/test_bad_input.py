@@ -182,16 +182,34 @@ def test_a_request_that_cannot_be_met_is_one_sentence_and_exits_with_2(
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ("0", "0 is too few; give 1 or more"),
-        ("-4", "-4 is too few; give 1 or more"),
         ("four", "'four' is not a whole number; give 1 or more"),
         ("1.5", "'1.5' is not a whole number; give 1 or more"),
     ],
 )
-def test_counts_are_whole_and_at_least_one(option: str, value: str, sentence: str, capsys: Captured) -> None:
+def test_counts_are_whole(option: str, value: str, sentence: str, capsys: Captured) -> None:
     status, err = refused(capsys, "simulate", "pipeline-fsdp", option, value)
     assert status == 2
     assert f"Error parsing {option}: {sentence}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("simulate pipeline-fsdp --ranks 0", "--ranks: 0 is too few; give 1 or more"),
+        ("simulate pipeline-fsdp --layers -4", "--layers: -4 is too few"),
+        ("simulate zero-3 --model gpt2 --cluster h100x8 --rows -1", "--rows: -1 is too few"),
+        ("simulate --dp-replicate 0", "--dp-replicate: 0 is too few"),
+        ("train --kv-heads 0", "--kv-heads: 0 is too few"),
+        ("schedule 1f1b --pp 0", "--pp: 0 is too few"),
+        ("bench collectives --factor 0", "--factor: 0 is too few"),
+        ("collectives show all --ranks 0", "--ranks: 0 is too few"),
+    ],
+)
+def test_counts_are_at_least_one_which_one_sentence_says(arguments: str, sentence: str, capsys: Captured) -> None:
+    status, err = refused(capsys, *arguments.split())
+    assert status == 2
+    assert err.startswith(f"shardlab: {sentence}")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -203,10 +221,8 @@ def test_counts_are_whole_and_at_least_one(option: str, value: str, sentence: st
         ("simulate --pp 2 --reshard-after never", "never"),
         ("simulate --pp 2 --recompute half", "half"),
         ("simulate --pp two", "'two' is not a whole number; give 1 or more"),
-        ("simulate --dp-replicate 0", "0 is too few; give 1 or more"),
         ("schedule", "SCHEDULE"),
         ("schedule 1f1b --form csv", "compute_only"),
-        ("schedule 1f1b --pp 0", "0 is too few; give 1 or more"),
         ("strategies --svg x", "--svg"),
         ("simulate fsdp --svg", "--svg"),
     ],

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from shardlab.cli.bench_tables import hidden_text
 from shardlab.hardware import Profile
 from shardlab.measure.points import CollectivePoint, OverlapPoint, PeakPoint, Point, append
 
@@ -31,6 +32,7 @@ TINY = ["--min", "64", "--max", "256", "--seconds", "0.0001"]
         (["collectives", "--ranks", "1"], "one rank has nobody to communicate with; give --ranks 2 or more"),
         (["collectives", "--seconds", "0"], "--seconds is 0.0; give a positive number of seconds"),
         (["collectives", "--plot", "no/such/folder.svg"], "the folder no/such does not exist"),
+        (["collectives", "--profile", "mine.txt"], "--profile mine.txt: its name must end in .json"),
         (["compute", "--batches", "8by128"], "'8by128' is no microbatch"),
         (["compute", "--dtype", "float31"], "is called 'float31'; did you mean float32"),
         (["compute", "--widths", "4"], "a width of 4 is too small"),
@@ -59,7 +61,7 @@ def test_collectives_are_told_in_json_drawn_and_kept(tmp_path: Path, capsys: Cap
     bandwidths = {"algorithm_bandwidth", "bus_bandwidth", "cs336_bandwidth"}
     assert {"seconds", "iterations", "ranks", *bandwidths} < set(told["collectives"][0])
     assert {"compute", "communication", "together", "hidden"} < set(told["overlap"][0])
-    assert {"kind", "ranks", "alpha", "beta", "errors"} == set(told["fits"][0])
+    assert {"kind", "ranks", "alpha", "beta", "errors", "doubt"} == set(told["fits"][0])
     assert told["failure"] is None
     kept = Profile.read(profile)
     assert {(fit["kind"], fit["ranks"]) for fit in told["fits"]} == {*kept.collectives, ("send_recv", 2)}
@@ -100,6 +102,7 @@ def test_what_was_measured_before_a_failure_is_told_and_kept(
     told = capsys.readouterr()
     assert "all_reduce" in told.out
     assert "50%" in told.out
+    assert "doubtful: all_reduce (2): one size alone does not tell" in told.out
     assert "the cable is a fish" in told.err
     assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
 
@@ -124,3 +127,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert 1 <= len(told["collectives"]) < 9
     assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
     assert err.splitlines()[-1].startswith("shardlab: interrupted")
+
+
+@pytest.mark.parametrize(("share", "text"), [(-6.75, "none"), (0.0, "0%"), (0.5, "50%"), (1.4, "100%")])
+def test_what_was_hidden_is_a_share_of_what_could_be(share: float, text: str) -> None:
+    assert hidden_text(share) == text

@@ -56,13 +56,24 @@ def test_this_machines_own_profile_needs_no_force(capsys: Captured) -> None:
     assert step_of(capsys, *SIMULATE) == step_of(capsys, *SIMULATE, "--force")
 
 
+def test_a_profile_in_a_file_is_named_as_a_cluster_file_is(tmp_path: Path, capsys: Captured) -> None:
+    mine, theirs = (
+        profile_of(this_machine()).write(tmp_path / "Mine.json"),
+        profile_of(OTHER).write(tmp_path / "o.json"),
+    )
+    assert step_of(capsys, *SIMULATE[:-1], str(mine)) > 1
+    assert "is from another machine" in refused(capsys, *SIMULATE[:-1], str(theirs))
+    assert step_of(capsys, *SIMULATE[:-1], str(theirs), "--force") > 1
+    assert "there is no profile at none.json" in refused(capsys, *SIMULATE[:-1], "none.json")
+
+
 def test_without_a_profile_force_does_not_help(capsys: Captured) -> None:
     assert "there is no profile at" in refused(capsys, *SIMULATE, "--force")
 
 
 def test_what_is_no_profile_is_not_forced(capsys: Captured) -> None:
     gpu = [*SIMULATE[:-1], "h100x2", "--force"]
-    assert "--force takes a profile, and h100x2 has none; give --cluster local" in refused(capsys, *gpu)
+    assert "--force takes a profile, and h100x2 is none; give --cluster local" in refused(capsys, *gpu)
     assert "--force is for a model on a cluster" in refused(capsys, "simulate", "fsdp", "--force")
 
 

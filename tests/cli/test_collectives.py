@@ -63,6 +63,8 @@ def test_all_of_them_as_json(capsys: Captured) -> None:
         (["fish"], "there is no collective 'fish'; the names are broadcast, scatter, gather"),
         (["gather", "--ranks", "1"], "--ranks 1: collectives are shown among 2 to 99 ranks"),
         (["gather", "--root", "4"], "--root 4: there are ranks 0-3; give one of them"),
+        (["all_gather", "--reduction", "mean"], "--reduction mean: all_gather has none; reduce and all_reduce have"),
+        (["reduce-scatter", "--reduction", "max"], "--reduction max: reduce_scatter has none"),
         (["gather", "--root", "-1"], "--root -1: there are ranks 0-3"),
     ],
 )

@@ -34,11 +34,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def write_profile(machine: Machine | None = None) -> None:
+def write_profile(machine: Machine | None = None, path: Path | None = None) -> None:
     """A machine on which ops take, in seconds, what they take in unit costs."""
     collectives = {(kind, 2): Line(0.3, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
     kernels = {(family, "float32"): Rate(launch, 0.0, 0.0) for family, launch in LAUNCHES.items()}
-    Profile(machine or this_machine(), collectives, Line(0.2, 0.0), kernels, 1e9).write()
+    Profile(machine or this_machine(), collectives, Line(0.2, 0.0), kernels, 1e9).write(path)
 
 
 def written(folder: Path, *, whole: bool = True) -> Checked:
@@ -75,6 +75,13 @@ def test_both_timelines_go_into_one_file_for_trace_viewers(tmp_path: Path) -> No
     assert live == [{"parameters": 8, "activations": 6}]
 
 
+def test_a_picture_and_a_trace_are_not_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    for command in (["compare", str(tmp_path)], ["simulate", "ddp"]):
+        assert main([*command, "--svg", str(tmp_path / "a"), "--trace", str(tmp_path / "a")]) == 2
+        assert "give each a file of its own" in capsys.readouterr().err
+
+
 def test_json_alone_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path)
     write_profile()
@@ -97,6 +104,13 @@ def test_the_profile_of_another_machine_is_taken_only_by_force(
     assert main(["compare", str(tmp_path)]) == 2
     assert "is from another machine" in capsys.readouterr().err
     assert main(["compare", str(tmp_path), "--force"]) == 0
+
+
+def test_a_profile_in_a_file_is_predicted_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    write_profile(path=tmp_path / "mine.json")
+    assert main(["compare", str(tmp_path), "--cluster", str(tmp_path / "mine.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["ratio"] == pytest.approx(1 / 3)
 
 
 def test_a_named_cluster_is_another_machine_to_predict_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +139,19 @@ def test_of_a_crashed_run_what_there_is_is_shown_and_what_is_missing_named(
     require_readable(events)
     assert {event["pid"] for event in events if event["ph"] == "X"} == {1}
     assert "incomplete: rank 0 left no record" in out
+    assert "1     forward" in out
+
+
+def test_of_a_file_that_was_cut_off_what_can_be_read_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path)
+    path = tmp_path / "measured.jsonl"
+    text = path.read_text()
+    path.write_text(text[: 2 * len(text) // 3])
+    assert main(["compare", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"incomplete: {path} is cut off: " in out
     assert "1     forward" in out
 
 

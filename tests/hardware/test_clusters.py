@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from shardlab.hardware import DEVICES, LINKS, find_cluster
-from shardlab.hardware.clusters import NODES
+from shardlab.hardware import DEVICES, LINKS, Device, Link, find_cluster
+from shardlab.hardware.clusters import NODES, what_else
 from shardlab.program import UserError
+
+DEVICE_NUMBERS = ("memory", "bandwidth", "units")
 
 
 def test_a_name_is_a_device_and_a_count() -> None:
@@ -34,6 +37,7 @@ def test_every_device_has_a_node_of_known_links() -> None:
         ("h100", "'h100' is not a cluster; write DEVICExCOUNT such as h100x16"),
         ("h100x0", "'h100x0' is not a cluster"),
         ("h100x12", "12 x h100 are not whole nodes of 8; take 8 or 16"),
+        ("mi300x8", "since the device is called mi300x; give mi300xx8"),
         ("nowhere.toml", "there is no cluster file nowhere.toml"),
     ],
 )
@@ -76,6 +80,16 @@ def test_a_file_changes_the_figures_that_it_names(tmp_path: Path) -> None:
         ('[device]\nbase = "h100"\nmemry = 1', "h100 has no number called 'memry'; did you mean memory"),
         ('[device]\nbase = "h100"\nmemory = "1"', "memory of h100 is '1', not a number"),
         ("device = ", "is not a cluster file"),
+        ('device = "h100"\ncards = 0', "cards is 0, not a whole number of at least 1"),
+        ('device = "h100"\nper_node = 0', "per_node is 0, not a whole number of at least 1"),
+        *((f'[device]\nbase = "h100"\n{key} = 0', f"{key} of h100 is 0; give") for key in DEVICE_NUMBERS),
+        ('[device]\nbase = "h100"\nunits = 1.5', "units of h100 is 1.5; give a whole number of at least 1"),
+        ('device = "h100"\n[inside]\nefficiency = 0', "efficiency of nvlink4 is 0; give the share of its bandwidth"),
+        ('device = "h100"\n[inside]\nefficiency = 50', "is 50; give the share .* above 0 and at most 1.1"),
+        ('device = "h100"\n[outside]\nbandwidth = 0', "bandwidth of infiniband-ndr is 0; give a number above 0"),
+        ('device = "h100"\n[outside]\nbandwidth = inf', "bandwidth of infiniband-ndr is inf; give a number above 0"),
+        ('device = "h100"\n[outside]\nlatency = -1e-6', "latency of infiniband-ndr is -1e-06; give seconds, 0 or more"),
+        ('device = "h100"\n[outside]\nlatency = nan', "latency of infiniband-ndr is nan; give seconds, 0 or more"),
     ],
 )
 def test_a_file_that_describes_no_cluster_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -83,3 +97,17 @@ def test_a_file_that_describes_no_cluster_is_refused(tmp_path: Path, text: str, 
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         find_cluster(str(path))
+
+
+def test_every_figure_of_the_tables_could_stand_in_a_file() -> None:
+    rows: list[Device | Link] = [*DEVICES.values(), *LINKS.values()]
+    for row in rows:
+        numbers = {field.name: getattr(row, field.name) for field in fields(row)}
+        given = {key: n for key, n in numbers.items() if isinstance(n, (int, float)) and (key, n) != ("pair", 0.0)}
+        assert not [key for key, number in given.items() if what_else(key, number)]
+
+
+def test_a_link_without_latency_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('device = "h100"\n[inside]\nlatency = 0\n')
+    assert find_cluster(str(path)).inside.latency == 0

@@ -84,3 +84,26 @@ def test_collectives_on_four_h100_take_what_cs336_measured(kind: str, bytes: int
 def test_an_unknown_collective_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match="no collective is called 'allreduce'; did you mean all_reduce"):
         CLUSTER.collective_seconds("allreduce", 1.0, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("bytes", "ranks", "message"),
+    [
+        (-5, [0, 1], "-5 bytes cannot be sent; give 0 or more"),
+        (float("nan"), [0, 1], "nan bytes cannot be sent"),
+        (8, [0, 99], "there is no rank 99 on 2 x 8 h100; its ranks are 0 to 15"),
+        (8, [-1, 0], "there is no rank -1 on 2 x 8 h100"),
+        (8, [], "a collective of no ranks was asked for"),
+        (8, [3, 3], r"ranks \[3, 3\] name one twice"),
+    ],
+)
+def test_bytes_and_ranks_that_cannot_be_are_refused(bytes: float, ranks: list[int], message: str) -> None:
+    cluster = find_cluster("h100x16")
+    with pytest.raises(UserError, match=message):
+        cluster.collective_seconds("all_reduce", bytes, ranks)
+
+
+@pytest.mark.parametrize(("bytes", "target"), [(-5, 1), (8, 99)])
+def test_a_message_of_negative_size_or_to_nobody_is_refused(bytes: float, target: int) -> None:
+    with pytest.raises(UserError, match=r"-5 bytes cannot be sent|there is no rank 99"):
+        find_cluster("h100x16").message_seconds(bytes, 0, target)

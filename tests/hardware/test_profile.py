@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,16 @@ def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path)
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
-    with pytest.raises(UserError, match="is not a profile"):
+    with pytest.raises(UserError, match="is not a profile") as refused:
+        Profile.read(path)
+    assert "indices" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("entry", "value"), [("memory", 0), ("machine", {**asdict(MACHINE), "places": 0})])
+def test_a_machine_with_no_place_or_no_memory_is_refused(tmp_path: Path, entry: str, value: object) -> None:
+    path = PROFILE.write(tmp_path / "profile.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), entry: value}))
+    with pytest.raises(UserError, match=r"is not a profile \(. places for ranks"):
         Profile.read(path)
 
 
@@ -89,15 +99,19 @@ def test_a_missing_profile_says_how_to_make_one(tmp_path: Path) -> None:
         Profile.read(tmp_path / "profile.json")
 
 
+def eight_places() -> Cluster:
+    return Cluster.of_profile(replace(PROFILE, machine=replace(MACHINE, places=8)))
+
+
 def test_collectives_take_what_was_measured() -> None:
-    cluster = Cluster.of_profile(PROFILE)
+    cluster = eight_places()
     assert cluster.collective_seconds("all_reduce", 1e6, [0, 1]) == pytest.approx(1.1e-3)
     assert cluster.collective_seconds("all_reduce", 1e6, range(4)) == pytest.approx(3.3e-3)
     assert cluster.message_seconds(1e6, 0, 1) == pytest.approx(2.5e-4)
 
 
 def test_a_group_size_between_two_measured_ones_lies_between_them() -> None:
-    cluster = Cluster.of_profile(PROFILE)
+    cluster = eight_places()
     assert cluster.collective_seconds("all_reduce", 1e6, range(3)) == pytest.approx(2.2e-3)
     assert cluster.collective_seconds("all_reduce", 1e6, range(8)) == pytest.approx(3.3e-3)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Spec
-from shardlab.program.values import WHOLE, bits, common, listed, mask_of, microbatches_text, repeated
+from shardlab.program.values import WHOLE, bits, common, counted, listed, mask_of, microbatches_text, repeated
 
 FINEST = 2520
 """Divisible by every number of pieces up to 10, so every set can be counted in pieces of this size."""
@@ -168,3 +168,9 @@ def test_a_negative_bit_set_has_no_numbers_and_can_be_said() -> None:
 
 def test_a_repeated_pattern_ends_where_it_is_told_to() -> None:
     assert repeated(0b01, 2, 7) == 0b1010101
+
+
+def test_one_is_singular_and_all_else_plural() -> None:
+    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert counted(1, "microbatch") == "1 microbatch"
+    assert counted(2, "microbatch") == "2 microbatches"

@@ -146,13 +146,46 @@ def test_a_trace_of_other_tapes_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path).measured(DDP)
 
 
-BAD = {"{": "cannot be read", "[]": "format None", '{"format": 7}': "format 7", '{"format": 2}': "KeyError: 'job'"}
+def test_of_a_file_that_was_cut_off_the_steps_before_are_shown(tmp_path: Path) -> None:
+    """Its lines are what ran, two steps of two ranks, and two memories."""
+    found = records(FSDP, 1.0, 3.0)
+    write_trace(tmp_path, {"strategy": "fsdp"}, FSDP, found)
+    path = tmp_path / "measured.jsonl"
+    whole = path.read_text()
+    lengths = [len(line) for line in whole.splitlines(keepends=True)]
+    for cut in range(lengths[0], len(whole), 97):
+        path.write_text(whole[:cut])
+        seen = read_trace(tmp_path).measured(FSDP)
+        kept = sum(sum(lengths[: end + 1]) <= cut + 1 for end in range(1, len(lengths)))
+        if kept < len(lengths) - 1:
+            assert seen.missing[0] == f"{path} is cut off: {kept} of its 6 entries can be read"
+        assert len(seen.steps) == min(2, kept // 2)
+
+
+def test_a_ranks_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
+    found = records(FSDP, 1.0)
+    for record in found.values():
+        write_rank(tmp_path, {}, FSDP.program.fingerprint(), record)
+    (tmp_path / "measured-rank-0.jsonl").write_bytes(b"\xff\x00{")
+    seen = read_trace(tmp_path).measured(FSDP)
+    assert "measured-rank-0.jsonl cannot be read as a trace" in seen.missing[0]
+    assert seen.missing[1] == "rank 0 left no record"
+    assert (seen.timeline.events[0], len(seen.steps)) == ([], 1)
+
+
+BAD = {
+    "": "cannot be read as a trace",
+    "{": "cannot be read as a trace",
+    "[]": "format None",
+    '{"format": 7}': "format 7",
+    '{"format": 3}': "KeyError: 'clocks'",
+}
 
 
 @pytest.mark.parametrize(("content", "said"), BAD.items())
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path, content: str, said: str) -> None:
-    (tmp_path / "measured.json").write_text(content)
-    with pytest.raises(UserError, match=rf"measured\.json.*{said}"):
+    (tmp_path / "measured.jsonl").write_text(content)
+    with pytest.raises(UserError, match=rf"measured\.jsonl.*{said}"):
         read_trace(tmp_path)
 
 

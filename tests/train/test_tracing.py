@@ -150,7 +150,7 @@ def test_tracing_changes_no_number_of_the_training(ranks: World, traced: Traced,
 
 def test_the_ranks_own_files_have_gone_into_one(traced: Traced) -> None:
     _, _, out = traced("fsdp")
-    assert [path.name for path in out.glob("*measured*")] == ["measured.json"]
+    assert [path.name for path in out.glob("*measured*")] == ["measured.jsonl"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

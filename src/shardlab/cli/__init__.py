@@ -12,6 +12,7 @@ import tyro
 from shardlab.cli.bench import Bench
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
+from shardlab.cli.options import check_counts
 from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
         return end.code if isinstance(end.code, int) else 0
     try:
+        check_counts(command)
         status = command.run()
         sys.stdout.flush()
         return status

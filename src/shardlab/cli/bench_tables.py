@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from shardlab.cli.console import stdout_console
 from shardlab.measure.fit import Errors
 from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
@@ -21,7 +23,7 @@ PASSES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 def print_collectives(points: Sequence[Point], console: Console | None = None) -> None:
     """Every collective at every size, how much of it is hidden, and its latency and bandwidth."""
-    console = console or Console(highlight=False)
+    console = console or stdout_console()
     measured = [point for point in points if isinstance(point, CollectivePoint)]
     table = _table("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "CS336", "wrong", left=1)
     for point, before in zip(measured, [None, *measured], strict=False):
@@ -46,11 +48,23 @@ def print_collectives(points: Sequence[Point], console: Console | None = None) -
     console.print()
     _print_overlap(console, [point for point in points if isinstance(point, OverlapPoint)])
     fits = _table("fit", "ranks", "latency us", "1/beta GB/s", "error: median", "worst", left=1)
-    for fit in collective_fits(points):
+    found = collective_fits(points)
+    for fit in found:
         bandwidth = f"{1 / fit['beta'] / GIGA:.3f}" if fit["beta"] else "-"
         errors = (f"{fit['errors'][key]:.0%}" for key in ("median", "worst"))
         fits.add_row(fit["kind"], str(fit["ranks"]), f"{fit['alpha'] / MICRO:,.1f}", bandwidth, *errors)
     console.print(fits, "")
+    _print_doubts(console, found)
+
+
+def _print_doubts(console: Console, fits: Sequence[dict[str, Any]]) -> None:
+    """Each reason to doubt a fit, with the fits that it is about."""
+    reasons = list(dict.fromkeys(fit["doubt"] for fit in fits if fit["doubt"]))
+    for reason in reasons:
+        doubted = ", ".join(f"{fit['kind']} ({fit['ranks']})" for fit in fits if fit["doubt"] == reason)
+        console.print(f"[yellow]doubtful: {doubted}: {reason}[/]", soft_wrap=True)
+    if reasons:
+        console.print()
 
 
 def _print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
@@ -59,17 +73,22 @@ def _print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
     table = _table("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", left=1)
     for point in points:
         times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
-        table.add_row(point.kind, str(point.ranks), size_text(point.bytes), *times, f"{point.hidden:.0%}")
+        table.add_row(point.kind, str(point.ranks), size_text(point.bytes), *times, hidden_text(point.hidden))
     console.print(table)
     console.print(
         "[dim]it adds: where it is waited for between computations; beside: computed between its start and the wait\n"
-        "hidden: of the shorter of the two; 0 % is one after the other, below that they slow each other down[/]\n"
+        "hidden: of the shorter of the two; 0% is one after the other, and none is slower than that[/]\n"
     )
+
+
+def hidden_text(share: float) -> str:
+    """The share of what could be hidden that was; timings that scatter give less than none, or more than all."""
+    return "none" if share < 0 else f"{min(share, 1.0):.0%}"
 
 
 def print_compute(points: Sequence[Point], console: Console | None = None) -> None:
     """Every layer at every size as a share of the peak, and the rates of the kernels."""
-    console = console or Console(highlight=False)
+    console = console or stdout_console()
     peaks = {(p.dtype, p.processes): p for p in points if isinstance(p, PeakPoint)}
     groups = crowds(points)
     if groups:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def cluster_called(name: str, *, force: bool) -> Cluster:
-    """The cluster of that name; "local" is this machine as it was measured, or another one's profile by force.
+    """The cluster of that name; "local" or a profile's file is this machine as measured, or another one by force.
 
     torch, which knows what this machine is, is imported for that alone.
 
@@ -19,11 +19,13 @@ def cluster_called(name: str, *, force: bool) -> Cluster:
         UserError: as of `find_cluster`; or when nothing is there that could be forced.
     """
     from shardlab.hardware import find_cluster
-    from shardlab.hardware.clusters import is_local
+    from shardlab.hardware.clusters import is_measured
 
-    if not is_local(name):
+    if not is_measured(name):
         if force:
-            raise UserError(f"--force takes a profile, and {name} has none; give --cluster local, or leave it out")
+            raise UserError(
+                f"--force takes a profile, and {name} is none; give --cluster local or FILE.json, or leave it out"
+            )
         return find_cluster(name)
     from shardlab.measure.saving import this_machine
 

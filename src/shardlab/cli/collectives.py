@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
+from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Count, Flag
 from shardlab.program import Reduction, UserError
 
@@ -29,6 +29,9 @@ NAMES = {
     "send": "the root's tensor, on the rank after it, which receives (send and recv)",
 }
 """Every collective, and a message between two ranks, with what each rank then has."""
+
+REDUCING = {"reduce", "all_reduce"}
+"""What --reduction is for."""
 
 SAME = {
     "all_reduce": ("reduce_scatter", "all_gather"),
@@ -67,6 +70,8 @@ class Collectives:
     def run(self) -> int:
         names = self._names()
         self._want_ranks()
+        if self.reduction != "sum" and not REDUCING.intersection(names):
+            raise UserError(f"--reduction {self.reduction}: {names[0]} has none; reduce and all_reduce have, and all")
         from shardlab.cli.ranks import failures_as_exit
         from shardlab.execute.show import show_rank
         from shardlab.train.launch import run_ranks
@@ -133,12 +138,12 @@ class Collectives:
     def _print(self, names: list[str], found: dict[tuple[str, ...], Shown]) -> None:
         from shardlab.cli.collectives_table import print_same, print_shown
 
-        console = Console(highlight=False)
+        console = stdout_console()
         if names != ["barrier"]:
             unit = 10 if self.ranks <= 10 else 100
             console.print(f"[dim]{unit} and {unit + 1} are elements 0 and 1 of rank 1's tensor; - is no tensor[/]\n")
         for name in names:
-            by = self.reduction if "reduce" in name and name != "reduce_scatter" else "sum"
+            by = self.reduction if name in REDUCING else "sum"
             print_shown(console, found[name,], self._says(name), self.root, by)
             if (same := same_as(found, name)) is not None:
                 print_same(console, name, found[SAME[name]], same=same)

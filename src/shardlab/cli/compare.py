@@ -12,9 +12,10 @@ import tyro
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
 from shardlab.cli.options import Flag, NewFile
-from shardlab.cli.picture import check_new_file, save_trace
+from shardlab.cli.picture import check_new_files, save_trace
 from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
+from shardlab.program.values import counted
 from shardlab.simulate.compare import Comparison, Pair, compare
 from shardlab.simulate.counters import memory_counters
 from shardlab.simulate.estimate import Estimate, estimate
@@ -42,7 +43,8 @@ class Compare:
     cluster: Annotated[
         str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: local, if it is there)")
     ] = None
-    """On what the prediction is made; local is this machine as shardlab bench measured it."""
+    """On what the prediction is made; local is this machine as shardlab bench measured it, and so is the
+    path/to/profile.json of its --profile."""
 
     force: Flag = False
     """Take a profile from another machine."""
@@ -57,8 +59,7 @@ class Compare:
     """Print JSON alone."""
 
     def run(self) -> int:
-        check_new_file("--svg", self.svg, "comparison.svg")
-        check_new_file("--trace", self.trace, "trace.json")
+        check_new_files(self.svg, self.trace, "comparison.svg")
         trace = read_trace(self.folder)
 
         from shardlab.train.described import job_of
@@ -79,7 +80,7 @@ class Compare:
             print(json_format.dumps(as_json(trace.job, checked, comparison, measured), indent=2))
         else:
             written = [path for path in (self.svg, self.trace) if path is not None]
-            print_comparison(comparison, f"{job.title} on {job.ranks} ranks", written)
+            print_comparison(comparison, f"{job.title} on {counted(job.ranks, 'rank')}", written)
         return 0
 
     def _estimate(self, job: Job, checked: Checked) -> Estimate | None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardlab.cli.console import stdout_console
 from shardlab.simulate.compare import Comparison, KindRow, Pair
 
 SHOWN_RANKS = 8
@@ -22,7 +23,7 @@ def print_comparison(
     comparison: Comparison, title: str, written: Sequence[Path] = (), console: Console | None = None
 ) -> None:
     """Print the step, the ranks and their ops; `written` are the files that were made."""
-    console = console or Console(highlight=False)
+    console = console or stdout_console()
     console.print(Text.assemble((title, "bold cyan")), soft_wrap=True)
     for sentence in comparison.missing:
         console.print(Text(f"incomplete: {sentence}", "yellow"), soft_wrap=True)

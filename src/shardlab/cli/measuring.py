@@ -33,7 +33,7 @@ class Measuring:
     """Keep the fit in this machine's profile."""
 
     profile: ProfileFile = None
-    """The profile."""
+    """The profile; elsewhere it is named FILE.json, which --cluster takes."""
 
     plot: NewFile = None
     """Draw what was measured into this file."""
@@ -62,6 +62,8 @@ class Measuring:
         from shardlab.measure.saving import profile_to_update
         from shardlab.train.launch import RankFailed, run_ranks
 
+        if self.profile is not None and self.profile.suffix != ".json":
+            raise UserError(f"--profile {self.profile}: its name must end in .json, by which --cluster knows a profile")
         if self.save:
             profile_to_update(self.profile)  # before minutes of measuring, not after
         failure, status, tells = "", 0, True

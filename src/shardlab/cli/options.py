@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from shardlab.program import UserError
+
 
 def _count(words: list[str]) -> int:
     try:
-        count = int(words[0])
+        return int(words[0])
     except ValueError:
         raise ValueError(f"{words[0]!r} is not a whole number; give 1 or more.") from None
-    if count < 1:
-        raise ValueError(f"{count} is too few; give 1 or more.")
-    return count
+
+
+def check_counts(command: object) -> None:
+    """Refuse a count of less than 1 among a command's options: tyro would take eight lines to say so.
+
+    Raises:
+        UserError: with the option.
+    """
+    hints = get_type_hints(type(command), include_extras=True)
+    for field in fields(cast(Any, command)):
+        value = getattr(command, field.name)
+        if is_dataclass(value):
+            check_counts(value)
+            continue
+        is_count = any(each is _COUNT for each in getattr(hints[field.name], "__metadata__", ()))
+        if is_count and value is not None and value < 1:
+            raise UserError(f"--{field.name.replace('_', '-')}: {value} is too few; give 1 or more")
 
 
 def _is_count(value: Any) -> bool:

@@ -35,6 +35,18 @@ def check_new_file(option: str, path: Path | None, example: str) -> None:
         raise UserError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
 
 
+def check_new_files(svg: Path | None, trace: Path | None, example: str) -> None:
+    """Refuse a picture and a trace that cannot be written, or that are one file.
+
+    Raises:
+        UserError: if so.
+    """
+    check_new_file("--svg", svg, example)
+    check_new_file("--trace", trace, "trace.json")
+    if svg is not None and trace is not None and svg.resolve() == trace.resolve():
+        raise UserError(f"--svg and --trace are both {svg}; give each a file of its own")
+
+
 def save_picture(timeline: Timeline, path: Path | None, title: str) -> None:
     """Draw a timeline into a file, if one is wanted."""
     if path is None:

@@ -10,6 +10,7 @@ import tyro
 
 from shardlab.cli.options import Flag, OptionalCount
 from shardlab.program import AXES, Mesh, UserError
+from shardlab.program.values import counted
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import Entry, planned_entry
 from shardlab.strategies.load import load
@@ -118,7 +119,8 @@ class PlanOptions:
         if ranks not in (None, plan.mesh.world):
             sizes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "1 rank"
             raise UserError(
-                f"there are to be {ranks} ranks, but the plan's mesh is {sizes}; leave out --ranks or change the mesh"
+                f"there are to be {counted(ranks, 'rank')}, but the plan's mesh is {sizes}; "
+                f"leave out --ranks or change the mesh"
             )
         return planned_entry(plan, name or (str(path) if path else "plan")), plan.mesh.world
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from shardlab.cli.console import stdout_console
 from shardlab.cli.priced import MOST_CHECKED, Result
 from shardlab.cli.timeline_text import legend, rank_row
+from shardlab.program.values import counted
 from shardlab.simulate.traced import rank_of
 
 GIB = 2**30
@@ -25,15 +27,14 @@ WIDEST = 120
 
 def print_priced(result: Result, written: list[Path], console: Console | None = None) -> None:
     """Print all of it; `written` are the files that were made."""
-    console = console or Console(highlight=False)
+    console = console or stdout_console()
     workload, estimate = result.workload, result.estimate
     model, cluster = result.names
     console.print(Text.assemble((result.entry.name, "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
     axes = " x ".join(f"{axis} {size}" for axis, size in workload.mesh.sizes().items() if size > 1) or "1 rank"
-    rows = f"{workload.rows} sequence{'s' * (workload.rows > 1)}"
+    microbatches, rows = counted(workload.microbatches, "microbatch"), counted(workload.rows, "sequence")
     console.print(
-        f"{axes}, {workload.microbatches} microbatches of {rows} of {workload.model.block} tokens, "
-        f"{workload.precision.name}",
+        f"{axes}, {microbatches} of {rows} of {workload.model.block} tokens, {workload.precision.name}",
         style="dim",
         soft_wrap=True,
     )
@@ -87,7 +88,7 @@ def _exposed(result: Result) -> str:
 
 def _simulated(result: Result) -> str:
     rows, ranks = result.estimate.traced.program.ranks, result.workload.mesh.world
-    return f"{ranks} ranks" if rows == ranks else f"{rows} of {ranks} ranks; the others are like one of them"
+    return counted(ranks, "rank") if rows == ranks else f"{rows} of {ranks} ranks; the others are like one of them"
 
 
 def _checked(result: Result) -> str:

@@ -9,10 +9,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from shardlab.check import ChannelModel, Checked
+from shardlab.cli.console import stdout_console
 from shardlab.cli.timeline_text import legend, rank_row
 from shardlab.program import LayerKind
 from shardlab.program.tape import COMMUNICATION
-from shardlab.program.values import listed
+from shardlab.program.values import counted, listed
 from shardlab.simulate import Timeline, bubble
 
 SHOWN_RANKS = 16
@@ -47,7 +48,7 @@ def print_report(
         picture: the file that was drawn.
         without: the same plan's timeline on the same layers without recomputation, if it recomputes.
     """
-    console = console or Console(highlight=False)
+    console = console or stdout_console()
     console.print(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), soft_wrap=True)
     console.print()
     _print_figures(console, checked, timeline, without)
@@ -64,8 +65,8 @@ def sizes_text(checked: Checked) -> str:
     axes = [f"{axis} {size}" for axis, size in program.mesh.sizes().items() if size > 1]
     grid = f" ({' x '.join(axes)})" if len(axes) > 1 else ""
     return (
-        f"{program.ranks} rank{'s' * (program.ranks > 1)}{grid}, {program.layers} layer{'s' * (program.layers > 1)}, "
-        f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
+        f"{counted(program.ranks, 'rank')}{grid}, {counted(program.layers, 'layer')}, "
+        f"{counted(program.microbatches, 'microbatch')}"
     )
 
 

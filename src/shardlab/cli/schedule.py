@@ -11,6 +11,7 @@ import tyro
 from shardlab.cli.options import Flag, NewFile, OptionalCount
 from shardlab.cli.picture import check_new_file
 from shardlab.program import LayerKind, Mesh, UserError
+from shardlab.program.values import counted
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules.csv_schedule import Form, csv_of_steps
 from shardlab.strategies.schedules.find import find_schedule
@@ -68,8 +69,9 @@ class Schedule:
             print(text, end="")
         else:
             print(
-                f"{self.csv}: {self.schedule} for {len(steps.of_ranks)} ranks, {steps.stages} stages and "
-                f"{steps.microbatches} microbatches, {text.count(',') + text.count(chr(10))} steps"
+                f"{self.csv}: {self.schedule} for {counted(len(steps.of_ranks), 'rank')}, "
+                f"{counted(steps.stages, 'stage')} and {counted(steps.microbatches, 'microbatch')}, "
+                f"{text.count(',') + text.count(chr(10))} steps"
             )
         return 0
 

@@ -9,7 +9,7 @@ from typing import Any
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
-from shardlab.cli.picture import check_new_file, save_picture, save_trace
+from shardlab.cli.picture import check_new_files, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
@@ -45,7 +45,8 @@ class Simulate:
     """A model by name, such as gpt2-xl or llama3-8b, or path/to/model.toml; with --cluster."""
 
     cluster: Name = None
-    """Devices and how many, such as h100x16, or path/to/cluster.toml, or local; with --model."""
+    """Devices and how many, such as h100x16, or path/to/cluster.toml; or, as bench measured it, local or
+    path/to/profile.json. With --model."""
 
     rows: OptionalCount = None
     """Sequences of a microbatch (default: 1; with --model)."""
@@ -54,7 +55,7 @@ class Simulate:
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
 
     force: Flag = False
-    """Take a profile from another machine; with --cluster local."""
+    """Take a profile from another machine; with --cluster local or path/to/profile.json."""
 
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
@@ -72,8 +73,7 @@ class Simulate:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        check_new_file("--svg", self.svg, "timeline.svg")
-        check_new_file("--trace", self.trace, "trace.json")
+        check_new_files(self.svg, self.trace, "timeline.svg")
         if self._is_priced():
             return self._run_priced()
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS

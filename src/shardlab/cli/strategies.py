@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.check import check
+from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Flag
 from shardlab.program import trace
 from shardlab.simulate import Traffic, traffic
@@ -43,7 +44,7 @@ class Strategies:
         if self.json:
             print(json_format.dumps([as_json(entry) for entry in STRATEGIES.values()], indent=2))
         else:
-            print_table(Console(highlight=False))
+            print_table(stdout_console())
         return 0
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardlab.cli.console import stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
@@ -119,7 +119,7 @@ class Train:
         if self.json:
             print(json_format.dumps({**asdict(summary), "parameters": model.parameter_count}, indent=2))
             return
-        console = Console(highlight=False)
+        console = stdout_console()
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(style="dim")
         table.add_row("model", f"{model.parameter_count:,} parameters in {model.layers} layers")

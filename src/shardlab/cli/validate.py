@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Flag
 from shardlab.validate.outcomes import Outcome
 from shardlab.validate.report import Errors, assumed_by, by_source, errors_of, misjudged
@@ -47,7 +48,7 @@ class Validate:
         if self.json:
             print(json_format.dumps([as_json(outcome) for outcome in outcomes], indent=2))
         else:
-            print_report(outcomes, Console(), assumed=self.assumed)
+            print_report(outcomes, stdout_console(), assumed=self.assumed)
         return 0
 
 

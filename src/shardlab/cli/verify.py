@@ -6,15 +6,16 @@ import json as json_format
 import time
 from dataclasses import asdict, dataclass, replace
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shardlab.cli.console import stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
+from shardlab.program.values import counted
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ class Verify:
             table.add_row("weight_error", f"{verdict.weight_error:.2e}", f"worst in layer {verdict.weight_layer}")
             limit = "" if verdict.ok else f"an error is more than {TOLERANCE:.0e}"
             table.add_row("ok", "[green]yes[/]" if verdict.ok else "[red]no[/]", limit)
-            console = Console(highlight=False)
+            console = stdout_console()
             console.print(
-                f"[bold cyan]{escape(chosen.name)}[/] on {ranks} ranks against one device, float64, "
-                f"{self.steps} step{'s' * (self.steps > 1)}"
+                f"[bold cyan]{escape(chosen.name)}[/] on {counted(ranks, 'rank')} against one device, float64, "
+                f"{counted(self.steps, 'step')}"
             )
             console.print(table)
         return 0 if verdict.ok else 1
@@ -118,5 +119,5 @@ class Verify:
         if self.json:
             print_json(results, seconds)
         else:
-            print_tables(results, seconds, Console(highlight=False))
+            print_tables(results, seconds, stdout_console())
         return 0 if all(result.ok for result in results) else 1

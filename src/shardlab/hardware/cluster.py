@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from shardlab.hardware.collectives import COSTS, START, Span, collective_seconds, nodes_of
 from shardlab.hardware.device import Device
@@ -12,6 +13,7 @@ from shardlab.hardware.measured import device_of_profile, measured_seconds
 from shardlab.hardware.names import find
 from shardlab.hardware.profile import Profile
 from shardlab.program import UserError
+from shardlab.program.values import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,7 @@ class Cluster:
         """
         if ranks > self.size:
             raise UserError(
-                f"{ranks} ranks do not fit on {self.size} devices ({self}); "
+                f"{counted(ranks, 'rank')} do not fit on {counted(self.size, 'device')} ({self}); "
                 f"make the mesh smaller, or the cluster {ranks} devices"
             )
 
@@ -97,9 +99,11 @@ class Cluster:
             ranks: global numbers of the members.
 
         Raises:
-            UserError: no collective has that name, or the profile has not measured it.
+            UserError: no collective has that name, the profile has not measured it, or bytes or ranks cannot be.
         """
         find(COSTS, kind, "collective")
+        self._want_bytes(bytes)
+        self._want_ranks(ranks)
         if self.profile is not None:
             return measured_seconds(self.profile, kind, bytes, len(ranks))
         return collective_seconds(kind, bytes, self.span(ranks))
@@ -108,8 +112,10 @@ class Cluster:
         """How long a message takes from one global rank to another.
 
         Raises:
-            UserError: the profile has not measured it.
+            UserError: the profile has not measured it, or bytes or ranks cannot be.
         """
+        self._want_bytes(bytes)
+        self._want_ranks([source, target] if source != target else [source])
         if source == target:
             return 0.0
         if self.profile is not None:
@@ -120,3 +126,16 @@ class Cluster:
             return START + self.inside.latency + bytes / self.inside.pair_speed
         share = min(1.0, self.cards / self.per_node)
         return START + self.outside.latency + bytes / (self.outside.speed * share)
+
+    def _want_bytes(self, bytes: float) -> None:
+        if not 0 <= bytes < inf:
+            raise UserError(f"{bytes} bytes cannot be sent; give 0 or more")
+
+    def _want_ranks(self, ranks: Sequence[int]) -> None:
+        if not ranks:
+            raise UserError("a collective of no ranks was asked for; give the numbers of its ranks")
+        if min(ranks) < 0 or max(ranks) >= self.size:
+            wrong = next(rank for rank in ranks if not 0 <= rank < self.size)
+            raise UserError(f"there is no rank {wrong} on {self}; its ranks are 0 to {self.size - 1}")
+        if len(set(ranks)) < len(ranks):
+            raise UserError(f"ranks {list(ranks)} name one twice; give each member once")

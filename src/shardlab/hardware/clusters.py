@@ -1,4 +1,4 @@
-"""Clusters by name: `h100x16`, a TOML file, or `local` for this machine's profile.
+"""Clusters by name: `h100x16`, a TOML file, or a profile: `local` for this machine's, or a JSON file.
 
 A file names a device and its nodes, and may put its own figures in the place of the table's:
 
@@ -28,6 +28,9 @@ from shardlab.hardware.profile import Machine, Profile
 from shardlab.program import UserError
 
 T = TypeVar("T", Device, Link)
+
+MOST_EFFICIENT = 1.1
+"""The largest share of a link's bandwidth that a file may give it: what a switch sums is sent once (see `links`)."""
 
 
 @dataclass(frozen=True)
@@ -83,30 +86,37 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
     """The cluster of that name.
 
     Args:
-        name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured.
-        here: this machine, which "local" has to be from.
+        name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured,
+            or the path of the JSON file that its --profile wrote.
+        here: this machine, which a profile has to be from.
         force: take a profile from another machine.
 
     Raises:
         UserError: there is no such device, the count is not whole nodes, or the file does not describe a cluster.
     """
-    if is_local(name):
-        return Cluster.of_profile(Profile.read(here=here, force=force))
+    if is_measured(name):
+        path = Path(name) if name.endswith(".json") else None
+        return Cluster.of_profile(Profile.read(path, here=here, force=force))
     if name.endswith(".toml"):
         return read_cluster(Path(name))
     found = re.fullmatch(r"(.+)x(\d+)", name.strip().lower())
     if found is None or int(found[2]) == 0:
         raise UserError(
-            f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file, or local; "
+            f"{name!r} is not a cluster; write DEVICExCOUNT such as h100x16, the path of a .toml file or a profile's "
+            f".json, or local; "
             f"of clusters with 8 devices {nearest(name, [f'{device}x8' for device in DEVICES])}"
+        )
+    if (own := f"{found[1]}x") in DEVICES and found[1] not in DEVICES:
+        raise UserError(
+            f"{name!r} lacks the x before the count, since the device is called {own}; give {own}x{found[2]}"
         )
     device = find_device(found[1])
     return cluster_of(device, int(found[2]))
 
 
-def is_local(name: str) -> bool:
+def is_measured(name: str) -> bool:
     """Whether a cluster of that name is what `shardlab bench` measured."""
-    return name.strip().lower() == "local"
+    return name.strip().lower() == "local" or name.endswith(".json")
 
 
 def cluster_of(device: Device, count: int) -> Cluster:
@@ -188,6 +198,20 @@ def changed(path: Path, row: T, given: Any) -> T:
     for key, value in new.items():
         if key not in numbers:
             raise UserError(f"{path}: {row.name} has no number called {key!r}; {nearest(key, numbers)}")
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise UserError(f"{path}: {key} of {row.name} is {value!r}, not a number")
+        if wanted := what_else(key, value):
+            raise UserError(f"{path}: {key} of {row.name} is {value!r}; give {wanted}")
     return replace(row, **new)
+
+
+def what_else(key: str, value: float) -> str | None:
+    """What a number of a device or a link should be, if it is none that can be."""
+    if key == "units":
+        return None if isinstance(value, int) and value >= 1 else "a whole number of at least 1"
+    if key == "efficiency":
+        good = 0 < value <= MOST_EFFICIENT
+        return None if good else f"the share of its bandwidth that is reached, above 0 and at most {MOST_EFFICIENT}"
+    if key == "latency":
+        return None if 0 <= value < float("inf") else "seconds, 0 or more"
+    return None if 0 < value < float("inf") else "a number above 0"

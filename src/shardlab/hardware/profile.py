@@ -130,7 +130,9 @@ class Profile:
             raise UserError(
                 f"there is no profile at {path}; shardlab bench measures this machine and writes one"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"{path} is not a profile: it has not its entries; shardlab bench writes one") from None
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a profile ({error}); shardlab bench writes one") from None
         if profile is None:
             raise UserError(f"{path} is a profile of version {version}, not {VERSION}; run shardlab bench again")
@@ -147,12 +149,15 @@ def profile_of(data: dict[str, Any]) -> Profile:
     Raises:
         KeyError, TypeError, ValueError: it is not one.
     """
+    machine, memory = Machine(**data["machine"]), number(data["memory"])
+    if machine.places < 1 or memory == 0:
+        raise ValueError(f"{machine.places} places for ranks, {memory:.0f} bytes of memory")
     return Profile(
-        machine=Machine(**data["machine"]),
+        machine=machine,
         collectives={(row["kind"], int(row["ranks"])): line_of(row) for row in data["collectives"]},
         messages=line_of(data["messages"]) if data["messages"] else None,
         kernels=rates_of(data["kernels"]),
-        memory=number(data["memory"]),
+        memory=memory,
         layers=data["layers"],
         alone=rates_of(data["alone"]),
         interference=number(data.get("interference", 0.0)),

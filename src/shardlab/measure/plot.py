@@ -12,8 +12,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from shardlab.draw.canvas import style
+from shardlab.measure.lines import fit_lines
 from shardlab.measure.points import CollectivePoint, LayerPoint, PeakPoint, Point
-from shardlab.measure.saving import fit_lines
 from shardlab.measure.sizes import size_text
 
 GIGA = 1e9
@@ -35,7 +35,7 @@ def plot_collectives(points: Sequence[Point], path: Path) -> None:
                 sizes = [point.bytes for point in mine]
                 color, mark = f"C{number}", MARKS[number % len(MARKS)]
                 above.plot(sizes, [point.seconds for point in mine], mark, ms=3.5, color=color, label=kind)
-                above.plot(sizes, [lines[kind, ranks].seconds(size) for size in sizes], lw=0.8, color=color)
+                above.plot(sizes, [lines[kind, ranks].line.seconds(size) for size in sizes], lw=0.8, color=color)
                 bus = [point.bus_bandwidth / GIGA for point in mine]
                 below.plot(sizes, bus, marker=mark, ms=3.5, lw=0.8, color=color)
             above.set(title=f"{ranks} ranks", ylabel="seconds (lines: fit)", xscale="log", yscale="log")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardlab.measure.fit import Errors
 from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
+from shardlab.measure.lines import fit_lines
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
-from shardlab.measure.saving import collective_seconds, fit_lines, this_machine
+from shardlab.measure.saving import this_machine
 
 
 def as_json(points: Sequence[Point]) -> dict[str, Any]:
@@ -35,14 +35,17 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def collective_fits(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Alpha and beta of every collective and group size, and how well they tell the points."""
-    measured = collective_seconds(points)
-    fits: list[dict[str, Any]] = []
-    for (kind, ranks), line in fit_lines(points).items():
-        found = measured[kind, ranks]
-        errors = Errors.between([line.seconds(bytes) for bytes in found], [*found.values()])
-        fits.append({"kind": kind, "ranks": ranks, "alpha": line.alpha, "beta": line.beta, "errors": asdict(errors)})
-    return fits
+    """Alpha and beta of every collective and group size, how well they tell the points, and why not to rely on it."""
+    return [
+        {
+            "kind": kind,
+            "ranks": ranks,
+            **asdict(fitted.line),
+            "errors": asdict(fitted.errors),
+            "doubt": fitted.doubt,
+        }
+        for (kind, ranks), fitted in fit_lines(points).items()
+    ]
 
 
 def crowds(points: Sequence[Point]) -> list[list[LayerPoint]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,14 +14,12 @@ from statistics import median
 
 import torch
 
-from shardlab.hardware import Line, Machine, Profile
+from shardlab.hardware import Machine, Profile
 from shardlab.hardware.profile import differences
-from shardlab.measure.fit import alpha_beta
 from shardlab.measure.kernel_fit import fit_kernels
-from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, Point
+from shardlab.measure.lines import fit_lines
+from shardlab.measure.points import LayerPoint, OverlapPoint, Point
 from shardlab.program import UserError
-
-Lines = dict[tuple[str, int], Line]
 
 
 def this_machine() -> Machine:
@@ -32,30 +29,13 @@ def this_machine() -> Machine:
     return Machine(_processor(), _cores(), torch.__version__, "gloo")
 
 
-def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
-    """What a collective takes in a step, by (kind, ranks) and then by bytes: between computations if that was measured,
-    or else alone."""
-    found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
-    for point in points:
-        if isinstance(point, CollectivePoint):
-            found[point.kind, point.ranks].setdefault(point.bytes, point.seconds)
-        elif isinstance(point, OverlapPoint):
-            found[point.kind, point.ranks][point.bytes] = point.communication
-    return found
-
-
-def fit_lines(points: Sequence[Point]) -> Lines:
-    """Latency and seconds per byte of every collective and group size, as `collective_seconds` has them."""
-    return {key: Line(*alpha_beta([*found], [*found.values()])) for key, found in collective_seconds(points).items()}
-
-
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
     """The profile that follows from what was measured, and for the rest from an older one of this machine.
 
     With several numbers of processes, the kernels are those of the most.
     """
     profile = old or Profile(this_machine(), {}, None, {}, _memory())
-    lines = fit_lines(points)
+    lines = {key: fitted.line for key, fitted in fit_lines(points).items()}
     messages = lines.pop(("send_recv", 2), profile.messages)
     profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
     beside = [point.interference for point in points if isinstance(point, OverlapPoint)]

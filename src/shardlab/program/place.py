@@ -9,7 +9,7 @@ from shardlab.program.errors import UserError
 from shardlab.program.mesh import WORLD, Group, Mesh, group_of
 from shardlab.program.recorder import Recorder
 from shardlab.program.value import Store
-from shardlab.program.values import Kind
+from shardlab.program.values import Kind, counted
 
 if TYPE_CHECKING:
     from shardlab.program.world import World
@@ -74,18 +74,20 @@ class Place(Recorder):
 
     def share(self, axis: str | None = None) -> range:
         """This rank's microbatches when they are dealt evenly, in order, to the ranks along an axis."""
-        return self._deal(self.microbatches, "microbatches", axis)
+        return self._deal(self.microbatches, "microbatch", axis)
 
     def stage_layers(self, axis: str | None = None) -> range:
         """This rank's layers when they are dealt evenly, in order, to the ranks along an axis: a pipeline's stage."""
-        return self._deal(self.layers, "layers", axis)
+        return self._deal(self.layers, "layer", axis)
 
-    def _deal(self, numbers: range, what: str, axis: str | None) -> range:
+    def _deal(self, numbers: range, noun: str, axis: str | None) -> range:
         ranks = self.group(axis).ranks
         each, rest = divmod(len(numbers), len(ranks))
         if rest:
+            do = "does" if len(numbers) == 1 else "do"
             raise UserError(
-                f"{len(numbers)} {what} do not divide among {len(ranks)} ranks; give a multiple of {len(ranks)} {what}"
+                f"{counted(len(numbers), noun)} {do} not divide among {len(ranks)} ranks; give a multiple of "
+                f"{counted(len(ranks), noun)}"
             )
         place = ranks.index(self.index)
         return numbers[place * each : (place + 1) * each]

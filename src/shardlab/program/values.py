@@ -290,6 +290,11 @@ def listed(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 microbatch` or `2 microbatches`."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def microbatches_text(mask: int) -> str:
     """`microbatch 3` or `microbatches 0-2`."""
     return f"microbatch{'es' if mask.bit_count() > 1 else ''} {listed(bits(mask))}"

@@ -9,6 +9,7 @@ from statistics import fmean, median, median_low
 from shardlab.check import Checked
 from shardlab.program import Op
 from shardlab.program.record import RankRecord, StepRecord
+from shardlab.program.values import counted
 from shardlab.simulate.counters import Counter, counter_of
 from shardlab.simulate.exposed import RankTimes, rank_times
 from shardlab.simulate.spans import Spans, spans
@@ -137,7 +138,7 @@ def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -
     most = max((len(record.steps) for record in records.values()), default=0)
     for rank, record in sorted(records.items()):
         if len(record.steps) < most:
-            said.append(f"rank {rank} recorded {len(record.steps)} steps and another {most}")
+            said.append(f"rank {rank} recorded {counted(len(record.steps), 'step')} and another {most}")
         elif record.steps and record.steps[-1].ended is None:
             place = _place(tapes[rank], record.steps[-1].ops)
             said.append(f"rank {rank} came no further than {place} of recorded step {most - 1}")

@@ -1,23 +1,25 @@
-"""The files that a traced run leaves: one for each rank while it goes on, and in the end one for all."""
+"""The files that a traced run leaves: one for each rank while it goes on, and in the end one for all.
+
+Each is a line that says what ran, then one for each rank's first step, each rank's second, ..., and for its memory: of
+a file that was cut off, the lines before are read.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from shardlab.check import Checked
-from shardlab.program import OpKind, UserError
+from shardlab.program import UserError
 from shardlab.program.record import MemoryRecord, Moments, RankRecord, StepRecord
-from shardlab.simulate.exposed import RankTimes
 from shardlab.simulate.measured import Measured, measured
-from shardlab.simulate.timeline import Event, Timeline
 
-FORMAT = 2
-MEASURED = "measured.json"
+FORMAT = 3
+MEASURED = "measured.jsonl"
 """The name of the file for all ranks."""
 
 
@@ -28,14 +30,14 @@ class TraceFile:
     Attributes:
         job: what was trained, in words (see `shardlab.train.described`).
         fingerprint: of the tapes that ran.
-        whole: the file for all ranks, if there is one.
-        records: the ranks' own files, by rank, if there is not.
+        records: what the ranks saw, by rank.
+        lost: a sentence for each file of which not all can be read.
     """
 
     job: dict[str, Any]
     fingerprint: str
-    whole: dict[str, Any] | None
     records: dict[int, RankRecord]
+    lost: list[str]
 
     def measured(self, checked: Checked) -> Measured:
         """What was measured, of the tapes that the job stands for.
@@ -49,48 +51,50 @@ class TraceFile:
                 "version of Shardlab that recorded it"
             )
         with _complaining("this trace"):
-            return measured(checked, self.records) if self.whole is None else _measured_of(checked, self.whole)
+            seen = measured(checked, self.records)
+        return replace(seen, missing=[*self.lost, *seen.missing])
 
 
 def rank_file(folder: Path, rank: int) -> Path:
     """Where a rank writes what it saw."""
-    return folder / f"measured-rank-{rank}.json"
+    return folder / f"measured-rank-{rank}.jsonl"
 
 
 def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: RankRecord) -> None:
     """What one rank has seen so far; the file is whole at any moment."""
-    _write(rank_file(folder, record.rank), {**_head(job, fingerprint), "record": asdict(record)})
+    _write(rank_file(folder, record.rank), job, fingerprint, {record.rank: record})
 
 
 def write_trace(folder: Path, job: Mapping[str, Any], checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
     """Write the file for all ranks; what is in it."""
-    seen = measured(checked, records)
-    events = [[*event._replace(kind=event.kind.value)] for rank in seen.timeline.events for event in rank]
-    others = {name: value for name, value in vars(seen).items() if name != "timeline"}
-    head = _head(job, checked.program.fingerprint())
-    _write(folder / MEASURED, {**head, "fields": Event._fields, "events": events, **others})
-    return seen
+    _write(folder / MEASURED, job, checked.program.fingerprint(), records)
+    return measured(checked, records)
 
 
 def read_trace(folder: Path) -> TraceFile:
-    """The trace of a run: the file for all ranks, or else those of its ranks, as many as there are.
+    """The trace of a run: the file for all ranks, or else those of its ranks, as much as there is.
 
     Raises:
-        UserError: when there is none, or it cannot be read.
+        UserError: when there is none, or none that can be read.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; give the folder of a run, as in runs/fsdp-1")
-    if (folder / MEASURED).exists():
-        whole = _read(folder / MEASURED)
-        with _complaining(str(folder / MEASURED)):
-            return TraceFile(whole["job"], whole["fingerprint"], whole, {})
-    paths = sorted(folder.glob("measured-rank-*.json"))
+    whole = folder / MEASURED
+    paths = [whole] if whole.exists() else sorted(folder.glob("measured-rank-*.jsonl"))
     if not paths:
         raise UserError(f"{folder} has no trace; run shardlab train with --trace")
-    files = [_read(path) for path in paths]
-    with _complaining(f"the traces of ranks in {folder}"):
-        records = [_record(file["record"]) for file in files]
-        return TraceFile(files[0]["job"], files[0]["fingerprint"], None, {record.rank: record for record in records})
+    found: list[TraceFile] = []
+    lost: list[str] = []
+    for path in paths:
+        try:
+            found.append(_read(path))
+        except (OSError, json.JSONDecodeError) as error:
+            lost.append(f"{path} cannot be read as a trace: {error}")
+    if not found:
+        raise UserError("; ".join(lost))
+    records = {rank: record for file in found for rank, record in file.records.items()}
+    lost += [sentence for file in found for sentence in file.lost]
+    return TraceFile(found[0].job, found[0].fingerprint, records, lost)
 
 
 @contextmanager
@@ -104,47 +108,61 @@ def _complaining(name: str) -> Generator[None, None, None]:
         ) from None
 
 
-def _head(job: Mapping[str, Any], fingerprint: str) -> dict[str, Any]:
-    return {"format": FORMAT, "job": dict(job), "fingerprint": fingerprint}
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, job: Mapping[str, Any], fingerprint: str, records: Mapping[int, RankRecord]) -> None:
+    entries = list(_entries(records))
+    clocks = [[record.rank, record.offset, record.bound] for record in records.values()]
+    head = {"format": FORMAT, "job": dict(job), "fingerprint": fingerprint, "clocks": clocks, "entries": len(entries)}
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    with part.open("w", encoding="utf-8") as file:
+        for entry in (head, *entries):
+            file.write(json.dumps(entry) + "\n")
     part.replace(path)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a trace: {error}") from None
-    written = cast(dict[str, Any], content) if isinstance(content, dict) else {}
-    found = written.get("format")
-    if found != FORMAT:
+def _entries(records: Mapping[int, RankRecord]) -> Iterator[dict[str, Any]]:
+    """Step after step, each of all ranks, and then their memory."""
+    for number in range(max((len(record.steps) for record in records.values()), default=0)):
+        for rank, record in records.items():
+            if number < len(record.steps):
+                yield {"rank": rank, "step": asdict(record.steps[number])}
+    for rank, record in records.items():
+        if record.memory is not None:
+            yield {"rank": rank, "memory": asdict(record.memory)}
+
+
+def _read(path: Path) -> TraceFile:
+    """One file, as far as its lines can be read.
+
+    Raises:
+        OSError, JSONDecodeError: not even its first line can be.
+        UserError: it is of another format, or an entry is not as it was written.
+    """
+    first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+    content: Any = json.loads(first)
+    head = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+    if (found := head.get("format")) != FORMAT:
         raise UserError(f"{path} is a trace of format {found!r}, but this version of Shardlab reads format {FORMAT}")
-    return written
+    with _complaining(str(path)):
+        records = {rank: RankRecord(rank, offset, bound) for rank, offset, bound in head["clocks"]}
+        count = 0
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            _add(records[entry["rank"]], entry)
+            count += 1
+        whole = count == head["entries"]
+        lost = [] if whole else [f"{path} is cut off: {count} of its {head['entries']} entries can be read"]
+        return TraceFile(head["job"], head["fingerprint"], records, lost)
 
 
-def _record(words: Mapping[str, Any]) -> RankRecord:
-    """Of what JSON makes of a record: numbers that are keys come as text, tuples as lists."""
-    steps = [
-        StepRecord(step["began"], step["ended"], {int(at): Moments(*each) for at, each in step["ops"].items()})
-        for step in words["steps"]
-    ]
-    memory = words["memory"]
-    if memory is not None:
-        memory = MemoryRecord({int(at): live for at, live in memory["live"].items()}, memory["peak"])
-    return RankRecord(words["rank"], words["offset"], words["bound"], steps, memory)
-
-
-def _measured_of(checked: Checked, whole: Mapping[str, Any]) -> Measured:
-    events: list[list[Event]] = [[] for _ in checked.program.tapes]
-    for written in whole["events"]:
-        event = Event(*written)
-        events[event.rank].append(event._replace(kind=OpKind(event.kind)))
-    seconds = [{int(at): time for at, time in rank.items()} for rank in whole["seconds"]]
-    times = [RankTimes(*rank) for rank in whole["ranks"]]
-    counters = [[(time, live) for time, live in counter] for counter in whole["counters"]]
-    others: dict[str, Any] = {name: whole[name] for name in ("steps", "live", "peaks", "bound", "missing")}
-    return Measured(Timeline(checked.program, events, in_seconds=True), seconds, times, counters=counters, **others)
+def _add(record: RankRecord, entry: Mapping[str, Any]) -> None:
+    """Put an entry where it belongs. In JSON numbers that are keys are text, and tuples lists."""
+    if "step" in entry:
+        step = entry["step"]
+        ops = {int(at): Moments(*each) for at, each in step["ops"].items()}
+        record.steps.append(StepRecord(step["began"], step["ended"], ops))
+    else:
+        memory = entry["memory"]
+        record.memory = MemoryRecord({int(at): live for at, live in memory["live"].items()}, memory["peak"])

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 from shardlab.program import LayerKind, Mesh, UserError
 from shardlab.program.sizes import CARRYING
+from shardlab.program.values import counted
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of
@@ -163,9 +164,10 @@ class Plan:
         """
         each, rest = divmod(microbatches, self.data_ranks)
         if rest:
+            do = "does" if microbatches == 1 else "do"
             raise UserError(
-                f"{microbatches} microbatches do not divide among {self.data_ranks} data-parallel ranks; give a "
-                f"multiple of {self.data_ranks}"
+                f"{counted(microbatches, 'microbatch')} {do} not divide among {self.data_ranks} data-parallel ranks; "
+                f"give a multiple of {self.data_ranks}"
             )
         order, ranks = self.order, self.mesh.pp
         if isinstance(order, Schedule):

@@ -20,6 +20,7 @@ from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, to_blocks, views, with_borrowed
+from shardlab.program.values import counted
 from shardlab.train.data import Batches, Corpus, default_text, read_text
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job, agree
@@ -110,7 +111,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
         first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
         before = validate(job.model, batches, first)
         print(
-            f"{job.title} on {job.ranks} ranks: {sum(map(len, checked.program.tapes))} ops checked, "
+            f"{job.title} on {counted(job.ranks, 'rank')}: {sum(map(len, checked.program.tapes))} ops checked, "
             f"drawn in {run.out}/strategy.svg",
             file=sys.stderr,
         )
