@@ -89,7 +89,7 @@ def price(request: Request) -> Result:
     entry, ranks = request.layout.entry(request.strategy, request.ranks or _ranks(request, cluster.size))
     cluster.require(ranks)
     precision = find_precision(request.precision or ("bf16" if "bfloat16" in cluster.device.flops else "fp32"))
-    mesh, notes = entry.grid(ranks), list[str]()
+    mesh, notes, whole = entry.grid(ranks), list[str](), model
     microbatches = request.microbatches or _microbatches(mesh)
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
@@ -110,7 +110,7 @@ def price(request: Request) -> Result:
     if entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
-    require_memory(workload, estimate)
+    require_memory(workload, estimate, whole)
     return Result(entry, workload, estimate, (request.model, request.cluster), not alike, notes)
 
 
@@ -175,5 +175,5 @@ def _peak(peak: Peak) -> dict[str, Any]:
         "rank": peak.rank,
         "bytes": peak.bytes,
         "by_category": peak.by_category,
-        "cause": {"op": peak.op.value, "layer": peak.layer, "text": peak.cause},
+        "cause": {"op": peak.op.value, "layer": peak.layer, "part": peak.part, "text": peak.cause},
     }
