@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from shardlab.check import check
 from shardlab.models import Blocks
@@ -120,7 +120,7 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
     if plan.shard_parameters and plan.reshard_after != "layer":
         cheap["reshard_after"] = "layer"
     sharding: dict[str, Any] = {}
-    tried: list[Mapping[str, Any]] = [{name: value} for name, value in cheap.items()] + [cheap]
+    tried: list[dict[str, Any]] = [*({name: value} for name, value in cheap.items()), cheap]
     sizes = plan.mesh.sizes()
     more = [axis for axis in CUT_AXES if sizes[axis] > 1 and axis not in plan.shard_optimizer]
     axes = (*plan.shard_optimizer, *more)
@@ -132,7 +132,7 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
     for recompute in words:
         again = {"recompute": recompute}
         tried += [again, {**again, **cheap}, {**again, **cheap, **sharding}]
-    seen: list[Mapping[str, Any]] = [{}]
+    seen: list[dict[str, Any]] = [{}]
     for fields in tried:
         if fields in seen:
             continue
@@ -169,7 +169,7 @@ def _mesh_flags(mesh: Mesh) -> str:
 def _flags(fields: Mapping[str, Any]) -> str:
     said: list[str] = []
     for field, value in fields.items():
-        words = " ".join(value) if isinstance(value, tuple) else "" if value is True else str(value)
+        words = " ".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else "" if value is True else value
         said.append(f"--{_dashed(field)} {words}".strip())
     return " ".join(said)
 
