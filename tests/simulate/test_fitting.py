@@ -145,3 +145,9 @@ def test_flops_are_those_of_forward_and_backward_and_mfu_their_share_of_the_peak
     assert step.tokens == 8 * 512
     assert step.flops == 3 * 8 * sum(MODEL.forward_flops(layer) for layer in range(8))
     assert step.mfu(1.0) == step.flops / (8 * step.cluster.device.peak("bfloat16"))
+
+
+def test_smaller_microbatches_come_with_a_schedule_that_does_not_hold_them_all() -> None:
+    said = said_of(workload(Plan(Mesh(pp=8), "gpipe"), 2**30, rows=4))
+    assert "--rows 1 --microbatches 32 --schedule 1f1b" in said
+    assert "--rows 1 --microbatches 32" not in said

@@ -44,7 +44,7 @@ class Change:
         if plan.schedule in ALL_AT_ONCE:
             return self.workload
         each = microbatches // plan.data_ranks
-        return replace(self.workload, microbatches=plan.data_ranks * min(each, 4 * plan.mesh.pp))
+        return replace(self.workload, microbatches=plan.data_ranks * min(each, max(4, 2 * plan.mesh.pp)))
 
 
 def accumulating(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
@@ -85,8 +85,12 @@ def _here(workload: Workload, plan: Plan) -> Iterator[Change]:
     """On the same mesh, with the same batch."""
     yield from _of_plan(workload, plan)
     if (few := _in_small_microbatches(workload)) is not None:
-        yield Change(_rows_flags(few), few)
-        yield from _prefixed(_rows_flags(few), _of_plan(few, plan))
+        flags = _rows_flags(few)
+        if plan.mesh.pp > 1 and isinstance(plan.schedule, str) and plan.schedule in ALL_AT_ONCE:
+            plan = replace(plan, schedule=ALL_AT_ONCE[plan.schedule])  # all at once, they take as much as before
+            few, flags = replace(few, plan=plan), f"{flags} --schedule {plan.schedule}"
+        yield Change(flags, few)
+        yield from _prefixed(flags, _of_plan(few, plan))
 
 
 def _on_idle_devices(workload: Workload) -> Iterator[Change]:
