@@ -163,6 +163,17 @@ def test_small_letters_are_compute_that_hides_communication() -> None:
     assert "+" in row
 
 
+def test_a_rank_that_computes_a_little_in_a_cell_is_not_drawn_as_waiting() -> None:
+    from shardlab.cli.timeline_text import rank_row
+    from shardlab.program import OpKind
+    from shardlab.simulate import Event
+
+    events = [Event(0, at, OpKind.FORWARD, 0, 1, at, at + 0.1, 0) for at in range(0, 10, 2)]
+    assert rank_row(events, 10.0, 10).plain == "F.F.F.F.F."
+    messages = [Event(0, 9, OpKind.RECV, 0, 1, 0.1, 1.0, 0)]
+    assert rank_row(events + messages, 10.0, 10).plain == "<.F.F.F.F."
+
+
 def test_a_pipe_gets_no_colours() -> None:
     environment = {**os.environ, "COLUMNS": "100"}
     command = [sys.executable, "-m", "shardlab", "simulate", "ddp"]

@@ -131,10 +131,26 @@ def test_the_report_names_every_figure(width: int) -> None:
     assert text.isascii()
     for label in ("step time", "tokens/s", "MFU", "compute", "exposed", "bubble", "peak memory", "ops", "rank"):
         assert f"\n{label}" in text or f"\n  {label}" in text
-    rows = [line for line in text.splitlines() if line.endswith("GiB") and line.strip()[0].isdigit()]
-    assert rows
-    assert max(map(len, rows)) <= width
+    rows = [line for line in text.splitlines() if line.endswith("MiB") and line.strip()[0].isdigit()]
+    assert len(rows) == 1
 
 
 def test_seconds_are_told_in_a_fitting_unit() -> None:
     assert [seconds_text(s) for s in (3.456, 0.1258, 9.31e-5, 4000)] == ["3.46 s", "125.8 ms", "93.1 us", "4,000 s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("zero-3", *GPT2), "head"),
+        (("--dp-shard", "8", "--recompute", "full", "--rows", "8", *GPT2), "head"),
+        (("--cp", "8", "--model", "gpt2-xl", "--cluster", "h100x8"), "norm of block 0, attention"),
+        (("fsdp", *GPT2, "--layers", "2"), "block 1"),
+    ],
+)
+def test_what_causes_the_peak_is_told_in_the_models_terms(
+    arguments: tuple[str, ...], part: str, capsys: Captured
+) -> None:
+    peaks = json_of(capsys, *arguments)["peak_memory_by_rank"]
+    assert peaks[0]["cause"]["part"] == part  # type: ignore[index]
+    assert all("of layer" not in peak["cause"]["text"] for peak in peaks)  # type: ignore[attr-defined]

@@ -90,6 +90,12 @@ def test_half_blocks_are_cut_before_a_norm() -> None:
     assert replace(plan, layers_per_stage=(1, 4)).bounds(kinds) == [0, 3, 11]
 
 
+def test_too_many_stages_for_half_blocks_are_told_in_halves_of_blocks() -> None:
+    sizes = Sizes.half_blocks(2)
+    with pytest.raises(UserError, match="4 half-blocks of 2 blocks, and the head, do not reach 8 pipeline stages"):
+        Plan(Mesh(pp=8, tp=2)).bounds(sizes.kinds, len(sizes.blocks) - 1)
+
+
 def test_a_plan_by_name_is_the_same_in_every_process() -> None:
     for entry in STRATEGIES.values():
         if entry.plan is not None:

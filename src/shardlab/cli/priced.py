@@ -9,6 +9,7 @@ from shardlab.cli.cluster import cluster_called
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
+from shardlab.simulate.traced import stands_for
 from shardlab.strategies.entry import Entry
 from shardlab.strategies.load import load
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 MOST_CHECKED = 100_000
 """Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
+
+MOST_TRACED = 250_000
+"""Forward passes, backward passes and updates, on all ranks, of a program that is traced rank by rank: it has several
+times as many ops, and takes some ten seconds."""
+
+MOST_ALONG = 100_000
+"""Ranks along an axis, of a plan whose ranks are folded: what they hold is put together one by one."""
 
 FLOPS_CONVENTION = (
     "products of matrices, forward and twice as many backward; attention as a whole square; "
@@ -89,7 +97,7 @@ def price(request: Request) -> Result:
     entry, ranks = request.layout.entry(request.strategy, request.ranks or _ranks(request, cluster.size))
     cluster.require(ranks)
     precision = find_precision(request.precision or ("bf16" if "bfloat16" in cluster.device.flops else "fp32"))
-    mesh, notes = entry.grid(ranks), list[str]()
+    mesh, notes, whole = entry.grid(ranks), list[str](), model
     microbatches = request.microbatches or _microbatches(mesh)
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
@@ -106,12 +114,47 @@ def price(request: Request) -> Result:
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
     workload = Workload(plan, model, cluster, microbatches, request.rows or 1, precision, trace, entry.columns)
+    _require_few_ranks(entry, workload, request.cluster)
     alike = entry.plan is not None and _ops_on_all_ranks(workload) > MOST_CHECKED
     if entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
-    require_memory(workload, estimate)
+    require_memory(workload, estimate, whole)
+    notes += doubts(workload, estimate, request.cluster)
     return Result(entry, workload, estimate, (request.model, request.cluster), not alike, notes)
+
+
+def _require_few_ranks(entry: Entry, workload: Workload, cluster: str) -> None:
+    """Refuse what would take minutes before anything is said."""
+    mesh = workload.mesh
+    axis, size = max(mesh.sizes().items(), key=lambda item: item[1])
+    if entry.plan is not None:
+        if size > MOST_ALONG:
+            raise UserError(
+                f"{entry.name} on {cluster} has {size:,} ranks along {axis}, and at most {MOST_ALONG:,} along an axis "
+                "are simulated; take fewer devices, or a mesh of more axes"
+            )
+        return
+    at_least = 3 * workload.cut.layers * mesh.world // mesh.pp
+    if at_least > MOST_TRACED:
+        flag = axis.replace("_", "-")
+        raise UserError(
+            f"{entry.name} on {cluster} would trace {mesh.world:,} ranks one by one, {at_least:,} ops or more; a plan "
+            f"folds those that are alike: --{flag} {min(size, MOST_ALONG)}"
+        )
+
+
+def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
+    """What a reader of the figures should know."""
+    said: list[str] = []
+    if idle := workload.cluster.size - workload.mesh.world:
+        said.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
+    if (mfu := workload.mfu(estimate.step)) > 1:
+        said.append(
+            f"an MFU of {mfu:.0%} is more than the device can do: the profile or the efficiencies of {cluster} do not "
+            "fit this step, so do not trust its time; measure again with shardlab bench compute"
+        )
+    return said
 
 
 def _ops_on_all_ranks(workload: Workload) -> int:
@@ -142,6 +185,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "cluster": result.names[1],
         "precision": workload.precision.name,
         "ranks": workload.mesh.world,
+        "idle_devices": workload.cluster.size - workload.mesh.world,
         "mesh": {axis: size for axis, size in workload.mesh.sizes().items() if size > 1},
         "layers": program.layers,
         "microbatches": workload.microbatches,
@@ -162,7 +206,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "bubble_share": estimate.bubble_share,
         "peak_memory": estimate.peak.bytes,
         "device_memory": workload.cluster.device.memory,
-        "peak_memory_by_rank": [_peak(peak) for peak in estimate.peaks],
+        "peak_memory_by_rank": [_peak(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)],
         "ops": sum(map(len, program.tapes)),
         "ranks_simulated": program.ranks,
         "checked": result.checked,
@@ -170,10 +214,12 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _peak(peak: Peak) -> dict[str, Any]:
+def _peak(peak: Peak, ranks: range) -> dict[str, Any]:
     return {
         "rank": peak.rank,
+        "first_rank": ranks[0],
+        "last_rank": ranks[-1],
         "bytes": peak.bytes,
         "by_category": peak.by_category,
-        "cause": {"op": peak.op.value, "layer": peak.layer, "text": peak.cause},
+        "cause": {"op": peak.op.value, "layer": peak.layer, "part": peak.part, "text": peak.cause},
     }

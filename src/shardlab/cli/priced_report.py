@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -11,13 +13,21 @@ from shardlab.cli.console import stdout_console
 from shardlab.cli.priced import MOST_CHECKED, Result
 from shardlab.cli.timeline_text import legend, rank_row
 from shardlab.program.values import counted
-from shardlab.simulate.traced import rank_of
+from shardlab.simulate.traced import rank_of, stands_for
+from shardlab.simulate.units import bytes_text, share_text, unit_of
 
-GIB = 2**30
+if TYPE_CHECKING:
+    from shardlab.simulate.estimate import Peak
 
 INDENT = 16
 
+NARROWEST = 30
+"""Columns that a text has at least, however narrow the terminal is."""
+
 SHOWN_RANKS = 16
+
+SAID_STAGES = 4
+"""Of more stages of folded ranks the first ones and the last are named."""
 
 DRAWN_OPS = 200_000
 """Of more ops no timeline is drawn in the terminal: it would take longer than the simulation."""
@@ -32,46 +42,53 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
     model, cluster = result.names
     console.print(Text.assemble((result.entry.name, "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
     axes = " x ".join(f"{axis} {size}" for axis, size in workload.mesh.sizes().items() if size > 1) or "1 rank"
-    microbatches, rows = counted(workload.microbatches, "microbatch"), counted(workload.rows, "sequence")
-    console.print(
-        f"{axes}, {microbatches} of {rows} of {workload.model.block} tokens, {workload.precision.name}",
-        style="dim",
-        soft_wrap=True,
-    )
+    rows = f"{counted(workload.rows, 'sequence')} of {workload.model.block} tokens"
+    batch = f"{counted(workload.microbatches, 'microbatch')} of {rows}"
+    for line in wrap(f"{axes}, {batch}, {workload.precision.name}", console.width):
+        console.print(line, style="dim", soft_wrap=True)
     console.print()
-    step, peak = estimate.step, estimate.peak
+    figures = _figures(result)
+    width = max(len(figure) for _, figure, _ in figures)
+    for label, figure, what in figures:
+        _print_row(console, label, what, figure.rjust(width))
+    ops = sum(map(len, estimate.traced.program.tapes))
+    _print_row(console, "ops", f"{ops:,}, of {_simulated(result)}")
+    _print_row(console, "check", _checked(result))
+    for note in result.notes:
+        _print_row(console, "note", note)
+    if ops <= DRAWN_OPS:
+        console.print()
+        _print_ranks(console, result)
+    for path in written:
+        console.print(Text.assemble(("written to".ljust(INDENT), "dim"), str(path)), soft_wrap=True)
+
+
+def _figures(result: Result) -> list[tuple[str, str, str]]:
+    """Each with its label, and with what is to be said of it."""
+    workload, estimate = result.workload, result.estimate
+    step, peak, device = estimate.step, estimate.peak, workload.cluster.device
     speed = workload.tokens / step
-    figures = [
+    return [
         ("step time", seconds_text(step), ""),
         ("tokens/s", f"{speed:,.0f}", f"{speed / workload.mesh.world:,.0f} on each device"),
-        ("MFU", f"{workload.mfu(step):.1%}", f"of {workload.cluster.device.name}'s {workload.precision.compute} peak"),
+        ("MFU", share_text(workload.mfu(step)), f"of {device.name}'s {workload.precision.compute} peak"),
         ("compute", f"{estimate.compute_share:.1%}", "of the step, the mean over ranks"),
         ("exposed", f"{estimate.exposed_share:.1%}", "compute waits for communication: " + _exposed(result)),
         ("bubble", f"{estimate.bubble_share:.1%}", "a rank waits for others, or has ended"),
         (
             "peak memory",
-            f"{peak.bytes / GIB:,.2f} GiB",
-            f"of {workload.cluster.device.memory / GIB:,.0f} GiB, on rank {peak.rank}: {peak.cause}",
+            bytes_text(peak.bytes),
+            f"of {bytes_text(device.memory, 0)}, on rank {peak.rank}: {peak.cause}",
         ),
+        ("", "", _categories(peak)),
     ]
-    width = max(len(figure) for _, figure, _ in figures)
-    for label, figure, what in figures:
-        more = f"  {what}" if what else ""
-        text = Text.assemble((label.ljust(INDENT), "dim"), (figure.rjust(width), "bold"), (more, "dim"))
-        console.print(text, soft_wrap=True)
+
+
+def _categories(peak: Peak) -> str:
+    """What the peak is made of, in its own unit; what would be shown as nothing is left out."""
+    _, size = unit_of(peak.bytes)
     shares = sorted(peak.by_category.items(), key=lambda item: -item[1])
-    said = ", ".join(f"{category} {bytes / GIB:,.2f}" for category, bytes in shares if bytes)
-    console.print(Text.assemble(("".ljust(INDENT), "dim"), said), soft_wrap=True)
-    ops = sum(map(len, estimate.traced.program.tapes))
-    console.print(_row("ops", f"{ops:,}, of {_simulated(result)}"), soft_wrap=True)
-    console.print(_row("check", _checked(result)), soft_wrap=True)
-    for note in result.notes:
-        console.print(_row("note", note), soft_wrap=True)
-    if ops <= DRAWN_OPS:
-        console.print()
-        _print_ranks(console, result)
-    for path in written:
-        console.print(_row("written to", str(path)), soft_wrap=True)
+    return ", ".join(f"{category} {bytes / size:,.2f}" for category, bytes in shares if bytes >= 0.005 * size)
 
 
 def seconds_text(seconds: float) -> str:
@@ -87,8 +104,18 @@ def _exposed(result: Result) -> str:
 
 
 def _simulated(result: Result) -> str:
-    rows, ranks = result.estimate.traced.program.ranks, result.workload.mesh.world
-    return counted(ranks, "rank") if rows == ranks else f"{rows} of {ranks} ranks; the others are like one of them"
+    """How many ranks, and which stand for which."""
+    program, ranks = result.estimate.traced.program, result.workload.mesh.world
+    if program.ranks == ranks:
+        return counted(ranks, "rank")
+    said = [f"rank {rank_of(program, row)} for {_span(stands_for(program, row))}" for row in range(program.ranks)]
+    if len(said) > SAID_STAGES:
+        said[SAID_STAGES - 1 : -1] = ["..."]
+    return f"{program.ranks:,} of {ranks:,} ranks, which stand for those that are alike: {', '.join(said)}"
+
+
+def _span(ranks: range) -> str:
+    return f"{ranks[0]}-{ranks[-1]}"
 
 
 def _checked(result: Result) -> str:
@@ -97,8 +124,15 @@ def _checked(result: Result) -> str:
     return f"left out above {MOST_CHECKED:,} ops on all ranks; fewer ranks, layers or microbatches are checked"
 
 
-def _row(label: str, text: str) -> Text:
-    return Text.assemble((label.ljust(INDENT), "dim"), text)
+def _print_row(console: Console, label: str, text: str, figure: str = "") -> None:
+    """A label, perhaps a figure, and a text that goes on below itself where the terminal ends."""
+    indent = INDENT + (len(figure) + 2 if figure else 0)
+    first, *more = wrap(text, max(NARROWEST, console.width - indent), break_on_hyphens=False) or [""]
+    gap = "  " if figure and first else ""
+    dim = "dim" if figure else ""
+    console.print(Text.assemble((label.ljust(INDENT), "dim"), (figure, "bold"), (gap + first, dim)), soft_wrap=True)
+    for line in more:
+        console.print(Text.assemble(" " * indent, (line, dim)), soft_wrap=True)
 
 
 def _print_ranks(console: Console, result: Result) -> None:
@@ -110,7 +144,7 @@ def _print_ranks(console: Console, result: Result) -> None:
     end = seconds_text(timeline.end)
     console.print(Text("  rank  0" + end.rjust(width - 1) + "  peak memory", "dim"), no_wrap=True)
     for place, row in enumerate(rows):
-        memory = f"{peaks[place * every].bytes / GIB:,.2f} GiB"
+        memory = bytes_text(peaks[place * every].bytes)
         rank = rank_of(timeline.program, place * every)
         console.print(Text(f"{rank:>6}  ") + row + Text(f"  {memory:>11}"), no_wrap=True)
-    console.print(legend(rows))
+    console.print(legend(rows, console.width))

@@ -132,6 +132,6 @@ def _print_ranks(console: Console, timeline: Timeline) -> None:
         share = f"{busy / timeline.end:.0%}" if timeline.end else "0%"
         memory = f"{timeline.peak_memory_by_rank[rank]:,}"
         console.print(Text(f"{rank:>4}  ") + row + Text(f"  {share:>8}  {memory:>11}"), no_wrap=True)
-    console.print(legend(rows))
+    console.print(legend(rows, console.width))
     if every > 1:
         console.print(f"Of {timeline.program.ranks} ranks, one in {every} is shown.", style="dim")

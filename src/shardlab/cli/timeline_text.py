@@ -35,9 +35,13 @@ SIGNS = {
 
 IDLE = "."
 
+GAP = 3
+"""Blanks between two of the legend's entries."""
+
 
 def rank_row(events: list[Event], end: float, width: int) -> Text:
-    """One rank: each character stands for what took most of its share of the time."""
+    """One rank: each character stands for what took most of its share of the time, and not for waiting while there is
+    compute in it."""
     cells: list[dict[OpKind, float]] = [defaultdict(float) for _ in range(width)]
     for event in events:
         if event.kind not in SIGNS or not end:
@@ -55,17 +59,19 @@ def _sign(shares: dict[OpKind, float]) -> tuple[str, str]:
     compute = {kind: share for kind, share in shares.items() if kind not in COMMUNICATION and share > 1e-9}
     talk = {kind: share for kind, share in shares.items() if kind in COMMUNICATION and share > 1e-9}
     idle = 1 - sum(compute.values())
-    if compute and sum(compute.values()) >= 0.5:
+    share = sum(compute.values())
+    talks = sum(talk.values()) >= max(share, 0.5 * idle)
+    if compute and (share >= 0.5 or not talks):
         sign, color = SIGNS[max(compute, key=lambda kind: compute[kind])]
         overlaps = sum(talk.values()) > max(idle, 0.0) + 0.25
         return (sign.lower() if overlaps else sign), color
-    if talk and sum(talk.values()) >= 0.5 * idle:
+    if talk and talks:
         return SIGNS[max(talk, key=lambda kind: talk[kind])]
     return IDLE, "dim"
 
 
-def legend(rows: list[Text]) -> Text:
-    """What the signs of some rows mean."""
+def legend(rows: list[Text], width: int) -> Text:
+    """What the signs of some rows mean, in lines of at most `width`."""
     shown = {character for row in rows for character in row.plain}
     meanings = [
         Text.assemble((sign, color), (f" {kind.value.replace('_', '-')}", "dim"))
@@ -76,4 +82,10 @@ def legend(rows: list[Text]) -> Text:
         meanings.append(Text("small letter: communicates as well", "dim"))
     if IDLE in shown:
         meanings.append(Text(f"{IDLE} waits", "dim"))
-    return Text("   ").join(meanings)
+    lines: list[Text] = []
+    for meaning in meanings:
+        if lines and lines[-1].cell_len + GAP + meaning.cell_len <= width:
+            lines[-1].append(" " * GAP).append(meaning)
+        else:
+            lines.append(meaning)
+    return Text("\n").join(lines)

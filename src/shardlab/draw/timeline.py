@@ -14,7 +14,7 @@ from shardlab.draw.memory import draw_memory, memory_unit, ranks_text, short
 from shardlab.program import OpKind, Program
 from shardlab.program.mesh import AXES
 from shardlab.simulate import Timeline
-from shardlab.simulate.traced import rank_of
+from shardlab.simulate.traced import rank_of, stands_for
 
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 
@@ -90,8 +90,11 @@ def timeline_page(timeline: Timeline, title: str, time_unit: str) -> Page:
 
 
 def rank_name(program: Program, row: int) -> str:
-    """`rank 5`, with its coordinates where the mesh has several axes."""
-    rank = rank_of(program, row)
+    """`rank 5`, with its coordinates where the mesh has several axes; `ranks 0-7` for which a folded one stands."""
+    rank, ranks = rank_of(program, row), stands_for(program, row)
+    if len(ranks) > 1:
+        stage = f"pp {program.mesh.coordinate(rank, 'pp')}, " if program.ranks > 1 else ""
+        return f"ranks {ranks[0]}-{ranks[-1]} ({stage}all as rank {rank})"
     axes = [axis for axis in AXES if program.mesh.sizes()[axis] > 1]
     if len(axes) < 2:
         return f"rank {rank}"

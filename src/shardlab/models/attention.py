@@ -22,6 +22,7 @@ class Attention(Part):
         rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; none: None).
     """
 
+    title = "attention"
     norm_name = "ln_1"
     added = "attn.c_proj.bias"
 

@@ -48,6 +48,9 @@ class Blocks(Model):
         last = (self.head,) if layer == self.layers - 1 else ()
         return (*first, *self.body, *last)
 
+    def place(self, layer: int) -> str:
+        return f"block {layer}"
+
     def borrowed(self, layer: int) -> tuple[str, ...]:
         tied = isinstance(self.head, Head) and self.head.tied
         return ("wte.weight",) if tied and 0 < layer == self.layers - 1 else ()

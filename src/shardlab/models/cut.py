@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from shardlab.models.blocks import Blocks
 from shardlab.models.layout import Parameter
 from shardlab.models.model import Model
+from shardlab.models.part import Part
+from shardlab.models.parts import Embedding, Head
 
 
 class Fragment(Protocol):
@@ -17,6 +19,16 @@ class Fragment(Protocol):
     def sources(self) -> list[tuple[int, Parameter]]:
         """Its parameters, each with the block that holds it in the whole model."""
         ...
+
+    @property
+    def place(self) -> str:
+        """Where it stands in the whole model."""
+        ...
+
+
+def place_of(part: Part, block: int, what: str = "") -> str:
+    """`block 31, feed-forward`; or `embedding`, `head`, which belong to no block."""
+    return part.title if isinstance(part, Embedding | Head) else f"block {block}, {part.title}{what}"
 
 
 @dataclass(frozen=True, init=False)
@@ -42,6 +54,9 @@ class CutModel(Model):
     @abstractmethod
     def half(self, layer: int) -> Fragment:
         """What layer `layer` computes."""
+
+    def place(self, layer: int) -> str:
+        return self.half(layer).place
 
     @property
     def parameter_count(self) -> int:

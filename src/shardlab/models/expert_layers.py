@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardlab.models.cut import CutModel
+from shardlab.models.cut import CutModel, place_of
 from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.mixture import Mixture
@@ -38,6 +38,10 @@ class Dense:
         """Its parameters, each with the block that holds it in the whole model."""
         routing = [] if self.after is None else [*self.after.norm(), self.after.router()]
         return [(self.block, p) for p in (*(p for part in self.parts for p in part.parameters()), *routing)]
+
+    @property
+    def place(self) -> str:
+        return place_of(self.parts[-1], self.block)
 
     def saved(self, rows: int) -> int:
         """Elements that autograd keeps beyond the inputs."""
@@ -76,6 +80,10 @@ class Experts:
     def sources(self) -> list[tuple[int, Parameter]]:
         """Their parameters, each with the block that holds it in the whole model."""
         return [(self.block, p) for p in self.part.parameters() if p.cut is not None]
+
+    @property
+    def place(self) -> str:
+        return place_of(self.part, self.block)
 
     def saved(self, rows: int) -> int:
         return self.part.experts_saved(rows)

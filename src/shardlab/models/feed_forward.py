@@ -38,6 +38,7 @@ class FeedForward(Part):
     With SwiGLU the first map makes all gates, then all that they multiply, in one matrix. Sliced by hidden features.
     """
 
+    title = "feed-forward"
     norm_name = "ln_2"
     added = "mlp.c_proj.bias"
 

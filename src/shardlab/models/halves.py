@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlab.models.blocks import Blocks
-from shardlab.models.cut import CutModel
+from shardlab.models.cut import CutModel, place_of
 from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.moe import MoE
@@ -37,6 +37,10 @@ class Norm:
         added = [p for p in self.before.parameters() if p.name == self.before.added]
         norm = [p for p in self.after.parameters() if p.name.startswith(self.after.norm_name)]
         return [(self.block_before, p) for p in added] + [(self.block_after, p) for p in norm]
+
+    @property
+    def place(self) -> str:
+        return f"norm of {place_of(self.after, self.block_after)}"
 
     def saved(self) -> int:
         """The residual that it hands on, what the norm keeps of each token, and dropout's mask."""
@@ -73,6 +77,10 @@ class Body:
         """Its parameters, each with the block that holds it in the whole model."""
         return [(self.block, p) for p in self.part.parameters() if p.cut is not None]
 
+    @property
+    def place(self) -> str:
+        return place_of(self.part, self.block)
+
     def saved(self) -> int:
         return self.part.body_saved()
 
@@ -98,6 +106,10 @@ class Projection(Body):
     def sources(self) -> list[tuple[int, Parameter]]:
         return [source for source in super().sources() if source[1].name.startswith("attn.c_attn")]
 
+    @property
+    def place(self) -> str:
+        return place_of(self.part, self.block, "'s queries, keys and values")
+
     def saved(self) -> int:
         return 0
 
@@ -116,6 +128,10 @@ class Output(Body):
 
     def sources(self) -> list[tuple[int, Parameter]]:
         return [source for source in super().sources() if source[1].name.startswith("attn.c_proj")]
+
+    @property
+    def place(self) -> str:
+        return place_of(self.part, self.block, "'s output")
 
     def saved(self) -> int:
         return 0

@@ -20,6 +20,7 @@ class Mixture(Part):
     experts.
     """
 
+    title = "experts"
     norm_name = "ln_2"
 
     hidden: int

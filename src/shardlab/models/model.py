@@ -71,6 +71,10 @@ class Model(ABC):
         """
 
     @abstractmethod
+    def place(self, layer: int) -> str:
+        """Where a layer of the program stands in the model, as a reader knows it: `block 31, feed-forward`."""
+
+    @abstractmethod
     def forward_flops(self, layer: int) -> int:
         """FLOPs of the layer's matrix products for one sequence; a backward pass takes twice as many."""
 

@@ -34,10 +34,12 @@ class Part(ABC):
         bias: whether linear maps and LayerNorms have a bias.
         drops: whether dropout is on, so that its masks are kept.
         rms: whether its norm is an RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), which has no bias.
+        title: what a reader calls it.
         norm_name: of the norm that the part begins with (none: it has none).
         added: the parameter that is added to the body's result (none: nothing is).
     """
 
+    title: ClassVar[str]
     norm_name: ClassVar[str] = ""
     added: ClassVar[str] = ""
 

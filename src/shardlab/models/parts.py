@@ -20,6 +20,8 @@ class Embedding(Part):
     Sliced by vocabulary: the tokens of other slices give zero.
     """
 
+    title = "embedding"
+
     added = "wpe.weight"
 
     vocabulary: int
@@ -69,6 +71,7 @@ class Head(Part):
     vocabulary.
     """
 
+    title = "head"
     norm_name = "ln_f"
 
     vocabulary: int

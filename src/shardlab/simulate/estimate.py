@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlab.program import OpKind, Sizes
@@ -25,7 +26,8 @@ class Peak:
         rank: which (of folded ranks, the one that stands for those of its stage).
         bytes: how many.
         by_category: what for.
-        op, layer, microbatches: during which op, on which layer and on which microbatches (a bit set).
+        op, layer, microbatches: during which op, on which of the program's layers and which microbatches (a bit set).
+        part: of the model, if it is known: what that layer is to a reader.
     """
 
     rank: int
@@ -34,11 +36,13 @@ class Peak:
     op: OpKind
     layer: int
     microbatches: int
+    part: str = ""
 
     @property
     def cause(self) -> str:
-        """`backward of layer 3, microbatch 0`."""
-        where = f" of layer {self.layer}" if self.layer >= 0 else ""
+        """`backward of block 3, feed-forward, microbatch 0`; a part that is not in a block has an article."""
+        part = self.part if not self.part or self.part.startswith("block") else f"the {self.part}"
+        where = f" of {part or f'layer {self.layer}'}" if self.layer >= 0 else ""
         plural = "es" * (self.microbatches.bit_count() > 1)
         about = f", microbatch{plural} {listed(bits(self.microbatches))}" if self.microbatches else ""
         return f"{self.op.value.replace('_', '-')}{where}{about}"
@@ -52,11 +56,13 @@ class Estimate:
         traced: what was replayed.
         times: when everything happened.
         memory: what each row holds.
+        place: where a layer stands in the model (None: layers are only numbered).
     """
 
     traced: Traced
     times: Times
     memory: list[RankMemory]
+    place: Callable[[int], str] | None = None
 
     @cached_property
     def step(self) -> float:
@@ -101,7 +107,8 @@ class Estimate:
     def peaks(self) -> list[Peak]:
         """For each row."""
         program = self.traced.program
-        return [peak_of(self.traced, row, memory, rank_of(program, row)) for row, memory in enumerate(self.memory)]
+        found = [peak_of(self.traced, row, memory, rank_of(program, row)) for row, memory in enumerate(self.memory)]
+        return [replace(peak, part=self._part(peak)) for peak in found]
 
     @property
     def peak(self) -> Peak:
@@ -113,6 +120,13 @@ class Estimate:
         timeline = timeline_of(self.traced, self.times, [memory.before for memory in self.memory])
         return Timeline(timeline.program, timeline.events, in_seconds=True)
 
+    def _part(self, peak: Peak) -> str:
+        if self.place is None or peak.layer < 0:
+            return ""
+        if peak.layer == self.traced.program.layers:
+            return "head"  # the loss and the logits are numbered as what comes after the last layer
+        return self.place(peak.layer)
+
     def _share(self, seconds: float) -> float:
         ranks = self.traced.program.ranks
         return seconds / (ranks * self.step) if self.step else 0.0
@@ -123,10 +137,17 @@ class Estimate:
         return apart[0] if len(apart) == 1 else "world"
 
 
-def estimate(traced: Traced, prices: Prices, kept: Sizes | None = None) -> Estimate:
-    """Replay a traced program in seconds and bytes; `kept` is how large values are in memory, if not as traced."""
+def estimate(
+    traced: Traced, prices: Prices, kept: Sizes | None = None, place: Callable[[int], str] | None = None
+) -> Estimate:
+    """Replay a traced program in seconds and bytes.
+
+    Args:
+        kept: how large values are in memory, if not as traced.
+        place: see `Estimate`.
+    """
     with gc_paused():
-        return Estimate(traced, Clocks(traced, prices).run(), memory_in_bytes(traced, kept))
+        return Estimate(traced, Clocks(traced, prices).run(), memory_in_bytes(traced, kept), place)
 
 
 def peak_of(traced: Traced, row: int, memory: RankMemory, rank: int) -> Peak:

@@ -28,3 +28,9 @@ class Traced(Protocol):
 def rank_of(program: Program, row: int) -> int:
     """The number of the rank whose tape stands in a row: its own, or of folded tapes that of a pipeline's first."""
     return row * (program.mesh.world // program.ranks)
+
+
+def stands_for(program: Program, row: int) -> range:
+    """The ranks for which a row stands: one, or of folded tapes those of its pipeline stage."""
+    each = program.mesh.world // program.ranks
+    return range(row * each, (row + 1) * each)

@@ -84,7 +84,7 @@ class Workload:
         self.cluster.require(self.mesh.world)
         self.cluster.device.peak(self.precision.compute)
         with gc_paused():  # from the first op to the last figure
-            return estimate(self.traced, self.prices, self.kept_sizes)
+            return estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
 
     @property
     def kept_sizes(self) -> Sizes:

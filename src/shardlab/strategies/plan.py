@@ -180,8 +180,11 @@ class Plan:
             )
         return order
 
-    def bounds(self, kinds: Kinds) -> list[int]:
+    def bounds(self, kinds: Kinds, blocks: int = 0) -> list[int]:
         """Where the stages begin, and where the last one ends: stage s has layers bounds[s] up to bounds[s + 1].
+
+        Args:
+            blocks: of how many blocks half-blocks are, to be said.
 
         Raises:
             UserError: when there are fewer layers than stages, or the layers named are not those of the model.
@@ -198,6 +201,9 @@ class Plan:
                     f"{stages} numbers of 1 or more that add up to {layers}"
                 )
             return [places[sum(given[:stage])] for stage in range(stages + 1)]
+        if layers < stages and any(kind in CARRYING for kind in kinds):
+            halves = f"{layers - 1} half-blocks of {blocks} blocks, and the head," if blocks else f"{layers} parts"
+            raise UserError(f"{halves} do not reach {stages} pipeline stages; give at most {layers} stages")
         if layers < stages:
             raise UserError(
                 f"{layers} layer{'s do' if layers > 1 else ' does'} not reach {stages} pipeline stages; give at least "

@@ -61,7 +61,7 @@ class Follower:
         ring = plan.mesh.cp
         self.slices = balanced(rank.coordinate("cp"), ring, plan.mesh.tp) if ring > 1 else None
         self.column = rank.group("pp").ranks
-        self.bounds = plan.bounds(rank.kinds)
+        self.bounds = plan.bounds(rank.kinds, max(0, len(rank.sizes.blocks) - 1))
         stages = [stage for stage, place in enumerate(steps.ranks_of_stages) if place == here]
         self.mine = [layer for stage in stages for layer in self.layers(stage)]
         self.steps = steps.of_ranks[here]

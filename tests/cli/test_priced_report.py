@@ -1,0 +1,98 @@
+"""What a priced simulation prints: in the terminal's width, in units that show something, with what to beware of."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardlab.cli import main
+from shardlab.cli.plan_options import PlanOptions
+from shardlab.cli.priced import Request, Result, doubts, price
+from shardlab.cli.priced_report import print_priced
+
+THREE_D = PlanOptions(pp=2, dp_shard=2, tp=2)
+
+
+def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = PlanOptions()) -> Result:  # noqa: B008
+    return price(Request(strategy, layout, model, cluster, None, None, None, None, None))
+
+
+def printed(result: Result, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    print_priced(result, [], console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+@pytest.mark.parametrize(
+    ("strategy", "model", "cluster", "layout"),
+    [
+        ("fsdp", "gpt2", "h100x8", PlanOptions()),
+        (None, "gpt2-large", "h100x16", THREE_D),
+        ("1f1b", "gpt2", "h100x16", PlanOptions()),
+        ("ddp", "gpt", "h100x2", PlanOptions()),
+    ],
+)
+def test_no_line_is_wider_than_the_terminal(
+    strategy: str | None, model: str, cluster: str, layout: PlanOptions, width: int
+) -> None:
+    assert max(map(len, printed(of(strategy, model, cluster, layout), width))) <= width
+
+
+def test_small_figures_are_shown_in_small_units() -> None:
+    text = "\n".join(printed(of("ddp", "gpt", "h100x2")))
+    assert "MiB  of 80 GiB" in text
+    assert " 0.00" not in text
+    (mfu,) = [line.split()[1] for line in text.splitlines() if line.startswith("MFU")]
+    assert 0 < float(mfu.removesuffix("%")) < 0.1
+
+
+def test_an_mfu_above_1_is_warned_of() -> None:
+    result = of("ddp", "gpt2", "h100x2")
+    assert result.notes == [note for note in result.notes if "MFU" not in note]
+    slow = replace(result.workload.cluster.device, flops={"bfloat16": 1e9})
+    too_fast = replace(result.workload, cluster=replace(result.workload.cluster, device=slow))
+    (warning,) = doubts(too_fast, result.estimate, "local")
+    assert "is more than the device can do" in warning
+
+
+def test_idle_devices_are_told() -> None:
+    assert any("7 of the 8 devices of v100x8 are idle" in line for line in printed(of("grad-accum", "gpt2", "v100x8")))
+    assert not any("idle" in note for note in of("ddp", "gpt2", "v100x8").notes)
+
+
+def test_a_folded_run_says_which_ranks_stand_for_which() -> None:
+    result = of(None, "gpt2", "h100x8", THREE_D)
+    assert "rank 0 for 0-3, rank 4 for 4-7" in " ".join(" ".join(printed(result)).split())
+    deep = of(None, "gpt2", "h100x32", PlanOptions(pp=8, dp_shard=4))
+    assert "rank 8 for 8-11, ..., rank 28 for 28-31" in " ".join(" ".join(printed(deep)).split())
+
+
+def test_the_trace_of_a_folded_run_names_the_ranks_of_each_process(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    arguments = "simulate --pp 2 --dp-shard 4 --model gpt2 --layers 2 --cluster h100x8 --trace"
+    assert main([*arguments.split(), str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["ranks 0-3 (pp 0, all as rank 0)", "ranks 4-7 (pp 1, all as rank 4)"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("ddp --model gpt2 --cluster h100x16384", "16,384 ranks one by one, 589,824 ops or more; a plan folds"),
+        ("ddp --model gpt2-xl --cluster h100x100000000", "that are alike: --dp-shard 100000"),
+        ("tensor-parallel --model llama3-405b --cluster h100x16384", "tensor-parallel slices"),
+        ("zero-3 --model gpt2 --cluster h100x100000000", "at most 100,000 along an axis are simulated"),
+    ],
+)
+def test_what_would_take_minutes_is_refused_at_once(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *command.split()]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""Layers of a program are told as what they are in the model."""
+
+from __future__ import annotations
+
+from shardlab.models import GPT
+from shardlab.models.expert_layers import ExpertLayers
+from shardlab.models.halves import Halves
+from shardlab.models.model import Model
+from shardlab.models.moe import MoE
+
+
+def places(model: Model) -> list[str]:
+    return [model.place(layer) for layer in range(model.layers)]
+
+
+def test_whole_blocks_are_numbered() -> None:
+    assert places(GPT(layers=2)) == ["block 0", "block 1"]
+
+
+def test_half_blocks_are_told_by_block_and_part() -> None:
+    assert places(Halves(GPT(layers=1))) == [
+        "embedding",
+        "norm of block 0, attention",
+        "block 0, attention",
+        "norm of block 0, feed-forward",
+        "block 0, feed-forward",
+        "norm of head",
+        "head",
+    ]
+
+
+def test_an_attention_that_is_cut_in_two_has_two_places() -> None:
+    cut = places(Halves(GPT(layers=1), context=True))
+    assert cut[2:4] == ["block 0, attention's queries, keys and values", "block 0, attention's output"]
+
+
+def test_experts_lie_between_what_is_dense() -> None:
+    assert places(ExpertLayers(MoE(layers=1))) == ["block 0, attention", "block 0, experts", "head"]
