@@ -32,4 +32,4 @@ def test_a_second_step_finds_its_memory_where_the_first_one_left_it() -> None:
         int(subprocess.run([sys.executable, "-c", FAULTS, word], check=True, capture_output=True, text=True).stdout)
         for word in ("keep", "no")
     )
-    assert kept < 100 < given_back
+    assert kept < given_back / 4

@@ -24,7 +24,6 @@ class Compute(Protocol):
     async def backward(self, layer: int, m: int, weight: Value) -> Value: ...
     async def backward_input(self, layer: int, m: int, weight: Value) -> None: ...
     def backward_weight(self, layer: int, m: int) -> Value: ...
-    def drop_gradient_of_tokens(self, m: int) -> None: ...
 
 
 class Whole:
@@ -57,9 +56,6 @@ class Whole:
     def backward_weight(self, layer: int, m: int) -> Value:
         rank = self.rank
         return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)))
-
-    def drop_gradient_of_tokens(self, m: int) -> None:
-        del self.rank.grad_activations[0, m]
 
 
 class Halves:
@@ -146,9 +142,6 @@ class Halves:
             return self.attention.backward_weight(layer, m)
         return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)))
 
-    def drop_gradient_of_tokens(self, m: int) -> None:
-        """They have none, and it was not kept."""
-
     def _from_above(self, layer: int, m: int) -> Value | None:
         after = self.rank.sizes.next_carrying(layer)
         return self.rank.grad_residuals.pop((after, m)) if after >= 0 else None
@@ -162,9 +155,8 @@ class Halves:
 
     async def _keep(self, layer: int, m: int, made: Value) -> None:
         """The gradient of a body's input: the sum of terms, or a row's slices, which attention takes as they are."""
-        if layer:
-            row = self.rank.kinds[layer] is LayerKind.ROW
-            self.rank.grad_activations[layer, m] = made if row else await self._reduced(made)
+        as_it_is = layer == 0 or self.rank.kinds[layer] is LayerKind.ROW  # tokens' gradient is nobody's
+        self.rank.grad_activations[layer, m] = made if as_it_is else await self._reduced(made)
 
     async def _reduced(self, terms: Value) -> Value:
         if self.sequence:

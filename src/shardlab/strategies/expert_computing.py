@@ -59,9 +59,6 @@ class Mixture:
         rank = self.rank
         return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)))
 
-    def drop_gradient_of_tokens(self, m: int) -> None:
-        del self.rank.grad_activations[0, m]
-
     def _from_above(self, layer: int, m: int) -> Value | None:
         after = self.rank.sizes.next_carrying(layer)
         return self.rank.grad_residuals.pop((after, m)) if after >= 0 else None

@@ -131,7 +131,7 @@ class Follower:
             await self.add(stage, l, await self.compute.backward(l, m, await self.weights.next(l)))
         self.left[stage] -= 1
         if stage == 0:
-            self.compute.drop_gradient_of_tokens(m)
+            del self.rank.grad_activations[0, m]  # of the tokens
 
     async def backward_input(self, stage: int, m: int) -> None:
         await self.gradient_of_output(stage, m)
@@ -139,7 +139,7 @@ class Follower:
             await self.again(l, m)
             await self.compute.backward_input(l, m, await self.weights.next(l))
         if stage == 0:
-            self.compute.drop_gradient_of_tokens(m)
+            del self.rank.grad_activations[0, m]  # of the tokens
 
     async def backward_weight(self, stage: int, m: int) -> None:
         for l in reversed(self.layers(stage)):
