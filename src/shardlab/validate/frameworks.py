@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardlab.models.kept import Kept
 from shardlab.simulate.framework import Framework
@@ -76,6 +77,10 @@ class Stack:
     streams: bool = False
     gradients_stand: bool = False
 
+    def running(self, **choices: Any) -> Stack:
+        """The same with other choices of its framework, by their names (see `Framework`)."""
+        return replace(self, framework=replace(self.framework, **choices))
+
 
 MEGATRON_2021 = Stack(
     Framework(
@@ -96,22 +101,16 @@ MEGATRON_2021 = Stack(
 )
 
 
-MEGATRON_2022 = replace(
-    MEGATRON_2021,
-    framework=replace(
-        MEGATRON_2021.framework,
-        name="megatron-2022",
-        source="Korthikanti et al. 2022, arXiv 2205.05198, sections 4.2.2 and 6.2: in the backward pass communication "
-        "runs beside the weight's product; gradients add up in its kernel: Megatron-LM, gradient_accumulation_fusion",
-        fused_accumulation=True,
-        hidden={"tp": 0.2},
-    ),
+MEGATRON_2022 = MEGATRON_2021.running(
+    name="megatron-2022",
+    source="Korthikanti et al. 2022, arXiv 2205.05198, sections 4.2.2 and 6.2: in the backward pass communication "
+    "runs beside the weight's product; gradients add up in its kernel: Megatron-LM, gradient_accumulation_fusion",
+    fused_accumulation=True,
+    hidden={"tp": 0.2},
 )
 
 ZERO_BUBBLE = replace(
-    MEGATRON_2021,
-    framework=replace(
-        MEGATRON_2021.framework,
+    MEGATRON_2021.running(
         name="zero-bubble",
         source="Qi et al. 2023, arXiv 2401.10241: a Megatron-LM of 2023, messages beside compute",
         sends_block=0.0,
@@ -152,26 +151,18 @@ TORCHTITAN_EAGER = Stack(
     reserved=1.04,
     streams=True,
 )
-TORCHTITAN = replace(
-    TORCHTITAN_EAGER,
-    framework=replace(
-        TORCHTITAN_EAGER.framework,
-        name="torchtitan",
-        source="pytorch/torchtitan on FSDP2, with torch.compile but for the RMSNorm",
-        passes=dict(COMPILED) | {"rms_norm": (1.0, 4 / 3)},
-        kept=Kept(branch=False),
-    ),
+TORCHTITAN = TORCHTITAN_EAGER.running(
+    name="torchtitan",
+    source="pytorch/torchtitan on FSDP2, with torch.compile but for the RMSNorm",
+    passes=dict(COMPILED) | {"rms_norm": (1.0, 4 / 3)},
+    kept=Kept(branch=False),
 )
 
-TORCHTITAN_2025 = replace(
-    TORCHTITAN,
-    framework=replace(
-        TORCHTITAN.framework,
-        name="torchtitan-2025",
-        source="pytorch/torchtitan of 2025, which compiles the loss as well, so that it makes no float32 copies",
-        logit_bytes=4.0,
-        sliced_logit_bytes=0.0,
-    ),
+TORCHTITAN_2025 = TORCHTITAN.running(
+    name="torchtitan-2025",
+    source="pytorch/torchtitan of 2025, which compiles the loss as well, so that it makes no float32 copies",
+    logit_bytes=4.0,
+    sliced_logit_bytes=0.0,
 )
 
 MEGATRON_CORE = Stack(
@@ -208,9 +199,7 @@ NANOGPT = Stack(
 )
 
 DEEPSPEED = replace(
-    MEGATRON_2021,
-    framework=replace(
-        MEGATRON_2021.framework,
+    MEGATRON_2021.running(
         name="deepspeed-2021",
         source="DeepSpeed's ZeRO-3 of 2021 (compared with in arXiv 2104.04473, section 5.2)",
         interference=0.3,
@@ -220,9 +209,7 @@ DEEPSPEED = replace(
 )
 
 MEGATRON_DEEPSPEED = replace(
-    MEGATRON_2021,
-    framework=replace(
-        MEGATRON_2021.framework,
+    MEGATRON_2021.running(
         name="megatron-deepspeed-2022",
         source="Megatron-DeepSpeed with DeepSpeed's pipeline: all-reduces gradients also with ZeRO-1, then gathers "
         "parameters; leaves a node at the speed of one card (Smith et al. 2022, arXiv 2201.11990, section 2.4: of its "

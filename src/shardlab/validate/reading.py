@@ -107,10 +107,10 @@ def _read(row: dict[str, Any]) -> Run:
     if stack.framework.name.startswith("torchtitan"):
         attends = (2 * mesh.cp - 1) / mesh.cp  # PyTorch's context parallelism of 2024 went as fast as without balance
         hidden = ASYNC_TP if parallelism.get("async_tp") else stack.framework.hidden
-        stack = replace(stack, framework=replace(stack.framework, attends=attends, hidden=hidden))
+        stack = stack.running(attends=attends, hidden=hidden)
     model, recompute = model_of(row, stack, zero), recompute_of(row)
     if recompute == "per_op":
-        stack = replace(stack, framework=replace(stack.framework, kept=replace(stack.framework.kept, per_op=True)))
+        stack = stack.running(kept=replace(stack.framework.kept, per_op=True))
     plan = plan_of(row, mesh, zero, stack, model, "none" if recompute == "per_op" else recompute)
     workload = Workload(
         plan, model, cluster, each * mesh.dp_shard, rows, precision_of(row, stack, zero), framework=stack.framework
