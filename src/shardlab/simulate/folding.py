@@ -30,7 +30,8 @@ from shardlab.program import (
     World,
     transfer,
 )
-from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle
+from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle, Wake
+from shardlab.program.rooted import Call
 from shardlab.program.sliced import slices_of
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.value import Value
@@ -43,7 +44,6 @@ from shardlab.strategies.planned import planned
 
 if TYPE_CHECKING:
     from shardlab.program.recorder import Recorder
-from shardlab.program.rooted import Call
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class FoldedWorld(World):
 class FoldedCollectives(Collectives):
     """Groups along the pipeline meet; any other member gives what the one that is there gives, rotated."""
 
-    def __init__(self, wake: object, rotation: Rotation, stride: int) -> None:
-        super().__init__(wake)  # type: ignore[arg-type]
+    def __init__(self, wake: Wake, rotation: Rotation, stride: int) -> None:
+        super().__init__(wake)
         self._rotation = rotation
         self._stride = stride
         self._results: dict[Hashable, Spec] = {}
@@ -166,8 +166,8 @@ class FoldedCollectives(Collectives):
 class FoldedChannels(Channels):
     """Messages along the pipeline travel; those along another axis come back as the neighbour's, rotated."""
 
-    def __init__(self, wake: object, rotation: Rotation, stride: int) -> None:
-        super().__init__(wake)  # type: ignore[arg-type]
+    def __init__(self, wake: Wake, rotation: Rotation, stride: int) -> None:
+        super().__init__(wake)
         self._rotation = rotation
         self._stride = stride
 
