@@ -12,8 +12,7 @@ from random import Random
 
 import pytest
 
-from shardlab.check import check
-from shardlab.program import Mesh, Op, OpKind, Program, Refused, trace
+from shardlab.program import Mesh, Op, OpKind, Program, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan import Plan
 from tests.check.programs import PLACE, built_in
@@ -23,6 +22,7 @@ from tests.support.random_attention import random_attention
 from tests.support.random_experts import random_experts
 from tests.support.random_plans import Planned
 from tests.support.random_programs import Shape, random_program
+from tests.support.refusing import refusal
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
 SAMPLE, SAMPLE_OF_PLANS = 12, 4
@@ -91,15 +91,6 @@ def mutants(kind: str, name: str) -> list[Program]:
         place = count if count < sample else random.randrange(count + 1)
         kept[place : place + 1] = [mutant] if place < sample else []
     return kept
-
-
-def refusal(program: Program) -> str | None:
-    """What the check says against a program; any other exception than a refusal fails the test."""
-    try:
-        check(program)
-    except Refused as refused:
-        return str(refused)
-    return None
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MUTATIONS if kind != "another world"])

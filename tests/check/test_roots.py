@@ -9,12 +9,13 @@ from random import Random
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Mesh, Program, Refused, Strategy, trace
+from shardlab.program import Mesh, Program, Strategy, trace
 from tests.check.programs import PLACE
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS
 from tests.support.random_plan import Plan
 from tests.support.random_programs import Shape, random_program
+from tests.support.refusing import refusal
 from tests.train.rooted_programs import by_root, by_root_mesh, parameter_server, replicas
 
 SAMPLE = {
@@ -37,14 +38,6 @@ def subjects() -> dict[str, Program]:
         "replicas": trace(replicas, 2, 2, 4),
     }
     return programs | {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
-
-
-def refusal(program: Program) -> str | None:
-    try:
-        check(program)
-    except Refused as refused:
-        return str(refused)
-    return None
 
 
 @pytest.mark.parametrize(

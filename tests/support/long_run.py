@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
 
-from shardlab.check import check
-from shardlab.program import Program, Refused
+from shardlab.program import Program
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import MUTATIONS
 from tests.support.random_attention import random_attention
 from tests.support.random_experts import random_experts
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
+from tests.support.refusing import refusal
 
 WRITERS: list[Callable[[int], Program]] = [
     lambda seed: random_program(random_shape(seed)),
@@ -30,15 +30,6 @@ WRITERS: list[Callable[[int], Program]] = [
 
 LONGEST = 600
 """Ops of a program that mistakes are put into."""
-
-
-def refusal(program: Program) -> str | None:
-    """What the check says against a program; any other exception than a refusal is the check's own mistake."""
-    try:
-        check(program)
-    except Refused as refused:
-        return str(refused)
-    return None
 
 
 def subjects(random: Random) -> Iterator[Program]:
