@@ -54,6 +54,7 @@ class Stack:
     Attributes:
         framework: how it runs a step.
         vocabulary: of its recipes, where a run does not say: the tokenizer of GPT-2, which Megatron-LM's use.
+        bias: whether its GPTs' products have biases.
         dropout: whether its recipes drop out, so that attention goes step by step.
         reduce_bytes: of an element of a gradient when it is reduced.
         wide_bfloat16_gradients: whether gradients of bfloat16 add up, and are reduced, in float32.
@@ -67,6 +68,7 @@ class Stack:
 
     framework: Framework
     vocabulary: int = 50257
+    bias: bool = True
     dropout: bool = False
     reduce_bytes: int = 2
     wide_bfloat16_gradients: bool = False
@@ -131,7 +133,8 @@ FOUNDRY = Stack(
         update_bytes=34.0,
         interference=0.3,
         fused_accumulation=True,
-    )
+    ),
+    bias=False,
 )
 
 TORCHTITAN_EAGER = Stack(
@@ -195,6 +198,7 @@ NANOGPT = Stack(
         update_bytes=34.0,
         bucket=25e6,
     ),
+    bias=False,
     reduce_bytes=4,
 )
 

@@ -79,7 +79,7 @@ def enough(plan: Plan, each: int) -> tuple[int, int]:
 
 def _block_seconds(run: Run) -> float:
     """What one more block adds to a step of one microbatch, but for its update."""
-    framework = replace(run.workload.framework, update_bytes=1e-9)
+    framework = replace(run.workload.framework, update_bytes=1e-9)  # 0 would be the precision's own
 
     def step(blocks: int) -> float:
         model = replace(run.workload.model, layers=blocks)

@@ -167,8 +167,7 @@ def model_of(row: dict[str, Any], stack: Stack, zero: int) -> Blocks:
         return GPT(**common, activation="squared_relu", rope_theta=10000.0, bias=False)
     if kind != "gelu":
         raise Incomplete(f"has an activation function that is unknown here, {kind}")
-    bias = stack.framework.name not in ("llm-foundry", "nanogpt")
-    return GPT(**common, bias=bias, dropout=0.1 if stack.dropout else 0.0)
+    return GPT(**common, bias=stack.bias, dropout=0.1 if stack.dropout else 0.0)
 
 
 def _stages_of_a_rank(parallelism: dict[str, Any]) -> int:
