@@ -1,0 +1,142 @@
+"""The rules of attention over sequences that are cut (Liu et al. 2023, arXiv 2310.01889, section 3; Llama 3, arXiv
+2407.21783, section 3.3.2).
+
+Queries *meet* chunks of keys and values; what comes out is complete when they have met, each once, all slices of the
+sequence up to their own last one, since later ones are masked. In the backward pass a chunk's gradient is complete when
+all queries from its own first slice on have met it. Until then the value is a term over the index `key`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shardlab.program.errors import Refused
+from shardlab.program.values import Kind, bits, listed
+from shardlab.rules.layer import WORDS
+from shardlab.rules.spec import Form, Space, Spec, Term, cells_text, form_of
+
+KEY = ("key",)
+
+
+def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
+    """Queries that have met these keys and values: the activation that the next layer reads, or a term of it.
+
+    Raises:
+        Refused: when the two are not of one layer, its heads, and the same microbatches, or all keys are masked.
+    """
+    op = f"attend(layer {layer})"
+    ours, theirs = _want_pair(op, layer, queries, keys_values)
+    needs = needed(Kind.ACTIVATION, ours, queries.form.space)
+    form = _form(queries.form, Kind.ACTIVATION, layer + 1, theirs & needs, needs)
+    return Spec(form, queries.cells, queries.joined)
+
+
+def attend_backward(layer: int, queries: Spec, keys_values: Spec, attended: Spec, gradient: Spec) -> tuple[Spec, Spec]:
+    """What these keys and values give to the queries' gradient, and these queries to the keys' and values'.
+
+    Raises:
+        Refused: as `attend` does, or when `attended` or its gradient are not complete and of these queries.
+    """
+    op = f"attend_backward(layer {layer})"
+    ours, theirs = _want_pair(op, layer, queries, keys_values)
+    for spec, kind in ((attended, Kind.ACTIVATION), (gradient, Kind.GRAD_ACTIVATION)):
+        _want(op, spec, kind, layer + 1, queries)
+        if spec.cells != queries.cells:
+            raise Refused(
+                f"{op}: the {WORDS[kind]} is of {cells_text(spec.cells, spec.form.space)} and the queries of "
+                f"{cells_text(queries.cells, spec.form.space)}; both must be of the same tokens and step."
+            )
+    space = queries.form.space
+    of_queries, of_keys = needed(Kind.GRAD_QUERIES, ours, space), needed(Kind.GRAD_KEYS_VALUES, theirs, space)
+    return (
+        Spec(_form(queries.form, Kind.GRAD_QUERIES, layer, theirs & of_queries, of_queries), queries.cells, queries.joined),
+        Spec(
+            _form(keys_values.form, Kind.GRAD_KEYS_VALUES, layer, ours & of_keys, of_keys),
+            keys_values.cells,
+            keys_values.joined,
+        ),
+    )
+
+
+def work(queries: Spec, keys_values: Spec) -> float:
+    """Attention of these queries to these keys and values, in units of one whole sequence's causal attention.
+
+    A slice sees all of an earlier one, half of itself, and nothing of a later one.
+    """
+    space = queries.form.space
+    (count, ours), (_, theirs) = pattern(queries.cells, space.sequence), pattern(keys_values.cells, space.sequence)
+    seen = sum((1.0 if key < query else 0.5) for query in bits(ours) for key in bits(theirs) if key <= query)
+    return count.bit_count() * seen / (space.sequence**2 / 2)
+
+
+def needed(kind: Kind, held: int, space: Space) -> int:
+    """What tokens of some slices must meet: keys up to the last of them, or queries from the first of them on."""
+    if kind is Kind.GRAD_KEYS_VALUES:
+        return (1 << space.sequence) - (held & -held)
+    return (1 << held.bit_length()) - 1
+
+
+def unite(spec: Spec, met: int) -> Spec:
+    """A value that has met these slices; complete once they are all that it must meet."""
+    term = spec.form.term
+    assert term is not None
+    _, held = pattern(spec.cells, spec.form.space.sequence)
+    done = needed(spec.form.kind, held, spec.form.space) & ~met == 0
+    form = spec.form.but(term=None if done else term._replace(bits=met))
+    return spec._replace(form=form)
+
+
+@lru_cache(maxsize=1 << 12)
+def pattern(cells: int, sequence: int) -> tuple[int, int]:
+    """(microbatches, slices of each) of some cells, as bit sets; slices are -1 if they are not the same of each."""
+    full = (1 << sequence) - 1
+    microbatches, slices = 0, 0
+    for cell in bits(cells):
+        microbatches |= 1 << cell // sequence
+    for m in bits(microbatches):
+        here = cells >> m * sequence & full
+        if slices and here != slices:
+            return microbatches, -1
+        slices = here
+    return microbatches, slices
+
+
+def _form(like: Form, kind: Kind, layer: int, met: int, needs: int) -> Form:
+    term = Term(KEY, met, merged=kind is Kind.ACTIVATION) if needs & ~met else None
+    return form_of(kind, layer, like.step, like.space, slices=like.slices, term=term)
+
+
+def _want_pair(op: str, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:
+    """Queries and keys of the same microbatches, some of which are not masked; the slices of either."""
+    _want(op, queries, Kind.QUERIES, layer, queries)
+    _want(op, keys_values, Kind.KEYS_VALUES, layer, queries)
+    space = queries.form.space
+    (of, ours), (of_keys, theirs) = (pattern(spec.cells, space.sequence) for spec in (queries, keys_values))
+    if of != of_keys or queries.step != keys_values.step:
+        raise Refused(f"{op}: {queries} cannot meet {keys_values}; both must be of the same microbatches and step.")
+    for spec, held in ((queries, ours), (keys_values, theirs)):
+        if held < 0:
+            raise Refused(f"{op}: {spec} was given; attention takes the same slices of each microbatch.")
+    if not theirs & needed(Kind.ACTIVATION, ours, space):
+        raise Refused(f"{op}: all of {keys_values} comes after {queries}, which do not see it; leave this op out.")
+    return ours, theirs
+
+
+def _want(op: str, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
+    form = spec.form
+    if form.kind is not kind:
+        raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
+    if form.layer != layer:
+        raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; this op reads {kind.value}[{layer}].")
+    if form.term is not None:
+        raise Refused(f"{op}: the {WORDS[kind]} given is {spec}, a part of what it must be; add the others first.")
+    if form.slices != queries.form.slices or form.step != queries.form.step:
+        raise Refused(
+            f"{op}: the {WORDS[kind]} given is {spec} and the queries {queries}; attention takes the same heads of "
+            "queries, keys and values, of one step."
+        )
+
+
+def text_of_met(met: int) -> str:
+    """`slices 0-2 of the sequence`."""
+    return f"slice{'s' * (met.bit_count() > 1)} {listed(bits(met))} of the sequence"

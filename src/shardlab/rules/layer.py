@@ -1,0 +1,296 @@
+"""A layer's rules as tables from forms to forms, filled from its nodes on a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardlab.program.errors import Refused
+from shardlab.program.values import WHOLE, Holds, Kind, bits, listed, mask_of
+from shardlab.rules import derive
+from shardlab.rules.derive import Held
+from shardlab.rules.node import Layer, Port
+from shardlab.rules.spec import Form, Slices, Space, Spec, cells_text, form_of, term_text, whole_sequences
+
+GRADIENT_OF = {
+    Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
+    Kind.RESIDUAL: Kind.GRAD_RESIDUAL,
+    Kind.QUERIES: Kind.GRAD_QUERIES,
+    Kind.KEYS_VALUES: Kind.GRAD_KEYS_VALUES,
+}
+"""The kind of the gradient of each kind of activation."""
+
+WORDS = {
+    Kind.ACTIVATION: "activation",
+    Kind.RESIDUAL: "residual",
+    Kind.QUERIES: "queries",
+    Kind.KEYS_VALUES: "keys and values",
+    Kind.GRAD_ACTIVATION: "gradient",
+    Kind.GRAD_RESIDUAL: "residual's gradient",
+    Kind.GRAD_QUERIES: "gradient of queries",
+    Kind.GRAD_KEYS_VALUES: "gradient of keys and values",
+}
+
+
+class Made(NamedTuple):
+    """What a backward pass makes.
+
+    Attributes:
+        weight: the form of the weight's gradient.
+        spread: by which its cells are multiplied to count the use and all that is summed beside.
+        inputs: the forms of the inputs' gradients.
+    """
+
+    weight: Form
+    spread: int
+    inputs: tuple[Form, ...]
+
+
+class LayerRules:
+    """What one layer makes of the values that it is given."""
+
+    def __init__(self, layer: Layer, space: Space) -> None:
+        self.layer = layer
+        self.space = space
+        self.mixes_tokens = layer.mixes_tokens and space.sequence > 1
+        self._forward: dict[tuple[Form, ...], tuple[Form, ...]] = {}
+        self._backward: dict[tuple[Form, ...], Made] = {}
+        self._backward_weight: dict[tuple[Form, ...], Made] = {}
+        self._saved: dict[tuple[Form, Form | Kind], Form] = {}
+
+    def forward(self, inputs: Sequence[Spec], weight: Spec, op: str = "forward") -> list[Spec]:
+        """The layer's outputs.
+
+        Raises:
+            Refused: when the values are not the layer's, do not fit, or are incomplete.
+        """
+        first = inputs[0]
+        cells = first[1]
+        key = (weight[0], *[spec[0] for spec in inputs])
+        made = self._forward.get(key)
+        if made is None:
+            made = self._forward[key] = self._derive_forward(f"{op}(layer {self.layer_number})", inputs, weight)
+        if self.mixes_tokens and not whole_sequences(cells, self.space):
+            self._refuse_cut(op, first)
+        for other in inputs[1:]:
+            if other[1] != cells:
+                self._refuse_apart(op, other, first)
+        return [Spec(form, cells, first[2]) for form in made]
+
+    def backward(self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward") -> list[Spec]:
+        """The gradient of the weight, and those of the inputs.
+
+        Args:
+            first: the first of the layer's inputs.
+            gradients: of its outputs, in their order.
+
+        Raises:
+            Refused: when the values are not the layer's, do not fit, or are incomplete.
+        """
+        cells = first[1]
+        key = (weight[0], first[0], *[gradient[0] for gradient in gradients])
+        made = self._backward.get(key)
+        if made is None:
+            name = f"{op}(layer {self.layer_number})"
+            cut = self._cut(name, weight, first)
+            made = self._backward[key] = self._derive_backward(name, first, gradients, weight.form.holds, cut)
+        if self.mixes_tokens and not whole_sequences(cells, self.space):
+            self._refuse_cut(op, first)
+        for gradient in gradients:
+            if gradient[1] != cells:
+                self._refuse_apart(op, gradient, first)
+        joined = first[2]
+        return [Spec(made[0], cells * made[1]), *[Spec(form, cells, joined) for form in made[2]]]
+
+    def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:
+        """The gradient of the weight alone; `half` is what the first half of the backward pass has left for it.
+
+        Raises:
+            Refused: when the values are not the layer's, do not fit, or are incomplete.
+        """
+        op, cells = "backward_weight", first[1]
+        key = (half[0], first[0], *[gradient[0] for gradient in gradients])
+        made = self._backward_weight.get(key)
+        if made is None:
+            name, cut = f"{op}(layer {self.layer_number})", dict(half.form.slices)
+            holds = self._flat(cut)
+            made = self._backward_weight[key] = self._derive_backward(name, first, gradients, holds, cut)
+        for gradient in gradients:
+            if gradient[1] != cells:
+                self._refuse_apart(op, gradient, first)
+        return Spec(made[0], cells * made[1])
+
+    def saved(self, first: Spec, weight: Spec, kind: Kind = Kind.SAVED) -> Spec:
+        """What autograd keeps between a layer's passes, with the slices of the weight that it was computed with."""
+        form = self._saved.get((first[0], weight[0]))
+        if form is None:
+            cut = derive.sorted_slices(self._cut("forward", weight, first))
+            form = form_of(Kind.SAVED, self.layer_number, first.step, self.space, slices=cut)
+            self._saved[first[0], weight[0]] = form
+        return Spec(form if kind is Kind.SAVED else self._half_of(form), first[1])
+
+    def _half_of(self, saved: Form) -> Form:
+        form = self._saved.get((saved, Kind.SAVED_FOR_WEIGHT))
+        if form is None:
+            form = self._saved[saved, Kind.SAVED_FOR_WEIGHT] = saved.but(kind=Kind.SAVED_FOR_WEIGHT)
+        return form
+
+    @property
+    def layer_number(self) -> int:
+        return self.layer.inputs[0].layer
+
+    def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec) -> tuple[Form, ...]:
+        if len(inputs) != len(self.layer.inputs):
+            raise Refused(f"{op}: {len(inputs)} values were given; {self._ports_text(self.layer.inputs)} are wanted.")
+        for spec, port in zip(inputs, self.layer.inputs, strict=True):
+            self._want_port(op, spec, port, port.kind)
+        step = inputs[0].step
+        self._want_step(op, inputs, step)
+        cut = self._cut(op, weight, inputs[0])
+        given = {port.tensor: Held(dict(spec.form.slices)) for spec, port in zip(inputs, self.layer.inputs, strict=True)}
+        try:
+            held = derive.forward(self.layer, given, cut, self.space)
+        except Refused as refusal:
+            raise self._told(op, refusal, inputs, weight) from None
+        return tuple([self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs])
+
+    def _derive_backward(
+        self, op: str, first: Spec, gradients: Sequence[Spec], holds: Holds, cut: dict[str, int]
+    ) -> Made:
+        ports = self.layer.inputs
+        self._want_port(op, first, ports[0], ports[0].kind)
+        for gradient, port in zip(gradients, self.layer.outputs, strict=False):
+            self._want_port(op, gradient, port, GRADIENT_OF[port.kind])
+        self._want_step(op, gradients, first.step)
+        given = {port.tensor: Held({}) for port in ports} | {ports[0].tensor: Held(dict(first.form.slices))}
+        ends = {
+            port.tensor: Held(dict(gradient.form.slices))
+            for port, gradient in zip(self.layer.outputs, gradients, strict=False)
+        }
+        try:
+            held = derive.forward(self.layer, given, cut, self.space)
+            made = derive.backward(self.layer, held, ends, cut, self.space)
+        except Refused as refusal:
+            raise self._told(op, refusal, [first, *gradients], None) from None
+        step, layer = first.step, self.layer
+        weight = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds)
+        inputs = [self._form(GRADIENT_OF[port.kind], port.layer, step, made[port.tensor]) for port in ports]
+        return Made(weight, 1 << layer.use * self.space.cells, tuple(inputs))
+
+    def _form(self, kind: Kind, layer: int, step: int, held: Held) -> Form:
+        return form_of(kind, layer, step, self.space, WHOLE, derive.sorted_slices(held.slices), held.term)
+
+    def _cut(self, op: str, weight: Spec, first: Spec) -> dict[str, int]:
+        """The pieces of the weight's indices that are not whole.
+
+        Raises:
+            Refused: for another layer's weight, one of another step, or one that is not made of whole slices.
+        """
+        owner, form = self.layer.weight, weight.form
+        if form.kind is not Kind.WEIGHT:
+            raise Refused(f"{op}: the weight given is {weight}; give a value of weights.")
+        if form.layer != owner:
+            raise Refused(
+                f"{op}: the weight given is {weight}; layer {self.layer_number} computes with weights[{owner}]."
+            )
+        if form.step != first.step:
+            raise Refused(
+                f"{op}: the weight given is {weight}, of optimizer step {form.step}, but the batch belongs to step "
+                f"{first.step}: it was already updated. Compute with the weight from before its update."
+            )
+        if form.holds.complete:
+            return {}
+        of = 1
+        for index in self.layer.cut:
+            of *= self.space.count(index)
+        holds = form.holds if of % form.holds.of == 0 else form.holds.simplified()
+        if of == 1:
+            missing = listed(i for i in range(form.holds.of) if not form.holds.mask >> i & 1)
+            raise Refused(
+                f"{op}: the weight given is partial, {weight}; slices {missing} of {form.holds.of} are missing. "
+                "Gather the whole layer first (all_gather)."
+            )
+        cut = None if of % holds.of else self._unflat(holds.refined(of))
+        if cut is None:
+            raise Refused(
+                f"{op}: the weight given is {weight}, which is not made of whole slices of {of}; gather a slice first."
+            )
+        return cut
+
+    def _unflat(self, holds: Holds) -> dict[str, int] | None:
+        """The pieces of each index that these flat slices are; None if they are no such block."""
+        pieces = dict.fromkeys(self.layer.cut, 0)
+        for place in bits(holds.mask):
+            for index in reversed(self.layer.cut):
+                place, piece = divmod(place, self.space.count(index))
+                pieces[index] |= 1 << piece
+        if self._flat_mask(pieces) != holds.mask:
+            return None
+        return {index: mask for index, mask in pieces.items() if mask != self.space.full(index)}
+
+    def _flat(self, cut: dict[str, int]) -> Holds:
+        """What these pieces are of the layer's flat parameters."""
+        if not cut:
+            return WHOLE
+        of = 1
+        for index in self.layer.cut:
+            of *= self.space.count(index)
+        return Holds(self._flat_mask({index: cut.get(index, self.space.full(index)) for index in self.layer.cut}), of).simplified()
+
+    def _flat_mask(self, pieces: dict[str, int]) -> int:
+        places = [0]
+        for index in self.layer.cut:
+            count = self.space.count(index)
+            places = [base * count + piece for base in places for piece in bits(pieces[index])]
+        return mask_of(places)
+
+    def _want_port(self, op: str, spec: Spec, port: Port, kind: Kind) -> None:
+        form = spec.form
+        if form.kind is not kind:
+            raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
+        if form.layer != port.layer:
+            raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; this op reads {kind.value}[{port.layer}].")
+        if form.term is not None:
+            if form.term.over == ("key",):
+                who = "keys and values" if kind is not Kind.GRAD_KEYS_VALUES else "queries"
+                raise Refused(
+                    f"{op}: the {WORDS[kind]} given is {spec}; it has not met all {who} that it must: add the parts "
+                    "of the others first."
+                )
+            raise Refused(
+                f"{op}: the {WORDS[kind]} given is {spec}, {term_text(form.term, self.space)}; the others are missing. "
+                "Reduce the terms first, over the ranks that have them (all_reduce, or reduce_scatter)."
+            )
+
+    def _want_step(self, op: str, specs: Sequence[Spec], step: int) -> None:
+        for spec in specs:
+            if spec.step != step:
+                raise Refused(f"{op}: {spec} was given with values of step {step}; all must be of one step.")
+
+    def _told(self, op: str, refusal: Refused, given: Sequence[Spec], weight: Spec | None) -> Refused:
+        """The refusal of a node, with the values that the layer was given."""
+        what = " and ".join(map(str, given)) + (f" with {weight}" if weight is not None else "")
+        return Refused(
+            f"{op}: this layer ({self.layer.name}) was given {what}: {refusal.args[0]}. Gather, reduce or exchange "
+            "first, or give the slice of the weight that belongs to it."
+        )
+
+    def _ports_text(self, ports: Sequence[Port]) -> str:
+        return " and ".join(f"{port.kind.value}[{port.layer}]" for port in ports)
+
+    def _refuse_cut(self, op: str, spec: Spec) -> None:
+        raise Refused(
+            f"{op}(layer {self.layer_number}): {spec} was given; this layer wants whole sequences. Gather their slices "
+            "first."
+        )
+
+    def _refuse_apart(self, op: str, other: Spec, first: Spec) -> None:
+        raise Refused(
+            f"{op}(layer {self.layer_number}): {other} is of {cells_text(other.cells, self.space)} and {first} of "
+            f"{cells_text(first.cells, self.space)}; both must be of the same tokens and step."
+        )
+
+
+def slices_of(form: Form) -> Slices:
+    """The pieces that a value holds of each index that is not whole."""
+    return form.slices

@@ -1,0 +1,73 @@
+"""A primitive: an einsum over named indices, and what of it must be whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardlab.program.values import Kind
+
+
+
+@dataclass(frozen=True)
+class Node:
+    """One step of a layer's arithmetic.
+
+    Tensors and parameters have names; each has indices, separated by blanks. The cells are left out: every tensor of a
+    layer has them and no parameter does.
+
+    Attributes:
+        name: of the primitive, for messages.
+        reads, makes, weights: the indices of each tensor read, of each made, and of each parameter.
+        whole: indices that must be held whole, since the primitive mixes them.
+        mixes_tokens: whether tokens of a sequence are mixed, so that sequences must be whole.
+        takes_own: whether of a complete gradient of its result it takes what belongs to its own slices.
+    """
+
+    name: str
+    reads: Mapping[str, str]
+    makes: Mapping[str, str]
+    weights: Mapping[str, str] = field(default_factory=dict[str, str])
+    whole: frozenset[str] = frozenset()
+    mixes_tokens: bool = False
+    takes_own: bool = False
+
+
+class Port(NamedTuple):
+    """A tensor by which a layer meets others.
+
+    Attributes:
+        tensor: its name among the layer's nodes.
+        kind, layer: of the values that come and go there.
+    """
+
+    tensor: str
+    kind: Kind
+    layer: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A run of primitives between two places where a program may communicate.
+
+    Attributes:
+        name: for messages: what sort of layer this is.
+        nodes: in order.
+        inputs, outputs: the first of each is the activation; others are carried beside it.
+        cut: the indices along which its parameters are cut, outermost first.
+        weight: the layer whose weight it computes with.
+        use: which of that weight's uses this is.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    cut: tuple[str, ...] = ()
+    weight: int = 0
+    use: int = 0
+
+    @property
+    def mixes_tokens(self) -> bool:
+        return any(node.mixes_tokens for node in self.nodes)

@@ -1,0 +1,234 @@
+"""What a value is: its form, which many values share, and its cells, which tell one microbatch's value from another's.
+
+A tensor has named indices. A value *holds* some pieces of each, and *sums* the contributions that have been added into
+it. Batch and sequence are one index, the *cells*: slice s of microbatch m is cell m * slices + s. Everything else that
+is known of a value is its form. Forms are interned, so that rules are tables from forms to forms, and cells are checked
+by one operation on an integer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+from shardlab.program.values import WHOLE, Holds, Kind, Reduction, bits, listed, mask_of, pieces_text, repeated
+from shardlab.program.values import Grid as OldGrid
+
+Slices = tuple[tuple[str, int], ...]
+"""(index, its pieces as a bit set) for each index that is not held whole, by name."""
+
+
+class Space(NamedTuple):
+    """In what pieces a program counts.
+
+    Attributes:
+        microbatches: of the step.
+        sequence: slices of every sequence.
+        pieces: (index, pieces) for each index that parameters are cut along.
+        uses: how many layers compute with the first layer's weight (2: the head is tied to the embedding).
+    """
+
+    microbatches: int
+    sequence: int = 1
+    pieces: tuple[tuple[str, int], ...] = ()
+    uses: int = 1
+
+    @property
+    def cells(self) -> int:
+        """How many cells the step's batch has."""
+        return self.microbatches * self.sequence
+
+    def count(self, index: str) -> int:
+        """Pieces of an index (1: it is never cut)."""
+        return next((pieces for name, pieces in self.pieces if name == index), 1)
+
+    def full(self, index: str) -> int:
+        """All pieces of an index, as a bit set."""
+        return (1 << self.count(index)) - 1
+
+
+class Term(NamedTuple):
+    """A contribution to a sum: which others are missing.
+
+    Attributes:
+        over: the indices that were summed away, by name.
+        bits: the tuples of their pieces that are in it, as a bit set, counted with the last index fastest.
+        merged: whether contributions are merged by their softmax's statistics; they are no plain sum.
+    """
+
+    over: tuple[str, ...]
+    bits: int
+    merged: bool = False
+
+
+class Form:
+    """All that is known of a value but its cells. Made by `form_of` alone: equal forms are one object.
+
+    Attributes:
+        kind, layer, step: as in a program; `step` counts optimizer steps from this tape's first.
+        space: in what pieces it counts.
+        holds: of parameters, which slices of the layer's flat buffer; of a scalar, of all layers' one after the other.
+        slices: of an activation, the pieces that it holds of each index that is not whole.
+        term: of an activation, which contributions to a sum it is (None: it is complete).
+        over: of a weight's gradient, (index, pieces) for what is summed beside cells and uses, outermost first.
+        reduction: of a scalar, what was taken of several ranks' (SUM: a sum of squares).
+    """
+
+    __slots__ = ("__weakref__", "holds", "kind", "layer", "over", "reduction", "slices", "space", "step", "term")
+
+    def __init__(
+        self,
+        kind: Kind,
+        layer: int,
+        step: int,
+        space: Space,
+        holds: Holds,
+        slices: Slices,
+        term: Term | None,
+        over: Slices,
+        reduction: Reduction,
+    ) -> None:
+        self.kind, self.layer, self.step, self.space = kind, layer, step, space
+        self.holds, self.slices, self.term, self.over, self.reduction = holds, slices, term, over, reduction
+
+    def key(self) -> tuple[object, ...]:
+        return (
+            self.kind, self.layer, self.step, self.space, self.holds, self.slices, self.term, self.over, self.reduction,
+        )  # fmt: skip
+
+    def but(self, **changes: object) -> Form:
+        """This form with some fields changed."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return form_of(**(fields | changes))  # pyright: ignore[reportArgumentType]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return form_of, self.key()
+
+    def __repr__(self) -> str:
+        return f"<{self.kind.value}[{self.layer}] {self.slices} {self.term}>"
+
+
+_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction")
+_FORMS: WeakValueDictionary[tuple[object, ...], Form] = WeakValueDictionary()
+
+
+def form_of(
+    kind: Kind,
+    layer: int,
+    step: int,
+    space: Space,
+    holds: Holds = WHOLE,
+    slices: Slices = (),
+    term: Term | None = None,
+    over: Slices = (),
+    reduction: Reduction = Reduction.SUM,
+) -> Form:
+    """The one form with these fields."""
+    key = (kind, layer, step, space, holds, slices, term, over, reduction)
+    form = _FORMS.get(key)
+    if form is None:
+        form = _FORMS[key] = Form(*key)
+    return form
+
+
+Joined = tuple[int, "tuple[Joined, ...]"]
+"""(cells, joined) of a piece."""
+
+
+class Spec(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        form: all but its cells.
+        cells: as a bit set, of an activation the cells that it holds, of a weight's gradient those that it sums: of
+            a weight with several uses, or summed over other indices too, with these counted above (see `Space`).
+            0 for weights, optimizer states and scalars.
+        joined: of a value that was put together from pieces, the cells of each and how it was put together itself;
+            what undoes it deals these pieces.
+    """
+
+    form: Form
+    cells: int = 0
+    joined: tuple[Joined, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return self.form.kind
+
+    @property
+    def layer(self) -> int:
+        return self.form.layer
+
+    @property
+    def step(self) -> int:
+        return self.form.step
+
+    def __str__(self) -> str:
+        form = self.form
+        kind, space = form.kind, form.space
+        parts: list[str] = []
+        if kind is Kind.GRAD_WEIGHT:
+            parts.append(summed_text(form, self.cells) if self.cells else "zero")
+        elif self.cells:
+            parts.append(cells_text(self.cells, space))
+        parts += [f"{index} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
+        if form.term is not None:
+            parts.append(term_text(form.term, space))
+        if kind is Kind.SCALAR and not form.holds.complete:
+            parts.append(f"parts {form.holds} of the model")
+        elif not form.holds.complete:
+            parts.append(f"shard {form.holds}")
+        if form.reduction is not Reduction.SUM:
+            parts.append(f"the {form.reduction.value} of several ranks'")
+        if form.step:
+            parts.append(f"step {form.step}")
+        name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{form.layer}]"
+        return name + (f" ({', '.join(parts)})" if parts else "")
+
+
+def whole_sequences(cells: int, space: Space) -> bool:
+    """Whether these cells are all of each microbatch that they are anything of."""
+    slices = space.sequence
+    if slices == 1:
+        return True
+    firsts = cells & repeated(1, slices, space.cells)
+    return firsts * ((1 << slices) - 1) == cells
+
+
+def microbatches_of(cells: int, space: Space) -> int:
+    """The microbatches that these cells are of, or parts of, as a bit set."""
+    slices = space.sequence
+    return cells if slices == 1 else mask_of({cell // slices for cell in bits(cells)})
+
+
+def cells_text(cells: int, space: Space) -> str:
+    """`microbatches 0-2 and sequence slice 1 of microbatch 3`."""
+    return pieces_text(cells, OldGrid(space.sequence, 1))
+
+
+def summed_text(form: Form, sums: int) -> str:
+    """What of a gradient's contributions is meant: `microbatch 0 as the head`."""
+    space = form.space
+    parts: list[str] = []
+    for place in range(-(-sums.bit_length() // space.cells)):
+        cells = sums >> place * space.cells & ((1 << space.cells) - 1)
+        if not cells:
+            continue
+        extra, use = divmod(place, space.uses if form.layer == 0 else 1)
+        told = [cells_text(cells, space)]
+        if form.layer == 0 and space.uses > 1:
+            told.append("as the head" if use else "as the embedding")
+        if form.over:
+            told.append(f"of {form.over[0][0]} {extra}")
+        parts.append(" ".join(told))
+    return " and ".join(parts)
+
+
+def term_text(term: Term, space: Space) -> str:
+    """`the term of slice 0 of 4`."""
+    if term.over == ("key",):
+        return f"keys and values {listed(bits(term.bits))} of {space.sequence} alone"
+    count = 1
+    for index in term.over:
+        count *= space.count(index)
+    return f"the term{'s' * (term.bits.bit_count() > 1)} of {' x '.join(term.over)} {listed(bits(term.bits))} of {count}"

@@ -1,0 +1,236 @@
+"""The rules of sums, norms, the loss and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlab.program.errors import Refused
+from shardlab.program.values import Holds, Kind, Reduction, bits, common, listed
+from shardlab.rules import attention
+from shardlab.rules.spec import Form, Spec, Term, form_of, summed_text, term_text
+
+
+def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
+    """The last activation makes its own gradient; slices of it do so with the statistics of all slices.
+
+    Raises:
+        Refused: for another activation, a term of it, or statistics that are missing, partial or of other tokens.
+    """
+    form = logits.form
+    _want_logits("loss", layers, logits)
+    if (stats is None) != (not form.slices):
+        what = f"{logits} was given without stats" if stats is None else f"{logits} needs no stats"
+        raise Refused(f"loss: {what}; slices of the logits take the gathered loss_stats of all slices, and no others.")
+    if stats is not None:
+        if stats.kind is not Kind.STATS or stats.form.slices:
+            raise Refused(f"loss: the stats given are {stats}; all_gather the loss_stats of all slices first.")
+        if stats.cells != logits.cells or stats.step != logits.step:
+            raise Refused(f"loss: the stats are {stats} and the logits {logits}; both must be of the same tokens.")
+    return Spec(form.but(kind=Kind.GRAD_ACTIVATION), logits.cells, logits.joined)
+
+
+def loss_stats(layers: int, logits: Spec) -> Spec:
+    """What the loss needs of some slices of the logits: three numbers a token.
+
+    Raises:
+        Refused: for anything but slices of the last activation.
+    """
+    _want_logits("loss_stats", layers, logits)
+    if not logits.form.slices:
+        raise Refused(f"loss_stats: {logits} was given; give slices of the logits, activations[{layers}].")
+    return Spec(logits.form.but(kind=Kind.STATS), logits.cells, logits.joined)
+
+
+def _want_logits(op: str, layers: int, logits: Spec) -> None:
+    form = logits.form
+    if form.kind is not Kind.ACTIVATION:
+        raise Refused(f"{op}: the activation given is {logits}; give a value of activations.")
+    if form.layer != layers:
+        raise Refused(f"{op}: the activation given is {logits}; the loss reads the last one, activations[{layers}].")
+    if form.term is not None:
+        raise Refused(f"{op}: the activation given is {logits}; reduce its terms first.")
+
+
+def add(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of values: of weight gradients, of scalars, or of the terms of an activation or its gradient.
+
+    Raises:
+        Refused: when the values do not belong together, are complete, or have a contribution in common.
+    """
+    first = specs[0]
+    if first.kind is Kind.SCALAR:
+        return _add_scalars(op, specs, names)
+    if first.kind is Kind.GRAD_WEIGHT:
+        return _add_gradients(op, specs, names)
+    return _add_terms(op, specs, names)
+
+
+def _add_gradients(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    first, total = specs[0], 0
+    for spec, name in zip(specs, names, strict=True):
+        _want_alike(op, first, spec, names[0], name, "gradients of one layer are summed")
+        if spec.form is not first.form and not spec.form.holds.same(first.form.holds):
+            raise Refused(
+                f"{op}: {names[0]} gave slices {first.form.holds} and {name} {spec.form.holds}; only equal slices can "
+                "be summed."
+            )
+        if twice := total & spec.cells:
+            mask = twice & -twice
+            other = next(n for s, n in zip(specs, names, strict=True) if s.cells & mask)
+            raise Refused(
+                f"{op}: {summed_text(spec.form, twice)} would be counted twice ({other} and {name} both summed it); "
+                "each microbatch may reach a gradient once."
+            )
+        total |= spec.cells
+    return Spec(first.form, total)
+
+
+def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    first, total = specs[0], 0
+    term = first.form.term
+    for spec, name in zip(specs, names, strict=True):
+        _want_alike(op, first, spec, names[0], name, "terms of one value are put together")
+        if spec.form.term is None or term is None:
+            text = spec if spec.form.term is None else first
+            raise Refused(f"{op}: {text} is no term of a sum; it is complete, or a piece of what is gathered.")
+        if spec.cells != first.cells or spec.form.but(term=None) is not first.form.but(term=None):
+            raise Refused(
+                f"{op}: {names[0]} gave {first} and {name} {spec}; only terms of one value, for the same tokens, are "
+                "put together."
+            )
+        if spec.form.term.over != term.over:
+            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; these are terms of different sums.")
+        if twice := total & spec.form.term.bits:
+            raise Refused(
+                f"{op}: {term_text(Term(term.over, twice), first.form.space)} would be counted twice ({name} and an "
+                "earlier one both have it); each term belongs into the sum once."
+            )
+        total |= spec.form.term.bits
+    assert term is not None
+    if term.over == attention.KEY:
+        return attention.unite(first, total)
+    count = 1
+    for index in term.over:
+        count *= first.form.space.count(index)
+    complete = total == (1 << count) - 1
+    return first._replace(form=first.form.but(term=None if complete else term._replace(bits=total)))
+
+
+def _want_alike(op: str, first: Spec, spec: Spec, one: str, other: str, what: str) -> None:
+    if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
+        raise Refused(f"{op}: {one} gave {first} and {other} {spec}; only {what}.")
+
+
+def _add_scalars(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of sums of squares: each parameter may be in it once, so replicas must not be added up."""
+    first = specs[0]
+    mask, of = 0, 1
+    for spec, name in zip(specs, names, strict=True):
+        form = spec.form
+        if form.kind is not Kind.SCALAR or form.step != first.step:
+            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only scalars of one step are summed.")
+        if form.reduction is not Reduction.SUM:
+            raise Refused(f"{op}: {name} gave {spec}; only sums of squares add up to a norm.")
+        mine, theirs = common(Holds(mask, of), form.holds)
+        if mine.mask & theirs.mask:
+            raise Refused(
+                f"{op}: parts {listed(bits(mine.mask & theirs.mask))} of {mine.of} of the model come from {name} and "
+                "from an earlier one as well; each parameter's square counts once. Sum replicas on one of them."
+            )
+        mask, of = mine.mask | theirs.mask, mine.of
+    return Spec(first.form.but(holds=Holds(mask, of)))
+
+
+def full_sum(form: Form) -> int:
+    """What a finished gradient has summed: every cell of the batch, of every use and everything summed beside."""
+    space = form.space
+    count = space.cells * (space.uses if form.layer == 0 else 1)
+    for _, pieces in form.over:
+        count *= pieces
+    return (1 << count) - 1
+
+
+def norm(layer: int, layers: int, gradient: Spec) -> Spec:
+    """The squares of a finished gradient's elements, summed: their part of the model's squared gradient norm.
+
+    A tied weight is a parameter of two layers; its squares stand for both.
+
+    Raises:
+        Refused: for a gradient of another layer, or one that lacks microbatches.
+    """
+    op, form = f"norm(layer {layer})", gradient.form
+    _want_gradient(op, layer, gradient)
+    if missing := full_sum(form) & ~gradient.cells:
+        raise Refused(
+            f"{op}: {summed_text(form, missing)} missing from {gradient}; squares do not add up over microbatches. Add "
+            "or reduce the missing gradients first."
+        )
+    mask, of = form.holds
+    counted = mask << layer * of
+    if form.space.uses > 1 and layer == 0:
+        counted |= mask << (layers - 1) * of
+    return Spec(form_of(Kind.SCALAR, 0, form.step, form.space, Holds(counted, layers * of)))
+
+
+def _want_gradient(op: str, layer: int, gradient: Spec) -> None:
+    if gradient.kind is not Kind.GRAD_WEIGHT:
+        raise Refused(f"{op}: the gradient given is {gradient}; give a value of grad_weights.")
+    if gradient.layer != layer:
+        raise Refused(f"{op}: {gradient} was given; give a gradient of layer {layer}.")
+
+
+def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, norm: Spec | None = None) -> tuple[Spec, Spec]:
+    """A gradient with every microbatch in it moves an optimizer state and that slice of the weight one step on.
+
+    Weight and gradient may hold more than the state; the new weight is the state's slice alone.
+
+    Raises:
+        Refused: naming what is missing, of another layer or step, or not held.
+    """
+    op, form = f"update(layer {layer})", gradient.form
+    if norm is not None:
+        _want_norm(op, norm, form.step)
+    _want_gradient(op, layer, gradient)
+    for what, spec, kind in (("weight", weight, Kind.WEIGHT), ("optimizer state", opt_state, Kind.OPT_STATE)):
+        if spec.kind is not kind:
+            raise Refused(f"{op}: the {what} given is {spec}; give a value of {kind.value}.")
+        if spec.layer != layer:
+            raise Refused(f"{op}: {spec} was given; layer {layer} is updated from its own gradient, weight and state.")
+    if not weight.step == opt_state.step == form.step:
+        raise Refused(
+            f"{op}: the weight is of step {weight.step}, the optimizer state of step {opt_state.step} and the gradient "
+            f"of step {form.step}; all three must be of one step: each slice is updated exactly once a step."
+        )
+    if missing := full_sum(form) & ~gradient.cells:
+        verb = "are" if missing.bit_count() > 1 else "is"
+        raise Refused(
+            f"{op}: {summed_text(form, missing)} {verb} missing from {gradient}; an update wants every microbatch "
+            "exactly once. Add or reduce the missing gradients first."
+        )
+    held = opt_state.form.holds
+    for what, spec in (("gradient", gradient), ("weight", weight)):
+        if spec.form.holds != held and not spec.form.holds.contains(held):
+            raise Refused(
+                f"{op}: the {what} holds slices {spec.form.holds}, but the optimizer state holds {held}; the {what} "
+                "must contain every slice that is updated."
+            )
+    step = form.step + 1
+    new_weight = form_of(Kind.WEIGHT, layer, step, weight.form.space, held)
+    return Spec(new_weight), Spec(form_of(Kind.OPT_STATE, layer, step, weight.form.space, held))
+
+
+def _want_norm(op: str, norm: Spec, step: int) -> None:
+    """Refuse what is not the whole model's gradient norm of this step."""
+    form = norm.form
+    if form.kind is not Kind.SCALAR:
+        raise Refused(f"{op}: the norm given is {norm}; give a value of scalars.")
+    if not form.holds.complete:
+        missing = listed(i for i in range(form.holds.of) if not form.holds.mask >> i & 1)
+        raise Refused(
+            f"{op}: the norm given lacks parts {missing} of {form.holds.of} of the model's parameters; add and "
+            "all_reduce the squares of every slice of every layer, each once."
+        )
+    if form.reduction is not Reduction.SUM:
+        raise Refused(f"{op}: the norm given is {norm}; only the sum of all squares is the gradient's norm.")
+    if form.step != step:
+        raise Refused(f"{op}: the norm given is of step {form.step}, the gradient of step {step}.")
