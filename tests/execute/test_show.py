@@ -11,7 +11,7 @@ from shardlab.execute.show import ACTS, BARRIER, Numbers, Shown, show_rank
 from shardlab.program import Holds, Kind, OpKind, Reduction, Spec
 from shardlab.program.rooted import Call, collective, values_of
 from shardlab.program.tape import ROOTED
-from shardlab.program.values import WHOLE, bits
+from shardlab.rules.pieces import WHOLE, bits
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

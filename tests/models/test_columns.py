@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from shardlab.errors import UserError
 from shardlab.models import GPT, MLP, Columns
 from shardlab.models.tensors import Share, to_blocks, to_halves
-from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 
 SMALL = MLP(layers=2, width=16, block=8, vocabulary=30, ffn_hidden=20)

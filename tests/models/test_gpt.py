@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardlab.errors import UserError
 from shardlab.models import GPT, Llama, Model
 from shardlab.models.tensors import Dropout, initial_weights, layers_of, views
-from shardlab.program.errors import UserError
-from shardlab.program.values import Kind
+from shardlab.rules.kind import Kind
 
 Measure = Callable[[Model, int, int, torch.dtype], int]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardlab.errors import UserError
 from shardlab.models import GPT, MLP, Blocks, Halves, Llama
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
-from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 from tests.models.conftest import inputs_of
 

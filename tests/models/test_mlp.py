@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from shardlab.errors import UserError
 from shardlab.models import GPT, MLP, Model
-from shardlab.program.errors import UserError
 
 Measure = Callable[[Model, int, int, torch.dtype], int]
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Refused, Sizes, Spec, Strategy, Value, trace
 from shardlab.program.attention import attend, attend_backward, balanced, balanced_parts, met, unite, work
 from shardlab.program.transfer import collective
-from shardlab.program.values import Grid, mask_of
+
+from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Refused, Sizes, Spec, Strategy, Value, trace
+from shardlab.rules.pieces import mask_of
+from shardlab.rules.spec import Grid  # FIXME
 from tests.program.tapes import refusal, says
 
 LAYER = 2

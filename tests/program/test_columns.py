@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shardlab.program.attention import attend
+from shardlab.program.transfer import collective
 
 from shardlab.program import Holds, Kind, LayerKind, Mesh, OpKind, Rank, Refused, Sizes, Spec, Value, sliced, trace
-from shardlab.program.attention import attend
 from shardlab.program.sizes import side_by_side
-from shardlab.program.transfer import collective
-from shardlab.program.values import WHOLE, Grid, bits
+from shardlab.rules.pieces import WHOLE, bits
+from shardlab.rules.spec import Grid  # FIXME
 from tests.program.tapes import refusal, says
 
 COLUMN, ROW, SLICED = LayerKind.COLUMN, LayerKind.ROW, LayerKind.SLICED

@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shardlab.program.transfer import collective
 
 from shardlab.program import Holds, Kind, LayerKind, Mesh, OpKind, Rank, Refused, Sizes, Spec, Value, experts, trace
-from shardlab.program.transfer import collective
-from shardlab.program.values import Grid, mask_of
+from shardlab.rules.pieces import mask_of
+from shardlab.rules.spec import Grid  # FIXME
 
 KINDS = Sizes.mixture(2).kinds
 STEP = 12

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Reduction, Refused, Spec, World, transfer
 from shardlab.program.rooted import Call, collective, want_sound
-from shardlab.program.values import ONE, WHOLE, Grid
+from shardlab.rules.pieces import WHOLE
+from shardlab.rules.spec import ONE, Grid  # FIXME
 from tests.program.tapes import refusal, says, together
 
 RANKS = (4, 5, 6)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Sizes, Spec
-from shardlab.program.values import WHOLE
+from shardlab.rules.pieces import WHOLE
 
 SQUARE, ROW = 512 * 512, 512 * 256
 

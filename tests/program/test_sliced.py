@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from shardlab.program import Holds, Kind, OpKind, Refused, Spec, sliced, transfer
-from shardlab.program.values import WHOLE, Grid
+from shardlab.rules.pieces import WHOLE
+from shardlab.rules.spec import Grid  # FIXME
 from tests.program.tapes import says
 
 LAYERS = 7

@@ -8,7 +8,7 @@ import pytest
 
 from shardlab.check import check
 from shardlab.program import Deadlock, Holds, Kind, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, trace
-from shardlab.program.values import Grid, Spec, pieces_text
+from shardlab.rules.spec import Grid, Spec, pieces_text  # FIXME
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from tests.program.tapes import says

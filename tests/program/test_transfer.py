@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Message, OpKind, Refused, Spec, transfer
-from shardlab.program.values import ONE, WHOLE
+from shardlab.rules.pieces import WHOLE
+from shardlab.rules.spec import ONE  # FIXME
 from tests.program.tapes import says
 
 ALL = 0b1111

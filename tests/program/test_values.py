@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Spec
-from shardlab.program.values import WHOLE, bits, common, counted, listed, mask_of, microbatches_text, repeated
+from shardlab.rules.pieces import WHOLE, bits, common, counted, listed, mask_of, microbatches_text, repeated
 
 FINEST = 2520
 """Divisible by every number of pieces up to 10, so every set can be counted in pieces of this size."""

@@ -7,7 +7,7 @@ import pytest
 from shardlab.check import check
 from shardlab.models import GPT, Halves
 from shardlab.program import Kind, Mesh, OpKind, Program, Sizes, UserError, trace
-from shardlab.program.values import ROW_KINDS
+from shardlab.rules.kind import ROW_KINDS
 from shardlab.simulate import Timeline, simulate
 from shardlab.strategies.plan import Plan, Recompute
 from shardlab.strategies.planned import planned

@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from shardlab.program import OpKind
-from tests.support.pieces import BUFFERS, ELEMENTS, KEYS_VALUES, WIDTH, BrokenTape, Piece, summed
+from tests.support.pieces import BUFFERS, ELEMENTS, WIDTH, BrokenTape, Owner, Piece, summed
 
 
 def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
@@ -43,29 +43,39 @@ def _gathered(pieces: list[Piece]) -> Piece:
     if len({piece.columns for piece in pieces}) > 1 or len(set(where)) < len(where):
         raise BrokenTape("the gathered pieces do not fit side by side")
     order = sorted(range(len(where)), key=where.__getitem__)
-    return Piece(tuple(sorted(where)), np.concatenate([piece.data for piece in pieces])[order], first.columns)
+    data = np.concatenate([piece.data for piece in pieces])[order]
+    return Piece(tuple(sorted(where)), data, first.columns, owners_of(pieces) if first.data.ndim == 2 else ())
+
+
+def owners_of(pieces: list[Piece]) -> tuple[Owner, ...]:
+    """The members of a collective that puts rows together."""
+    return tuple((piece.where, piece.owners) for piece in pieces)
+
+
+def _given_back(whole: Piece) -> list[Piece]:
+    """The rows of each member that gave some."""
+    places = {row: place for place, row in enumerate(whole.where)}
+    return [
+        Piece(where, whole.data[[places[row] for row in where]], whole.columns, owners)
+        for where, owners in whole.owners
+    ]
 
 
 def _scattered_rows(total: Piece, parts: int, sequence: int) -> list[Piece]:
-    """Every sequence in equal runs of rows; rows that are no sequences are dealt in order.
-
-    Gradients of keys and values are dealt as their tokens were: an early run and a late one to each member.
-    """
-    balanced = any(column in KEYS_VALUES for column in total.columns[:1])
+    """Rows to whom they belonged; else every sequence in equal runs, and rows that are no sequences in order."""
+    if len(total.owners) == parts:
+        return _given_back(total)
     sequences: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(total.where):
         sequences[row // sequence if sequence > 1 else 0].append(index)
-    runs = 2 * parts if balanced else parts
-    if any(len(indices) % runs for indices in sequences.values()):
+    if any(len(indices) % parts for indices in sequences.values()):
         raise BrokenTape("the sum does not divide among the members")
     made: list[Piece] = []
     for part in range(parts):
-        mine = (part, runs - 1 - part) if balanced else (part,)
         kept = [
             index
             for indices in sequences.values()
-            for run in mine
-            for index in indices[run * len(indices) // runs : (run + 1) * len(indices) // runs]
+            for index in indices[part * len(indices) // parts : (part + 1) * len(indices) // parts]
         ]
         made.append(Piece(tuple(total.where[i] for i in kept), total.data[kept], total.columns))
     return made
@@ -87,14 +97,17 @@ def _to_experts(pieces: list[Piece]) -> list[Piece]:
     order = sorted(range(len(where)), key=where.__getitem__)
     data, size = np.concatenate([piece.data for piece in pieces])[order], ELEMENTS // len(pieces)
     cuts = [slice(i * size, (i + 1) * size) for i in range(len(pieces))]
-    return [Piece(tuple(sorted(where)), data[:, cut], BUFFERS[cut]) for cut in cuts]
+    return [Piece(tuple(sorted(where)), data[:, cut], BUFFERS[cut], owners_of(pieces)) for cut in cuts]
 
 
 def _from_experts(pieces: list[Piece]) -> list[Piece]:
-    """Equal runs of rows, as they stand; whose they are is not looked at."""
+    """Each member's rows, with the buffers of all experts; equal runs where nobody has given them."""
     where, columns = pieces[0].where, tuple(column for piece in pieces for column in piece.columns)
     size, rest = divmod(len(where), len(pieces))
     if rest or any(len(piece.where) != len(where) for piece in pieces):
         raise BrokenTape("the buffers do not divide among the members")
+    whole = Piece(where, np.concatenate([piece.data for piece in pieces], 1), columns, pieces[0].owners)
+    if len(whole.owners) == len(pieces):
+        return _given_back(whole)
     cuts = [slice(i * size, (i + 1) * size) for i in range(len(pieces))]
-    return [Piece(where[cut], np.concatenate([piece.data[cut] for piece in pieces], 1), columns) for cut in cuts]
+    return [Piece(where[cut], whole.data[cut], columns) for cut in cuts]

@@ -9,7 +9,7 @@ import numpy as np
 from shardlab.program import Op, OpKind
 from tests.support.judged_rank import JudgedRank
 from tests.support.one_device import initial, squares, update_slice
-from tests.support.pieces import ELEMENTS, Array, BrokenTape, Piece, summed
+from tests.support.pieces import ELEMENTS, Array, BrokenTape, Piece, owned, summed
 from tests.support.toy_network import Network
 
 PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
@@ -36,7 +36,9 @@ def load_batch(rank: JudgedRank, op: Op, network: Network, microbatches: int) ->
 
 
 def forward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    made, kept = network.layer(op.layer).forward([rank.read(number) for number in op.inputs])
+    read = [rank.read(number) for number in op.inputs]
+    made, kept = network.layer(op.layer).forward(read)
+    made = owned(made, read[0])
     if op.kind is OpKind.RECOMPUTE:
         made = []
     elif not len(made) <= len(op.outputs) <= len(made) + 1:
@@ -49,22 +51,24 @@ def forward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> No
 
 def attend(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     queries, keys_values = (rank.read(number) for number in op.inputs)
-    rank.write(op.outputs[0], network.attend(op.layer, queries, keys_values))
+    rank.write(op.outputs[0], *owned([network.attend(op.layer, queries, keys_values)], queries))
 
 
 def attend_backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     queries, keys_values, attended, gradient = (rank.read(number) for number in op.inputs)
     made = network.attend_backward(op.layer, queries, keys_values, attended, gradient)
-    for number, piece in zip(op.outputs, made, strict=True):
-        rank.write(number, piece)
+    for number, piece, read in zip(op.outputs, made, (queries, keys_values), strict=True):
+        rank.write(number, *owned([piece], read))
 
 
 def loss_stats(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    rank.write(op.outputs[0], network.stats(rank.read(op.inputs[0])))
+    read = rank.read(op.inputs[0])
+    rank.write(op.outputs[0], *owned([network.stats(read)], read))
 
 
 def loss(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    rank.write(op.outputs[0], network.loss([rank.read(number) for number in op.inputs]))
+    read = [rank.read(number) for number in op.inputs]
+    rank.write(op.outputs[0], *owned([network.loss(read)], read[0]))
 
 
 def backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
@@ -72,6 +76,7 @@ def backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> N
     activation, gradient, weight, saved, *others = op.inputs
     layer, read = network.layer(op.layer), [rank.read(n) for n in (activation, gradient, weight, *others)]
     made, half = layer.backward_input(read, rank.take(rank.saved, saved, activation, op.layer))
+    made = owned(made, read[0])
     numbers = op.outputs
     if op.kind is OpKind.BACKWARD:
         made = [layer.backward_weight(read[0], read[1], half), *made]

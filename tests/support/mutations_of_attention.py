@@ -89,7 +89,7 @@ def slices_dealt_otherwise(program: Program) -> Iterator[Program]:
             if rank < another and op.holds != theirs.holds:
                 mutant = changed(program, rank, at, op._replace(holds=theirs.holds))
                 yield changed(mutant, another, there, theirs._replace(holds=op.holds))
-    count = program.grid.sequence
+    count = program.rules.space.sequence
     runs, mutant = program.mesh.cp, program
     for rank, at, op in loads:
         assert op.holds is not None

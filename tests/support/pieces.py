@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,22 @@ class Piece:
 
     A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + place. Where the numbers of a row
     may be on several ranks, `columns` says which these are: logits, buffers of experts, keys and values of heads.
+    Rows that were put together remember whose they were, in `owners`: a combine gives each rank back what it sent.
     """
 
     where: tuple[int, ...]
     data: Array
     columns: tuple[object, ...] = ()
+    owners: tuple[Owner, ...] = ()
+
+
+Owner = tuple[tuple[int, ...], "tuple[Owner, ...]"]
+"""(rows, owners of these) that one member of a collective gave."""
+
+
+def owned(made: list[Piece], read: Piece) -> list[Piece]:
+    """What was made of rows belongs to whom the rows did."""
+    return [replace(piece, owners=read.owners) if piece.where == read.where else piece for piece in made]
 
 
 def rows(piece: Piece) -> Piece:
@@ -61,4 +72,4 @@ def summed(pieces: list[Piece]) -> Piece:
     if len({piece.data.shape for piece in pieces}) > 1:
         raise BrokenTape("arrays of other shapes are summed")
     data = sum((piece.data for piece in pieces[1:]), pieces[0].data) % PRIME
-    return Piece(pieces[0].where, data, pieces[0].columns)
+    return replace(pieces[0], data=data)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program.errors import UserError
+from shardlab.errors import UserError
 from shardlab.train.data import DEFAULT_BYTES, Batches, Corpus, default_text, read_text
 
 TEXT = bytes(i % 251 for i in range(5000))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from shardlab.check.checked import Meeting, Member
 from shardlab.check.rank_state import RankState
-from shardlab.program import Group, Op, OpKind, Refused, Spec, rooted, transfer
+from shardlab.program import Group, Message, Op, OpKind, Refused, Spec, rooted
 from shardlab.program.mesh import group_of
 from shardlab.program.rooted import Call, said
 from shardlab.program.tape import COLLECTIVES
@@ -120,9 +120,8 @@ class Communication:
         if len(meeting) == len(group.ranks):
             del self._open[group, turn]
             members = [meeting[rank] for rank in group.ranks]
-            sizes = state.program.sizes
             given = [spec for _, spec, _ in members]
-            specs = rooted.collective(call, given, group.ranks, sizes.layers, sizes.kinds)
+            specs = rooted.collective(call, given, group.ranks, state.rules)
             for (other, gave, _), received in zip(members, specs, strict=True):
                 if gave is None and received is not None:
                     self._want_expected(other, call, received)
@@ -169,9 +168,9 @@ class Communication:
             (sender, spec), receiver = sent.popleft(), wanted.popleft()
             expect = self.states[to].ops[receiver.op].expect
             assert expect is not None, "a recv is looked at when it is issued"
-            if expect != transfer.message_of(spec):
+            if expect != Message.of(spec):
                 try:
-                    transfer.delivered(source, expect, spec)
+                    rooted.want_delivered(source, expect, spec)
                 except Refused as refusal:
                     raise refusal.at(to, receiver.op) from None
             self._meet(Meeting(None, [sender, receiver]), [None, spec])
@@ -198,7 +197,10 @@ def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
     rooted.want_sound(call, group.ranks)
     reads, makes = rooted.values_of(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):
-        raise ValueError(f"expected {reads} and {makes} of rank {state.index}")
+        state.refuse(
+            f"{op.kind.value}: has {len(op[2])} inputs and {len(op[3])} outputs; the part of rank {state.index} reads "
+            f"{reads} and makes {makes}."
+        )
     if reads:
         spec = state.live[op[2][0]]
         state.want_layer(op, spec.layer)

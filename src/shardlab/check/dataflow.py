@@ -8,12 +8,14 @@ lenient channel models.
 from __future__ import annotations
 
 from collections import deque
+from typing import NoReturn
 
 from shardlab.check.communication import Communication
 from shardlab.check.compute import COMPUTE_RULES, Rule
 from shardlab.check.ending import check_coverage, check_rank_ending
 from shardlab.check.rank_state import RankState
-from shardlab.program import Deadlock, OpKind, Program, Refused
+from shardlab.program import Deadlock, Op, OpKind, Program, Refused
+from shardlab.program.tape import ARITIES
 from shardlab.program.waiting import explain
 
 
@@ -47,9 +49,6 @@ class Dataflow:
                 self._replay(state)
             except Refused as refusal:
                 raise refusal.at(state.index, state.at) from None
-            except ValueError as error:  # unpacking its inputs and outputs failed
-                op = state.ops[state.at]
-                state.refuse(f"{op.kind.value}: has {len(op.inputs)} inputs and {len(op.outputs)} outputs: {error}.")
         blocked = {state.index: self.communication.waiting(state) for state in self.states if state.waits_for >= 0}
         if blocked:
             raise Deadlock(explain(blocked))
@@ -65,6 +64,8 @@ class Dataflow:
             op = ops[at]
             state.at = at
             if op[0] is not wait:
+                if (op[0], len(op[2]), len(op[3])) not in ARITIES:
+                    _refuse_arity(state, op)
                 rules[op[0]](state, op)
             elif op[4] in arrived:
                 self.communication.arrive(state, op)
@@ -74,3 +75,8 @@ class Dataflow:
                 state.waits_for = op[4]
                 return
         state.at = len(ops)
+
+
+def _refuse_arity(state: RankState, op: Op) -> NoReturn:
+    """An op that reads or makes another number of values than its kind does."""
+    state.refuse(f"{op.kind.value}: has {len(op.inputs)} inputs and {len(op.outputs)} outputs, which it never has.")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from shardlab.check.rank_state import RankState
 from shardlab.program import Holds, Kind, OpKind, Refused, Spec
-from shardlab.program.values import bits, common, listed
+from shardlab.rules.pieces import bits, common, listed
+from shardlab.rules.spec import form_of
 
 
 def check_rank_ending(state: RankState) -> None:
@@ -19,7 +20,7 @@ def check_rank_ending(state: RankState) -> None:
         state.refuse(f"{state.ops[issued]}: is still in flight when the step ends; wait for it.", issued)
     left = set(state.live.values())
     for (kind, layer, holds), loaded in state.loaded.items():
-        final = Spec(kind, layer, holds, 0, 1)
+        final = Spec(form_of(kind, layer, 1, state.rules.space, holds))
         if final not in left:
             state.refuse(
                 f"{state.ops[loaded]}: the step ends without {final}; every slice that is loaded must be updated once, "

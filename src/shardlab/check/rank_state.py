@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NoReturn
 
 from shardlab.program import Group, Holds, Kind, Op, Program, Refused, Spec
-from shardlab.program.values import AUTOGRAD_KINDS
+from shardlab.rules.kind import AUTOGRAD_KINDS
+from shardlab.rules.layer import LayerRules
 
 
 class RankState:
     """What is live, in flight and loaded on a rank, up to the op at hand.
 
     Attributes:
-        all_whole: whether no layer is of a special kind.
-        cells, grid: what every gradient must have summed, and in what slices values are counted.
+        rules: what ops make of values.
         at: index of the op at hand.
         specs: the spec of every value made so far, by number.
         live: those that ops may use now.
@@ -34,9 +35,7 @@ class RankState:
         self.index = index
         self.program = program
         self.ops = program.tapes[index]
-        self.cells = program.cells
-        self.all_whole = not program.sizes.kinds
-        self.grid = program.grid
+        self.rules = program.rules
         self.at = 0
         self.specs: dict[int, Spec] = {}
         self.live = Live(self)
@@ -61,6 +60,20 @@ class RankState:
         if number in self.specs or number < 0:
             self.refuse(f"{self.ops[self.at]}: makes value {number}, which must be a new one, counted from 0.")
         self.specs[number] = spec
+
+    def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
+        """Values come to life, as many as the op says."""
+        if len(numbers) != len(specs):
+            op = self.ops[self.at]
+            self.refuse(f"{op.kind.value}: has {len(op.outputs)} outputs; {op} makes {len(specs)} values.")
+        for number, spec in zip(numbers, specs, strict=True):
+            self.make(number, spec)
+
+    def layer(self, op: Op) -> LayerRules:
+        """The rules of the layer that an op computes."""
+        if not 0 <= op[1] < len(self.rules.layers):
+            self.refuse(f"{op}: layer {op[1]} does not exist; the model has layers 0-{len(self.rules.layers) - 1}.")
+        return self.rules.layers[op[1]]
 
     def want_layer(self, op: Op, layer: int) -> None:
         """The layer that an op names must be the one that it acts on."""

@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from shardlab.check.checked import Meeting
 from shardlab.program import Holds, Kind, Op, OpKind, Program, Spec
-from shardlab.program.values import common
+from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.pieces import common
 
 
 def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> str | None:
@@ -27,15 +28,22 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
         elif spec.kind is Kind.GRAD_ACTIVATION and spec.layer == 0:
             why = f"the model's input is tokens, which have no gradient; do not communicate {spec}"
         elif op.kind in (OpKind.ALL_GATHER, OpKind.GATHER):
-            given = [specs[m.rank][program.tapes[m.rank][m.op].inputs[0]].holds for m in meeting.members]
-            if any(holds.pieces * given[0].of != given[0].pieces * holds.of for holds in given):
-                shares = ", ".join(str(Fraction(holds.pieces, holds.of)) for holds in given)
+            given = [_share(specs[m.rank][program.tapes[m.rank][m.op].inputs[0]]) for m in meeting.members]
+            if any(share != given[0] for share in given):
+                shares = ", ".join(map(str, given))
                 why = f"the members give {shares} of the whole; only equal pieces are gathered"
         if why is not None:
             return f"rank {rank}, op {at} {op}: {why}."
     return next(
         (why for rank, tape in enumerate(program.tapes) if (why := _overwritten(rank, tape, specs[rank]))), None
     )
+
+
+def _share(spec: Spec) -> Fraction:
+    """How much of the whole a value holds, of parameters or of the batch."""
+    if spec.kind in ROW_KINDS:
+        return Fraction(spec.cells.bit_count(), spec.form.space.cells)
+    return Fraction(spec.holds.pieces, spec.holds.of)
 
 
 def _overwritten(rank: int, tape: Sequence[Op], specs: dict[int, Spec]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardlab.check import Checked, check
 from shardlab.program import Deadlock, Mesh, Op, Rank, Refused, Sizes, Strategy, World, trace
-from shardlab.program.values import listed
+from shardlab.rules.pieces import listed
 
 
 class Blame:

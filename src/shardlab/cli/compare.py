@@ -15,7 +15,7 @@ from shardlab.cli.options import Flag, NewFile
 from shardlab.cli.picture import check_new_files, save_trace
 from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 from shardlab.simulate.compare import Comparison, Pair, compare
 from shardlab.simulate.counters import memory_counters
 from shardlab.simulate.estimate import Estimate, estimate

@@ -10,7 +10,7 @@ import tyro
 
 from shardlab.cli.options import Flag, OptionalCount
 from shardlab.program import AXES, Mesh, UserError
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import Entry, planned_entry
 from shardlab.strategies.load import load

@@ -12,7 +12,7 @@ from rich.text import Text
 from shardlab.cli.console import stdout_console
 from shardlab.cli.priced import MOST_CHECKED, Result
 from shardlab.cli.timeline_text import legend, rank_row
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 from shardlab.simulate.traced import rank_of, stands_for
 from shardlab.simulate.units import bytes_text, share_text, unit_of
 

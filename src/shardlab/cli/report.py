@@ -13,7 +13,7 @@ from shardlab.cli.console import stdout_console
 from shardlab.cli.timeline_text import legend, rank_row
 from shardlab.program import LayerKind
 from shardlab.program.tape import COMMUNICATION
-from shardlab.program.values import counted, listed
+from shardlab.rules.pieces import counted, listed
 from shardlab.simulate import Timeline, bubble
 
 SHOWN_RANKS = 16

@@ -11,7 +11,7 @@ import tyro
 from shardlab.cli.options import Flag, NewFile, OptionalCount
 from shardlab.cli.picture import check_new_file
 from shardlab.program import LayerKind, Mesh, UserError
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules.csv_schedule import Form, csv_of_steps
 from shardlab.strategies.schedules.find import find_schedule

@@ -15,7 +15,7 @@ from shardlab.cli.options import Count, Flag, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from matplotlib.path import Path
 from shardlab.draw.canvas import FAINT, IDLE, Box, fill, fitting
 from shardlab.draw.palette import COMMUNICATION_LOOKS, LOSS, UPDATE, ink_on, layer_color, pale
 from shardlab.program import OpKind
-from shardlab.program.values import bits, listed
+from shardlab.rules.pieces import bits, listed
 from shardlab.simulate import Event, Timeline
 from shardlab.simulate.traced import rank_of
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter
 
 from shardlab.draw.canvas import FAINT
 from shardlab.draw.palette import PEAK
-from shardlab.program.values import listed
+from shardlab.rules.pieces import listed
 from shardlab.simulate import Timeline
 from shardlab.simulate.counters import moments_of
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from shardlab.draw.canvas import FAINT, Box, Page, fill, style
 from shardlab.program import Kind, Rank, Spec, Store, Value
-from shardlab.program.values import bits
+from shardlab.rules.pieces import bits
 
 COLORS = {
     Kind.WEIGHT: "#0072b2",
@@ -63,7 +63,8 @@ def _size(value: Value) -> tuple[int, int]:
 def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: str = "", note: str = "") -> str:
     """Any values of one network, as an SVG document.
 
-    >>> network_svg([Spec(Kind.WEIGHT, 1, Holds(0b0011, 4))], layers=3, microbatches=4, title="half of layer 1")
+    >>> half = Spec(form_of(Kind.WEIGHT, 1, 0, Space(4), Holds(0b01, 2)))
+    >>> network_svg([half], layers=3, microbatches=4, title="half of layer 1")
     """
     specs = list(specs)
     with style():
@@ -114,11 +115,11 @@ class _Network:
         area = self.area(spec.kind, spec.layer)
         columns, rows = ([0], 1), ([0], 1)
         if spec.kind in HALVES:
-            rows = (list(bits(spec.holds.mask)), spec.holds.of)
+            rows = (list(bits(spec.cells)), self.microbatches * spec.form.space.sequence)
         else:
             columns = (list(bits(spec.holds.mask)), spec.holds.of)
         if spec.kind is Kind.GRAD_WEIGHT:
-            rows = (list(bits(spec.sums)), self.microbatches)
+            rows = (list(bits(spec.microbatches)), self.microbatches)
         cells = [_cell(area, column, columns[1], row, rows[1]) for column in columns[0] for row in rows[0]]
         width = min(0.6, 4 / max(columns[1], rows[1]))
         fill(self.page.ink, cells, COLORS[spec.kind], edge="white", width=width)

@@ -20,7 +20,7 @@ from shardlab.draw.arrows import Arrow, arrows
 from shardlab.draw.memory import curve
 from shardlab.draw.timeline import rank_name
 from shardlab.program import Op, OpKind
-from shardlab.program.values import bits, listed
+from shardlab.rules.pieces import bits, listed
 from shardlab.simulate import Event, Timeline
 from shardlab.simulate.counters import Counter
 from shardlab.simulate.traced import rank_of

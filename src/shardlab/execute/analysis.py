@@ -8,7 +8,7 @@ from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
 from shardlab.program import Holds, Kind, OpKind
 from shardlab.program.tape import COMMUNICATION
-from shardlab.program.values import AUTOGRAD_KINDS
+from shardlab.rules.kind import AUTOGRAD_KINDS
 
 
 class Analysis:

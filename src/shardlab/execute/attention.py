@@ -15,6 +15,8 @@ from shardlab.models.parts import Attention
 from shardlab.models.tensors import attention
 from shardlab.models.tensors.dropout import Site
 from shardlab.program import Op, Spec
+from shardlab.program.sizes import HEAD
+from shardlab.rules.spec import share_of
 
 Instruction = Callable[[], None]
 
@@ -54,7 +56,8 @@ def merge(state: State, op: Op) -> Instruction:
 
 def _heads(state: State, layer: int, spec: Spec) -> Attention:
     """The attention of the heads that a value is of."""
-    return _projection(state, layer).part.heads_of(spec.grid.width if spec.parts else 1)
+    share = share_of(spec.form)
+    return _projection(state, layer).part.heads_of(share.denominator // share.numerator)
 
 
 def _projection(state: State, layer: int) -> Projection:
@@ -70,7 +73,7 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
     part, rows = projection.part, queries.microbatches.bit_count() * state.shapes.rows
     tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
     count = _heads(state, op.layer, queries).heads
-    first = count * max(queries.parts.bit_length() - 1, 0)
+    first = count * (queries.pieces(HEAD).bit_length() - 1 if queries.form.slices else 0)
     like = state.empty((0,), torch.promote_types(state.settings.dtype, torch.float32))
 
     def mask() -> Tensor | None:

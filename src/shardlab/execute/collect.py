@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlab.execute.state import State
 from shardlab.program import Holds, OpKind, Program
-from shardlab.program.values import bits
+from shardlab.rules.pieces import bits
 
 
 def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor]) -> list[Tensor] | None:

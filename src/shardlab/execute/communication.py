@@ -13,7 +13,9 @@ from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
 from shardlab.models.tensors.tokens import rows_of
 from shardlab.program import Kind, LayerKind, Op, OpKind, Spec, UserError
-from shardlab.program.values import ROW_KINDS, bits, mask_of
+from shardlab.program.sizes import SLICE
+from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.pieces import bits, mask_of
 
 Start = Callable[[], Wait]
 
@@ -59,7 +61,7 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     (output,) = op.outputs
     shape = state.shapes.shape(state.specs[output])
     members = _given(state, op)
-    if members[0].kind is not Kind.STATS and any(member.parts != members[0].parts for member in members):
+    if members[0].kind is not Kind.STATS and any(member.form.slices != members[0].form.slices for member in members):
         return _gather_features(state, gather, op, members)
     if _along_sequence(members):
         return _gather_sequences(state, gather, op, members)
@@ -107,7 +109,7 @@ def _along_sequence(members: list[Spec]) -> bool:
         return False
     if all(member.microbatches == first.microbatches for member in members):
         return True
-    slices = {mask_of(piece % member.grid.sequence for piece in bits(member.holds.mask)) for member in members}
+    slices = {mask_of(cell % member.form.space.sequence for cell in bits(member.cells)) for member in members}
     if len(slices) > 1:
         raise UserError(
             f"all_gather({first.kind.value}[{first.layer}]): the ranks have other microbatches and other slices of the "
@@ -144,7 +146,7 @@ def _gather_features(
 ) -> Start:
     """Slices that lie side by side: some features of the same tokens, or some logits."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
-    order = sorted(range(len(members)), key=lambda place: members[place].parts)
+    order = sorted(range(len(members)), key=lambda place: members[place].form.slices)
 
     def start() -> Wait:
         piece = values[given].contiguous()
@@ -170,7 +172,7 @@ def _places(members: list[Spec], whole: Spec) -> list[int]:
 def _pieces(member: Spec, whole: Spec) -> int:
     """What a member gives, as a bit set: slices of the logits, microbatches or slices of a layer."""
     if member.kind is Kind.STATS:
-        return member.sums
+        return member.pieces(SLICE)
     if member.kind in ROW_KINDS:
         return member.microbatches
     return member.holds.refined(math.lcm(member.holds.of, whole.holds.of)).mask
@@ -245,7 +247,7 @@ def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Experts' buffers, into new room."""
-    return expert_exchange.all_to_all(state, links, op, _given(state, op))
+    return expert_exchange.all_to_all(state, links, op, _given(state, op), _received(state, op))
 
 
 def send(state: State, links: Communicator, at: int, op: Op) -> Start:

@@ -19,8 +19,8 @@ from shardlab.models import tensors
 from shardlab.models.tensors import loss_of, views
 from shardlab.models.tensors.tokens import rows_of
 from shardlab.program import Kind, LayerKind, Op, OpKind, Spec
-from shardlab.program.sizes import CARRYING
-from shardlab.program.values import bits
+from shardlab.program.sizes import CARRYING, SLICE
+from shardlab.rules.pieces import bits
 
 Instruction = Callable[[], None]
 
@@ -114,7 +114,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     (x, *stats), (output,), values = op.inputs, op.outputs, state.values
     spec = state.specs[x]
     slices = 1 if spec.whole_sequences else len(state.shapes.slices(spec))
-    pieces = list(bits(spec.holds.mask))[:: spec.grid.sequence if spec.whole_sequences else 1]
+    pieces = list(bits(spec.cells))[:: spec.form.space.sequence if spec.whole_sequences else 1]
     reported = [place for place, piece in enumerate(pieces) if state.loss_owners[piece] == (state.rank, at)]
     first = state.first_token(spec) if stats else 0
 
@@ -182,10 +182,15 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
 
 def _own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
     """Of its output's complete gradient, a COLUMN layer's slice reads what belongs to its own slice of the output."""
-    gradient, slices = state.specs[op.inputs[1]], state.specs[op.inputs[3]].parts
-    if state.checked.program.sizes.kind(op.layer) is not LayerKind.COLUMN or gradient.sums or not slices:
+    gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
+    if (
+        state.checked.program.sizes.kind(op.layer) is not LayerKind.COLUMN
+        or gradient.form.slices
+        or not saved.form.slices
+    ):
         return lambda whole: whole
-    return lambda whole: whole.chunk(gradient.grid.width, -1)[slices.bit_length() - 1]
+    count, place = saved.form.space.count(SLICE), saved.pieces(SLICE).bit_length() - 1
+    return lambda whole: whole.chunk(count, -1)[place]
 
 
 def backward_weight(state: State, at: int, op: Op) -> Instruction:
@@ -216,7 +221,8 @@ def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
 
 def add(state: State, at: int, op: Op) -> Instruction:
     """A sum of gradients; in place where nobody reads the first one any more."""
-    if state.specs[op.outputs[0]].kind is Kind.ACTIVATION:
+    term = state.specs[op.inputs[0]].form.term
+    if term is not None and term.merged:
         return attention.merge(state, op)
     (a, b), (output,), values = op.inputs, op.outputs, state.values
     fused, in_place = at in state.analysis.in_place.fused, at in state.analysis.in_place.first_input

@@ -9,11 +9,13 @@ import torch
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
 from shardlab.program import Op, Spec
-from shardlab.program.values import bits
+from shardlab.rules.pieces import bits
 
 
-def all_to_all(state: State, links: Communicator, op: Op, members: Sequence[Spec]) -> Callable[[], Wait]:
-    """Start the exchange; `members` are the specs that the group's ranks give.
+def all_to_all(
+    state: State, links: Communicator, op: Op, members: Sequence[Spec], received: Sequence[Spec]
+) -> Callable[[], Wait]:
+    """Start the exchange; `members` are the specs that the group's ranks give, `received` those that they receive.
 
     Equal parts go to all members. Dispatched, each is a member's experts' buffers of all microbatches given; returned,
     it is the buffers that belong to a member's microbatches.
@@ -21,15 +23,19 @@ def all_to_all(state: State, links: Communicator, op: Op, members: Sequence[Spec
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
     count, mine = len(members), state.specs[given]
-    returns = mine.sums != 0
+    returns = bool(mine.form.slices)
     microbatches = mine.microbatches.bit_count()
     came = [m for member in members for m in bits(member.microbatches)]
     order = sorted(range(len(came)), key=came.__getitem__)
+    here = list(bits(mine.microbatches))
+    dealt = [here.index(m) for spec in received for m in bits(spec.microbatches)] if returns else []
 
     def start() -> Wait:
         buffers: torch.Tensor = values[given]
         capacity = buffers.shape[1:]
         if returns:
+            if dealt != sorted(dealt):
+                buffers = buffers.view(microbatches, -1, *capacity)[dealt].flatten(0, 1)
             inbox = torch.empty_like(buffers, memory_format=torch.contiguous_format)
             wait = links.all_to_all(inbox, buffers.contiguous(), group)
         else:  # the experts of a member lie apart in each microbatch

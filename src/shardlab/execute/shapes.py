@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from shardlab.check import Checked
 from shardlab.models import ExpertLayers, LayerLayout, Model
 from shardlab.program import Holds, Kind, Spec, UserError
-from shardlab.program.values import ROW_KINDS, bits
+from shardlab.program.sizes import SLICE
+from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.pieces import bits
+from shardlab.rules.spec import share_of
 
 
 class Shapes:
@@ -21,9 +24,9 @@ class Shapes:
     def __init__(self, checked: Checked, model: Model, rows: int) -> None:
         cuts: dict[int, int] = defaultdict(lambda: 1)
         for specs in checked.specs:
-            for kind, layer, holds, *_ in specs.values():
-                if kind not in ROW_KINDS and kind is not Kind.SCALAR:
-                    cuts[layer] = math.lcm(cuts[layer], holds.of)
+            for form in {spec.form for spec in specs.values()}:
+                if form.kind not in ROW_KINDS and form.kind is not Kind.SCALAR:
+                    cuts[form.layer] = math.lcm(cuts[form.layer], form.holds.of)
         self.model = model
         self.rows = rows
         self._sizes = checked.program.sizes
@@ -49,16 +52,16 @@ class Shapes:
             return (rows, len(self.tokens(spec)), self.model.residual_width)
         if isinstance(self.model, ExpertLayers) and self.model.is_buffers(spec.layer):
             experts, *capacity = self.model.buffers_shape(self.rows)
-            return (microbatches * experts * (spec.sums.bit_count() or spec.grid.width) // spec.grid.width, *capacity)
+            return (int(microbatches * experts * share_of(spec.form)), *capacity)
         _, *features = self.model.activation_shape(spec.layer)
         if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
             features = [self.model.attention_features[0]]
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
             features = [self.model.attention_features[1]]
         if spec.kind is Kind.STATS:
-            return ((spec.parts.bit_count() or spec.grid.width) * rows, len(self.tokens(spec)), 3)
-        if spec.parts and self._sizes.side_by_side(spec):
-            features = [features[0] * spec.parts.bit_count() // spec.grid.width]
+            return (spec.pieces(SLICE).bit_count() * rows, len(self.tokens(spec)), 3)
+        if spec.form.slices:
+            features = [int(features[0] * share_of(spec.form))]
         return (rows, len(self.tokens(spec)), *features)
 
     def tokens(self, spec: Spec) -> Sequence[int]:
@@ -67,7 +70,7 @@ class Shapes:
         Raises:
             UserError: when sequences do not divide into the program's slices.
         """
-        slices, block = spec.grid.sequence, self.model.block
+        slices, block = spec.form.space.sequence, self.model.block
         if spec.whole_sequences:
             return range(block)
         if block % slices:
@@ -89,8 +92,9 @@ class Shapes:
             UserError: when it holds other ones of other microbatches, which no tensor does.
         """
         held: dict[int, list[int]] = {}
-        for piece in bits(spec.holds.mask):
-            held.setdefault(piece // spec.grid.sequence, []).append(piece % spec.grid.sequence)
+        for cell in bits(spec.cells):
+            microbatch, number = divmod(cell, spec.form.space.sequence)
+            held.setdefault(microbatch, []).append(number)
         first, *others = held.values()
         if any(other != first for other in others):
             raise UserError(f"{spec} has other slices of some microbatches than of others; load and compute them apart")

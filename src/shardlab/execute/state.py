@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,7 +18,8 @@ from shardlab.execute.shapes import Shapes
 from shardlab.models import Halves, Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
 from shardlab.program import Holds, LayerKind, Op, OpKind, Spec, UserError
-from shardlab.program.values import bits
+from shardlab.program.sizes import SLICE
+from shardlab.rules.pieces import bits
 
 
 class Sampler(Protocol):
@@ -135,12 +137,14 @@ class State:
         if kind is LayerKind.NORM:
             return Share(tokens=tokens)
         whole = Share(microbatches=spec.microbatches.bit_count(), of_step=self.checked.program.microbatches)
-        if kind in (LayerKind.WHOLE, LayerKind.DENSE) or spec.grid.width == 1:
+        space, cut = spec.form.space, self.checked.program.rules.layers[op.layer].layer.cut
+        slices = math.prod(space.count(index) for index in cut)
+        if slices == 1:
             return replace(whole, tokens=tokens)
         holds = self.specs[op.inputs[1]].holds
-        if holds.of != spec.grid.width or holds.pieces != 1:
+        if holds.of != slices or holds.pieces != 1:
             raise UserError(
-                f"layer {op.layer} is cut into {spec.grid.width} slices and rank {self.rank} computes with slices "
+                f"layer {op.layer} is cut into {slices} slices and rank {self.rank} computes with slices "
                 f"{holds} of it; compute with one slice on each rank"
             )
         return Share(holds.mask.bit_length() - 1, holds.of, tokens)
@@ -155,7 +159,7 @@ class State:
     def first_token(self, logits: Spec) -> int:
         """Of the vocabulary, the first token that a slice of the logits is about."""
         assert isinstance(self.model, Halves), "only half-blocks have slices of the logits"
-        return self.model.first_token(logits.sums.bit_length() - 1)
+        return self.model.first_token(logits.pieces(SLICE).bit_length() - 1)
 
     def keep(self) -> None:
         """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""
@@ -208,6 +212,6 @@ def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
     for rank, tape in enumerate(checked.program.tapes):
         for at, op in enumerate(tape):
             if op.kind is OpKind.LOSS:
-                for piece in bits(checked.specs[rank][op.inputs[0]].holds.mask):
+                for piece in bits(checked.specs[rank][op.inputs[0]].cells):
                     owners.setdefault(piece, (rank, at))
     return owners

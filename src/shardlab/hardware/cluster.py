@@ -13,7 +13,7 @@ from shardlab.hardware.measured import device_of_profile, measured_seconds
 from shardlab.hardware.names import find
 from shardlab.hardware.profile import Profile
 from shardlab.program import UserError
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 
 
 @dataclass(frozen=True, eq=False)

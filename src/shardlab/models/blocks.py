@@ -6,11 +6,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from shardlab.errors import UserError
 from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout
 from shardlab.models.model import Model
 from shardlab.models.parts import Head, Part
-from shardlab.program.errors import UserError
 from shardlab.program.sizes import Sizes
 
 

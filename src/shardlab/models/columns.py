@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardlab.errors import UserError
 from shardlab.models.cut import CutModel
 from shardlab.models.feed_forward import activation_kernel
 from shardlab.models.halves import Body, Halves, Norm
@@ -13,7 +14,6 @@ from shardlab.models.layout import Cut, Parameter
 from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
 from shardlab.models.parts import Embedding, FeedForward
-from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 
 

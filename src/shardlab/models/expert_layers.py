@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardlab.errors import UserError
 from shardlab.models.cut import CutModel, place_of
 from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.mixture import Mixture
 from shardlab.models.moe import MoE
 from shardlab.models.parts import Part
-from shardlab.program.errors import UserError
 from shardlab.program.sizes import LayerKind
 
 

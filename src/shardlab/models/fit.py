@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from shardlab.errors import UserError
 from shardlab.models.blocks import Blocks
 from shardlab.models.columns import Columns
 from shardlab.models.expert_layers import ExpertLayers
 from shardlab.models.halves import Halves
 from shardlab.models.model import Model
 from shardlab.models.moe import MoE
-from shardlab.program.errors import UserError
 from shardlab.program.mesh import Mesh
 
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardlab.errors import UserError
 from shardlab.models.blocks import Blocks
 from shardlab.models.feed_forward import ACTIVATIONS, Activation
 from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
-from shardlab.program.errors import UserError
 
 NormKind = Literal["layer", "rms"]
 

@@ -6,11 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from shardlab.errors import UserError
 from shardlab.models.kernels import Kernel, Pointwise
 from shardlab.models.layout import LayerLayout
-from shardlab.program.errors import UserError
 from shardlab.program.sizes import CARRYING, LayerKind, Sizes
-from shardlab.program.values import Kind
+from shardlab.rules.kind import Kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardlab.errors import UserError
 from shardlab.models.gpt import GPT
 from shardlab.models.mixture import Mixture
 from shardlab.models.parts import Part
-from shardlab.program.errors import UserError
 
 MOST_EXPERTS = 256
 """An expert's number travels beside the residual stream in the compute dtype; bfloat16 is exact up to here."""

@@ -11,12 +11,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from shardlab.errors import UserError, why_unreadable
 from shardlab.models.blocks import Blocks
 from shardlab.models.gpt import GPT
 from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.moe import MoE
-from shardlab.program.errors import UserError, why_unreadable
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
 """Kinds of model by name; alone, such a name is the smallest thing of its kind, for trying out."""

@@ -1,14 +1,16 @@
 """What a strategy is written in: values, the mesh, the rank's verbs, and the tape that tracing makes of them."""
 
-from shardlab.program.errors import Deadlock, Refused, UserError
+from shardlab.errors import Deadlock, Refused, UserError
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import AXES, Group, Mesh
 from shardlab.program.rank import Rank
 from shardlab.program.sizes import LayerKind, Sizes
 from shardlab.program.tape import Message, Op, OpKind, Program
 from shardlab.program.value import Store, Value
-from shardlab.program.values import Holds, Kind, Reduction, Spec
 from shardlab.program.world import Strategy, World, trace
+from shardlab.rules.kind import Kind, Reduction
+from shardlab.rules.pieces import Holds
+from shardlab.rules.spec import Spec
 
 __all__ = [
     "AXES",

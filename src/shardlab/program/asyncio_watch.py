@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from shardlab.program.errors import Deadlock, Refused
+from shardlab.errors import Deadlock, Refused
 from shardlab.program.waiting import Wait, explain
 
 GRACE_SECONDS = 1.0

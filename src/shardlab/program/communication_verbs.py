@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 
+from shardlab.errors import Refused
 from shardlab.program import rooted
-from shardlab.program.errors import Refused
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group, group_among
 from shardlab.program.place import Place
 from shardlab.program.rooted import Call
 from shardlab.program.tape import ROOT_GIVES, ROOTED, Message, Op, OpKind
 from shardlab.program.value import Value
-from shardlab.program.values import AUTOGRAD_KINDS, Kind, Reduction, mask_of
+from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
+from shardlab.rules.pieces import mask_of
 
 STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
 """The kinds of value that a program can hold, by the name of the store."""
@@ -228,7 +229,7 @@ class CommunicationVerbs(Place):
             mask = mask_of(numbers)
         except ValueError:  # a negative number
             mask = -1
-        if not 0 <= mask <= self._cells:
+        if not 0 <= mask < 1 << len(self.microbatches):
             self.refuse(f"{op}: microbatches {numbers} were expected; the step has 0-{len(self.microbatches) - 1}.")
         return Message(kind, layer, mask)
 

@@ -6,22 +6,24 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardlab.program import rooted, transfer
-from shardlab.program.errors import Refused
+from shardlab.errors import Refused
+from shardlab.program import rooted
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group
 from shardlab.program.rooted import Call, said
 from shardlab.program.tape import Message, OpKind
 from shardlab.program.value import Value
-from shardlab.program.values import Kind, Spec
 from shardlab.program.waiting import Wait
+from shardlab.rules.kind import Kind
+from shardlab.rules.layers import Rules
+from shardlab.rules.spec import Space, Spec, form_of
 
 if TYPE_CHECKING:
     from shardlab.program.recorder import Recorder
 
 Wake = Callable[[Handle[Any]], None]
 
-IN_FLIGHT = Spec(Kind.SAVED, -1, transfer.WHOLE)
+IN_FLIGHT = Spec(form_of(Kind.SAVED, -1, 0, Space(0)))
 """Stands in for the spec of a value that has not arrived."""
 
 
@@ -56,8 +58,9 @@ Meeting = dict[int, CollectiveHandle]
 class Collectives:
     """The k-th collective that each member of a group issues on it is one meeting."""
 
-    def __init__(self, wake: Wake) -> None:
+    def __init__(self, wake: Wake, rules: Rules) -> None:
         self._wake = wake
+        self._rules = rules
         self._turns: dict[tuple[int, Group], int] = defaultdict(int)
         self._open: dict[tuple[Group, int], Meeting] = {}
 
@@ -88,8 +91,7 @@ class Collectives:
         members = [meeting[rank] for rank in group.ranks]
         specs = [member.spec for member in members]
         try:
-            sizes = handle.rank.sizes
-            results = rooted.collective(handle.call, specs, group.ranks, sizes.layers, sizes.kinds)
+            results = rooted.collective(handle.call, specs, group.ranks, self._rules)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
         for member, spec in zip(members, results, strict=True):
@@ -102,7 +104,7 @@ class Collectives:
         member.result.spec = spec
         if member.spec is None:  # it comes from the root alone, so only now is known what it is
             rank = member.rank
-            op, message = rank.ops[member.op], transfer.message_of(spec)
+            op, message = rank.ops[member.op], Message.of(spec)
             if op.expect is None:
                 rank.ops[member.op] = op._replace(layer=spec.layer, expect=message)
             elif op.expect != message:
@@ -158,12 +160,12 @@ class Channels:
         while sent and wanted:
             spec, handle = sent.popleft().spec, wanted.popleft()
             rank = handle.rank
-            message = transfer.message_of(spec)
+            message = Message.of(spec)
             if handle.expect is None:
                 rank.ops[handle.op] = rank.ops[handle.op]._replace(layer=spec.layer, expect=message)
             elif handle.expect != message:
                 try:
-                    transfer.delivered(source, handle.expect, spec)
+                    rooted.want_delivered(source, handle.expect, spec)
                 except Refused as refusal:
                     raise refusal.at(rank.index, handle.op) from None
             handle.result.spec = spec

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from shardlab.program.errors import UserError
+from shardlab.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Every axis, outermost first: neighbouring ranks differ in the last one."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardlab.program.errors import UserError
+from shardlab.errors import UserError
 from shardlab.program.mesh import WORLD, Group, Mesh, group_of
 from shardlab.program.recorder import Recorder
 from shardlab.program.value import Store
-from shardlab.program.values import Kind, counted
+from shardlab.rules.kind import Kind
+from shardlab.rules.pieces import counted
 
 if TYPE_CHECKING:
     from shardlab.program.world import World
@@ -50,12 +50,9 @@ class Place(Recorder):
         self.grad_queries = Store(self, Kind.GRAD_QUERIES)
         self.grad_keys_values = Store(self, Kind.GRAD_KEYS_VALUES)
         self._world = world
-        self._grid = world.grid
-        self._all_whole = not world.sizes.kinds
-        self._cells = (1 << world.microbatches * world.grid.sequence) - 1
+        self._rules = world.rules
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
         self._batches = 0
-        self._rules: dict[tuple[str, int], Callable[..., Any]] = {}  # by verb and layer
 
     def coordinate(self, axis: str) -> int:
         """Where this rank stands along a mesh axis."""

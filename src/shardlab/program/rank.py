@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from shardlab.program.attention_verbs import AttentionVerbs
 from shardlab.program.communication_verbs import CommunicationVerbs
-from shardlab.program.expert_verbs import ExpertVerbs
 
 
-class Rank(ExpertVerbs, AttentionVerbs, CommunicationVerbs):
+class Rank(AttentionVerbs, CommunicationVerbs):
     """One rank of a strategy program: its place and stores, the verbs that compute and those that communicate."""

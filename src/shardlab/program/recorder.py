@@ -12,13 +12,15 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NoReturn
 
+from shardlab.errors import Refused
 from shardlab.program.asyncio_watch import AsyncioWatch
-from shardlab.program.errors import Refused
 from shardlab.program.handle import Handle
 from shardlab.program.sizes import Sizes
 from shardlab.program.tape import Op, OpKind
 from shardlab.program.value import Value
-from shardlab.program.values import Holds, Kind, Spec
+from shardlab.rules.kind import Kind
+from shardlab.rules.pieces import Holds
+from shardlab.rules.spec import Spec
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
@@ -43,7 +45,7 @@ class Recorder:
         self.sizes = sizes
         self.watch = watch
         self.ops: list[Op] = []
-        self._values: list[Value | Spec | None] = []  # by number: once freed its spec; None for what autograd saves
+        self._values: list[Value | Spec] = []  # by number: once freed its spec, and so of what autograd saves
         self._outstanding: dict[int, Handle[Any]] = {}
         self.handles = 0
         self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # to the index of the op

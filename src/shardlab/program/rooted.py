@@ -8,20 +8,22 @@ all_reduce do, on the root alone. A barrier carries nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, overload
 
-from shardlab.program import transfer
-from shardlab.program.errors import Refused
-from shardlab.program.sizes import LayerKind
+from shardlab.errors import Refused
 from shardlab.program.tape import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Message, OpKind
-from shardlab.program.uniting import unite_replicas
-from shardlab.program.values import Holds, Kind, Reduction, Spec, bits, mask_of
+from shardlab.rules import collectives
+from shardlab.rules.kind import Kind, Reduction
+from shardlab.rules.layers import Rules
+from shardlab.rules.pieces import bits, mask_of
+from shardlab.rules.spec import Spec
 
 _CUT = frozenset({Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT})
 _DEALT = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
 _ALIKE = COLLECTIVES - ROOTED - {OpKind.BARRIER}
 """Every member gives a value and receives one."""
 
+GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
 _REDUCES = frozenset({OpKind.REDUCE, OpKind.ALL_REDUCE})
 
 
@@ -87,41 +89,65 @@ def values_of(call: Call, rank: int) -> tuple[int, int]:
     return int(is_root or kind not in ROOT_GIVES), int(is_root or kind not in ROOT_RECEIVES)
 
 
-def collective(
-    call: Call, given: Sequence[Spec | None], ranks: Sequence[int], layers: int, kinds: Sequence[LayerKind] = ()
-) -> Sequence[Spec | None]:
-    """What each member receives, in group order, of what each has given as `values_of` says."""
+def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], rules: Rules) -> Sequence[Spec | None]:
+    """What each member receives, in group order, of what each has given as `values_of` says.
+
+    Raises:
+        Refused: when the values do not belong together, or a contribution would be lost or counted twice.
+    """
     kind, root, reduction = call
-    if kind in _ALIKE and reduction is Reduction.SUM:
-        return transfer.collective(kind, cast("Sequence[Spec]", given), ranks, layers, kinds)
     if kind is OpKind.BARRIER:
         return [None] * len(ranks)
-    if kind in ROOT_GIVES:
-        (spec,) = [spec for spec in given if spec is not None]
-        if kind is OpKind.SCATTER:
-            return _scattered(spec, len(ranks))
-        return [None if rank == root else spec for rank in ranks]
     specs = [spec for spec in given if spec is not None]
-    if reduction is Reduction.SUM:
-        received = transfer.collective(kind, specs, ranks, layers, kinds)
+    if kind is OpKind.BROADCAST:
+        return [None if rank == root else specs[0] for rank in ranks]
+    if kind is OpKind.SCATTER:
+        return _scattered(specs[0], len(ranks))
+    first = specs[0]
+    op, names = f"{kind.value}({first.name})", Names(ranks)
+    if kind is OpKind.ALL_TO_ALL:
+        return collectives.all_to_all(op, specs, names, rules.indices.get((first.kind, first.layer), ()))
+    if kind in GATHERS:
+        made = collectives.gather(op, specs, names)
+    elif reduction is not Reduction.SUM:
+        made = collectives.replicas(op, reduction, specs, names)
     else:
-        name = f"{kind.value}({specs[0].kind.value}[{specs[0].layer}])"
-        received = [unite_replicas(name, reduction, specs, [f"rank {rank}" for rank in ranks])] * len(ranks)
+        made = collectives.reduce(op, specs, names)
+        if kind is OpKind.REDUCE_SCATTER:
+            return collectives.scatter(op, made, len(ranks))
     if kind not in ROOT_RECEIVES:
-        return received
-    return [spec if rank == root else None for rank, spec in zip(ranks, received, strict=True)]
+        return [made] * len(ranks)
+    return [made if rank == root else None for rank in ranks]
+
+
+class Names(Sequence[str]):
+    """What the members of a group are called in a refusal, made only if there is one."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+
+    def __getitem__(self, at: int | slice) -> str | list[str]:
+        return [f"rank {rank}" for rank in self._ranks[at]] if isinstance(at, slice) else f"rank {self._ranks[at]}"
+
+    def __len__(self) -> int:
+        return len(self._ranks)
 
 
 def _scattered(spec: Spec, parts: int) -> list[Spec]:
     """Equal slices of parameters, or equal runs of microbatches."""
-    op = f"scatter({spec.kind.value}[{spec.layer}])"
+    op = f"scatter({spec.name})"
     if spec.kind in _CUT:
-        return [spec._replace(holds=holds) for holds in spec.holds.split(parts)]
+        return collectives.scatter(op, spec, parts)
     if spec.kind not in _DEALT:
         raise Refused(
             f"{op}: {spec} was given; weights, optimizer states, activations and their gradients are scattered."
         )
-    microbatches, slices = list(bits(spec.microbatches)), spec.grid.sequence
+    microbatches, slices = list(bits(spec.microbatches)), spec.form.space.sequence
     each, rest = divmod(len(microbatches), parts)
     if rest:
         raise Refused(
@@ -129,14 +155,22 @@ def _scattered(spec: Spec, parts: int) -> list[Spec]:
             "deals whole microbatches, equally many to each."
         )
     runs = [mask_of(microbatches[place * each : (place + 1) * each]) for place in range(parts)]
-    return [
-        spec._replace(holds=Holds(mask_of(p for p in bits(spec.holds.mask) if run >> p // slices & 1), spec.holds.of))
-        for run in runs
-    ]
+    return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]
 
 
 def want_expected(call: Call, expected: Message, spec: Spec) -> None:
     """Refuse what comes from a root if it is not what the receiving rank meant."""
-    got = transfer.message_of(spec)
+    got = Message.of(spec)
     if expected != got:
         raise Refused(f"{call}: expected {expected}, but rank {call.root} gave {got}; make both mean the same.")
+
+
+def want_delivered(source: int, expected: Message, spec: Spec) -> None:
+    """Refuse a message that is not the one the receive meant."""
+    got = Message.of(spec)
+    if expected != got:
+        raise Refused(
+            f"recv from rank {source}: expected {expected}, but the next message on this channel is {got}; messages "
+            f"between two ranks arrive in the order they were sent. Make rank {source}'s sends and this rank's "
+            "receives agree."
+        )

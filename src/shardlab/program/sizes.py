@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
 from shardlab.program.mesh import Mesh
-from shardlab.program.values import AUTOGRAD_KINDS, ONE, ROW_KINDS, Grid, Kind, Spec
+from shardlab.rules.kind import ROW_KINDS, Kind
+from shardlab.rules.spec import Space, Spec
 
 PUZZLE_HIDDEN = 512
 PUZZLE_LENGTH = 256
@@ -49,22 +49,8 @@ CARRYING = frozenset({LayerKind.NORM, LayerKind.DENSE})
 PARTED = frozenset(LayerKind) - {LayerKind.WHOLE, *CARRYING}
 """Layers whose parameters are sliced over `tp` or `ep`."""
 
-HEADS = frozenset({Kind.QUERIES, Kind.KEYS_VALUES, Kind.GRAD_QUERIES, Kind.GRAD_KEYS_VALUES})
-"""Kinds of value that are cut by heads."""
-
-
-def side_by_side(kind: Kind, layer: int, layers: int, kinds: Sequence[LayerKind]) -> bool:
-    """Whether a value's slices lie side by side, and are gathered, or are terms of a sum, and are reduced.
-
-    Who makes a value decides: COLUMN and PROJECT layers make slices of the activation after them, ROW layers of the
-    gradient of the one before them; slices of the logits and of their gradient lie side by side as well.
-    """
-    if kind is Kind.ACTIVATION:
-        maker = kinds[layer - 1] if 0 < layer <= len(kinds) else LayerKind.SLICED
-        return maker in (LayerKind.COLUMN, LayerKind.PROJECT) or (layer == layers and maker is not LayerKind.ROW)
-    if kind is Kind.GRAD_ACTIVATION:
-        return layer == layers or (layer < len(kinds) and kinds[layer] is LayerKind.ROW)
-    return kind in HEADS or kind is Kind.STATS
+SLICE, HEAD, EXPERT = "slice", "head", "expert"
+"""Indices along which parameters are cut: features side by side, attention's heads, experts."""
 
 
 @dataclass(frozen=True)
@@ -193,17 +179,17 @@ class Sizes:
             blocks=tuple(layer for layer, kind in enumerate(kinds) if kind is norm),
         )
 
-    def grid(self, mesh: Mesh, microbatches: int) -> Grid:
+    def space(self, mesh: Mesh, microbatches: int) -> Space:
         """In what a program counts on a mesh: only half-blocks and experts are ever sliced.
 
         Each context-parallel rank has two slices of every sequence: an early one, and a late one (see `balanced`).
         """
         if LayerKind.EXPERTS in self.kinds:
-            return Grid(1, mesh.ep)
+            return Space(microbatches, 1, ((EXPERT, mesh.ep),))
         if not self.kinds:
-            return ONE
+            return Space(microbatches)
         slices = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
-        return Grid(slices, mesh.tp, microbatches * slices if self.tied else 0)
+        return Space(microbatches, slices, ((HEAD, mesh.tp), (SLICE, mesh.tp)), 2 if self.tied else 1)
 
     def next_carrying(self, layer: int) -> int:
         """The first layer after this one that reads the residual that a norm or dense layer hands on; -1: none."""
@@ -227,19 +213,21 @@ class Sizes:
 
     def elements(self, spec: Spec) -> int:
         """Elements of a value: its share of the layer, or its microbatches' rows, whole or sliced."""
-        kind, layer, holds = spec.kind, spec.layer, spec.holds
+        form = spec.form
+        kind, layer = form.kind, form.layer
         if kind in ROW_KINDS:
             return self._row_elements(spec)
         if kind is Kind.SCALAR:
             return 1
         whole = (self.opt_states if kind is Kind.OPT_STATE else self.weights)[layer]
-        return -(-whole * holds.mask.bit_count() // holds.of)
+        return -(-whole * form.holds.mask.bit_count() // form.holds.of)
 
     def _row_elements(self, spec: Spec) -> int:
-        kind, layer, (sequence, width, _) = spec.kind, spec.layer, spec.grid
+        form = spec.form
+        kind, layer, space = form.kind, form.layer, form.space
         if kind is Kind.STATS:
-            each = self.stats * (spec.parts.bit_count() or width)
-        elif kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
+            return -(-self.stats * spec.pieces(SLICE).bit_count() * spec.cells.bit_count() // space.sequence)
+        if kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
             each = self.residual
         elif kind is Kind.QUERIES or kind is Kind.GRAD_QUERIES:
             each = self.queries
@@ -251,14 +239,11 @@ class Sizes:
             each = (self.saved_for_weight or self.saved)[layer]
         else:
             each = self.activations[layer]
-        elements = each * spec.holds.mask.bit_count()
-        if spec.parts and kind is not Kind.STATS and (kind in AUTOGRAD_KINDS or self.side_by_side(spec)):
-            return -(-elements * spec.parts.bit_count() // (sequence * width))
-        return elements if sequence == 1 else -(-elements // sequence)
-
-    def side_by_side(self, spec: Spec) -> bool:
-        """Whether a value's slices, or experts' buffers, lie side by side; terms of a sum are each as large as it."""
-        return LayerKind.EXPERTS in self.kinds or side_by_side(spec.kind, spec.layer, self.layers, self.kinds)
+        elements, of = each * spec.cells.bit_count(), space.sequence
+        for index, pieces in form.slices:
+            elements *= pieces.bit_count()
+            of *= space.count(index)
+        return -(-elements // of)
 
     def bytes(self, spec: Spec) -> int:
         return self.elements(spec) * self.element_bytes[spec.kind]

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
+from shardlab.program.layers import rules_of
 from shardlab.program.mesh import Group, Mesh
 from shardlab.program.sizes import Sizes
-from shardlab.program.values import Grid, Holds, Kind, Reduction, microbatches_text
+from shardlab.rules.kind import Kind, Reduction
+from shardlab.rules.layers import Rules
+from shardlab.rules.pieces import Holds, microbatches_text
+from shardlab.rules.spec import Spec
 
 
 class OpKind(Enum):
@@ -47,6 +52,40 @@ class OpKind(Enum):
     __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
 
 
+_ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    OpKind.LOAD_WEIGHT: ((0,), (1,)),
+    OpKind.LOAD_OPT_STATE: ((0,), (1,)),
+    OpKind.LOAD_BATCH: ((0,), (1,)),
+    OpKind.FORWARD: ((2, 3), (1, 2, 3)),
+    OpKind.RECOMPUTE: ((2,), (1,)),
+    OpKind.LOSS_STATS: ((1,), (1,)),
+    OpKind.LOSS: ((1, 2), (1,)),
+    OpKind.BACKWARD: ((4, 5), (2, 3)),
+    OpKind.BACKWARD_INPUT: ((4, 5), (2, 3)),
+    OpKind.BACKWARD_WEIGHT: ((3,), (1,)),
+    OpKind.ATTEND: ((2,), (1,)),
+    OpKind.ATTEND_BACKWARD: ((4,), (2,)),
+    OpKind.ADD: ((2,), (1,)),
+    OpKind.NORM: ((1,), (1,)),
+    OpKind.UPDATE: ((3, 4), (2,)),
+    OpKind.ALL_REDUCE: ((1,), (1,)),
+    OpKind.ALL_GATHER: ((1,), (1,)),
+    OpKind.REDUCE_SCATTER: ((1,), (1,)),
+    OpKind.ALL_TO_ALL: ((1,), (1,)),
+    OpKind.BROADCAST: ((0, 1), (0, 1)),
+    OpKind.SCATTER: ((0, 1), (1,)),
+    OpKind.GATHER: ((1,), (0, 1)),
+    OpKind.REDUCE: ((1,), (0, 1)),
+    OpKind.BARRIER: ((0,), (0,)),
+    OpKind.SEND: ((1,), (0,)),
+    OpKind.RECV: ((0,), (1,)),
+    OpKind.WAIT: ((0,), (0,)),
+    OpKind.FREE: ((1,), (0,)),
+}
+ARITIES = {(kind, inputs, outputs) for kind, counts in _ARITY.items() for inputs in counts[0] for outputs in counts[1]}
+"""(op, values that it reads, values that it makes) for each way in which an op may be called."""
+
+
 ROOT_GIVES = frozenset({OpKind.BROADCAST, OpKind.SCATTER})
 """Collectives in which the root alone gives a value."""
 
@@ -66,12 +105,21 @@ COMMUNICATION = COLLECTIVES | POINT_TO_POINT
 BOOKKEEPING = frozenset({OpKind.WAIT, OpKind.FREE})
 
 
+NO_WEIGHT = "the head is tied to the embedding and has no weight of its own; it computes with weights[0], load layer 0."
+"""Why nothing is loaded for the last layer of a tied model."""
+
+
 class Message(NamedTuple):
     """What a receive must deliver: the value's kind, layer and microbatches (a bit set)."""
 
     kind: Kind
     layer: int
     microbatches: int
+
+    @classmethod
+    def of(cls, spec: Spec) -> Message:
+        """The name by which a receive expects a value."""
+        return cls(spec.kind, spec.layer, spec.microbatches)
 
     def __str__(self) -> str:
         about = f" of {microbatches_text(self.microbatches)}" if self.microbatches else ""
@@ -159,15 +207,10 @@ class Program:
     def layers(self) -> int:
         return self.sizes.layers
 
-    @property
-    def grid(self) -> Grid:
-        """In what slices its values are counted."""
-        return self.sizes.grid(self.mesh, self.microbatches)
-
-    @property
-    def cells(self) -> int:
-        """All pieces of the batch, as a bit set: what every gradient must have summed (a tied weight's twice)."""
-        return (1 << self.microbatches * self.grid.sequence) - 1
+    @cached_property
+    def rules(self) -> Rules:
+        """What its ops make of values."""
+        return rules_of(self.sizes, self.sizes.space(self.mesh, self.microbatches))
 
     def fingerprint(self) -> str:
         """A hash of all tapes: processes compare it, since unequal tapes on gloo silently give wrong numbers."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from shardlab.program.errors import Refused
+from shardlab.errors import Refused
 from shardlab.program.picture import picture
-from shardlab.program.values import Kind, Spec
+from shardlab.rules.kind import Kind
+from shardlab.rules.spec import Form, Spec
 
 if TYPE_CHECKING:
     from shardlab.program.handle import Handle
@@ -28,8 +29,8 @@ class Value:
     """Number of what autograd keeps from this activation's forward (-1: nothing)."""
     saved_for_weight = -1
     """Number of what `backward_input` leaves for `backward_weight` (-1: nothing)."""
-    saved_slices = half_slices = 0
-    """With which slices of the layer's parameters these were made, as bit sets (0: all)."""
+    saved_form: Form | None = None
+    """Of what autograd keeps, the form: it tells with which slices of the layer's parameters it was made."""
     reading: tuple[Handle[Any], ...] = ()
     """Communications in flight that read it; until they complete it is read-only and stays live."""
 

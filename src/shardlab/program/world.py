@@ -10,9 +10,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardlab.errors import Deadlock, Refused, UserError
 from shardlab.program.asyncio_watch import AsyncioWatch
-from shardlab.program.errors import Deadlock, Refused, UserError
 from shardlab.program.handle import Handle
+from shardlab.program.layers import rules_of
 from shardlab.program.meetings import Channels, Collectives
 from shardlab.program.mesh import Mesh
 from shardlab.program.rank import Rank
@@ -65,9 +66,9 @@ class World:
             sizes = Sizes.of_puzzle(sizes, self.mesh)
         self.sizes = sizes
         self.microbatches = microbatches
-        self.grid = self.sizes.grid(self.mesh, microbatches)
+        self.rules = rules_of(sizes, sizes.space(self.mesh, microbatches))
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
-        self.collectives = Collectives(self._wake)
+        self.collectives = Collectives(self._wake, self.rules)
         self.channels = Channels(self._wake)
         self.ranks = self.make_ranks()
         self._parked: dict[int, Handle[Any]] = {}

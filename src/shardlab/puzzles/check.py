@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab.program.values import bits, listed
 from shardlab.puzzles import rules
 from shardlab.puzzles.refusal import PuzzleRefused, judged
 from shardlab.puzzles.stores import Stores
+from shardlab.rules.pieces import bits, listed
 
 SHOWN = 3
 """How many uses of values that were in no store are written out."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shardlab.program import Holds, Spec, UserError, transfer
-from shardlab.program.values import ROW_KINDS, common
+from shardlab.program import Holds, Refused, Sizes, Spec, UserError
+from shardlab.program.layers import rules_of
 from shardlab.puzzles import rules
 from shardlab.puzzles.dist import Dist
 from shardlab.puzzles.refusal import judged, stand
 from shardlab.puzzles.stores import Storage, Stores
 from shardlab.puzzles.values import Activation, ActivationGrad, OptState, Value, Weight, WeightGrad
+from shardlab.rules import update as sums
+from shardlab.rules.layer import LayerRules
+from shardlab.rules.pieces import common
+from shardlab.rules.spec import Space
 
 
 class Compute(Stores):
@@ -33,6 +37,8 @@ class Compute(Stores):
         self.BATCHES = batches
         self._run = self.dist.join(rank)
         self._updated: dict[int, Holds] = {}
+        self._space = Space(batches)
+        self._rules = rules_of(Sizes.puzzle(layers), self._space)
 
     def storage(self) -> Storage:
         """The five stores: weights, opt_states, activations, grad_activations, grad_weights."""
@@ -62,7 +68,7 @@ class Compute(Stores):
         """Activation l and the complete weight of layer l: activation l + 1."""
         op = self.begin(f"forward(layer {layer})", inp, weight)
         with judged(self):
-            transfer.forward(layer, self._spec(op, "activation", inp), self._weight(op, weight))
+            self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
         self.note("forward", layer, inp.batches)
         return Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES)
 
@@ -70,7 +76,7 @@ class Compute(Stores):
         """The last activation's gradient."""
         op = self.begin("loss", inp)
         with judged(self):
-            transfer.loss(self.LAYERS, self._spec(op, "activation", inp))
+            sums.loss(self.LAYERS, self._spec(op, "activation", inp))
         self.note("loss", self.LAYERS)
         return ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES)
 
@@ -81,7 +87,7 @@ class Compute(Stores):
         op = self.begin(f"backward(layer {layer})", inp, grad, weight)
         with judged(self):
             specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
-            transfer.backward(layer, *specs, self._weight(op, weight))
+            self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
         self.note("backward", layer, inp.batches)
         return (
             WeightGrad(layer, self.LAYERS, inp.batches, self.BATCHES),
@@ -126,7 +132,12 @@ class Compute(Stores):
     def _spec(self, op: str, what: str, value: Value) -> Spec:
         """A value's spec; microbatches are compared as numbers, whatever total they were made with."""
         spec = rules.spec_of(op, what, value)
-        return spec._replace(holds=spec.holds._replace(of=self.BATCHES)) if spec.kind in ROW_KINDS else spec
+        return spec._replace(form=spec.form.but(space=self._space))
+
+    def _layer(self, op: str, layer: int) -> LayerRules:
+        if layer not in range(self.LAYERS):
+            raise Refused(f"{op}: layer {layer} does not exist; the model has layers 0-{self.LAYERS - 1}.")
+        return self._rules.layers[layer]
 
     def _weight(self, op: str, weight: Weight) -> Spec:
         spec = rules.spec_of(op, "weight", weight)

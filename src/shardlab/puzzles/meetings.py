@@ -109,7 +109,7 @@ def combine(parts: list[Part]) -> list[Any]:
     op = f"{name}(layer {parts[0].layer})"
     names = [f"rank {rank}" for rank in ranks]
     specs = [rules.spec_of(op, f"value of rank {rank}", value) for rank, value in enumerate(values)]
-    op = f"{name}({rules.name(specs[0])})"
+    op = f"{name}({specs[0].name})"
     if name == "allgather":
         whole = rules.gather(op, specs, names)
         return [values[0].holding(whole.holds)] * len(parts)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardlab.program.values import listed
 from shardlab.program.waiting import Wait
 from shardlab.puzzles.watch import Watch
+from shardlab.rules.pieces import listed
 
 
 @dataclass(eq=False)

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardlab.program.values import ROW_KINDS
 from shardlab.puzzles.model import Model
 from shardlab.puzzles.timeline import timeline_of
 from shardlab.puzzles.values import Value
@@ -67,7 +66,6 @@ def network(values: Sequence[Value]) -> Picture:
     layers = max((max(value.layers, value.layer + 1) for value in values), default=1)
     batches = max((value.total_batches for value in values), default=1)
     specs = [value.spec for value in values]
-    specs = [s._replace(holds=s.holds._replace(of=batches)) if s.kind in ROW_KINDS else s for s in specs]
     title = str(specs[0]) if len(specs) == 1 else f"{len(specs)} values"
     note = f"{sum(value.memory() for value in values):,.0f} elements"
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from shardlab.program import Holds, Refused, Spec
 from shardlab.program.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
-from shardlab.program.values import bits, mask_of
 from shardlab.puzzles import rules
 from shardlab.puzzles.refusal import judged
+from shardlab.rules.pieces import bits, mask_of
 
 if TYPE_CHECKING:
     from shardlab.puzzles.pictures import Picture
@@ -103,7 +103,7 @@ class Sharded(Value):
             PuzzleRefused: if they are not pieces of one value.
         """
         with judged():
-            op = f"combine({rules.name(self.spec)})"
+            op = f"combine({self.spec.name})"
             specs = [self.spec, rules.spec_of(op, "other value", other)]
             return self.holding(rules.gather(op, specs, ["the first value", "the second value"]).holds)
 
@@ -115,7 +115,7 @@ class Sharded(Value):
         """
         with judged():
             if not self.is_complete():
-                raise Refused(f"shard({rules.name(self.spec)}): {self.spec} is partial; only a complete value is cut.")
+                raise Refused(f"shard({self.spec.name}): {self.spec} is partial; only a complete value is cut.")
             return self.holding(Holds(mask_of([shard]), total))
 
     def holding(self, holds: Holds) -> Self:
@@ -127,7 +127,12 @@ class Sharded(Value):
 
     def _key(self) -> tuple[object, ...]:
         spec = self.spec
-        return type(self), self.layers, self.total_batches, spec._replace(holds=rules.lowest_terms(spec.holds))
+        return (
+            type(self),
+            self.layers,
+            self.total_batches,
+            spec._replace(form=spec.form.but(holds=rules.lowest_terms(spec.holds))),
+        )
 
 
 class Rows(Value):

@@ -1,17 +1,14 @@
-"""Where the face is laxer than `shardlab.program.transfer`, so that what is published keeps running."""
+"""Where the face is laxer than `shardlab.rules`, so that what is published keeps running."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardlab.program import Holds, Kind, Refused, Spec, transfer
-from shardlab.program.values import bits, common, listed, microbatches_text
-
-
-def name(spec: Spec) -> str:
-    """The store and layer of a value: `weights[3]`."""
-    return f"{spec.kind.value}[{spec.layer}]"
+from shardlab.program import Holds, Kind, Refused, Spec
+from shardlab.rules import update as sums
+from shardlab.rules.pieces import bits, common, listed, microbatches_text
+from shardlab.rules.spec import Space
 
 
 def spec_of(op: str, what: str, value: Any) -> Spec:
@@ -40,23 +37,23 @@ def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     for spec, who in zip(specs, names, strict=True):
         if spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION):
             raise Refused(f"{op}: {who} gave {spec}; activations are not cut into shards.")
-        if spec._replace(holds=first.holds) != first:
-            why = "of one value" if spec.sums == first.sums else "that sum the same microbatches"
+        if spec.form.but(holds=first.holds) is not first.form or spec.cells != first.cells:
+            why = "of one value" if spec.cells == first.cells else "that sum the same microbatches"
             raise Refused(f"{op}: {names[0]} gave {first} and {who} {spec}; only pieces {why} can be put together.")
         mine, theirs = common(holds, spec.holds)
         holds = Holds(mine.mask | theirs.mask, mine.of)
-    return first._replace(holds=holds)
+    return first._replace(form=first.form.but(holds=holds))
 
 
 def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The sum of weight gradients of one layer and slice; each microbatch may come once."""
-    return transfer.unite_sums(op, specs, names)
+    return sums.add(op, specs, names)
 
 
 def update(layer: int, gradient: Spec, weight: Spec, state: Spec, microbatches: int) -> None:
     """Refuse an update that is not of the whole batch; the optimizer state may hold more than the weight."""
     cells = (1 << microbatches) - 1
-    surplus = gradient.sums & ~cells
+    surplus = gradient.cells & ~cells
     if surplus and gradient.layer == layer:
         raise Refused(
             f"update(layer {layer}): {gradient} has {microbatches_text(surplus)} in it, but the step's microbatches "
@@ -69,8 +66,9 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec, microbatches: 
         )
     given = state
     if gradient.holds.contains(state.holds):
-        given = state._replace(holds=weight.holds)
-    transfer.update(layer, gradient, weight, given, cells)
+        given = state._replace(form=state.form.but(holds=weight.holds))
+    step = gradient._replace(form=gradient.form.but(space=Space(microbatches)))
+    sums.update(layer, step, weight, given)
 
 
 def fresh(op: str, weight: Spec, updated: Mapping[int, Holds]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from shardlab import simulate
 from shardlab.program import Mesh, OpKind, Program, Sizes, UserError
 from shardlab.program.tape import Op
-from shardlab.program.values import mask_of
 from shardlab.puzzles.log import Event
 from shardlab.puzzles.model import Model
+from shardlab.rules.pieces import mask_of
 
 Moment = tuple[Op, simulate.Event]
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from shardlab.program import Kind, Spec, transfer
-from shardlab.program.values import bits, mask_of
+from shardlab.program import Kind, Spec
 from shardlab.puzzles.pieces import ONE, Rows, Sharded, Value
 from shardlab.puzzles.refusal import judged
+from shardlab.rules import update
+from shardlab.rules.pieces import bits, mask_of
+from shardlab.rules.spec import Space, form_of
 
 __all__ = ["Activation", "ActivationGrad", "OptState", "Rows", "Sharded", "Value", "Weight", "WeightGrad"]
 
@@ -28,7 +30,7 @@ class Weight(Sharded):
     total: int = 1
 
     def _spec(self) -> Spec:
-        return Spec(Kind.WEIGHT, self.layer, self.holds, 0, self.step)
+        return Spec(form_of(Kind.WEIGHT, self.layer, self.step, Space(0), self.holds))
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class OptState(Sharded):
     total: int = 1
 
     def _spec(self) -> Spec:
-        return Spec(Kind.OPT_STATE, self.layer, self.holds, 0, self.step)
+        return Spec(form_of(Kind.OPT_STATE, self.layer, self.step, Space(0), self.holds))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,9 @@ class WeightGrad(Sharded):
         self.keep("batches", self.batches)
 
     def _spec(self) -> Spec:
-        return Spec(Kind.GRAD_WEIGHT, self.layer, self.holds, mask_of(self.batches))
+        return Spec(
+            form_of(Kind.GRAD_WEIGHT, self.layer, 0, Space(self.total_batches), self.holds), mask_of(self.batches)
+        )
 
     def __add__(self, other: WeightGrad) -> WeightGrad:
         """The sum of two gradients of one layer and slice, of different microbatches.
@@ -72,11 +76,13 @@ class WeightGrad(Sharded):
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
         with judged():
-            return self.summing(transfer.add(self.spec, other.spec))
+            return self.summing(
+                update.add(f"add({self.spec.name})", (self.spec, other.spec), ("the first value", "the second value"))
+            )
 
     def summing(self, spec: Spec) -> WeightGrad:
         """The same gradient with the microbatches of `spec` in it."""
-        batches = frozenset(bits(spec.sums))
+        batches = frozenset(bits(spec.cells))
         return WeightGrad(self.layer, self.layers, batches, self.total_batches, self.shards, self.total)
 
 
@@ -90,7 +96,7 @@ class Activation(Rows):
     total_batches: int
 
     def _spec(self) -> Spec:
-        return Spec(Kind.ACTIVATION, self.layer, self.holds)
+        return Spec(form_of(Kind.ACTIVATION, self.layer, 0, Space(self.total_batches)), mask_of(self.batches))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,4 +109,4 @@ class ActivationGrad(Rows):
     total_batches: int
 
     def _spec(self) -> Spec:
-        return Spec(Kind.GRAD_ACTIVATION, self.layer + 1, self.holds)
+        return Spec(form_of(Kind.GRAD_ACTIVATION, self.layer + 1, 0, Space(self.total_batches)), mask_of(self.batches))

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from shardlab.program.errors import Refused
-from shardlab.program.values import Kind, bits, listed
+from shardlab.errors import Refused
+from shardlab.rules.kind import Kind
 from shardlab.rules.layer import WORDS
-from shardlab.rules.spec import Form, Space, Spec, Term, cells_text, form_of
-
-KEY = ("key",)
+from shardlab.rules.pieces import bits, listed
+from shardlab.rules.spec import KEY, Form, Space, Spec, Term, cells_text, form_of
 
 
 def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
@@ -49,7 +48,11 @@ def attend_backward(layer: int, queries: Spec, keys_values: Spec, attended: Spec
     space = queries.form.space
     of_queries, of_keys = needed(Kind.GRAD_QUERIES, ours, space), needed(Kind.GRAD_KEYS_VALUES, theirs, space)
     return (
-        Spec(_form(queries.form, Kind.GRAD_QUERIES, layer, theirs & of_queries, of_queries), queries.cells, queries.joined),
+        Spec(
+            _form(queries.form, Kind.GRAD_QUERIES, layer, theirs & of_queries, of_queries),
+            queries.cells,
+            queries.joined,
+        ),
         Spec(
             _form(keys_values.form, Kind.GRAD_KEYS_VALUES, layer, ours & of_keys, of_keys),
             keys_values.cells,

@@ -1,77 +1,44 @@
 """The rules of collectives: what each member receives of what all give.
 
-all_gather unites what is held, all_reduce what is summed; reduce_scatter is the one and then deals pieces, and
-all_to_all gathers along one index and deals along another. Where a value was put together from pieces, those are dealt
-again; otherwise even ascending runs.
+A gather unites what is held, a reduction what is summed; reduce_scatter reduces and then deals pieces, and all_to_all
+gathers along one index and deals along another. Where a value was put together from pieces, those are dealt again;
+otherwise even ascending runs.
+
+Everywhere `op` begins the sentence of a refusal, and `names` says who gave each value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
-from shardlab.program.errors import Refused
-from shardlab.program.tape import OpKind
-from shardlab.program.values import ROW_KINDS, Holds, Kind, bits, common, listed, mask_of
+from shardlab.errors import Refused
 from shardlab.rules import update
-from shardlab.rules.spec import Form, Joined, Space, Spec, cells_text, microbatches_of
+from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
+from shardlab.rules.pieces import Holds, bits, common, listed, mask_of
+from shardlab.rules.spec import Form, Joined, Space, Spec, cells_text
 
 GATHERED = frozenset({"slice"})
 """Indices whose pieces lie side by side and may be gathered; of heads and experts each rank keeps its own."""
 
-GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
+EXCHANGED = frozenset({"expert"})
+"""Indices whose pieces may be dealt to other ranks while cells are put together, and back."""
 
 
-def collective(
-    kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int], indices: Mapping[tuple[Kind, int], Sequence[str]]
-) -> list[Spec]:
-    """What each member of the group receives, in group order (of a GATHER or REDUCE: what the root does).
-
-    Args:
-        indices: along which a value of a kind and layer may be cut.
+def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The pieces laid side by side: slices of parameters, cells of a batch, or pieces of one index.
 
     Raises:
-        Refused: when the values do not belong together, or a contribution would be lost or counted twice.
+        Refused: when the pieces overlap, are not of one value, or are terms of a sum.
     """
     first = specs[0]
-    names = [f"rank {rank}" for rank in ranks]
-    what = "scalars" if first.kind is Kind.SCALAR else f"{first.kind.value}[{first.layer}]"
-    op = f"{kind.value}({what})"
-    if kind is OpKind.ALL_TO_ALL:
-        return _all_to_all(op, specs, names, indices)
-    if kind in GATHERS:
-        return [_gathered(op, specs, names)] * len(specs)
-    total = _reduced(op, kind, specs, names)
-    if kind is not OpKind.REDUCE_SCATTER:
-        return [total] * len(specs)
-    return _scattered(op, total, len(specs))
-
-
-def _reduced(op: str, kind: OpKind, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The sum of the members' values; at once where they are one form's and differ in what they sum."""
-    first = specs[0]
     form = first[0]
-    if form.kind is Kind.GRAD_WEIGHT:
-        total = 0
-        for spec in specs:
-            if spec[0] is not form or spec[1] & total:
-                break
-            total |= spec[1]
-        else:
-            return Spec(form, total)
-    if first.kind is Kind.SCALAR and kind is OpKind.REDUCE_SCATTER:
-        raise Refused(f"{op}: a scalar has no slices; all_reduce it.")
-    if form.term is not None and form.term.merged:
-        raise Refused(
-            f"{op}: {first} is no term of a sum, since each rank has its own queries; add what one rank's queries have "
-            "met."
-        )
-    return update.add(op, specs, names)
-
-
-def _gathered(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The pieces laid side by side: slices of parameters, cells of a batch, or pieces of one index."""
-    first = specs[0]
-    form = first.form
+    if form.kind not in ROW_KINDS and form.kind is not Kind.SCALAR:
+        cells = first[1]
+        if all(spec[1] == cells for spec in specs):
+            united = _united_slices(tuple([spec[0] for spec in specs]))
+            if united is not None:
+                return Spec(united, cells)
     for spec, name in zip(specs, names, strict=True):
         if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
             raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only pieces of one value can be gathered.")
@@ -80,32 +47,31 @@ def _gathered(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
                 f"{op}: {name} gave {spec}, which is one term of a sum and no piece of the whole. Reduce before "
                 "gathering (all_reduce, or reduce_scatter along the sequence)."
             )
-    if first.kind is Kind.SCALAR:
+    if form.kind is Kind.SCALAR:
         raise Refused(f"{op}: a scalar has no slices; all_reduce it.")
-    if first.kind not in ROW_KINDS:
-        return _gathered_parameters(op, specs, names)
-    if any(spec.form is not form for spec in specs):
-        return _gathered_pieces(op, specs, names)
-    if form.slices and all(spec.cells == first.cells for spec in specs) and len(specs) > 1:
-        return _gathered_pieces(op, specs, names)
-    if form.slices and first.kind is Kind.STATS:
+    if form.kind not in ROW_KINDS:
+        _refuse_slices(op, specs, names)
+    pieces = form.slices and (form.kind is Kind.STATS or all(spec.cells == first.cells for spec in specs))
+    if pieces or any(spec.form is not form for spec in specs):
         return _gathered_pieces(op, specs, names)
     return Spec(form, *_united_cells(op, specs, names))
 
 
-def _united_cells(op: str, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
-    cells = 0
-    for spec, name in zip(specs, names, strict=True):
-        if twice := cells & spec.cells:
-            raise Refused(
-                f"{op}: {cells_text(twice, spec.form.space)} comes from {name} and from an earlier rank as well; "
-                "gathered pieces must not overlap."
-            )
-        cells |= spec.cells
-    return cells, tuple([(spec.cells, spec.joined) for spec in specs])
+@lru_cache(maxsize=1 << 12)
+def _united_slices(forms: tuple[Form, ...]) -> Form | None:
+    """The form of parameters that are put together from slices; None where they do not fit."""
+    first = forms[0]
+    mask, of = 0, 1
+    for form in forms:
+        mine, theirs = common(Holds(mask, of), form.holds)
+        if mine.mask & theirs.mask or form.but(holds=first.holds) is not first:
+            return None
+        mask, of = mine.mask | theirs.mask, mine.of
+    return first.but(holds=Holds(mask, of).simplified())
 
 
-def _gathered_parameters(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def _refuse_slices(op: str, specs: Sequence[Spec], names: Sequence[str]) -> None:
+    """Say why slices of parameters cannot be put together."""
     first = specs[0]
     mask, of = 0, first.form.holds.of
     for spec, name in zip(specs, names, strict=True):
@@ -121,7 +87,19 @@ def _gathered_parameters(op: str, specs: Sequence[Spec], names: Sequence[str]) -
                 "earlier rank as well; gathered pieces must not overlap."
             )
         mask, of = mine.mask | theirs.mask, mine.of
-    return Spec(first.form.but(holds=Holds(mask, of).simplified()), first.cells)
+    raise AssertionError("slices that fit are put together")
+
+
+def _united_cells(op: str, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
+    cells = 0
+    for spec, name in zip(specs, names, strict=True):
+        if twice := cells & spec.cells:
+            raise Refused(
+                f"{op}: {cells_text(twice, spec.form.space)} comes from {name} and from an earlier rank as well; "
+                "gathered pieces must not overlap."
+            )
+        cells |= spec.cells
+    return cells, tuple([(spec.cells, spec.joined) for spec in specs])
 
 
 def _gathered_pieces(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -145,18 +123,17 @@ def _index_apart(op: str, specs: Sequence[Spec], names: Sequence[str]) -> str:
                 "put together."
             )
     held = [dict(spec.form.slices) for spec in specs]
-    apart = {index for pieces in held for index in pieces if any(other.get(index) != held[0].get(index) for other in held)}
-    if not apart:
-        apart = set(held[0])
+    every = {index for pieces in held for index in pieces}
+    apart = {index for index in every if any(pieces.get(index) != held[0].get(index) for pieces in held)} or every
     if len(apart) != 1:
         raise Refused(f"{op}: {names[0]} gave {first} and {names[-1]} {specs[-1]}; they differ in more than one index.")
     return apart.pop()
 
 
 def _united_pieces(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> int:
-    mask, space = 0, specs[0].form.space
+    mask = 0
     for spec, name in zip(specs, names, strict=True):
-        pieces = dict(spec.form.slices).get(index, space.full(index))
+        pieces = spec.pieces(index)
         if twice := mask & pieces:
             raise Refused(
                 f"{op}: {index} {listed(bits(twice))} would be counted twice ({name} and an earlier rank both have "
@@ -175,11 +152,39 @@ def _with(form: Form, index: str, pieces: int) -> Form:
     return form.but(slices=tuple(sorted(slices.items())))
 
 
-def _scattered(op: str, total: Spec, parts: int) -> list[Spec]:
-    """Equal pieces of a sum: of the parameters, or of the tokens."""
-    form = total.form
+def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The sum of the members' values.
+
+    Raises:
+        Refused: when a contribution would be counted twice, or values are no terms of one sum.
+    """
+    form, total = specs[0][0], 0
+    if form.kind is Kind.GRAD_WEIGHT:
+        for spec in specs:
+            if spec[0] is not form or spec[1] & total:
+                break
+            total |= spec[1]
+        else:
+            return Spec(form, total)
+    if form.term is not None and form.term.merged:
+        raise Refused(
+            f"{op}: {specs[0]} is no term of a sum, since each rank has its own queries; add what one rank's queries "
+            "have met."
+        )
+    return update.add(op, specs, names)
+
+
+def scatter(op: str, total: Spec, parts: int) -> list[Spec]:
+    """Equal pieces of a sum: of the parameters, or of the tokens.
+
+    Raises:
+        Refused: for a scalar, or tokens that do not divide.
+    """
+    form = total[0]
+    if form.kind is Kind.SCALAR:
+        raise Refused(f"{op}: a scalar has no slices; all_reduce it.")
     if form.kind not in ROW_KINDS:
-        return [Spec(form.but(holds=holds), total.cells) for holds in form.holds.split(parts)]
+        return [Spec(piece, total[1]) for piece in _split(form, parts)]
     dealt = deal(total, parts)
     if dealt is None:
         raise Refused(
@@ -187,6 +192,12 @@ def _scattered(op: str, total: Spec, parts: int) -> list[Spec]:
             "scatter over an axis whose ranks divide them."
         )
     return [Spec(form, cells, joined) for cells, joined in dealt]
+
+
+@lru_cache(maxsize=1 << 12)
+def _split(form: Form, parts: int) -> list[Form]:
+    """The forms of equal slices of what parameters are held."""
+    return [form.but(holds=holds) for holds in form.holds.split(parts)]
 
 
 def deal(spec: Spec, parts: int) -> list[Joined] | None:
@@ -211,36 +222,38 @@ def _runs_of_sequences(cells: int, parts: int, space: Space) -> list[Joined] | N
         held.setdefault(cell // space.sequence, []).append(cell)
     if any(len(each) % parts for each in held.values()):
         return None
-    return [
-        (
-            mask_of(
-                cell for each in held.values() for cell in each[i * len(each) // parts : (i + 1) * len(each) // parts]
-            ),
-            (),
-        )
-        for i in range(parts)
+    runs = [
+        [each[i * len(each) // parts : (i + 1) * len(each) // parts] for each in held.values()] for i in range(parts)
     ]
+    return [(mask_of(cell for run in each for cell in run), ()) for each in runs]
 
 
-def _all_to_all(
-    op: str, specs: Sequence[Spec], names: Sequence[str], indices: Mapping[tuple[Kind, int], Sequence[str]]
-) -> list[Spec]:
-    """Cells together and an index apart, or back again."""
+def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
+    """Cells together and an index apart, or back again.
+
+    Args:
+        indices: along which such a value may be cut.
+
+    Raises:
+        Refused: for a value that has no other index to cut than the batch, and where pieces overlap or do not divide.
+    """
     first, count = specs[0], len(specs)
     form = first.form
-    may = indices.get((form.kind, form.layer), ())
-    if len(may) != 1 or form.term is not None:
+    if len(indices) != 1 or indices[0] not in EXCHANGED or form.term is not None:
         raise Refused(
             f"{op}: {first} was given; an all_to_all exchanges what may be cut along another index than the batch, as "
-            "experts' buffers, queries, keys and values."
+            "experts' buffers are: what goes into experts or comes out of them."
         )
-    (index,) = may
+    (index,) = indices
+    bare = form.but(slices=())
     for spec, name in zip(specs, names, strict=True):
-        alike = spec.form.but(slices=()) is form.but(slices=())
-        if not alike or spec.cells.bit_count() != first.cells.bit_count():
+        if spec.form.but(slices=()) is not bare or (not spec.form.slices) != (not form.slices):
             raise Refused(
-                f"{op}: {names[0]} gave {first} and {name} {spec}; all give equally many tokens of one value."
+                f"{op}: {names[0]} gave {first} and {name} {spec}; all give buffers of all experts, or all give some "
+                "experts' buffers, of one layer."
             )
+        if spec.cells.bit_count() != first.cells.bit_count():
+            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; give equally many microbatches.")
     if count == 1:
         return list(specs)
     if all(spec.form is form for spec in specs):
@@ -251,10 +264,12 @@ def _all_to_all(
 def _apart(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> list[Spec]:
     """Each member receives its run of the index's pieces, with the cells of all members."""
     first, count = specs[0], len(specs)
-    held = list(bits(dict(first.form.slices).get(index, first.form.space.full(index))))
+    held = list(bits(first.pieces(index)))
     each, rest = divmod(len(held), count)
     if rest:
-        raise Refused(f"{op}: {len(held)} pieces of {index} do not divide among {count} ranks.")
+        raise Refused(
+            f"{op}: {len(held)} slices of the {index}s do not divide among {count} ranks; meet on the axis ep."
+        )
     cells, joined = _united_cells(op, specs, names)
     runs = [mask_of(held[i * each : (i + 1) * each]) for i in range(count)]
     return [Spec(_with(first.form, index, run), cells, joined) for run in runs]
@@ -264,26 +279,58 @@ def _together(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) 
     """Each member receives its cells, with the index's pieces of all members."""
     first = specs[0]
     _index_apart(op, specs, names)
-    pieces = [dict(spec.form.slices).get(index, 0) for spec in specs]
+    pieces = [spec.pieces(index) for spec in specs]
+    united = _united_pieces(op, specs, names, index)
     if pieces != sorted(pieces):
-        raise Refused(f"{op}: the ranks have pieces of {index} in another order than the group's; meet in their order.")
-    form = _with(first.form, index, _united_pieces(op, specs, names, index))
+        raise Refused(f"{op}: the ranks have their {index}s in another order than the group's; they meet in its order.")
     dealt = deal(first, len(specs))
     if dealt is None:
-        raise Refused(f"{op}: {first} does not divide among {len(specs)} ranks; each takes equally many tokens.")
+        raise Refused(f"{op}: {first} does not divide among {len(specs)} ranks; each takes equally many microbatches.")
+    form = _with(first.form, index, united)
     return [Spec(form, cells, joined) for cells, joined in dealt]
 
 
-def of_microbatches(spec: Spec) -> int:
-    """The microbatches that a value is about, or parts of them, as a bit set."""
-    form = spec.form
-    if form.kind in ROW_KINDS:
-        return microbatches_of(spec.cells, form.space)
-    if form.kind is not Kind.GRAD_WEIGHT:
-        return 0
-    cells, total = 0, form.space.cells
-    summed = spec.cells
-    while summed:
-        cells |= summed & ((1 << total) - 1)
-        summed >>= total
-    return microbatches_of(cells, form.space)
+def replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """The mean, least or largest of values that are the same on all members: the value itself.
+
+    Of different weights or gradients it would be neither's, whatever they hold. In particular no mean of gradients is
+    wanted: a microbatch's loss is weighted by its share of the step's tokens, so that sums are exact means already, and
+    a mean over ranks would divide by their number once more. Scalars may differ, for what is taken of them is only to
+    be looked at (the largest is infinite if any rank's is): no norm, and no update takes it.
+
+    Raises:
+        Refused: for other values than these, or when they differ.
+    """
+    first = specs[0]
+    op = f"{op} by {reduction.value}"
+    if first.kind not in (Kind.WEIGHT, Kind.GRAD_WEIGHT, Kind.SCALAR):
+        raise Refused(f"{op}: {first} was given; only weights, their gradients and scalars are reduced by anything.")
+    other = next((at for at, spec in enumerate(specs) if spec != first), None)
+    if other is None:
+        return first
+    gave = f"{op}: {names[0]} gave {first} and {names[other]} {specs[other]}"
+    if first.kind is Kind.SCALAR:
+        return _figures(gave, reduction, specs)
+    if first.kind is Kind.WEIGHT:
+        raise Refused(f"{gave}; the {reduction.value} of different weights is no weight. Give the same on all ranks.")
+    why = (
+        f"gradients are shares of the step's mean already, so a mean over ranks is 1/{len(specs)} of it"
+        if reduction is Reduction.MEAN
+        else f"the {reduction.value} of different gradients is no gradient"
+    )
+    raise Refused(f'{gave}; {why}. Take reduction="sum".')
+
+
+def _figures(gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
+    """What is taken of the ranks' scalars, about all parts of the model that any of them is about."""
+    mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
+    first = specs[0]
+    holds = first.holds
+    for spec in specs:
+        if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
+            raise Refused(
+                f"{gave}; a {reduction.value} is taken of scalars of one step, all sums or all such themselves."
+            )
+        mine, theirs = common(holds, spec.holds)
+        holds = Holds(mine.mask | theirs.mask, mine.of)
+    return Spec(first.form.but(holds=holds, reduction=reduction))

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from shardlab.program.errors import Refused
-from shardlab.program.values import bits, listed, mask_of
+from shardlab.errors import Refused
 from shardlab.rules.node import Layer, Node
+from shardlab.rules.pieces import bits, listed, mask_of
 from shardlab.rules.spec import Slices, Space, Term
 
 
@@ -59,6 +59,8 @@ def _joint(node: Node, held: Mapping[str, Held], cut: Mapping[str, int]) -> dict
     """The pieces of every index that the operands share and do not hold whole."""
     joint: dict[str, int] = {}
     seen: dict[str, str] = {}
+    for name, indices in node.reads.items():
+        _want_known(node, name, indices, held[name])
     operands = [(name, indices, held[name].slices) for name, indices in node.reads.items()]
     operands += [(name, indices, cut) for name, indices in node.weights.items()]
     for name, indices, slices in operands:
@@ -74,6 +76,13 @@ def _joint(node: Node, held: Mapping[str, Held], cut: Mapping[str, int]) -> dict
             if mine is not None:
                 joint[index] = mine
     return joint
+
+
+def _want_known(node: Node, name: str, indices: str, given: Held) -> None:
+    """A tensor is cut along its own indices alone."""
+    for index, mask in given.slices.items():
+        if index not in indices.split():
+            raise Refused(f"{name} has {index} {listed(bits(mask))} alone, but {node.name} wants all of it")
 
 
 def _pieces(index: str, mask: int | None) -> str:
@@ -93,9 +102,8 @@ def _contracted(joint: Mapping[str, int], own: Iterable[str], space: Space) -> T
     return Term(tuple(gone), mask_of(tuples))
 
 
-def _want_gradient(
-    node: Node, made: str, indices: str, gradient: Held, joint: Mapping[str, int], space: Space
-) -> None:
+def _want_gradient(node: Node, made: str, indices: str, gradient: Held, joint: Mapping[str, int], space: Space) -> None:
+    _want_known(node, f"the gradient of {made}", indices, gradient)
     for index in indices.split():
         mine, theirs = joint.get(index), gradient.slices.get(index)
         if mine != theirs and not (node.takes_own and theirs is None):

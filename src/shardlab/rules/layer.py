@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardlab.program.errors import Refused
-from shardlab.program.values import WHOLE, Holds, Kind, bits, listed, mask_of
+from shardlab.errors import Refused
 from shardlab.rules import derive
 from shardlab.rules.derive import Held
+from shardlab.rules.kind import Kind
 from shardlab.rules.node import Layer, Port
-from shardlab.rules.spec import Form, Slices, Space, Spec, cells_text, form_of, term_text, whole_sequences
+from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of
+from shardlab.rules.spec import KEY, Form, Space, Spec, cells_text, form_of, term_text, whole_sequences
 
 GRADIENT_OF = {
     Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
@@ -93,7 +94,9 @@ class LayerRules:
         if made is None:
             name = f"{op}(layer {self.layer_number})"
             cut = self._cut(name, weight, first)
-            made = self._backward[key] = self._derive_backward(name, first, gradients, weight.form.holds, cut)
+            made = self._backward[key] = self._derive_backward(
+                name, first, gradients, weight.form.holds, cut, both=True
+            )
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
         for gradient in gradients:
@@ -114,7 +117,7 @@ class LayerRules:
         if made is None:
             name, cut = f"{op}(layer {self.layer_number})", dict(half.form.slices)
             holds = self._flat(cut)
-            made = self._backward_weight[key] = self._derive_backward(name, first, gradients, holds, cut)
+            made = self._backward_weight[key] = self._derive_backward(name, first, gradients, holds, cut, both=False)
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
@@ -147,7 +150,9 @@ class LayerRules:
         step = inputs[0].step
         self._want_step(op, inputs, step)
         cut = self._cut(op, weight, inputs[0])
-        given = {port.tensor: Held(dict(spec.form.slices)) for spec, port in zip(inputs, self.layer.inputs, strict=True)}
+        given = {
+            port.tensor: Held(dict(spec.form.slices)) for spec, port in zip(inputs, self.layer.inputs, strict=True)
+        }
         try:
             held = derive.forward(self.layer, given, cut, self.space)
         except Refused as refusal:
@@ -155,9 +160,13 @@ class LayerRules:
         return tuple([self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs])
 
     def _derive_backward(
-        self, op: str, first: Spec, gradients: Sequence[Spec], holds: Holds, cut: dict[str, int]
+        self, op: str, first: Spec, gradients: Sequence[Spec], holds: Holds, cut: dict[str, int], *, both: bool
     ) -> Made:
-        ports = self.layer.inputs
+        ports, outputs = self.layer.inputs, self.layer.outputs
+        if len(gradients) != (len(outputs) if both else 1):
+            raise Refused(
+                f"{op}: {len(gradients)} gradients were given, those of {self._ports_text(outputs)} are wanted."
+            )
         self._want_port(op, first, ports[0], ports[0].kind)
         for gradient, port in zip(gradients, self.layer.outputs, strict=False):
             self._want_port(op, gradient, port, GRADIENT_OF[port.kind])
@@ -235,7 +244,9 @@ class LayerRules:
         of = 1
         for index in self.layer.cut:
             of *= self.space.count(index)
-        return Holds(self._flat_mask({index: cut.get(index, self.space.full(index)) for index in self.layer.cut}), of).simplified()
+        return Holds(
+            self._flat_mask({index: cut.get(index, self.space.full(index)) for index in self.layer.cut}), of
+        ).simplified()
 
     def _flat_mask(self, pieces: dict[str, int]) -> int:
         places = [0]
@@ -249,9 +260,9 @@ class LayerRules:
         if form.kind is not kind:
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
         if form.layer != port.layer:
-            raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; this op reads {kind.value}[{port.layer}].")
+            raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give {kind.value}[{port.layer}].")
         if form.term is not None:
-            if form.term.over == ("key",):
+            if form.term.over == KEY:
                 who = "keys and values" if kind is not Kind.GRAD_KEYS_VALUES else "queries"
                 raise Refused(
                     f"{op}: the {WORDS[kind]} given is {spec}; it has not met all {who} that it must: add the parts "
@@ -285,12 +296,8 @@ class LayerRules:
         )
 
     def _refuse_apart(self, op: str, other: Spec, first: Spec) -> None:
+        mine, theirs = cells_text(first.cells, self.space), cells_text(other.cells, self.space)
         raise Refused(
-            f"{op}(layer {self.layer_number}): {other} is of {cells_text(other.cells, self.space)} and {first} of "
-            f"{cells_text(first.cells, self.space)}; both must be of the same tokens and step."
+            f"{op}(layer {self.layer_number}): the {WORDS[first.kind]} is of {mine} and the {WORDS[other.kind]} of "
+            f"{theirs}; both must be of the same tokens and step."
         )
-
-
-def slices_of(form: Form) -> Slices:
-    """The pieces that a value holds of each index that is not whole."""
-    return form.slices

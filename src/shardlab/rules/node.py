@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardlab.program.values import Kind
-
+from shardlab.rules.kind import Kind
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,11 @@ class Layer:
     cut: tuple[str, ...] = ()
     weight: int = 0
     use: int = 0
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether it can be computed again from its one input, for what autograd keeps alone."""
+        return len(self.inputs) == len(self.outputs) == 1
 
     @property
     def mixes_tokens(self) -> bool:

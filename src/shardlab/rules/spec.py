@@ -8,14 +8,20 @@ by one operation on an integer.
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from shardlab.program.values import WHOLE, Holds, Kind, Reduction, bits, listed, mask_of, pieces_text, repeated
-from shardlab.program.values import Grid as OldGrid
+from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
+from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of, microbatches_text, repeated
 
 Slices = tuple[tuple[str, int], ...]
 """(index, its pieces as a bit set) for each index that is not held whole, by name."""
+
+
+KEY = ("key",)
+"""What attention sums over: slices of the sequence, as keys and values."""
 
 
 class Space(NamedTuple):
@@ -163,13 +169,45 @@ class Spec(NamedTuple):
     def step(self) -> int:
         return self.form.step
 
+    @property
+    def holds(self) -> Holds:
+        """Which slices it holds of the layer's flat parameters; of a scalar, of all layers' one after the other."""
+        return self.form.holds
+
+    @property
+    def microbatches(self) -> int:
+        """The microbatches that it is about, or parts of them, as a bit set (0: weights, optimizer states, scalars)."""
+        space, cells = self.form.space, self.cells
+        if self.form.kind is Kind.GRAD_WEIGHT:
+            cells, total = 0, space.cells
+            summed = self.cells
+            while summed:
+                cells |= summed & ((1 << total) - 1)
+                summed >>= total
+        return microbatches_of(cells, space)
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether it holds all of each microbatch that it holds anything of."""
+        return whole_sequences(self.cells, self.form.space)
+
+    @property
+    def name(self) -> str:
+        """`grad_weights[3]`, or `scalars`."""
+        form = self.form
+        return "scalars" if form.kind is Kind.SCALAR else f"{form.kind.value}[{form.layer}]"
+
+    def pieces(self, index: str) -> int:
+        """The pieces that it holds of an index, as a bit set."""
+        return next((mask for name, mask in self.form.slices if name == index), self.form.space.full(index))
+
     def __str__(self) -> str:
         form = self.form
         kind, space = form.kind, form.space
         parts: list[str] = []
         if kind is Kind.GRAD_WEIGHT:
             parts.append(summed_text(form, self.cells) if self.cells else "zero")
-        elif self.cells:
+        elif kind in ROW_KINDS:
             parts.append(cells_text(self.cells, space))
         parts += [f"{index} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
         if form.term is not None:
@@ -182,8 +220,18 @@ class Spec(NamedTuple):
             parts.append(f"the {form.reduction.value} of several ranks'")
         if form.step:
             parts.append(f"step {form.step}")
-        name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{form.layer}]"
-        return name + (f" ({', '.join(parts)})" if parts else "")
+        return self.name + (f" ({', '.join(parts)})" if parts else "")
+
+
+def share_of(form: Form) -> Fraction:
+    """Which part of an index that parameters are cut along is in a value, as pieces or as terms (1: all of it)."""
+    share = Fraction(1)
+    for index, pieces in form.slices:
+        share *= Fraction(pieces.bit_count(), form.space.count(index))
+    if form.term is not None and form.term.over != KEY:
+        count = math.prod(form.space.count(index) for index in form.term.over)
+        share *= Fraction(form.term.bits.bit_count(), count)
+    return share
 
 
 def whole_sequences(cells: int, space: Space) -> bool:
@@ -203,7 +251,17 @@ def microbatches_of(cells: int, space: Space) -> int:
 
 def cells_text(cells: int, space: Space) -> str:
     """`microbatches 0-2 and sequence slice 1 of microbatch 3`."""
-    return pieces_text(cells, OldGrid(space.sequence, 1))
+    slices = space.sequence
+    if slices == 1:
+        return microbatches_text(cells)
+    full = (1 << slices) - 1
+    held = {m: cells >> m * slices & full for m in sorted({cell // slices for cell in bits(cells)})}
+    whole = mask_of(m for m, mask in held.items() if mask == full)
+    texts = [microbatches_text(whole)] if whole else []
+    for m, mask in held.items():
+        if mask != full:
+            texts.append(f"sequence slice{'s' * (mask.bit_count() > 1)} {listed(bits(mask))} of microbatch {m}")
+    return " and ".join(texts) or "no microbatch"
 
 
 def summed_text(form: Form, sums: int) -> str:
@@ -226,9 +284,11 @@ def summed_text(form: Form, sums: int) -> str:
 
 def term_text(term: Term, space: Space) -> str:
     """`the term of slice 0 of 4`."""
-    if term.over == ("key",):
+    if term.over == KEY:
         return f"keys and values {listed(bits(term.bits))} of {space.sequence} alone"
     count = 1
     for index in term.over:
         count *= space.count(index)
-    return f"the term{'s' * (term.bits.bit_count() > 1)} of {' x '.join(term.over)} {listed(bits(term.bits))} of {count}"
+    return (
+        f"the term{'s' * (term.bits.bit_count() > 1)} of {' x '.join(term.over)} {listed(bits(term.bits))} of {count}"
+    )

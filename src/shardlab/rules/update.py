@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab.program.errors import Refused
-from shardlab.program.values import Holds, Kind, Reduction, bits, common, listed
+from shardlab.errors import Refused
 from shardlab.rules import attention
-from shardlab.rules.spec import Form, Spec, Term, form_of, summed_text, term_text
+from shardlab.rules.kind import Kind, Reduction
+from shardlab.rules.pieces import Holds, bits, common, listed
+from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text
 
 
 def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
@@ -92,7 +93,10 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         _want_alike(op, first, spec, names[0], name, "terms of one value are put together")
         if spec.form.term is None or term is None:
             text = spec if spec.form.term is None else first
-            raise Refused(f"{op}: {text} is no term of a sum; it is complete, or a piece of what is gathered.")
+            raise Refused(
+                f"{op}: {text} is no term of a sum: it is complete, or a piece that lies beside others. Gather or "
+                "exchange pieces, and add nothing to what is complete."
+            )
         if spec.cells != first.cells or spec.form.but(term=None) is not first.form.but(term=None):
             raise Refused(
                 f"{op}: {names[0]} gave {first} and {name} {spec}; only terms of one value, for the same tokens, are "
@@ -107,7 +111,7 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             )
         total |= spec.form.term.bits
     assert term is not None
-    if term.over == attention.KEY:
+    if term.over == KEY:
         return attention.unite(first, total)
     count = 1
     for index in term.over:
@@ -150,7 +154,7 @@ def full_sum(form: Form) -> int:
     return (1 << count) - 1
 
 
-def norm(layer: int, layers: int, gradient: Spec) -> Spec:
+def norm(layers: int, layer: int, gradient: Spec) -> Spec:
     """The squares of a finished gradient's elements, summed: their part of the model's squared gradient norm.
 
     A tied weight is a parameter of two layers; its squares stand for both.
@@ -176,7 +180,7 @@ def _want_gradient(op: str, layer: int, gradient: Spec) -> None:
     if gradient.kind is not Kind.GRAD_WEIGHT:
         raise Refused(f"{op}: the gradient given is {gradient}; give a value of grad_weights.")
     if gradient.layer != layer:
-        raise Refused(f"{op}: {gradient} was given; give a gradient of layer {layer}.")
+        raise Refused(f"{op}: {gradient} was given; layer {layer} wants its own gradient, grad_weights[{layer}].")
 
 
 def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, norm: Spec | None = None) -> tuple[Spec, Spec]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardlab.program import Group, Kind, LayerKind, Op, OpKind, Sizes, Spec, attention
+from shardlab.program import Group, Kind, LayerKind, Op, OpKind, Sizes, Spec
 from shardlab.program.tape import COLLECTIVES
-from shardlab.program.values import AUTOGRAD_KINDS
+from shardlab.rules import attention
+from shardlab.rules.kind import AUTOGRAD_KINDS
+from shardlab.rules.spec import share_of
 from shardlab.simulate.prices import Messages
 
 
@@ -73,7 +75,7 @@ class Costs:
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """Time units of a compute op: its microbatches count, and of half-blocks the part that is computed."""
-        acted_on: float = specs[op.inputs[0]].holds.pieces if op.inputs else 0
+        acted_on: float = specs[op.inputs[0]].cells.bit_count() if op.inputs else 0
         if sizes.kinds and op.inputs:
             acted_on *= _share(op, specs, sizes)
         return self.duration(op.kind, acted_on)
@@ -99,20 +101,18 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
 
     A norm's is none, a body's that of its slices; attention's is told by the pairs of slices that meet.
     """
-    sequence, width, _ = specs[op.inputs[0]].grid
     if sizes.kind(op.layer) is LayerKind.NORM:
         return 0.0
     if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
         queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]
-        heads = (queries.parts.bit_count() or width) / width
-        return heads * attention.work(queries, keys_values) / queries.holds.pieces
+        return float(share_of(queries.form)) * attention.work(queries, keys_values) / queries.cells.bit_count()
     told = [specs[number] for number in (*op.inputs, *op.outputs)]
-    sums = max((spec.parts.bit_count() for spec in told if spec.kind in _TELL_SLICES), default=0)
-    return (sums or width) / width / sequence
+    shares = [share for spec in told if spec.kind in _TELL_SLICES and (share := share_of(spec.form)) < 1]
+    return float(max(shares, default=1)) / told[0].form.space.sequence
 
 
 _TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
-"""Kinds of value whose *sums* are the slices of the layer that was computed."""
+"""Kinds of value that tell which slices of its parameters a layer was computed with."""
 
 _FREE_OF_CHARGE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.WAIT, OpKind.FREE})
 _ATTENTION = frozenset({"attend", "attend_backward"})

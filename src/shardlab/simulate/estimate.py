@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlab.program import OpKind, Sizes
-from shardlab.program.values import bits, listed
 from shardlab.program.world import gc_paused
+from shardlab.rules.pieces import bits, listed
 from shardlab.simulate.clocks import Clocks, Times
 from shardlab.simulate.memory import CATEGORIES, RankMemory, memory_in_bytes
 from shardlab.simulate.prices import Prices

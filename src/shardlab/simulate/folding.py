@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 from shardlab.check.checked import Meeting, Member
 from shardlab.program import (
     Group,
-    Kind,
     Mesh,
-    Op,
     OpKind,
     Program,
     Rank,
@@ -28,15 +26,13 @@ from shardlab.program import (
     Spec,
     UserError,
     World,
-    transfer,
 )
 from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle, Wake
-from shardlab.program.rooted import Call
-from shardlab.program.sliced import slices_of
+from shardlab.program.rooted import Call, collective
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.value import Value
-from shardlab.program.values import ROW_KINDS
 from shardlab.program.world import gc_paused
+from shardlab.rules.layers import Rules
 from shardlab.simulate.rotation import Rotation
 from shardlab.simulate.traced import rank_of
 from shardlab.strategies.plan import Plan
@@ -79,25 +75,10 @@ class FoldedRank(Rank):
     """A rank that tells the specs of all its values once it has ended."""
 
     def specs(self) -> dict[int, Spec]:
-        """By number; those that autograd keeps are as the op tells that makes them. The values themselves are gone."""
-        values = enumerate(self._values)
-        known = {n: value if isinstance(value, Spec) else value.spec for n, value in values if value is not None}
+        """By number. The values themselves are gone."""
+        known = {n: value if isinstance(value, Spec) else value.spec for n, value in enumerate(self._values)}
         self._values.clear()  # each refers to this rank; in a circle they would stay until the collector comes
-        for op in self.ops:
-            if op[3] and (number := op[3][-1]) not in known:
-                read, made = known[op[2][0]], known.get(op[3][0])
-                if op[0] is OpKind.RECOMPUTE:
-                    kind, slices = Kind.SAVED, _slices(self.sizes, op, read, known[op[2][1]])
-                else:
-                    kind = Kind.SAVED_FOR_WEIGHT if op[0] is OpKind.BACKWARD_INPUT else Kind.SAVED
-                    slices = made.sums if made is not None and made.kind in ROW_KINDS else 0
-                known[number] = transfer.saved(op[1], read, slices, kind)
         return known
-
-
-def _slices(sizes: Sizes, op: Op, activation: Spec, weight: Spec) -> int:
-    """With which slices of its parameters a layer is computed again, as a bit set (0: all)."""
-    return slices_of("recompute", op.layer, sizes.weight_of(op.layer), weight, activation)
 
 
 class FoldedWorld(World):
@@ -107,7 +88,7 @@ class FoldedWorld(World):
         self.stride = plan.mesh.world // plan.mesh.pp
         super().__init__(plan.mesh, sizes, microbatches)
         rotation = Rotation(plan, sizes, microbatches)
-        self.collectives = FoldedCollectives(self._wake, rotation, self.stride)
+        self.collectives = FoldedCollectives(self._wake, self.rules, rotation, self.stride)
         self.channels = FoldedChannels(self._wake, rotation, self.stride)
 
     def make_ranks(self) -> list[Rank]:
@@ -120,8 +101,8 @@ class FoldedWorld(World):
 class FoldedCollectives(Collectives):
     """Groups along the pipeline meet; any other member gives what the one that is there gives, rotated."""
 
-    def __init__(self, wake: Wake, rotation: Rotation, stride: int) -> None:
-        super().__init__(wake)
+    def __init__(self, wake: Wake, rules: Rules, rotation: Rotation, stride: int) -> None:
+        super().__init__(wake, rules)
         self._rotation = rotation
         self._stride = stride
         self._results: dict[Hashable, Spec] = {}
@@ -151,16 +132,19 @@ class FoldedCollectives(Collectives):
 
     def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
         """What the first member receives; layers of a kind are alike, so each is worked out once."""
-        sizes, layer = self._rotation.sizes, spec[1]
-        key = (kind, group.axis, self._alike[layer], spec[0], spec[2], spec[3], spec[4])
+        form, cells, joined = spec
+        layer = form.layer
+        told = (form.kind, form.step, form.holds, form.slices, form.term, form.over, form.reduction)
+        key = (kind, group.axis, self._alike[layer], told, cells, joined)
         made = self._results.get(key)
         if made is None:
             if group.axis not in self._rotation.mesh.sizes():
                 raise UserError(f"ranks that meet on {group} do not behave alike, so they cannot be folded")
             rotated = [self._rotation.rotated(spec, group.axis, by) for by in range(len(group.ranks))]
-            made = transfer.collective(kind, rotated, group.ranks, sizes.layers, sizes.kinds)[0]
+            made = collective(Call(kind), rotated, group.ranks, self._rules)[0]
+            assert made is not None, "all members receive"
             self._results[key] = made
-        return made if made[1] == layer else Spec(made[0], layer, *made[2:])
+        return made if made.layer == layer else made._replace(form=made.form.but(layer=layer))
 
 
 class FoldedChannels(Channels):

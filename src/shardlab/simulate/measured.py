@@ -9,7 +9,7 @@ from statistics import fmean, median, median_low
 from shardlab.check import Checked
 from shardlab.program import Op
 from shardlab.program.record import RankRecord, StepRecord
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 from shardlab.simulate.counters import Counter, counter_of
 from shardlab.simulate.exposed import RankTimes, rank_times
 from shardlab.simulate.spans import Spans, spans

@@ -8,7 +8,7 @@ from enum import Enum
 
 from shardlab.check.accumulation import InPlace
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
-from shardlab.program.values import AUTOGRAD_KINDS
+from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.simulate.prices import Bytes
 from shardlab.simulate.traced import Traced
 
@@ -130,9 +130,9 @@ def account(
             for number in op[3]:
                 spec = specs[number]
                 bytes = room[number] = 0 if number in free_of_room else size(spec)
-                slot = _PLACE_OF_KIND[spec[0]]
+                slot = _PLACE_OF_KIND[spec[0].kind]
                 if handle >= 0:
-                    gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[4] == 0
+                    gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[0].step == 0
                     slot = _GATHERED if gathers else _COMMUNICATION
                     issued[handle] = op[3]
                 place[number] = slot
@@ -156,7 +156,7 @@ def account(
         elif kind in _READS or kind in _MAKES:
             kept = owned.setdefault(inputs[0], {})
             gone = (kept.pop(_READS[kind]),) if kind in _READS else ()
-            if kind in _MAKES and op[3] and specs[op[3][-1]][0] in AUTOGRAD_KINDS:
+            if kind in _MAKES and op[3] and specs[op[3][-1]].kind in AUTOGRAD_KINDS:
                 made = _MAKES[kind]
                 gone = (*gone, kept[made]) if made in kept else gone
                 kept[made] = op[3][-1]
@@ -165,7 +165,7 @@ def account(
                 for number in issued.pop(handle, ()):
                     if place[number] == _COMMUNICATION:  # it has arrived
                         by_category[_COMMUNICATION] -= room[number]
-                        place[number] = _PLACE_OF_KIND[specs[number][0]]
+                        place[number] = _PLACE_OF_KIND[specs[number].kind]
                         by_category[place[number]] += room[number]
             continue
         for number in gone:

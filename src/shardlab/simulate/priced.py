@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
-from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec, attention
+from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
+from shardlab.rules import attention
+from shardlab.rules.spec import share_of
 from shardlab.simulate.framework import OWN, Framework
 from shardlab.simulate.precision import Precision
 from shardlab.simulate.prices import Messages
@@ -164,16 +166,16 @@ class ClusterPrices:
     def _tokens(self, spec: Spec) -> tuple[int, int]:
         """(sequences, tokens of each) of a value made of pieces of the batch."""
         microbatches = spec.microbatches.bit_count()
-        pieces = spec.holds.pieces
-        return microbatches * self.rows, self.model.block * pieces // (microbatches * spec.grid.sequence)
+        cells = spec.cells.bit_count()
+        return microbatches * self.rows, self.model.block * cells // (microbatches * spec.form.space.sequence)
 
     def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> list[Kernel]:
         """Attention's kernels where queries meet a block of keys and values."""
         sequences, asking = self._tokens(queries)
         _, asked = self._tokens(keys_values)
-        half = queries.grid.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
+        half = queries.form.space.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
         each = queries.microbatches.bit_count()
-        pairs = queries.holds.pieces * keys_values.holds.pieces / each**2
+        pairs = queries.cells.bit_count() * keys_values.cells.bit_count() / each**2
         seen = self.framework.attends * attention.work(queries, keys_values) / each * half / pairs
         slices = _of_width(queries)
         return self.framework.kernels(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
@@ -192,7 +194,8 @@ def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
 
 def _of_width(spec: Spec) -> int:
     """Into how many slices like this value's the parameters are cut (1: it has all)."""
-    return spec.grid.width // (spec.parts.bit_count() or spec.grid.width)
+    share = share_of(spec.form)
+    return share.denominator // share.numerator
 
 
 def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:

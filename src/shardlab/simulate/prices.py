@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from shardlab.check import Meeting
 from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
-from shardlab.program.values import ROW_KINDS
+from shardlab.rules.kind import ROW_KINDS
 from shardlab.simulate.traced import Traced, rank_of
 
 Messages = Literal["buffered", "link", "rendezvous"]
@@ -69,11 +69,11 @@ class PriceList:
         """The time of an op that does not communicate."""
         kind, layer, inputs, outputs = op[0], op[1], op[2], op[3]
         if kind is _FORWARD or kind is _RECOMPUTE:
-            key = (kind, layer, specs[inputs[0]][2][0].bit_count(), specs[outputs[0]][3])
+            key = (kind, specs[inputs[0]][1].bit_count(), specs[outputs[0]][0])
         elif kind is _BACKWARD or kind is _BACKWARD_INPUT:
-            key = (kind, layer, specs[inputs[0]][2][0].bit_count(), specs[inputs[3]][3])
+            key = (kind, specs[inputs[0]][1].bit_count(), specs[inputs[3]][0])
         elif kind is _BACKWARD_WEIGHT:
-            key = (kind, layer, specs[inputs[0]][2][0].bit_count(), specs[inputs[2]][3])
+            key = (kind, specs[inputs[0]][1].bit_count(), specs[inputs[2]][0])
         elif kind is _ADD:
             key = (kind, layer, _told(specs[outputs[0]]))
         else:
@@ -103,9 +103,9 @@ class PriceList:
         """The sender's and the receiver's part of a message."""
         sent = specs[send[2][0]]
         bytes, source = self._bytes(sent), rank_of(self._traced.program, row)
-        key = (sent[0], source, send.peer, bytes)
+        key = (sent.kind, source, send.peer, bytes)
         if key not in self._messages:
-            self._messages[key] = self._prices.message_times(sent[0], bytes, source, send.peer)
+            self._messages[key] = self._prices.message_times(sent.kind, bytes, source, send.peer)
         return self._messages[key]
 
 
@@ -117,9 +117,8 @@ class Bytes:
         self._known: dict[Hashable, int] = {}
 
     def __call__(self, spec: Spec) -> int:
-        kind = spec[0]
-        told = (spec[2][0].bit_count(), spec[3]) if kind in ROW_KINDS else spec[2]
-        key = (kind, spec[1], told)
+        form, cells = spec[0], spec[1]
+        key = (form, cells.bit_count()) if form.kind in ROW_KINDS else form
         size = self._known.get(key)
         if size is None:
             size = self._known[key] = self._sizes.bytes(spec)
@@ -131,11 +130,11 @@ def _told(spec: Spec) -> Hashable:
 
     Of tokens it is how they lie in their sequences, whichever microbatch comes first.
     """
-    kind, _, (mask, of), sums, _, (slices, *_) = spec
-    if kind not in ROW_KINDS:
-        return kind, mask, of
-    first = (mask & -mask).bit_length() - 1
-    return kind, mask >> max(0, first - first % slices), sums
+    form, cells = spec[0], spec[1]
+    if form.kind not in ROW_KINDS:
+        return form
+    slices, first = form.space.sequence, (cells & -cells).bit_length() - 1
+    return form, cells >> max(0, first - first % slices)
 
 
 _FORWARD, _RECOMPUTE, _ADD = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ADD

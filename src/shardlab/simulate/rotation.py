@@ -10,9 +10,12 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardlab.program import Holds, Kind, LayerKind, Mesh, Sizes, Spec
-from shardlab.program.sizes import PARTED
-from shardlab.program.values import ROW_KINDS, Grid, repeated
+from shardlab.program import Holds, Kind, Mesh, Sizes, Spec
+from shardlab.program.layers import rules_of
+from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.layers import Rules
+from shardlab.rules.pieces import repeated
+from shardlab.rules.spec import KEY, Form, Joined, Space
 from shardlab.strategies.plan import Plan
 
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
@@ -33,26 +36,61 @@ class Rotation:
         return self.plan.mesh
 
     @cached_property
-    def grid(self) -> Grid:
-        return self.sizes.grid(self.mesh, self.microbatches)
+    def space(self) -> Space:
+        return self.sizes.space(self.mesh, self.microbatches)
+
+    @cached_property
+    def rules(self) -> Rules:
+        return rules_of(self.sizes, self.space)
 
     def rotated(self, spec: Spec, axis: str, by: int) -> Spec:
         """What the rank has that stands `by` further along an axis."""
-        kind, layer, holds, sums, step, grid = spec
+        form, cells, joined = spec
         if by == 0:
             return spec
-        if kind in ROW_KINDS:
-            return Spec(kind, layer, self._rows_held(holds, axis, by), self._met(spec, axis, by), step, grid)
-        if kind is Kind.SCALAR:
-            return Spec(kind, layer, self._scalar(holds, axis, by), sums, step, grid)
-        return Spec(kind, layer, self._slices(layer, holds, axis, by), self._summed(sums, axis, by), step, grid)
+        if form.kind in ROW_KINDS:
+            return Spec(self._row_form(spec, axis, by), self._rows(cells, axis, by), self._joined(joined, axis, by))
+        if form.kind is Kind.SCALAR:
+            return Spec(form.but(holds=self._scalar(form.holds, axis, by)))
+        holds = self._slices(form.layer, form.holds, axis, by)
+        summed = self._summed(cells, axis, by) if cells else 0
+        return Spec(form if holds == form.holds else form.but(holds=holds), summed)
 
-    def _rows_held(self, holds: Holds, axis: str, by: int) -> Holds:
-        return Holds(self._rows(holds.mask, axis, by), holds.of)
+    def _joined(self, joined: tuple[Joined, ...], axis: str, by: int) -> tuple[Joined, ...]:
+        """The pieces of which a value was put together: those of its neighbour, or its own where all have the same."""
+        moved = tuple([(self._rows(cells, axis, by), self._joined(inner, axis, by)) for cells, inner in joined])
+        return joined if {cells for cells, _ in moved} == {cells for cells, _ in joined} else moved
+
+    def _row_form(self, spec: Spec, axis: str, by: int) -> Form:
+        """The form of an activation: its slices of a layer's parameters, and which terms are in it."""
+        form, term = spec.form, spec.form.term
+        if axis in ("tp", "ep") and (form.slices or term):
+            space = form.space
+            slices = tuple([(i, cycled(mask, space.count(i), 1, space.count(i), by)) for i, mask in form.slices])
+            if term is not None and term.over != KEY:
+                count = math.prod(space.count(index) for index in term.over)
+                term = term._replace(bits=cycled(term.bits, count, 1, count, by))
+            return form.but(slices=slices, term=term)
+        if axis == "cp" and term is not None and term.over == KEY:
+            return form.but(term=term._replace(bits=self._met(spec, term.bits, by)))
+        return form
+
+    def _met(self, spec: Spec, met: int, by: int) -> int:
+        """Which slices of the sequence the neighbour's value has met.
+
+        Whose slices have been met tells more than which: of the masked ones nothing is noted, and late ones are never
+        masked in what travels.
+        """
+        sequence = self.space.sequence
+        ranks = {self._owner(slice) for slice in range(sequence // 2, sequence) if met >> slice & 1}
+        moved = {(rank + by) % self.mesh.cp for rank in ranks}
+        first = self._rows(spec.cells, "cp", by)
+        lowest = ((first & -first).bit_length() - 1) % sequence
+        return sum(1 << slice for slice in range(sequence) if self._owner(slice) in moved and slice >= lowest)
 
     def _rows(self, mask: int, axis: str, by: int) -> int:
         """Pieces of the batch: microbatch by microbatch, each in slices of its sequence."""
-        sequence, total = self.grid.sequence, self.microbatches * self.grid.sequence
+        sequence, total = self.space.sequence, self.space.cells
         sizes = self.mesh.sizes()
         if axis in BATCH_AXES:
             outer = math.prod(sizes[name] for name in BATCH_AXES[: BATCH_AXES.index(axis) + 1])
@@ -73,7 +111,7 @@ class Rotation:
 
         A context-parallel rank has an early and a late run of slices; its tensor-parallel ranks share them in order.
         """
-        cp, run = self.mesh.cp, self.grid.sequence // (2 * self.mesh.cp)
+        cp, run = self.mesh.cp, self.space.sequence // (2 * self.mesh.cp)
         place, position = divmod(slice, run)
         rank = self._owner(slice)
         position += run if place >= cp else 0
@@ -86,36 +124,19 @@ class Rotation:
 
     def _owner(self, slice: int) -> int:
         """The context-parallel rank that has a slice."""
-        place = slice // (self.grid.sequence // (2 * self.mesh.cp))
+        place = slice // (self.space.sequence // (2 * self.mesh.cp))
         return min(place, 2 * self.mesh.cp - 1 - place)
 
-    def _met(self, spec: Spec, axis: str, by: int) -> int:
-        """The *sums* of rows: slices of a layer's parameters, and above them slices of the sequence."""
-        grid, width = spec.grid, spec.grid.width
-        alone, met = spec.sums & ((1 << width) - 1), spec.sums >> width
-        if axis in ("tp", "ep"):
-            alone = cycled(alone, width, 1, width, by)
-        if axis == "cp" and met:
-            # Whose slices have been met tells more than which: of the masked ones nothing is noted, and late ones
-            # are never masked in what travels.
-            slices = range(grid.sequence)
-            ranks = {self._owner(slice) for slice in slices[grid.sequence // 2 :] if met >> slice & 1}
-            moved = {(rank + by) % self.mesh.cp for rank in ranks}
-            first = self._rows(spec.holds.mask, axis, by)
-            lowest = ((first & -first).bit_length() - 1) % grid.sequence
-            met = sum(1 << slice for slice in slices if self._owner(slice) in moved and slice >= lowest)
-        return alone | met << width
-
     def _summed(self, sums: int, axis: str, by: int) -> int:
-        """What a weight's gradient has summed; a tied one twice over, as the embedding and as the head."""
-        tied = self.grid.tied
-        if not tied:
-            return self._rows(sums, axis, by)
-        return self._rows(sums & (1 << tied) - 1, axis, by) | self._rows(sums >> tied, axis, by) << tied
+        """What a weight's gradient has summed; a tied one of each of its uses."""
+        total, moved = self.space.cells, 0
+        for use in range(-(-sums.bit_length() // total)):
+            moved |= self._rows(sums >> use * total & (1 << total) - 1, axis, by) << use * total
+        return moved
 
     def _slices(self, layer: int, holds: Holds, axis: str, by: int) -> Holds:
         """Slices of a layer's parameters."""
-        order = self._cuts(self.sizes.kind(layer))
+        order = self._cuts(self._parted(layer))
         if axis not in order or holds.complete:
             return holds
         outer, size = self._digit(order, axis)
@@ -130,7 +151,7 @@ class Rotation:
         each = holds.of // layers
         made = Holds(0, holds.of)
         for parted in (False, True):
-            order = self._cuts(LayerKind.SLICED if parted else LayerKind.NORM)
+            order = self._cuts(parted)
             some = Holds(holds.mask & self._bits_of_layers(parted, each), holds.of)
             if axis in order and some.mask:
                 outer, size = self._digit(order, axis)
@@ -144,14 +165,18 @@ class Rotation:
         """The bits of the layers whose parameters `tp` or `ep` cuts, or of the others, with `each` bits a layer."""
         known = self._layer_bits.get((parted, each))
         if known is None:
-            ones, kinds = (1 << each) - 1, map(self.sizes.kind, range(self.sizes.layers))
-            known = sum(ones << layer * each for layer, kind in enumerate(kinds) if (kind in PARTED) == parted)
+            ones, layers = (1 << each) - 1, range(self.sizes.layers)
+            known = sum(ones << layer * each for layer in layers if self._parted(layer) == parted)
             self._layer_bits[parted, each] = known
         return known
 
-    def _cuts(self, kind: LayerKind) -> tuple[str, ...]:
+    def _parted(self, layer: int) -> bool:
+        """Whether `tp` or `ep` cuts a layer's parameters."""
+        return bool(self.rules.layers[layer].layer.cut)
+
+    def _cuts(self, parted: bool) -> tuple[str, ...]:
         """The axes that cut a layer's parameters, outermost first."""
-        return (*(("tp", "ep") if kind in PARTED else ()), *self.plan.shard_optimizer)
+        return (*(("tp", "ep") if parted else ()), *self.plan.shard_optimizer)
 
     def _digit(self, order: tuple[str, ...], axis: str) -> tuple[int, int]:
         """(into how many pieces the axes up to this one cut, its size)."""

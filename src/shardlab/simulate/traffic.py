@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardlab.check import Checked
 from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.program.tape import COLLECTIVES, ROOTED
-from shardlab.program.values import ROW_KINDS
+from shardlab.rules.kind import ROW_KINDS
 
 
 @dataclass

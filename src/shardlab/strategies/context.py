@@ -14,6 +14,20 @@ from shardlab.program import Handle, Rank, Value
 from shardlab.strategies.plan import Plan
 
 
+def balanced(place: int, ranks: int, pieces: int = 1) -> tuple[int, ...]:
+    """An early and a late slice of every sequence, of 2 x ranks: so each rank has as much causal attention to compute.
+
+    Where sequences are counted in finer slices, each of these is so many `pieces`.
+
+    >>> [balanced(place, 3) for place in range(3)]
+    [(0, 5), (1, 4), (2, 3)]
+    >>> balanced(0, 2, pieces=2)
+    (0, 1, 6, 7)
+    """
+    early, late = place * pieces, (2 * ranks - 1 - place) * pieces
+    return *range(early, early + pieces), *range(late, late + pieces)
+
+
 class Attention:
     """From normalised tokens to what the queries have mixed, and back; keys are (layer, microbatch).
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 from shardlab.program import LayerKind, Mesh, UserError
 from shardlab.program.sizes import CARRYING
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of

@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
+from shardlab.errors import why_unreadable
 from shardlab.program import AXES, Mesh, UserError
-from shardlab.program.errors import why_unreadable
 from shardlab.strategies.plan import Plan
 
 

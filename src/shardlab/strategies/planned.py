@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from shardlab.program import Handle, LayerKind, Rank, Strategy, UserError, Value
-from shardlab.program.attention import balanced
 from shardlab.program.sizes import CARRYING
 from shardlab.strategies.computing import Keeps, computing
+from shardlab.strategies.context import balanced
 from shardlab.strategies.gathering import Weights
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.recomputing import recomputed

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardlab.errors import UserError
 from shardlab.models.tensors import generator_of
-from shardlab.program.errors import UserError
 
 DEFAULT_BYTES = 4_000_000
 """The default text ends here at the latest: enough for minutes of training, and read at once."""

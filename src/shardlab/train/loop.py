@@ -20,7 +20,7 @@ from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import generate, initial_weights, layers_of, loss_of, to_blocks, views, with_borrowed
-from shardlab.program.values import counted
+from shardlab.rules.pieces import counted
 from shardlab.train.data import Batches, Corpus, default_text, read_text
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job, agree

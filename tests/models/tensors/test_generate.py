@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from shardlab.errors import UserError
 from shardlab.models import GPT, MLP
 from shardlab.models.tensors import generate, initial_weights, views
-from shardlab.program.errors import UserError
 
 GPT_SMALL = GPT(layers=2, width=16, heads=2, vocabulary=20, block=8)
 FLATS = [initial_weights(GPT_SMALL, layer, 0, torch.float32) for layer in range(2)]

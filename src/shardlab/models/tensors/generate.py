@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardlab.errors import UserError
 from shardlab.models.model import Model
 from shardlab.models.tensors.flat import views, with_borrowed
 from shardlab.models.tensors.model_layers import layers_of
 from shardlab.models.tensors.seeding import generator_of
-from shardlab.program.errors import UserError
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from shardlab.errors import why_unreadable
 from shardlab.program import UserError
-from shardlab.program.errors import why_unreadable
 from shardlab.strategies.schedules.actions import Action
 from shardlab.strategies.schedules.csv_check import check_rows
 from shardlab.strategies.schedules.csv_format import ACTIONS, cells, write_csv

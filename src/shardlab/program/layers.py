@@ -1,14 +1,25 @@
-"""Layers as lists of nodes, by the kinds that models give them today."""
+"""Layers as lists of primitives, by the kinds that models give them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
-from shardlab.program.sizes import LayerKind
-from shardlab.program.values import Kind
+from shardlab.program.sizes import EXPERT, HEAD, SLICE, LayerKind, Sizes
+from shardlab.rules.kind import Kind
+from shardlab.rules.layers import Rules
 from shardlab.rules.node import Layer, Node, Port
+from shardlab.rules.spec import Space
 
-SLICE, HEAD, EXPERT = "slice", "head", "expert"
+
+def rules_of(sizes: Sizes, space: Space) -> Rules:
+    """The rules of a model of these sizes; the same object for all programs of one shape."""
+    return _rules_of(sizes.kinds or (LayerKind.WHOLE,) * sizes.layers, sizes.tied, space)
+
+
+@lru_cache(maxsize=64)
+def _rules_of(kinds: tuple[LayerKind, ...], tied: bool, space: Space) -> Rules:
+    return Rules(layers_of(kinds, tied=tied), space)
 
 
 def layers_of(kinds: Sequence[LayerKind], *, tied: bool) -> list[Layer]:
@@ -47,7 +58,8 @@ def _nodes(kind: LayerKind, l: int, count: int, before: LayerKind | None) -> tup
             return (add, Node("norm", {"s": "in"}, {"y": "in"}, {"w": "in"}, frozenset({"in"}))), ()
         case LayerKind.DENSE:
             whole = frozenset({EXPERT})
-            combine = Node("combine", {"x": "in expert", "residual": "in"}, {"s": "in"}, {"w": "in"}, whole)
+            taken = "in expert" if before is LayerKind.EXPERTS else "in"
+            combine = Node("combine", {"x": taken, "residual": "in"}, {"s": "in"}, {"w": "in"}, whole)
             return (combine, Node("dispatch", {"s": "in"}, {"y": "in" if last else "in expert"}, whole=whole)), ()
         case LayerKind.EXPERTS:
             return (Node("experts", {"x": "in expert"}, {"y": "out expert"}, {"w": "expert out in"}),), (EXPERT,)

@@ -1,0 +1,126 @@
+"""Bit sets of numbers, and the equal pieces of a whole that one of them tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+
+class Holds(NamedTuple):
+    """Which of `of` equal pieces of the whole a value contains: piece i is bit i of `mask`.
+
+    For weights, optimizer states and weight gradients the whole is the layer's flat parameters; for activations and
+    their gradients it is the global batch, and a piece is a microbatch, or one of the equal slices into which a
+    tensor-parallel program cuts every sequence: slice s of microbatch m is piece m * slices + s. For a scalar it is
+    the parameters of all layers, and held are those whose gradient's squares are in the sum.
+    """
+
+    mask: int
+    of: int
+
+    @property
+    def complete(self) -> bool:
+        return self.mask == (1 << self.of) - 1
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces are held."""
+        return self.mask.bit_count()
+
+    def refined(self, of: int) -> Holds:
+        """The same slices, counted in `of` pieces (a multiple of the present number)."""
+        times = of // self.of
+        if times == 1:
+            return self
+        ones = (1 << times) - 1
+        return Holds(sum(ones << (i * times) for i in bits(self.mask)), of)
+
+    def simplified(self) -> Holds:
+        """The same slices, counted in pieces as large as can be."""
+        mask, of = self
+        if mask == (1 << of) - 1:
+            return WHOLE
+        for pieces in range(1, of):
+            if of % pieces == 0:
+                coarse = Holds(mask_of({piece * pieces // of for piece in bits(mask)}), pieces)
+                if coarse.refined(of).mask == mask:
+                    return coarse
+        return self
+
+    def contains(self, other: Holds) -> bool:
+        mine, theirs = common(self, other)
+        return theirs.mask & ~mine.mask == 0
+
+    def same(self, other: Holds) -> bool:
+        mine, theirs = common(self, other)
+        return mine.mask == theirs.mask
+
+    def split(self, parts: int) -> list[Holds]:
+        """Cut what is held into `parts` equal slices, in order."""
+        fine = self.refined(self.of * parts // math.gcd(self.pieces, parts))
+        places = list(bits(fine.mask))
+        size = len(places) // parts
+        return [Holds(mask_of(places[i * size : (i + 1) * size]), fine.of) for i in range(parts)]
+
+    def __str__(self) -> str:
+        return f"{listed(bits(self.mask))} of {self.of}"
+
+
+WHOLE = Holds(1, 1)
+
+
+def common(a: Holds, b: Holds) -> tuple[Holds, Holds]:
+    """Both, counted in pieces of one size."""
+    if a.of == b.of:
+        return a, b
+    of = math.lcm(a.of, b.of)
+    return a.refined(of), b.refined(of)
+
+
+def mask_of(numbers: Iterable[int]) -> int:
+    """The bit set of some numbers."""
+    mask = 0
+    for number in numbers:
+        mask |= 1 << number
+    return mask
+
+
+@cache
+def repeated(pattern: int, period: int, total: int) -> int:
+    """A bit set of numbers below `total` that repeats a pattern."""
+    length = period
+    while length < total:  # doubled each time: a division of such long numbers takes far longer
+        pattern |= pattern << length
+        length *= 2
+    return pattern & ((1 << total) - 1)
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers in a bit set, ascending."""
+    while mask > 0:  # a tape from a file may say anything; a negative number would never end
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers as a reader writes them: `0-3, 7`."""
+    runs: list[tuple[int, int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n - 1:
+            runs[-1] = (runs[-1][0], n)
+        else:
+            runs.append((n, n))
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 microbatch` or `2 microbatches`."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def microbatches_text(mask: int) -> str:
+    """`microbatch 3` or `microbatches 0-2`."""
+    return f"microbatch{'es' if mask.bit_count() > 1 else ''} {listed(bits(mask))}"
