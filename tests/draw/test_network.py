@@ -8,6 +8,8 @@ import xml.etree.ElementTree as ElementTree
 from shardlab.draw import network_svg, store_svg, value_svg
 from shardlab.draw.network import COLORS
 from shardlab.program import Holds, Kind, Rank, Spec, World
+from shardlab.rules.pieces import WHOLE
+from shardlab.rules.spec import Space, form_of
 from tests.draw.test_timeline import boxes, texts
 
 LEGEND = 1
@@ -36,7 +38,9 @@ def test_an_activation_fills_its_microbatches() -> None:
 
 
 def test_a_gradient_shows_what_was_summed_and_which_slices_are_held() -> None:
-    svg = network_svg([Spec(Kind.GRAD_WEIGHT, 0, Holds(0b0110, 4), 0b101)], layers=1, microbatches=3)
+    svg = network_svg(
+        [Spec(form_of(Kind.GRAD_WEIGHT, 0, 0, Space(3), Holds(0b0110, 4)), 0b101)], layers=1, microbatches=3
+    )
     assert boxes(svg, COLORS[Kind.GRAD_WEIGHT]) == 2 * 2 + LEGEND
 
 
@@ -78,14 +82,15 @@ def test_a_freed_value_says_so() -> None:
 
 def test_values_of_every_kind_fit_one_picture() -> None:
     kinds = [Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT, Kind.ACTIVATION, Kind.GRAD_ACTIVATION]
-    specs = [Spec(kind, 1, Holds(0b1, 4), 0b1111) for kind in kinds]
+    held = [Holds(0b1, 4) if kind in kinds[:3] else WHOLE for kind in kinds]
+    specs = [Spec(form_of(kind, 1, 0, Space(4), holds), 0b1111) for kind, holds in zip(kinds, held, strict=True)]
     svg = network_svg(specs, layers=2, microbatches=4, title="everything")
     assert {kind.value for kind in kinds} <= set(texts(svg))
     assert len(set(COLORS.values())) == len(COLORS) == len(kinds)
 
 
 def test_large_networks_stay_pictures() -> None:
-    specs = [Spec(Kind.WEIGHT, l, Holds(1 << l, 64)) for l in range(64)]
+    specs = [Spec(form_of(Kind.WEIGHT, l, 0, Space(3), Holds(1 << l, 64))) for l in range(64)]
     svg = network_svg(specs, layers=64, microbatches=64)
     ElementTree.fromstring(svg)
     width = float(re.findall(r'width="([\d.]+)pt"', svg)[0])

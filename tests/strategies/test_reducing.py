@@ -104,7 +104,7 @@ def test_every_schedule_reduces_over_replicas_once(schedule: str) -> None:
         reduced = [op for op in tape if op.kind in REDUCES and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT]
         updates = [op for op in tape if op.kind is OpKind.UPDATE]
         assert sorted(op.layer for op in reduced) == sorted(op.layer for op in updates)
-        assert {specs[op.inputs[0]].sums for op in updates} == {(1 << count) - 1}
+        assert {specs[op.inputs[0]].cells for op in updates} == {(1 << count) - 1}
 
 
 def test_only_norms_are_reduced_over_tp_and_only_when_each_rank_has_seen_other_tokens() -> None:

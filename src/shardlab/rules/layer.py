@@ -260,7 +260,11 @@ class LayerRules:
         if form.kind is not kind:
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
         if form.layer != port.layer:
-            raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give {kind.value}[{port.layer}].")
+            number, wanted = self.layer_number, f"{kind.value}[{port.layer}]"
+            why = f"layer {number} {'reads' if op.startswith(('forward', 'recompute')) else 'was fed'} {wanted}, give that"
+            if kind in GRADIENT_OF.values():
+                why = f"layer {number} turns the gradients of what it made into those of what it read; give {wanted}"
+            raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {why}.")
         if form.term is not None:
             if form.term.over == KEY:
                 who = "keys and values" if kind is not Kind.GRAD_KEYS_VALUES else "queries"

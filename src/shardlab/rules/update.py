@@ -180,7 +180,7 @@ def _want_gradient(op: str, layer: int, gradient: Spec) -> None:
     if gradient.kind is not Kind.GRAD_WEIGHT:
         raise Refused(f"{op}: the gradient given is {gradient}; give a value of grad_weights.")
     if gradient.layer != layer:
-        raise Refused(f"{op}: {gradient} was given; layer {layer} wants its own gradient, grad_weights[{layer}].")
+        raise Refused(f"{op}: {gradient} was given; give a gradient of layer {layer}.")
 
 
 def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, norm: Spec | None = None) -> tuple[Spec, Spec]:
@@ -194,8 +194,12 @@ def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, norm: Spec
     op, form = f"update(layer {layer})", gradient.form
     if norm is not None:
         _want_norm(op, norm, form.step)
-    _want_gradient(op, layer, gradient)
-    for what, spec, kind in (("weight", weight, Kind.WEIGHT), ("optimizer state", opt_state, Kind.OPT_STATE)):
+    wanted = (
+        ("gradient", gradient, Kind.GRAD_WEIGHT),
+        ("weight", weight, Kind.WEIGHT),
+        ("optimizer state", opt_state, Kind.OPT_STATE),
+    )
+    for what, spec, kind in wanted:
         if spec.kind is not kind:
             raise Refused(f"{op}: the {what} given is {spec}; give a value of {kind.value}.")
         if spec.layer != layer:
