@@ -18,8 +18,6 @@ from shardlab.cli.report import print_report
 from shardlab.program import OpKind, trace
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES
-from tests.simulate.programs import prefetching
-from tests.simulate.runs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"
 
@@ -151,27 +149,6 @@ def test_the_timeline_shows_what_each_rank_does() -> None:
     assert row.startswith("+F")
     assert row.endswith("U")
     assert row.count("B") > row.count("U")
-
-
-def test_small_letters_are_compute_that_hides_communication() -> None:
-    from shardlab.cli.timeline_text import rank_row
-
-    timeline = run(prefetching, 2, 3, 2)
-    row = rank_row(timeline.events[0], timeline.end, 120).plain
-    assert "f" in row
-    assert "F" in row
-    assert "+" in row
-
-
-def test_a_rank_that_computes_a_little_in_a_cell_is_not_drawn_as_waiting() -> None:
-    from shardlab.cli.timeline_text import rank_row
-    from shardlab.program import OpKind
-    from shardlab.simulate import Event
-
-    events = [Event(0, at, OpKind.FORWARD, 0, 1, at, at + 0.1, 0) for at in range(0, 10, 2)]
-    assert rank_row(events, 10.0, 10).plain == "F.F.F.F.F."
-    messages = [Event(0, 9, OpKind.RECV, 0, 1, 0.1, 1.0, 0)]
-    assert rank_row(events + messages, 10.0, 10).plain == "<.F.F.F.F."
 
 
 def test_a_pipe_gets_no_colours() -> None:

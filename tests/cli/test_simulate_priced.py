@@ -12,7 +12,8 @@ from rich.console import Console
 from shardlab.cli import main
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.priced import Request, price
-from shardlab.cli.priced_report import print_priced, seconds_text
+from shardlab.cli.priced_report import print_priced
+from shardlab.simulate.units import seconds_text
 
 Captured = pytest.CaptureFixture[str]
 
