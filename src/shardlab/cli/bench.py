@@ -41,7 +41,7 @@ class Collectives(Measuring):
     """Measure them between and beside computations, too, as steps have them: the profile's figures are those."""
 
     def run(self) -> int:
-        from shardlab.cli.bench_tables import print_collectives
+        from shardlab.cli.bench_summary import print_collectives
         from shardlab.measure.collectives import CollectiveBench, group_sizes, measure_collectives
         from shardlab.measure.plot import plot_collectives
 
@@ -81,7 +81,7 @@ class Compute(Measuring):
     """How long each model is trained for."""
 
     def run(self) -> int:
-        from shardlab.cli.bench_tables import print_compute
+        from shardlab.cli.bench_summary import print_compute
         from shardlab.measure.layers import ComputeBench, measure_compute
         from shardlab.measure.plot import plot_compute
         from shardlab.measure.shapes import DTYPES, Shape, parse_batch

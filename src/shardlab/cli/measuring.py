@@ -27,7 +27,7 @@ class Measuring:
     """The options of both benches."""
 
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 0.2
-    """How long each point is measured for."""
+    """How long each collective is measured for at each size."""
 
     save: bool = True
     """Keep the fit in this machine's profile."""
@@ -38,6 +38,9 @@ class Measuring:
     plot: NewFile = None
     """Draw what was measured into this file."""
 
+    verbose: Flag = False
+    """Print every size and layer, too, and every rate that was fitted."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -46,7 +49,7 @@ class Measuring:
         ranks: int,
         function: Callable[..., bool],
         bench: Any,
-        show: Callable[[list[Point]], None],
+        show: Callable[[list[Point], bool], None],
         draw: Callable[[list[Point], Path], None],
     ) -> int:
         """Run a bench on its ranks, and tell what was measured; the exit status.
@@ -54,7 +57,7 @@ class Measuring:
         Args:
             function: `function(rank, device, bench, file)` writes points into the file and says whether this process
                 is the one that tells.
-            show, draw: print the points, and draw them into a file.
+            show, draw: print the points, with or without each of them, and draw them into a file.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -87,7 +90,7 @@ class Measuring:
         self,
         points: list[Point],
         failure: str,
-        show: Callable[[list[Point]], None],
+        show: Callable[[list[Point], bool], None],
         draw: Callable[[list[Point], Path], None],
     ) -> None:
         from shardlab.measure.report import as_json
@@ -103,7 +106,7 @@ class Measuring:
             data = {**as_json(points), "profile": None if where is None else str(where), "failure": failure or None}
             print(json_format.dumps(data, indent=2))
             return
-        show(points)
+        show(points, self.verbose)
         for what, path in (("profile", where), ("drawn in", self.plot)):
             if path is not None:
                 print(f"{what:<10}{path}")
