@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -48,6 +50,12 @@ def test_every_command_explains_itself(command: str, capsys: Captured) -> None:
     captured = capsys.readouterr()
     assert f"usage: shardlab {command}" in captured.out
     assert "--json" in captured.out
+
+
+def test_the_version_is_the_packages(capsys: Captured) -> None:
+    assert main(["--version"]) == 0
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"shardlab {project['version']}\n"
 
 
 def test_without_a_command_the_commands_are_named(capsys: Captured) -> None:

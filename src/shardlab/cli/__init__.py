@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import tyro
@@ -51,6 +52,9 @@ COMMANDS: dict[str, type[Command]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; without `argv`, the process's own."""
+    if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
+        print(f"shardlab {_version()}")
+        return 0
     try:
         command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="shardlab", description=DESCRIPTION, args=argv)
     except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
@@ -71,4 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-DESCRIPTION = "Write a parallel-training strategy once: it is checked, drawn, timed, and trains a real transformer."
+def _version() -> str:
+    try:
+        return version("shardlab")
+    except PackageNotFoundError:  # run from its folder
+        return "that is not installed"
+
+
+DESCRIPTION = (
+    "Write a parallel-training strategy once: it is checked, drawn, timed, and trains a real transformer. "
+    "--version prints the version."
+)

@@ -26,7 +26,7 @@ from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, P
 from shardlab.measure.report import crowds
 from shardlab.measure.sizes import size_text
 
-INDENT = 14
+INDENT = 15
 """Characters of a label."""
 
 
@@ -85,11 +85,8 @@ def _print_doubts(console: Console, fits: dict[tuple[str, int], FittedLine]) -> 
     """Each reason to doubt a line, with the collectives that it is about."""
     several = len({ranks for _, ranks in fits}) > 1
     for reason in dict.fromkeys(fitted.doubt for fitted in fits.values() if fitted.doubt):
-        doubted = [
-            f"{kind} of {ranks}" if several else kind
-            for (kind, ranks), fitted in fits.items()
-            if fitted.doubt == reason
-        ]
+        keys = [key for key, fitted in fits.items() if fitted.doubt == reason]
+        doubted = [f"{kind} of {ranks}" if several else kind for kind, ranks in keys]
         _say(console, "doubtful", f"{', '.join(doubted)}: {reason}", "yellow")
 
 

@@ -109,7 +109,7 @@ class Measuring:
         show(points, self.verbose)
         for what, path in (("profile", where), ("drawn in", self.plot)):
             if path is not None:
-                print(f"{what:<10}{path}")
+                print(f"{what:<15}{path}")
 
 
 def check_seconds(seconds: float) -> float:
