@@ -121,7 +121,9 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
 
 
 def _meaning(sign: str, color: str, name: str, shares: Sequence[float]) -> Text:
-    """`F forward 33%`, or `F forward 28-33%` of ranks that differ."""
+    """`F forward 33%`, or `F forward 28-33%` or `F forward up to 1%` of ranks that differ."""
     low, high = (f"{share:.0%}" if share >= SAID or not share else "<1%" for share in (min(shares), max(shares)))
-    said = high if low == high else f"{low.removesuffix('%')}-{high}"
+    said = high
+    if low != high:
+        said = f"{low.removesuffix('%')}-{high}" if min(shares) >= SAID else f"up to {high}"
     return Text.assemble((sign, color), (f" {name} {said}", "dim"))

@@ -92,7 +92,7 @@ class Verify:
             table.add_row("loss_error", f"{verdict.loss_error:.2e}")
             table.add_row("gradient_error", f"{verdict.gradient_error:.2e}", f"worst in layer {verdict.gradient_layer}")
             table.add_row("weight_error", f"{verdict.weight_error:.2e}", f"worst in layer {verdict.weight_layer}")
-            limit = "" if verdict.ok else f"an error is more than {TOLERANCE:.0e}"
+            limit = f"{'each' if verdict.ok else 'not each'} max |a - b| / max |b| is at most {TOLERANCE:.0e}"
             table.add_row("ok", "[green]yes[/]" if verdict.ok else "[red]no[/]", limit)
             console = stdout_console()
             console.print(
