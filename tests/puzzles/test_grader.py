@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -58,7 +59,7 @@ async def without_reducing(model: Model) -> None:
 def test_a_wrong_solution_is_told_why() -> None:
     result = grade("ddp", without_reducing)
     assert not result.correct
-    assert "Wrong: rank 0, op 0 update(layer 0): microbatches 1-3 " in str(result)
+    assert re.search(r"\nWrong: \S+solutions\.py:\d+: rank 0, op 0 update\(layer 0\): microbatches 1-3 ", str(result))
 
 
 def test_a_solution_that_hands_in_nothing_is_wrong() -> None:
