@@ -57,8 +57,8 @@ def test_a_collective_that_a_rank_leaves_out_is_reported() -> None:
             await model.allreduce(WeightGrad(3, 4, {model.rank}, 4), 3)
 
     expected = (
-        r"rank 0 waits in allreduce\(grad_weights\[3\] \(microbatch 0\)\) for rank 2 \(\S+\); rank 2 has ended without it "
-        r"\(2 more ranks wait behind them\)"
+        r"rank 0 waits in allreduce\(grad_weights\[3\] \(microbatch 0\)\) for rank 2 \(\S+\); "
+        r"rank 2 has ended without it \(2 more ranks wait behind them\)"
     )
     with pytest.raises(PuzzleDeadlock, match=expected):
         run(solution, 4)

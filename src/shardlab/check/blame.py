@@ -12,8 +12,7 @@ from collections.abc import Coroutine, Generator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from shardlab.check.checked import Checked
-from shardlab.check.report import check
+from shardlab.check import Checked, check
 from shardlab.program import Deadlock, Mesh, Op, Rank, Refused, Sizes, Strategy, World, trace
 from shardlab.program.values import listed
 

@@ -7,10 +7,19 @@ and events at which no store had it are made larger after the fact.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from shardlab.puzzles.log import Event
 from shardlab.puzzles.pieces import Value
+
+
+@dataclass
+class _Life:
+    """A value, and the number of events whose memory it is counted in where it was alive."""
+
+    value: Value
+    counted: int
 
 
 class Lives:
@@ -22,33 +31,33 @@ class Lives:
 
     def __init__(self, log: list[Event]) -> None:
         self._log = log
-        self._counted: dict[int, tuple[Value, int]] = {}  # by id: up to which event the value has been counted
+        self._lives: dict[int, _Life] = {}  # by id: of two equal values each takes memory
 
-    def begin(self, value: Any) -> None:
-        """A rank has made or received a value; one that it has had before has lived on meanwhile."""
-        for each in values_in([value]):
-            if id(each) in self._counted:
-                self.use(each)
-            else:
-                self._counted[id(each)] = each, len(self._log)
-
-    def use(self, *values: Any) -> None:
-        """Values are alive: count them at the events since they were made or counted."""
+    def go_on(self, *values: Any) -> None:
+        """Values have been made, have come or are read: those that were here before have been here ever since."""
         for value in values_in(values):
-            _, counted = self._counted.get(id(value), (value, len(self._log)))
-            for event in self._log[counted:]:
-                event.memory += value.memory()
-            self._counted[id(value)] = value, len(self._log)
+            self._go_on(value)
 
     def log(self, event: Event, stored: Iterable[Value], read: Iterable[Any]) -> None:
         """Append an event, whose memory is that of the stores, and add what it reads from none of them."""
-        in_stores = {id(value): value for value in stored}
-        loose = {id(value): value for value in values_in(read) if id(value) not in in_stores}
-        self.use(*in_stores.values(), *loose.values())
-        event.memory += sum(value.memory() for value in loose.values())
+        alive = {id(value): value for value in stored}
+        for value in values_in(read):
+            if id(value) not in alive:
+                alive[id(value)] = value
+                event.memory += value.memory()
+        for value in alive.values():
+            self._go_on(value).counted += 1
         self._log.append(event)
-        for value in (*in_stores.values(), *loose.values()):
-            self._counted[id(value)] = value, len(self._log)
+
+    def _go_on(self, value: Value) -> _Life:
+        life = self._lives.get(id(value))
+        if life is None:
+            life = self._lives[id(value)] = _Life(value, len(self._log))
+        elif life.counted < len(self._log):
+            for event in self._log[life.counted :]:
+                event.memory += value.memory()
+            life.counted = len(self._log)
+        return life
 
 
 def values_in(things: Iterable[Any]) -> Iterable[Value]:

@@ -91,6 +91,5 @@ class Stores:
 
     def derive(self, made: T, *read: Any) -> T:
         """Note that a value has been made, or has come, and that others were read."""
-        self._lives.use(*read)
-        self._lives.begin(made)
+        self._lives.go_on(made, *read)
         return made
