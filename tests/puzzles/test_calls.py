@@ -118,6 +118,23 @@ def test_a_students_own_coroutine_that_nobody_awaits_is_named() -> None:
     )
 
 
+def test_where_it_does_no_harm_python_warns_of_it_as_ever() -> None:
+    def solution(model: Model) -> None:
+        reduce_all(model)  # pyright: ignore[reportUnusedCoroutine]
+        solutions.standard(model)
+
+    with pytest.warns(RuntimeWarning, match="coroutine 'reduce_all' was never awaited"):
+        assert grade("standard", solution).solved
+
+
+def test_a_model_goes_on_after_the_message() -> None:
+    model = Model(rank=0)
+    model.receive()
+    with pytest.raises(PuzzleRefused, match="without `await`"):
+        model.load_weights(0)
+    model.load_weights(0)
+
+
 def test_other_warnings_of_a_solution_are_shown_as_ever() -> None:
     def solution(model: Model) -> None:
         warnings.warn("the cheese is old", UserWarning, stacklevel=1)

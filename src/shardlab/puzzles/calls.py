@@ -6,7 +6,8 @@ import re
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from shardlab.puzzles.lines import Line, here
 from shardlab.puzzles.refusal import PuzzleRefused, placed
@@ -92,28 +93,38 @@ class Call(Coroutine[Any, Any, T]):
         self.refuse()
 
 
-@contextmanager
-def dropped_coroutines() -> Generator[list[str]]:
-    """Collect a sentence about each coroutine that a student's own `async def` gave and nobody awaited.
+class Dropped(NamedTuple):
+    """A coroutine of a student's own `async def` that nobody awaited.
 
-    Python warns of them; its other warnings are shown as ever.
+    Attributes:
+        sentence: which one, and where.
+        warn: shows Python's warning of it.
     """
-    sentences: list[str] = []
+
+    sentence: str
+    warn: Callable[[], None]
+
+
+@contextmanager
+def dropped_coroutines() -> Generator[list[Dropped]]:
+    """Collect Python's warnings of coroutines that nobody awaited; its other ones are shown as ever."""
+    dropped: list[Dropped] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
         show = warnings.showwarning
 
         def collect(message: Warning | str, category: type[Warning], file: str, number: int, *rest: Any) -> None:
             found = _NEVER_AWAITED.match(str(message))
-            if found:
-                name = found[1].rpartition(".")[2]
-                why = "was called without `await`, so it has not run"
-                sentences.append(f"{Line(file, number)}: {name}() {why}; write `await {name}(...)`.")
-            else:
+            if found is None:
                 show(message, category, file, number, *rest)
+                return
+            name = found[1].rpartition(".")[2]
+            text = f"{name}() was called without `await`, so it has not run; write `await {name}(...)`."
+            warn = partial(show, message, category, file, number, *rest)
+            dropped.append(Dropped(placed(Line(file, number), text), warn))
 
         warnings.showwarning = collect
-        yield sentences
+        yield dropped
 
 
 def refuse_forgotten(forgotten: list[str]) -> None:

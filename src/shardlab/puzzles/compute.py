@@ -120,7 +120,10 @@ class Compute(Stores):
         for value in values:
             if isinstance(value, Call):
                 value.refuse()
-        refuse_forgotten(self.forgotten)
+        try:
+            refuse_forgotten(self.forgotten)
+        finally:
+            self.forgotten.clear()  # whoever goes on after this message has read it
         if self.RANKS > 1:
             self._run.watch.enter(self.rank)
         return op

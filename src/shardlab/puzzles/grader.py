@@ -52,7 +52,11 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     kind = _grade_strategy if native.is_strategy(_signature(solution)) else _grade_models
     with dropped_coroutines() as dropped:
         result = kind(task, solution, seconds)
-    return replace(result, error=dropped[0]) if dropped else result
+    if dropped and not result.correct:  # it is the likelier reason
+        return replace(result, error=dropped[0].sentence)
+    for coroutine in dropped:
+        coroutine.warn()
+    return result
 
 
 def _signature(solution: Solution) -> inspect.Signature:

@@ -46,7 +46,8 @@ def own_part(traceback: TracebackType | None) -> TracebackType | None:
 
 def is_machinery(frame: FrameType) -> bool:
     """Whether a frame is Shardlab's, or of what Shardlab runs programs with."""
-    return _module(frame).startswith(("shardlab.", "asyncio.", "contextlib", "selectors"))
+    module = _module(frame)
+    return module.startswith(("shardlab.", "asyncio.")) or module in ("contextlib", "selectors")
 
 
 def _module(frame: FrameType) -> str:
