@@ -1,5 +1,6 @@
 """Places in a student's program."""
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardlab.puzzles import Model, PuzzleRefused
-from shardlab.puzzles.lines import Line
+from shardlab.puzzles.lines import Line, line_of
 
 
 def test_a_file_is_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +34,19 @@ def test_a_refusal_names_the_innermost_line_of_the_students_own(
     text = "def twice(gradient):\n    return gradient + gradient\n\ntwice(model.fake_grad(0, [0]))\n"
     with pytest.raises(PuzzleRefused, match=r"^mine\.py:2: rank 0, op 0 add\(grad_weights\[0\]\): microbatch 0"):
         exec(compile(text, str(tmp_path / "mine.py"), "exec"), {"model": Model(rank=0)})
+
+
+def test_a_line_is_the_students_own_although_the_standard_library_runs() -> None:
+    lines: list[Line | None] = []
+
+    def note(_: re.Match[str]) -> str:
+        inside = sys._getframe().f_back
+        assert inside is not None
+        assert inside.f_code.co_filename == re.__file__
+        lines.append(line_of(inside))
+        return ""
+
+    re.sub("x", note, "x")
+    assert lines[0] is not None
+    assert lines[0].file == __file__
+    assert "re.sub(" in Path(__file__).read_text(encoding="utf-8").splitlines()[lines[0].number - 1]

@@ -7,6 +7,9 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+STANDARD_LIBRARY = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
+"""How names of its files begin."""
+
 
 class Line(NamedTuple):
     """A line of a file, or of a notebook's cell."""
@@ -24,12 +27,12 @@ def at(line: Line | None) -> str:
 
 
 def here() -> Line | None:
-    """The innermost line outside Shardlab that runs now; None if only an event loop does."""
+    """The innermost line of the student that runs now; None if only an event loop does."""
     return line_of(sys._getframe())  # pyright: ignore[reportPrivateUsage]
 
 
 def line_of(frame: FrameType | None) -> Line | None:
-    """The innermost line outside Shardlab among a frame and its callers; None if only an event loop's are."""
+    """The innermost line of the student among a frame and its callers; None if only an event loop's are."""
     while frame is not None and is_machinery(frame):
         if _module(frame).startswith("asyncio."):
             return None
@@ -45,9 +48,8 @@ def own_part(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def is_machinery(frame: FrameType) -> bool:
-    """Whether a frame is Shardlab's, or of what Shardlab runs programs with."""
-    module = _module(frame)
-    return module.startswith(("shardlab.", "asyncio.")) or module in ("contextlib", "selectors")
+    """Whether a frame is Shardlab's or the standard library's."""
+    return _module(frame).startswith("shardlab.") or frame.f_code.co_filename.startswith(STANDARD_LIBRARY)
 
 
 def _module(frame: FrameType) -> str:
