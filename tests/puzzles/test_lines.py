@@ -3,7 +3,7 @@
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -50,3 +50,18 @@ def test_a_line_is_the_students_own_although_the_standard_library_runs() -> None
     assert lines[0] is not None
     assert lines[0].file == __file__
     assert "re.sub(" in Path(__file__).read_text(encoding="utf-8").splitlines()[lines[0].number - 1]
+
+
+def test_a_named_tuple_being_made_is_not_the_students_line() -> None:
+    lines: list[Line | None] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == "<string>":
+            lines.append(line_of(frame))
+
+    sys.setprofile(profile)
+    try:
+        Line("mine.py", 3)
+    finally:
+        sys.setprofile(None)
+    assert [line and line.file for line in lines] == [__file__]

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import TIMEOUT_MAX, Thread
 from typing import TypeVar
 
-from shardlab.puzzles.lines import line_of, own_part
+from shardlab.puzzles.lines import Line, line_of, own_part
 from shardlab.puzzles.refusal import PuzzleRefused
 
 T = TypeVar("T")
 
-STOPPING_SECONDS = 2.0
+STOPPING_SECONDS = 3.0
 """How long a program is told to stop, before its thread is left to itself: a call into C does not listen."""
 
+AGAIN_SECONDS, CLOSING_SECONDS = 0.05, 0.5
+"""After what time it is told again: while its own lines run, and while none does."""
 
-class _Stopped(BaseException):
-    """Raised in the program where it stands."""
+
+class Stopped(KeyboardInterrupt):
+    """Raised in the program where it stands; asyncio lets it out at once, before another rank runs."""
 
 
 def run_within(seconds: float, work: Callable[[], T]) -> T:
@@ -46,7 +50,7 @@ def run_within(seconds: float, work: Callable[[], T]) -> T:
             if error is None:
                 return outcome.result()
             raise error.with_traceback(own_part(error.__traceback__))
-        line = line_of(sys._current_frames().get(thread.ident or 0))  # pyright: ignore[reportPrivateUsage]
+        line = _line(thread)
         where = f", and was at {line}" if line else ""
         raise PuzzleRefused(
             f"the solution had not ended after {seconds:g} s{where}. Make its loops end, or give it more time: "
@@ -58,9 +62,21 @@ def run_within(seconds: float, work: Callable[[], T]) -> T:
 
 def _stop(thread: Thread) -> None:
     """End a thread where it stands, again and again in case that it catches everything."""
-    pause = 0.02
-    for _ in range(round(STOPPING_SECONDS / pause)):
-        if not thread.is_alive():
-            return
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stopped))
-        thread.join(pause)
+    if not thread.is_alive():
+        return
+    deadline = time.monotonic() + STOPPING_SECONDS
+    show = sys.unraisablehook
+    sys.unraisablehook = lambda lost: None if lost.exc_type is Stopped else show(lost)  # in a callback of the collector
+    try:
+        while thread.is_alive() and time.monotonic() < deadline:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Stopped))
+            thread.join(AGAIN_SECONDS)
+            if _line(thread) is None:  # the event loop is closing, which is not to be disturbed
+                thread.join(CLOSING_SECONDS)
+    finally:
+        sys.unraisablehook = show
+
+
+def _line(thread: Thread) -> Line | None:
+    """The student's line that a thread runs."""
+    return line_of(sys._current_frames().get(thread.ident or 0))  # pyright: ignore[reportPrivateUsage]

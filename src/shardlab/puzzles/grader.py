@@ -10,7 +10,7 @@ from typing import Any
 
 from shardlab.program import UserError
 from shardlab.puzzles import native
-from shardlab.puzzles.bounded import run_within
+from shardlab.puzzles.bounded import Stopped, run_within
 from shardlab.puzzles.calls import dropped_coroutines
 from shardlab.puzzles.check import verify
 from shardlab.puzzles.dist import Dist
@@ -119,6 +119,8 @@ def _run(solution: Solution, models: list[Model]) -> None:
         ticking = asyncio.create_task(tick())
         try:
             await asyncio.gather(*[drive(model) for model in models])
+        except Stopped:
+            pass  # it has left the event loop before it comes here
         finally:
             ticking.cancel()
 

@@ -27,15 +27,13 @@ def at(line: Line | None) -> str:
 
 
 def here() -> Line | None:
-    """The innermost line of the student that runs now; None if only an event loop does."""
+    """The innermost line of the student that runs now; None if there is none."""
     return line_of(sys._getframe())  # pyright: ignore[reportPrivateUsage]
 
 
 def line_of(frame: FrameType | None) -> Line | None:
-    """The innermost line of the student among a frame and its callers; None if only an event loop's are."""
+    """The innermost line of the student among a frame and its callers; None if there is none."""
     while frame is not None and is_machinery(frame):
-        if _module(frame).startswith("asyncio."):
-            return None
         frame = frame.f_back
     return None if frame is None else Line(frame.f_code.co_filename, frame.f_lineno)
 
@@ -48,12 +46,9 @@ def own_part(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def is_machinery(frame: FrameType) -> bool:
-    """Whether a frame is Shardlab's or the standard library's."""
-    return _module(frame).startswith("shardlab.") or frame.f_code.co_filename.startswith(STANDARD_LIBRARY)
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
+    """Whether a frame is Shardlab's or the standard library's, which generates the code of named tuples."""
+    ours = str(frame.f_globals.get("__name__")).startswith(("shardlab.", "namedtuple_"))
+    return ours or frame.f_code.co_filename.startswith(STANDARD_LIBRARY)
 
 
 def shown(file: str) -> str:
