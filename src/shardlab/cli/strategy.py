@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 from shardlab.check import Checked, check
-from shardlab.cli.blame import Blame
+from shardlab.check.blame import Blame
 from shardlab.program import Sizes, trace
 from shardlab.strategies.entry import Entry
 from shardlab.strategies.user_file import file_and_function

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 
-from shardlab.draw.canvas import FAINT, Page, style
+from shardlab.draw.canvas import EM, FAINT, Page, style
 from shardlab.draw.lanes import Scale, draw_lanes, label_of
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
 from shardlab.draw.memory import draw_memory, memory_unit, ranks_text, short
@@ -22,18 +23,21 @@ MARGIN, RIGHT = 0.2, 1.45
 """Inches; the key of the memory curves stands in the right one."""
 
 HEADER = 0.62
+NOTE_SIZE, NOTE_LINE = 9.0, 0.19
+"""Points, and inches."""
 MEMORY = 1.7
 
 
-def timeline_svg(timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME) -> str:
+def timeline_svg(timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME, note: str = "") -> str:
     """What happened when, and how much memory was live, as an SVG document.
 
     Args:
         title: what the picture is of, such as the strategy's name.
         time_unit: how the time axis is labelled.
+        note: what is said below the figures.
     """
     with style():
-        return timeline_page(timeline, title, time_unit).svg()
+        return timeline_page(timeline, title, time_unit, note).svg()
 
 
 def save_timeline(timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME) -> None:
@@ -51,7 +55,7 @@ def write_whole(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def timeline_page(timeline: Timeline, title: str, time_unit: str) -> Page:
+def timeline_page(timeline: Timeline, title: str, time_unit: str, note: str = "") -> Page:
     """The page, for whoever wants another format than SVG; call it within `style()`."""
     program = timeline.program
     names = [rank_name(program, rank) for rank in range(program.ranks)]
@@ -61,14 +65,19 @@ def timeline_page(timeline: Timeline, title: str, time_unit: str) -> Page:
     row = max(0.165, min(0.52, 8 / program.ranks))
     scale = Scale(plot * 72 / end, row * 72)
     numbered = any(label_of(timeline, event, scale) for event in timeline.events[0] if event.kind is OpKind.FORWARD)
-    rows = flow(legend_items(timeline, numbered), left + plot + RIGHT - 2 * MARGIN)
-    top = HEADER + len(rows) * ROW + 0.08
+    width = left + plot + RIGHT - 2 * MARGIN
+    rows = flow(legend_items(timeline, numbered), width)
+    lines = wrap(note, int(width * 72 / (NOTE_SIZE * EM)))
+    header = HEADER + len(lines) * NOTE_LINE
+    top = header + len(rows) * ROW + 0.08
     bottom = top + row * program.ranks
     page = Page(left + plot + RIGHT, bottom + 0.12 + MEMORY + 0.55)
 
     page.ink.text(MARGIN, 0.25, title or "One optimizer step", size=13, weight="bold", va="center")
     page.ink.text(MARGIN, 0.48, summary(timeline), size=8.5, color=FAINT, va="center")
-    draw_legend(page, rows, MARGIN, HEADER)
+    for at, line in enumerate(lines):
+        page.ink.text(MARGIN, HEADER + at * NOTE_LINE + 0.06, line, size=NOTE_SIZE, va="center")
+    draw_legend(page, rows, MARGIN, header)
 
     lanes = page.panel((left, top, left + plot, bottom))
     lanes.set_xlim(0, end)

@@ -12,7 +12,7 @@ from shardlab.program import Holds, Refused, Spec
 from shardlab.program.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
 from shardlab.program.values import bits, mask_of
 from shardlab.puzzles import rules
-from shardlab.puzzles.refusal import judged
+from shardlab.puzzles.refusal import derived, judged
 
 if TYPE_CHECKING:
     from shardlab.puzzles.pictures import Picture
@@ -105,7 +105,8 @@ class Sharded(Value):
         with judged():
             op = f"combine({rules.name(self.spec)})"
             specs = [self.spec, rules.spec_of(op, "other value", other)]
-            return self.holding(rules.gather(op, specs, ["the first value", "the second value"]).holds)
+            whole = self.holding(rules.gather(op, specs, ["the first value", "the second value"]).holds)
+        return derived(whole, self, other)
 
     def shard(self, shard: int, total: int) -> Self:
         """Piece `shard` of `total` equal ones.
@@ -116,7 +117,7 @@ class Sharded(Value):
         with judged():
             if not self.is_complete():
                 raise Refused(f"shard({rules.name(self.spec)}): {self.spec} is partial; only a complete value is cut.")
-            return self.holding(Holds(mask_of([shard]), total))
+            return derived(self.holding(Holds(mask_of([shard]), total)), self)
 
     def holding(self, holds: Holds) -> Self:
         """The same value with other slices of the layer."""

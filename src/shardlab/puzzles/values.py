@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardlab.program import Kind, Spec, transfer
 from shardlab.program.values import bits, mask_of
 from shardlab.puzzles.pieces import ONE, Rows, Sharded, Value
-from shardlab.puzzles.refusal import judged
+from shardlab.puzzles.refusal import derived, judged
 
 __all__ = ["Activation", "ActivationGrad", "OptState", "Rows", "Sharded", "Value", "Weight", "WeightGrad"]
 
@@ -72,7 +72,7 @@ class WeightGrad(Sharded):
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
         with judged():
-            return self.summing(transfer.add(self.spec, other.spec))
+            return derived(self.summing(transfer.add(self.spec, other.spec)), self, other)
 
     def summing(self, spec: Spec) -> WeightGrad:
         """The same gradient with the microbatches of `spec` in it."""
