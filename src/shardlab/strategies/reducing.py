@@ -33,8 +33,8 @@ class Gradients:
     """One rank's gradients: reduced as the plan says, while the rank goes on; then clipped and applied.
 
     Memory bounds how many reductions are in flight: over each axis, those of gradients as large together as the rank's
-    largest block, however finely a plan cuts blocks into layers. Before another one starts, the oldest are awaited until
-    there is room for it. What arrives is at once reduced over the next axis.
+    largest block, however finely a plan cuts blocks into layers. Before another one starts, the oldest are awaited
+    until there is room for it. What arrives is at once reduced over the next axis.
 
     A weight that the head shares with the embedding is kept by the first and the last stage, replicas that stay equal:
     their gradients meet once a step, in a group of two ranks, and the first stage counts their squares. Where one rank
