@@ -154,8 +154,8 @@ def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
     if replace(workload, plan=replace(plan, recompute="none")).peak_bytes() > estimate.peak.bytes:
         return []
     return [
-        "--recompute selective saves no memory here: it computes attention's scores again, but without it none are kept "
-        "either (they are with dropout, or without a fused kernel); leave it out"
+        "--recompute selective saves no memory here: it computes attention's scores again, but without it none are "
+        "kept either (they are with dropout, or without a fused kernel); leave it out"
     ]
 
 
