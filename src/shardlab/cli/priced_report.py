@@ -39,7 +39,8 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
     console.print(Text.assemble((result.entry.name, "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
     axes = " x ".join(f"{axis} {size}" for axis, size in workload.mesh.sizes().items() if size > 1) or "1 rank"
     rows = f"{counted(workload.rows, 'sequence')} of {workload.model.block} tokens"
-    batch = f"{counted(workload.microbatches, 'microbatch')} of {rows}"
+    microbatches = counted(workload.microbatches, "microbatch")
+    batch = f"global batch {workload.microbatches * workload.rows:,}: {microbatches} of {rows}"
     for line in wrap(f"{axes}, {batch}, {workload.precision.name}", console.width):
         console.print(line, style="dim", soft_wrap=True)
     console.print()

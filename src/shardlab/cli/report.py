@@ -96,6 +96,8 @@ def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:
 def _recomputed(timeline: Timeline, without: Timeline | None) -> list[tuple[str, str, str]]:
     if without is None or not without.end or not without.peak_memory:
         return []
+    if (timeline.end, timeline.peak_memory) == (without.end, without.peak_memory):
+        return [("recompute", "+0.0%", "changes nothing: no attention scores are kept")]
     memory = timeline.peak_memory / without.peak_memory - 1
     longer = f"{timeline.end / without.end - 1:+.1%}"
     return [("recompute", longer, f"time, {memory:+.1%} peak memory, against none")]

@@ -38,8 +38,8 @@ class Simulate:
     """How many layers the model has."""
 
     microbatches: OptionalCount = None
-    """How many microbatches the global batch has (default: 4; priced, one for each data-parallel rank, and in a
-    pipeline 2 for each of its ranks)."""
+    """How many microbatches the global batch has (default: 4; priced, one for each device of the cluster, or as many as
+    --global-batch and --rows make)."""
 
     model: Name = None
     """A model by name, such as gpt2-xl or llama3-8b, or path/to/model.toml; with --cluster."""
@@ -47,6 +47,9 @@ class Simulate:
     cluster: Name = None
     """Devices and how many, such as h100x16, or path/to/cluster.toml; or, as bench measured it, local or
     path/to/profile.json. With --model."""
+
+    global_batch: OptionalCount = None
+    """Sequences of a step (default: --rows for each device of the cluster, whatever the plan; with --model)."""
 
     rows: OptionalCount = None
     """Sequences of a microbatch (default: 1; with --model)."""
@@ -99,12 +102,14 @@ class Simulate:
             self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
-        for option in ("rows", "precision", "force"):
+        for option in ("global_batch", "rows", "precision", "force"):
             if getattr(self, option):
-                raise UserError(f"--{option} is for a model on a cluster; give --model and --cluster, or leave it out")
+                flag = option.replace("_", "-")
+                raise UserError(f"--{flag} is for a model on a cluster; give --model and --cluster, or leave it out")
         return False
 
     def _run_priced(self) -> int:
+        from shardlab.cli.global_batch import BatchRequest
         from shardlab.cli.priced import Request, price
         from shardlab.cli.priced import as_json as priced_json
         from shardlab.cli.priced_report import print_priced
@@ -118,8 +123,7 @@ class Simulate:
             self.precision,
             self.ranks,
             self.layers,
-            self.microbatches,
-            self.rows,
+            BatchRequest(self.global_batch, self.microbatches, self.rows),
             self.force,
         )
         result = price(Request(self.strategy, self.layout, *asked))

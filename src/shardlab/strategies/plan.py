@@ -47,6 +47,9 @@ class Plan:
     `dp_replicate`; the partially sharded form of Levanter (issue 325) maps parameters to `dp_shard` and the optimizer's
     state to both axes.
 
+    Gradients are reduced while backward passes go on. Over each axis, those of one block at a time are in flight, the
+    rank's largest, however finely blocks are cut; so this takes no more memory in half-blocks than in whole ones.
+
     Attributes:
         mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard` x `ep`, layers over `pp`, the matrices
             of a model in half-blocks are cut over `tp`, its sequences over `cp`, the experts of a mixture over `ep`.
