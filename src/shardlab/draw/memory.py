@@ -41,40 +41,39 @@ def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: floa
     peak = timeline.peak_memory
     peaks = [row for row in rows if timeline.peak_memory_by_rank[row.row] == peak]
     drawn = rows if len(rows) <= UNFOLDED else sorted({row.row: row for row in (*spaced(rows, 5), peaks[0])}.values())
-    ranks_of: dict[Curve, list[int]] = {}
-    tops: list[str] = []
+    rows_of: dict[Curve, list[Row]] = {}
     for row in drawn:
-        steps = curve(timeline, row.row)
-        if steps not in ranks_of:
-            tops.append(memory_text(timeline, timeline.peak_memory_by_rank[row.row], unit=False))
-        ranks_of.setdefault(steps, []).extend(row.ranks)
+        rows_of.setdefault(curve(timeline, row.row), []).append(row)
     size = unit_of(peak)[1] if timeline.in_seconds else 1
     axes.set_ylim(0, max(1.0, peak * 1.22) / size)
-    named = len(ranks_of) <= NAMED_CURVES
-    for place, (steps, ranks) in enumerate(ranks_of.items()):
-        color = _color(place, len(ranks_of))
+    width_of_line = 1.6 if len(rows_of) <= NAMED_CURVES else 0.9
+    for place, steps in enumerate(rows_of):
+        color = _color(place, len(rows_of))
         times, live = zip(*_fewer(steps, timeline.end / width), (timeline.end, steps[-1][1]), strict=True)
-        axes.step(
-            times,
-            [each / size for each in live],
-            where="post",
-            color=color,
-            linewidth=1.6 if named else 0.9,
-            solid_joinstyle="miter",
-        )
-        if named:
-            _name(axes, place, width, color, f"{ranks_text(sorted(ranks))}: {tops[place]}")
-    if not named:
-        groups = [*ranks_of.values()]
-        for place, number in enumerate((0, len(groups) // 2, len(groups) - 1)):
-            _name(axes, place, width, _color(number, len(groups)), ranks_text(sorted(groups[number])))
+        heights = [each / size for each in live]
+        axes.step(times, heights, where="post", color=color, linewidth=width_of_line, solid_joinstyle="miter")
+    _write_key(axes, timeline, list(rows_of.values()), width)
     if len(drawn) < len(rows):
         said = f"{len(drawn)} of {len(rows)} rows"
         axes.text(1 + KEY[0] / width, 1.04, said, size=7, color=FAINT, transform=axes.transAxes)
-    _mark_peak(axes, timeline, peaks, size)
+    first = min(_when_highest(steps) for steps, same in rows_of.items() if any(row in peaks for row in same))
+    _mark_peak(axes, timeline, first, [rank for row in peaks for rank in row.ranks], size)
     if not timeline.in_seconds:
         axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_ylabel(f"live memory ({unit_of(peak)[0]})" if timeline.in_seconds else "live elements")
+
+
+def _write_key(axes: Axes, timeline: Timeline, groups: list[list[Row]], width: float) -> None:
+    """Name the curves beside the panel; of many the first, the middle and the last."""
+    named = range(len(groups)) if len(groups) <= NAMED_CURVES else (0, len(groups) // 2, len(groups) - 1)
+    for place, number in enumerate(named):
+        ranks = ranks_text(sorted(rank for row in groups[number] for rank in row.ranks))
+        top = memory_text(timeline, timeline.peak_memory_by_rank[groups[number][0].row], unit=False)
+        _name(axes, place, width, _color(number, len(groups)), f"{ranks}: {top}")
+
+
+def _when_highest(steps: Curve) -> float:
+    return max(steps, key=lambda step: step[1])[0]
 
 
 def _fewer(steps: Curve, apart: float) -> Curve:
@@ -137,18 +136,15 @@ def _name(axes: Axes, place: int, width: float, color: str, text: str) -> None:
     axes.text(1 + KEY[2] / width, y, text, size=7, va="center", color=FAINT, transform=axes.transAxes)
 
 
-def _mark_peak(axes: Axes, timeline: Timeline, rows: Sequence[Row], size: int) -> None:
-    """The largest of all, with the ranks that reach it and where the first of them does."""
+def _mark_peak(axes: Axes, timeline: Timeline, time: float, ranks: Sequence[int], size: int) -> None:
+    """The largest of all, where it is first reached, with the ranks that reach it."""
     peak = timeline.peak_memory
-    highest = [max(curve(timeline, row.row), key=lambda step: step[1]) for row in rows[:NAMED_CURVES]]
-    time = min(time for time, _ in highest)
     axes.axhline(peak / size, color=PEAK, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
     axes.plot([time], [peak / size], marker="o", markersize=5, color=PEAK, markeredgecolor="white", zorder=5)
     left = time < timeline.end / 2
     exactly = "" if timeline.in_seconds else f" ({peak:,})"
-    ranks = ranks_text(sorted(rank for row in rows for rank in row.ranks))
     axes.annotate(
-        f"peak {memory_text(timeline, peak)}{exactly} on {ranks}",
+        f"peak {memory_text(timeline, peak)}{exactly} on {ranks_text(sorted(ranks))}",
         (time, peak / size),
         (6 if left else -6, 5),
         textcoords="offset points",

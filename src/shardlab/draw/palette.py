@@ -93,4 +93,4 @@ def pale(color: str) -> str:
 def ink_on(color: str) -> str:
     """Black or white, whichever reads better on a colour (relative luminance, WCAG 2)."""
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
-    return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.179 else "#1b1f24"
+    return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.207 else "#1b1f24"

@@ -75,7 +75,7 @@ class Track(NamedTuple):
 
 def detail_of(rows: Sequence[Row], looks: Looks, points: float) -> Detail:
     """The finest detail that can be read where a unit of time has so many points."""
-    ops = [e.end - e.start for row in rows for e in row.events if e.kind is OpKind.FORWARD]
+    ops = [e.end - e.start for row in rows for e in row.events if e.kind is OpKind.FORWARD and e.end > e.start]
     boxes = sum(e.end > e.start for row in rows for e in row.events)
     narrowest = NARROWEST_STAGE_OP if looks.chunks else NARROWEST_OP
     if not ops or (median(ops) * points >= narrowest and boxes <= MOST_BOXES):
