@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import cache
 
 import pytest
 
@@ -22,13 +23,19 @@ from tests.simulate.fakes import FakePrices
 PLAN = Plan(Mesh(pp=4, tp=8))
 
 
+@cache
+def wide(name: str, microbatches: int) -> Timeline:
+    return timeline_of(name, 64, microbatches=microbatches)
+
+
+@cache
 def large_plan() -> Timeline:
     return estimate(fold(PLAN, Sizes.of_puzzle(80, PLAN.mesh), 32), FakePrices()).timeline()
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("1f1b", 128), ("zb-v", 32), ("pipeline-fsdp", 64), ("fsdp", 64)])
 def test_64_ranks_are_drawn_in_seconds_and_some_hundred_kilobytes(name: str, microbatches: int) -> None:
-    timeline = timeline_of(name, 64, microbatches=microbatches)
+    timeline = wide(name, microbatches)
     before = time.process_time()
     svg = timeline_svg(timeline)
     assert time.process_time() - before < 20
@@ -95,7 +102,7 @@ def test_shares_of_the_time_add_up_to_what_is_computed() -> None:
 
 
 def test_a_close_up_shows_single_microbatches_of_the_steady_state() -> None:
-    words = texts(timeline_svg(timeline_of("1f1b", 64, microbatches=128)))
+    words = texts(timeline_svg(wide("1f1b", 128)))
     (heading,) = [word for word in words if word.startswith("Close-up")]
     assert heading.endswith("8 of the rows")
     assert {"rank 0", "rank 27", "rank 63"} <= {word for word in words if words.count(word) == 2}

@@ -76,16 +76,22 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def row_name(program: Program, row: Row) -> str:
     """The ranks of a row, with the coordinates that they share where the mesh has several axes."""
-    axes = [axis for axis in AXES if program.mesh.sizes()[axis] > 1]
-    if len(axes) < 2:
-        return ranks_text(row.ranks)
-    places = {axis: {program.mesh.coordinate(rank, axis) for rank in row.ranks} for axis in axes}
-    shared = ", ".join(f"{axis} {min(found)}" for axis, found in places.items() if len(found) == 1)
-    return ranks_text(row.ranks) + (f" ({shared})" if shared else "")
+    return _named(row.ranks, _shared(program, row.ranks))
 
 
 def rank_name(program: Program, row: int) -> str:
-    """The name of a timeline's row: `rank 5`, or of folded ranks `ranks 0-7, all as rank 0`."""
+    """The name of a timeline's row: `rank 5`, or of folded ranks `ranks 0-7 (all as rank 0)`."""
     ranks = stands_for(program, row)
-    alike = f", all as rank {rank_of(program, row)}" if len(ranks) > 1 else ""
-    return row_name(program, Row(row, list(ranks), ())) + alike
+    alike = [f"all as rank {rank_of(program, row)}"] if len(ranks) > 1 else []
+    return _named(ranks, [*_shared(program, ranks), *alike])
+
+
+def _shared(program: Program, ranks: Sequence[int]) -> list[str]:
+    """The coordinates that some ranks share, where the mesh has several axes."""
+    axes = [axis for axis in AXES if program.mesh.sizes()[axis] > 1]
+    found = {axis: {program.mesh.coordinate(rank, axis) for rank in ranks} for axis in axes if len(axes) > 1}
+    return [f"{axis} {min(places)}" for axis, places in found.items() if len(places) == 1]
+
+
+def _named(ranks: Sequence[int], about: list[str]) -> str:
+    return ranks_text(ranks) + (f" ({', '.join(about)})" if about else "")
