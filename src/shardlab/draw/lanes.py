@@ -92,7 +92,8 @@ def draw_lanes(page: Page, axes: Axes, panel: Panel) -> bool:
     axes.spines[:].set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(axis="x", color="#d8dee4", linewidth=0.6)
-    fill(axes, [(panel.start, place + TOP, panel.end, place + BOTTOM) for place in range(len(rows))], IDLE)
+    last = min(panel.end, panel.timeline.end)
+    fill(axes, [(panel.start, place + TOP, last, place + BOTTOM) for place in range(len(rows))], IDLE)
     drawn = tracks(rows, panel.looks, panel.detail, panel.points, lambda row, event: _letters(panel, row, event))
     boxes: Boxes = defaultdict(list)
     for place, track in enumerate(drawn):
