@@ -15,6 +15,7 @@ from rich.console import Console
 from shardlab.check import check
 from shardlab.cli import main
 from shardlab.cli.report import print_report
+from shardlab.draw.palette import layer_color
 from shardlab.program import OpKind, trace
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES
@@ -116,6 +117,14 @@ def test_svg_draws_the_timeline_into_a_file(tmp_path: Path, capsys: Captured) ->
     assert path.read_text().startswith("<?xml")
     assert f"drawn in        {path}" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["fsdp.svg"]
+
+
+@pytest.mark.parametrize("by", ["pass", "layer"])
+def test_a_drawing_is_coloured_by_pass_or_by_layer_and_has_a_title(by: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    assert main(["simulate", "--pp", "2", "--schedule", "zb-h1", "--svg", str(path), "--color-by", by]) == 0
+    assert "plan (zb-h1): one optimizer step" in path.read_text()
+    assert (layer_color(0, 4) in path.read_text()) == (by == "layer")
 
 
 def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:

@@ -11,7 +11,7 @@ import tyro
 
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
-from shardlab.cli.options import Flag, NewFile
+from shardlab.cli.options import Colors, Flag, NewFile
 from shardlab.cli.picture import check_new_files, save_trace
 from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
@@ -51,6 +51,9 @@ class Compare:
 
     svg: NewFile = None
     """Draw both timelines into this file."""
+
+    color_by: Colors = "pass"
+    """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
 
     trace: NewFile = None
     """Write both timelines into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
@@ -100,9 +103,9 @@ class Compare:
             return
         from shardlab.draw import save_comparison  # matplotlib takes long to import
 
-        timelines = {"predicted": predicted} if predicted else {}
+        timelines = {**({"predicted": predicted} if predicted else {}), "measured": measured.timeline}
         try:
-            save_comparison({**timelines, "measured": measured.timeline}, self.svg, f"{job.title}: one optimizer step")
+            save_comparison(timelines, self.svg, f"{job.title}: one optimizer step", self.color_by)
         except OSError as error:
             raise UserError(f"--svg {self.svg}: it cannot be written: {error.strerror}") from None
 

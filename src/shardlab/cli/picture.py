@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardlab.program import UserError
+from shardlab.program.picture import ColorBy
 from shardlab.simulate import Timeline
 
 if TYPE_CHECKING:
     from shardlab.draw.trace import Shown
 
-MOST_DRAWN = 100_000
-"""Events in a picture."""
+MOST_DRAWN = 500_000
+"""Events in a picture: a matter of seconds."""
 
 
 def check_new_file(option: str, path: Path | None, example: str) -> None:
@@ -47,8 +48,8 @@ def check_new_files(svg: Path | None, trace: Path | None, example: str) -> None:
         raise UserError(f"--svg and --trace are both {svg}; give each a file of its own")
 
 
-def save_picture(timeline: Timeline, path: Path | None, title: str) -> None:
-    """Draw a timeline into a file, if one is wanted."""
+def save_picture(timeline: Timeline, path: Path | None, name: str, color_by: ColorBy) -> None:
+    """Draw a timeline of what has such a name into a file, if one is wanted."""
     if path is None:
         return
     from shardlab.draw import save_timeline  # matplotlib takes longer to import than most simulations take
@@ -59,10 +60,11 @@ def save_picture(timeline: Timeline, path: Path | None, title: str) -> None:
             "take fewer microbatches"
         )
     try:
+        title = f"{name}: one optimizer step"
         if timeline.in_seconds:
-            save_timeline(timeline, path, title, "time (seconds)")
+            save_timeline(timeline, path, title, "time (seconds)", color_by)
         else:
-            save_timeline(timeline, path, title)
+            save_timeline(timeline, path, title, color_by=color_by)
     except OSError as error:
         raise UserError(f"--svg {path}: it cannot be written: {error.strerror}") from None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.costs import CostsText, costs_of
-from shardlab.cli.options import Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
+from shardlab.cli.options import Colors, Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
 from shardlab.cli.picture import check_new_files, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
@@ -67,6 +67,9 @@ class Simulate:
     svg: NewFile = None
     """Draw the timeline into this file."""
 
+    color_by: Colors = "pass"
+    """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
+
     trace: NewFile = None
     """Write the timeline into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
 
@@ -84,7 +87,7 @@ class Simulate:
         layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
         proof = checked(entry, ranks, layers, self.microbatches or 4)
         timeline = simulate(proof, costs)
-        save_picture(timeline, self.svg, entry.name)
+        save_picture(timeline, self.svg, entry.title(ranks), self.color_by)
         save_trace({"": (timeline, None)}, self.trace)
         without = _without_recompute(entry, proof, costs)
         if self.json:
@@ -130,7 +133,8 @@ class Simulate:
         written = [path for path in (self.svg, self.trace) if path is not None]
         if written:
             timeline = result.estimate.timeline()
-            save_picture(timeline, self.svg, f"{result.entry.name} of {self.model} on {self.cluster}")
+            title = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
+            save_picture(timeline, self.svg, title, self.color_by)
             save_trace({"": (timeline, memory_counters(result.estimate))}, self.trace)
         if self.json:
             print(json_format.dumps(priced_json(result), indent=2))

@@ -11,13 +11,13 @@ from shardlab.cli.activity import Activity, Shares
 from shardlab.program import OpKind
 
 SIGNS = {
-    OpKind.FORWARD: ("F", "green"),
-    OpKind.RECOMPUTE: ("R", "green"),
-    OpKind.BACKWARD: ("B", "blue"),
-    OpKind.BACKWARD_INPUT: ("I", "blue"),
-    OpKind.BACKWARD_WEIGHT: ("W", "cyan"),
-    OpKind.ATTEND: ("A", "green"),
-    OpKind.ATTEND_BACKWARD: ("G", "blue"),
+    OpKind.FORWARD: ("F", "dodger_blue2"),
+    OpKind.RECOMPUTE: ("R", "dodger_blue2"),
+    OpKind.BACKWARD: ("B", "dark_orange"),
+    OpKind.BACKWARD_INPUT: ("I", "dark_cyan"),
+    OpKind.BACKWARD_WEIGHT: ("W", "green"),
+    OpKind.ATTEND: ("A", "dodger_blue2"),
+    OpKind.ATTEND_BACKWARD: ("G", "dark_orange"),
     OpKind.LOSS: ("L", "bold"),
     OpKind.LOSS_STATS: ("T", "bold"),
     OpKind.ADD: ("S", "bold"),

@@ -77,6 +77,12 @@ class Entry:
         """What every process can make the same strategy of."""
         return self.name if self.plan is None else self.plan(ranks)
 
+    def title(self, ranks: int) -> str:
+        """What a picture of it is called: its name, and of a plan by flags in brackets the pipeline's schedule."""
+        plan = self.plan and self.plan(ranks)
+        schedule = str(plan.as_dict()["schedule"]) if plan is not None and plan.mesh.pp > 1 else ""
+        return self.name if schedule in self.name else f"{self.name} ({schedule})"
+
     def default_layers(self, ranks: int, at_least: int = 4) -> int:
         """How many layers a model has if nobody says: 4, or for a pipeline one a stage and `at_least` so many."""
         plan = self.plan and self.plan(ranks)

@@ -107,7 +107,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     before = 0.0
     if rank == 0:
         folder = OutputFolder(run.out)
-        folder.write_strategy(checked)
+        folder.write_strategy(checked, job.title)
         first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
         before = validate(job.model, batches, first)
         print(
