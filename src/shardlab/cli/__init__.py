@@ -21,6 +21,7 @@ from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.program import Refused, UserError
+from shardlab.program.bounds import ops_bounded
 
 
 class Command(Protocol):
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else 0
     try:
         check_counts(command)
-        status = command.run()
+        with ops_bounded(getattr(command, "max_ops", None)):
+            status = command.run()
         sys.stdout.flush()
         return status
     except (UserError, Refused) as error:

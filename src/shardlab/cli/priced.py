@@ -10,6 +10,7 @@ from shardlab.cli.global_batch import AS_USUAL, BatchRequest
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
+from shardlab.program.bounds import max_ops
 from shardlab.simulate.traced import stands_for
 from shardlab.strategies.entry import Entry
 from shardlab.strategies.load import load
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 
 MOST_CHECKED = 100_000
 """Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
-
-MOST_TRACED = 250_000
-"""Forward passes, backward passes and updates, on all ranks, of a program that is traced rank by rank: it has several
-times as many ops, and takes some ten seconds."""
 
 MOST_ALONG = 100_000
 """Ranks along an axis, of a plan whose ranks are folded: what they hold is put together one by one."""
@@ -117,6 +114,8 @@ def price(request: Request) -> Result:
     microbatches, rows = request.batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
     workload = Workload(plan, model, cluster, microbatches, rows, precision, trace, entry.columns)
     _require_few_ranks(entry, workload, request.cluster)
+    if entry.plan is None:
+        entry.require_ops(ranks, model.layers, microbatches)
     alike = entry.plan is not None and _ops_on_all_ranks(workload) > MOST_CHECKED
     if entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
@@ -137,8 +136,8 @@ def _require_few_ranks(entry: Entry, workload: Workload, cluster: str) -> None:
                 "are simulated; take fewer devices, or a mesh of more axes"
             )
         return
-    at_least = 3 * workload.cut.layers * mesh.world // mesh.pp
-    if at_least > MOST_TRACED:
+    at_least = 3 * workload.model.layers * mesh.world // mesh.pp
+    if at_least > max_ops():
         flag = axis.replace("_", "-")
         raise UserError(
             f"{entry.name} on {cluster} would trace {mesh.world:,} ranks one by one, {at_least:,} ops or more; a plan "

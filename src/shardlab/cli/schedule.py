@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from shardlab.cli.options import Flag, NewFile, OptionalCount
+from shardlab.cli.options import Flag, MaxOps, NewFile, OptionalCount
 from shardlab.cli.picture import check_new_file
 from shardlab.program import LayerKind, Mesh, UserError
 from shardlab.program.values import counted
@@ -36,6 +36,9 @@ class Schedule:
 
     stages_per_rank: OptionalCount = None
     """Stages on each rank, of a schedule that leaves the choice."""
+
+    max_ops: MaxOps = None
+    """Passes at most, messages not counted."""
 
     form: Form = "compute_comms"
     """Passes alone, or also messages and the steps of sharded stages."""

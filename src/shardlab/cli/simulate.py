@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.costs import CostsText, costs_of
-from shardlab.cli.options import Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
+from shardlab.cli.options import Flag, Layers, MaxOps, Name, NewFile, OptionalCount, Ranks, StrategyName
 from shardlab.cli.picture import check_new_files, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
@@ -69,6 +69,9 @@ class Simulate:
 
     trace: NewFile = None
     """Write the timeline into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
+
+    max_ops: MaxOps = None
+    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
 
     json: Flag = False
     """Print JSON alone."""

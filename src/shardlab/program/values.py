@@ -293,7 +293,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 def counted(count: int, noun: str) -> str:
     """`1 microbatch` or `2 microbatches`."""
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def microbatches_text(mask: int) -> str:

@@ -31,6 +31,7 @@ from shardlab.program import (
     transfer,
 )
 from shardlab.program.attention import met
+from shardlab.program.bounds import MAX_FOLDED
 from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle, Wake
 from shardlab.program.rooted import Call
 from shardlab.program.sliced import slices_of
@@ -112,6 +113,8 @@ def _slices(sizes: Sizes, op: Op, activation: Spec, weight: Spec) -> int:
 
 class FoldedWorld(World):
     """A world in which only the first rank of each pipeline stage is there."""
+
+    most_ops = MAX_FOLDED
 
     def __init__(self, plan: Plan, sizes: Sizes, microbatches: int) -> None:
         self.stride = plan.mesh.world // plan.mesh.pp
