@@ -113,9 +113,9 @@ def price(request: Request) -> Result:
     plan = mesh if entry.plan is None else entry.plan(ranks)
     microbatches, rows = request.batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
     workload = Workload(plan, model, cluster, microbatches, rows, precision, trace, entry.columns)
-    _require_few_ranks(entry, workload, request.cluster)
     if entry.plan is None:
-        entry.require_ops(ranks, model.layers, microbatches)
+        entry.require_ops(1, model.layers, request.batch.microbatches or 1)
+    _require_few_ranks(entry, workload, request.cluster)
     alike = entry.plan is not None and _ops_on_all_ranks(workload) > MOST_CHECKED
     if entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
@@ -136,7 +136,7 @@ def _require_few_ranks(entry: Entry, workload: Workload, cluster: str) -> None:
                 "are simulated; take fewer devices, or a mesh of more axes"
             )
         return
-    at_least = 3 * workload.model.layers * mesh.world // mesh.pp
+    at_least = 3 * workload.cut.layers * mesh.world // mesh.pp
     if at_least > max_ops():
         flag = axis.replace("_", "-")
         raise UserError(

@@ -46,13 +46,17 @@ class Schedule:
     csv: NewFile = None
     """Write into this file, rather than to the terminal."""
 
+    force: Flag = False
+    """Replace a file that has something else in it."""
+
     json: Flag = False
     """Print JSON alone."""
 
     def run(self) -> int:
-        check_new_file("--csv", self.csv, "schedule.csv")
+        check_new_file("--csv", self.csv, "schedule.csv", force=True)  # its folder, before any work
         steps = self.steps()
         text = csv_of_steps(steps, form=self.form)
+        check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
         if self.csv is not None:
             try:
                 self.csv.write_text(text)
