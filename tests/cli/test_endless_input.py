@@ -74,7 +74,7 @@ def test_a_program_that_never_ends_is_refused_at_the_line_that_repeats(
     assert what in PROGRAMS.splitlines()[line - 1]
     said = refused(f"simulate user.py:{name} --max-ops 20000", capsys, 1)
     assert f"user.py:{line}: rank " in said
-    assert "has written more than 20,000 ops" in said
+    assert "the step has more than 20,000 ops here" in said
 
 
 def test_a_schedule_that_never_ends_is_refused_at_the_line_that_repeats(
@@ -98,8 +98,8 @@ def test_a_schedule_that_never_ends_is_refused_at_the_line_that_repeats(
         (f"schedule gpipe --microbatches {BILLION}", "8,000,000,000"),
         (f"schedule gpipe --pp {BILLION}", "2,000,000,000"),
         (f"schedule interleaved-1f1b --stages-per-rank {BILLION}", "8,000,000,000"),
-        (f"simulate zero-3 --model llama3-8b --cluster h100x16 --microbatches 16{BILLION[1:]}", "6,400,000,065"),
-        (f"simulate ddp --model llama3-8b --cluster h100x16 --microbatches 16{BILLION[1:]}", "1,600,000,000"),
+        ("simulate zero-3 --model llama3-8b --cluster h100x16 --microbatches 1600000000", "6,400,000,065"),
+        ("simulate ddp --model llama3-8b --cluster h100x16 --microbatches 1600000000", "1,600,000,000"),
         (f"simulate zero-3 --model llama3-8b --cluster h100x16 --layers {BILLION}", "4,000,000,001"),
         (f"simulate ddp --model llama3-8b --cluster h100x16 --layers {BILLION}", "4,000,000,000"),
         ("simulate zero-3 --model huge.toml --cluster h100x16", "4,000,000,001"),
@@ -119,7 +119,7 @@ def test_sizes_that_no_machine_holds_are_refused_with_the_ops_that_they_need(
 
 def test_max_ops_lets_a_step_have_more_ops_and_fewer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "gpipe", "--max-ops", "100"]) == 1
-    assert "has written more than 100 ops" in capsys.readouterr().err
+    assert "the step has more than 100 ops here" in capsys.readouterr().err
     assert main(["simulate", "gpipe", "--microbatches", "64", "--layers", "512", "--max-ops", "60000"]) == 2
     assert main(["simulate", "gpipe", "--microbatches", "8", "--max-ops", "60000"]) == 0
 
@@ -150,7 +150,7 @@ def test_a_file_nested_3000_deep_is_refused(command: str, user: Path, capsys: py
         "simulate gpipe --model llama3-405b --cluster h100x16 --microbatches 100000 --max-ops 1000000000",
     ],
 )
-@pytest.mark.parametrize("after", [0.1, 3.0])
+@pytest.mark.parametrize("after", [0.1, 1.5])
 def test_ctrl_c_prints_one_line(command: str, after: float, user: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     words = ["bash", "-c", 'ulimit -v 6000000; exec "$@"', "-", sys.executable, "-m", "shardlab", *command.split()]
@@ -165,5 +165,5 @@ def test_ctrl_c_prints_one_line(command: str, after: float, user: Path) -> None:
 
 
 def has_started(pid: int) -> bool:
-    """Whether a process handles SIGINT as the command does: numpy is loaded after that."""
-    return "numpy" in Path(f"/proc/{pid}/maps").read_text()
+    """Whether a process handles SIGINT as the command does: asyncio is loaded after that."""
+    return "_asyncio" in Path(f"/proc/{pid}/maps").read_text()

@@ -77,6 +77,6 @@ class OpCount:
         self._ops += ops
         if self._ops > self.most:
             raise Endless(
-                f"the program goes on and on: here it has written more than {self.most:,} ops, and so many are traced "
-                "at most; let its loops end whatever the numbers are, or raise --max-ops."
+                f"the step has more than {self.most:,} ops here, and no more are traced; if this goes on for ever, let "
+                "the loops end whatever the numbers are; otherwise raise --max-ops, or take fewer microbatches."
             )

@@ -174,6 +174,7 @@ class Recorder:
                     kept.add(spec)
                 else:
                     self._free(value)
+        self._count_ops()
 
 
 def _verb() -> str:
