@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from shardlab.cli import main
 from shardlab.cli.picture import check_new_file
-from shardlab.measure.plot import plot_compute
+from shardlab.measure.plot import save_figure
 from shardlab.program import UserError
 
 WRITES = [
@@ -62,7 +62,7 @@ def test_a_plot_of_a_bench_is_known_as_shardlabs_and_another_one_is_not(suffix: 
     Figure().savefig(path)
     with pytest.raises(UserError, match="this file exists and is not one of Shardlab's"):
         check_new_file("--plot", path, "compute.svg")
-    plot_compute([], path)
+    save_figure(Figure(), path)
     check_new_file("--plot", path, "compute.svg")
 
 
