@@ -21,6 +21,8 @@ from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.program import Refused, UserError
+from shardlab.program.bounds import ops_bounded
+from shardlab.starting import INTERRUPTED, loaded
 
 
 class Command(Protocol):
@@ -56,12 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shardlab {_version()}")
         return 0
     try:
-        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="shardlab", description=DESCRIPTION, args=argv)
-    except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
-        return end.code if isinstance(end.code, int) else 0
-    try:
+        loaded()
+        try:
+            command = tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, prog="shardlab", description=DESCRIPTION, args=argv
+            )
+        except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
+            return end.code if isinstance(end.code, int) else 0
         check_counts(command)
-        status = command.run()
+        with ops_bounded(getattr(command, "max_ops", None)):
+            status = command.run()
         sys.stdout.flush()
         return status
     except (UserError, Refused) as error:
@@ -69,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("shardlab: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -45,7 +45,7 @@ class Collectives(Measuring):
         from shardlab.measure.collectives import CollectiveBench, group_sizes, measure_collectives
         from shardlab.measure.plot import plot_collectives
 
-        check_new_file("--plot", self.plot, "collectives.svg")
+        check_new_file("--plot", self.plot, "collectives.svg", force=self.force)
         for kind in self.kinds:
             if kind not in KINDS:
                 raise UserError(f"no collective is called {kind!r}; {nearest(kind, KINDS)}")
@@ -86,7 +86,7 @@ class Compute(Measuring):
         from shardlab.measure.plot import plot_compute
         from shardlab.measure.shapes import DTYPES, Shape, parse_batch
 
-        check_new_file("--plot", self.plot, "compute.svg")
+        check_new_file("--plot", self.plot, "compute.svg", force=self.force)
         for dtype in self.dtype:
             if dtype not in DTYPES:
                 raise UserError(f"no dtype that can be measured is called {dtype!r}; {nearest(dtype, DTYPES)}")

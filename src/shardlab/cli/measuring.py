@@ -41,6 +41,9 @@ class Measuring:
     verbose: Flag = False
     """Print every size and layer, too, and every rate that was fitted."""
 
+    force: Flag = False
+    """Draw into a file that Shardlab did not write."""
+
     json: Flag = False
     """Print JSON alone."""
 

@@ -10,6 +10,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from shardlab.program import UserError
+from shardlab.program.bounds import MAX_FOLDED, MAX_OPS
 from shardlab.program.picture import ColorBy
 
 
@@ -60,6 +61,13 @@ Ranks = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default
 
 Layers = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or one for each stage)")]
 """1 or more; without it 4, or one for each stage if a pipeline has more stages."""
+
+MaxOps = Annotated[
+    int | None,
+    _COUNT,
+    tyro.conf.arg(help_behavior_hint=f"(default: {MAX_OPS:,}; {MAX_FOLDED:,} where alike ranks are folded)"),
+]
+"""The most ops that are traced; a module's `main` sees to it (see `shardlab.program.bounds`)."""
 
 Norm = Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="")]
 """The largest norm of a gradient, or none."""

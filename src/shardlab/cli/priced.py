@@ -10,6 +10,7 @@ from shardlab.cli.global_batch import AS_USUAL, BatchRequest
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
+from shardlab.program.bounds import max_ops
 from shardlab.simulate.traced import stands_for
 from shardlab.strategies.entry import Entry
 from shardlab.strategies.load import load
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 
 MOST_CHECKED = 100_000
 """Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
-
-MOST_TRACED = 250_000
-"""Forward passes, backward passes and updates, on all ranks, of a program that is traced rank by rank: it has several
-times as many ops, and takes some ten seconds."""
 
 MOST_ALONG = 100_000
 """Ranks along an axis, of a plan whose ranks are folded: what they hold is put together one by one."""
@@ -116,6 +113,8 @@ def price(request: Request) -> Result:
     plan = mesh if entry.plan is None else entry.plan(ranks)
     microbatches, rows = request.batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
     workload = Workload(plan, model, cluster, microbatches, rows, precision, trace, entry.columns)
+    if entry.plan is None:
+        entry.require_ops(1, model.layers, request.batch.microbatches or 1)
     _require_few_ranks(entry, workload, request.cluster)
     alike = entry.plan is not None and _ops_on_all_ranks(workload) > MOST_CHECKED
     if entry.plan is not None and not alike:
@@ -138,7 +137,7 @@ def _require_few_ranks(entry: Entry, workload: Workload, cluster: str) -> None:
             )
         return
     at_least = 3 * workload.cut.layers * mesh.world // mesh.pp
-    if at_least > MOST_TRACED:
+    if at_least > max_ops():
         flag = axis.replace("_", "-")
         raise UserError(
             f"{entry.name} on {cluster} would trace {mesh.world:,} ranks one by one, {at_least:,} ops or more; a plan "

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.costs import CostsText, costs_of
-from shardlab.cli.options import Colors, Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
+from shardlab.cli.options import Colors, Flag, Layers, MaxOps, Name, NewFile, OptionalCount, Ranks, StrategyName
 from shardlab.cli.picture import check_new_files, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
@@ -58,7 +58,7 @@ class Simulate:
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
 
     force: Flag = False
-    """Take a profile from another machine; with --cluster local or path/to/profile.json."""
+    """Replace files that Shardlab did not write; take a profile from another machine."""
 
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
@@ -73,13 +73,16 @@ class Simulate:
     trace: NewFile = None
     """Write the timeline into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
 
+    max_ops: MaxOps = None
+    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
+
     json: Flag = False
     """Print JSON alone."""
 
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        check_new_files(self.svg, self.trace, "timeline.svg")
+        check_new_files(self.svg, self.trace, "timeline.svg", force=self.force)
         if self._is_priced():
             return self._run_priced()
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
@@ -105,7 +108,7 @@ class Simulate:
             self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
-        for option in ("global_batch", "rows", "precision", "force"):
+        for option in ("global_batch", "rows", "precision", *(() if self.svg or self.trace else ("force",))):
             if getattr(self, option):
                 flag = option.replace("_", "-")
                 raise UserError(f"--{flag} is for a model on a cluster; give --model and --cluster, or leave it out")
@@ -116,6 +119,7 @@ class Simulate:
         from shardlab.cli.priced import Request, price
         from shardlab.cli.priced import as_json as priced_json
         from shardlab.cli.priced_report import print_priced
+        from shardlab.hardware.clusters import is_measured
         from shardlab.simulate.counters import memory_counters
 
         assert self.model is not None
@@ -127,7 +131,7 @@ class Simulate:
             self.ranks,
             self.layers,
             BatchRequest(self.global_batch, self.microbatches, self.rows),
-            self.force,
+            self.force and (is_measured(self.cluster) or not (self.svg or self.trace)),
         )
         result = price(Request(self.strategy, self.layout, *asked))
         written = [path for path in (self.svg, self.trace) if path is not None]

@@ -21,6 +21,7 @@ def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) ->
     """
     path, _ = file_and_function(entry.name)
     mesh = entry.grid(ranks)
+    entry.require_ops(ranks, layers if isinstance(layers, int) else layers.layers, microbatches)
     if isinstance(layers, int) and layers > 0:
         layers = entry.puzzle(ranks, layers)
     with contextlib.redirect_stdout(sys.stderr):

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, Norm, Ranks
+from shardlab.cli.options import Count, Flag, MaxOps, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
@@ -69,6 +69,9 @@ class Train:
     """Record a few steps, every op's time and memory on every rank: trace.json is for Perfetto (ui.perfetto.dev) and
     Chrome, and shardlab compare FOLDER lays them beside the prediction."""
 
+    max_ops: MaxOps = None
+    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -93,6 +96,7 @@ class Train:
         model = self.model.make(chosen.default_layers(ranks))
         if model.vocabulary < 256:
             raise UserError(f"the vocabulary is {model.vocabulary}, but text is read as bytes; give 256 or more")
+        chosen.require_ops(ranks, model.layers, self.microbatches)
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.rows, seed=self.seed, name=chosen.name)
         optimizer = AdamW(
             self.learning_rate,

@@ -61,7 +61,7 @@ def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
     part = path.with_name(path.name + ".part")
     try:
         with part.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
             for place, event in enumerate(trace_events(shown)):
                 file.write((",\n" if place else "") + json.dumps(event))
             file.write("\n]}\n")

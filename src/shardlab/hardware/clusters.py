@@ -26,6 +26,7 @@ from shardlab.hardware.links import Link, find_link
 from shardlab.hardware.names import nearest
 from shardlab.hardware.profile import Machine, Profile
 from shardlab.program import UserError
+from shardlab.program.nesting import parsed
 
 T = TypeVar("T", Device, Link)
 
@@ -163,10 +164,10 @@ def read_cluster(path: Path) -> Cluster:
         UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = parsed(tomllib.loads, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no cluster file {path}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a cluster file ({error})") from None
     known = {"device", "nodes", "per_node", "inside", "outside", "cards"}
     for key in data:

@@ -6,7 +6,7 @@ same ones when they derive every spec again from the tapes alone. Every refusal 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardlab.program import attention, experts
 from shardlab.program.errors import Refused
@@ -256,40 +256,52 @@ def collective(
     """
     if kind is OpKind.ALL_TO_ALL:
         return experts.all_to_all(specs, ranks, kinds)
+    united = unite(kind, specs, ranks, layers, kinds)
+    return list(shares(kind, united, len(specs))) if kind is OpKind.REDUCE_SCATTER else [united] * len(specs)
+
+
+def unite(
+    kind: OpKind, specs: Sequence[Spec], ranks: Sequence[int], layers: int, kinds: Sequence[LayerKind] = ()
+) -> Spec:
+    """What all members of the group make together, before a REDUCE_SCATTER deals it out."""
     united = _united(kind, specs)
-    if united is None:  # something overlaps or does not belong together: the slow rules say what
-        names = [f"rank {rank}" for rank in ranks]
-        first = specs[0]
-        name = f"{kind.value}({first.kind.value}[{first.layer}])"
-        if first.kind is _SCALAR and kind not in (OpKind.ALL_REDUCE, OpKind.REDUCE):
-            raise Refused(f"{kind.value}(scalars): a scalar has no slices; all_reduce it.")
-        if LayerKind.EXPERTS in kinds and kind not in _GATHERS and first.kind in experts.BUFFERS:
-            experts.refuse_sum(name, first)
-        if kind not in _GATHERS and first.kind is _ACTIVATION and attention.met(first):
-            raise Refused(
-                f"{name}: {first} is no term of a sum, since each rank has its own queries; add what one rank's "
-                "queries have met."
-            )
-        if _by_slices(kind, specs):
-            _want_sort(name, kind, first, layers, kinds)
-            united = unite_slices(name, specs, names, gathers=kind in _GATHERS)
-        elif kind in _GATHERS:
-            united = unite_holds(name, specs, names)
-        else:
-            united = _unite(kind.value, specs, names)
-    if kind is not OpKind.REDUCE_SCATTER:
-        return [united] * len(specs)
+    if united is not None:
+        return united
+    # something overlaps or does not belong together: the slow rules say what
+    names = [f"rank {rank}" for rank in ranks]
+    first = specs[0]
+    name = f"{kind.value}({first.kind.value}[{first.layer}])"
+    if first.kind is _SCALAR and kind not in (OpKind.ALL_REDUCE, OpKind.REDUCE):
+        raise Refused(f"{kind.value}(scalars): a scalar has no slices; all_reduce it.")
+    if LayerKind.EXPERTS in kinds and kind not in _GATHERS and first.kind in experts.BUFFERS:
+        experts.refuse_sum(name, first)
+    if kind not in _GATHERS and first.kind is _ACTIVATION and attention.met(first):
+        raise Refused(
+            f"{name}: {first} is no term of a sum, since each rank has its own queries; add what one rank's "
+            "queries have met."
+        )
+    if _by_slices(kind, specs):
+        _want_sort(name, kind, first, layers, kinds)
+        return unite_slices(name, specs, names, gathers=kind in _GATHERS)
+    if kind in _GATHERS:
+        return unite_holds(name, specs, names)
+    return _unite(kind.value, specs, names)
+
+
+def shares(kind: OpKind, united: Spec, members: int) -> Iterator[Spec]:
+    """What each of so many members receives of a sum that is scattered."""
+    parts: Iterable[Holds]
     if united.kind in ROW_KINDS:
         cut = attention.balanced_parts if united.kind is Kind.GRAD_KEYS_VALUES else Holds.split_sequences
-        parts = cut(united.holds, len(specs), united.grid.sequence)
+        parts = cut(united.holds, members, united.grid.sequence)
         if not parts:
             raise Refused(
                 f"{kind.value}({united}): sequences of {united.grid.sequence} slices do not divide among "
-                f"{len(specs)} ranks; scatter over an axis whose ranks divide them."
+                f"{members} ranks; scatter over an axis whose ranks divide them."
             )
     else:
-        parts = united.holds.split(len(specs))
-    return [united._replace(holds=holds) for holds in parts]
+        parts = united.holds.split(members)
+    return (united._replace(holds=holds) for holds in parts)
 
 
 def _by_slices(kind: OpKind, specs: Sequence[Spec]) -> bool:

@@ -30,12 +30,14 @@ from shardlab.program import (
     World,
     transfer,
 )
+from shardlab.program.attention import met
+from shardlab.program.bounds import MAX_FOLDED
 from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle, Wake
 from shardlab.program.rooted import Call
 from shardlab.program.sliced import slices_of
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.value import Value
-from shardlab.program.values import ROW_KINDS
+from shardlab.program.values import ROW_KINDS, WHOLE
 from shardlab.program.world import gc_paused
 from shardlab.simulate.rotation import Rotation
 from shardlab.simulate.traced import rank_of
@@ -44,6 +46,10 @@ from shardlab.strategies.planned import planned
 
 if TYPE_CHECKING:
     from shardlab.program.recorder import Recorder
+
+
+FREED_SCALAR = Spec(Kind.SCALAR, 0, WHOLE)
+"""Stands for any scalar that was freed: all are of one size."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,11 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
 class FoldedRank(Rank):
     """A rank that tells the specs of all its values once it has ended."""
 
+    def _free(self, value: Value) -> None:
+        super()._free(value)
+        if value.spec[0] is Kind.SCALAR:  # what it summed has a bit for each layer of each rank, and is done with
+            self._values[value.number] = FREED_SCALAR
+
     def specs(self) -> dict[int, Spec]:
         """By number; those that autograd keeps are as the op tells that makes them. The values themselves are gone."""
         values = enumerate(self._values)
@@ -102,6 +113,8 @@ def _slices(sizes: Sizes, op: Op, activation: Spec, weight: Spec) -> int:
 
 class FoldedWorld(World):
     """A world in which only the first rank of each pipeline stage is there."""
+
+    most_ops = MAX_FOLDED
 
     def __init__(self, plan: Plan, sizes: Sizes, microbatches: int) -> None:
         self.stride = plan.mesh.world // plan.mesh.pp
@@ -157,10 +170,31 @@ class FoldedCollectives(Collectives):
         if made is None:
             if group.axis not in self._rotation.mesh.sizes():
                 raise UserError(f"ranks that meet on {group} do not behave alike, so they cannot be folded")
-            rotated = [self._rotation.rotated(spec, group.axis, by) for by in range(len(group.ranks))]
-            made = transfer.collective(kind, rotated, group.ranks, sizes.layers, sizes.kinds)[0]
+            if kind is OpKind.ALL_TO_ALL or (spec.kind in ROW_KINDS and met(spec)):
+                rotated = [self._rotation.rotated(spec, group.axis, by) for by in range(len(group.ranks))]
+                made = transfer.collective(kind, rotated, group.ranks, sizes.layers, sizes.kinds)[0]
+            else:
+                made = self._united(kind, spec, group, len(group.ranks))
+                if kind is OpKind.REDUCE_SCATTER:
+                    made = next(transfer.shares(kind, made, len(group.ranks)))
             self._results[key] = made
         return made if made[1] == layer else Spec(made[0], layer, *made[2:])
+
+    def _united(self, kind: OpKind, spec: Spec, group: Group, members: int) -> Spec:
+        """What the first members of a group make together.
+
+        The second half of them makes what the first half makes, rotated. All members' parts at once would take memory
+        for the square of their number, since what one holds of the model has a bit for each of them.
+        """
+        if members == 1:
+            return spec
+        half = members // 2
+        parts = [(0, first := self._united(kind, spec, group, half)), (half, first)]
+        if members % 2:
+            parts.append((members - 1, spec))
+        rotated = [self._rotation.rotated(part, group.axis, by) for by, part in parts]
+        ranks = [group.ranks[by] for by, _ in parts]
+        return transfer.unite(kind, rotated, ranks, self._rotation.sizes.layers, self._rotation.sizes.kinds)
 
 
 class FoldedChannels(Channels):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from shardlab.program import Mesh, Rank, Sizes, Strategy, UserError
+from shardlab.program.bounds import require_ops
+from shardlab.program.values import counted
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from shardlab.strategies.presets import Preset
@@ -99,6 +101,19 @@ class Entry:
         if plan is not None and plan.attention_apart:
             return Sizes.context_blocks(layers)
         return Sizes.of_puzzle(layers, self.grid(ranks))
+
+    def require_ops(self, ranks: int, layers: int, microbatches: int) -> None:
+        """Refuse sizes with which a step is sure to have more ops than are traced.
+
+        Raises:
+            UserError: with how many there would be at least.
+        """
+        if self.plan is not None:
+            self.plan(ranks).require_ops(layers, microbatches)
+            return
+        require_ops(ranks, f"the ops of {counted(ranks, 'rank')}")
+        require_ops(4 * layers, f"loading, two passes and an update of {counted(layers, 'layer')}")
+        require_ops(microbatches, f"loading and passes of {counted(microbatches, 'microbatch')}")
 
     def grid(self, ranks: int) -> Mesh:
         """The grid for a number of ranks.
