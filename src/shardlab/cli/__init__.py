@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.program import Refused, UserError
+from shardlab.train.streams import unbroken
 
 
 class Command(Protocol):
@@ -59,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="shardlab", description=DESCRIPTION, args=argv)
     except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
         return end.code if isinstance(end.code, int) else 0
+    with contextlib.redirect_stderr(unbroken(sys.stderr)):
+        return _run(command)
+
+
+def _run(command: Command) -> int:
     try:
         check_counts(command)
         status = command.run()
@@ -70,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("shardlab: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # the reader of a pipe has seen enough, or the terminal was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
