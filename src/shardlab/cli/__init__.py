@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from shardlab.cli.verify import Verify
 from shardlab.program import Refused, UserError
 from shardlab.program.bounds import ops_bounded
 from shardlab.starting import INTERRUPTED, loaded
+from shardlab.train.streams import unbroken
 
 
 class Command(Protocol):
@@ -57,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
         print(f"shardlab {_version()}")
         return 0
+    with contextlib.redirect_stderr(unbroken(sys.stderr)):
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         loaded()
         try:
@@ -76,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("shardlab: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # the reader of a pipe has seen enough, or the terminal was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

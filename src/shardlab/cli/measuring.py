@@ -62,11 +62,10 @@ class Measuring:
                 is the one that tells.
             show, draw: print the points, with or without each of them, and draw them into a file.
         """
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
         from shardlab.measure.points import read_points
         from shardlab.measure.saving import profile_to_update
-        from shardlab.train.launch import RankFailed, run_ranks
+        from shardlab.train.launch import run_ranks
+        from shardlab.train.processes import RankFailed
 
         if self.profile is not None and self.profile.suffix != ".json":
             raise UserError(f"--profile {self.profile}: its name must end in .json, by which --cluster knows a profile")
@@ -79,7 +78,7 @@ class Measuring:
                 tells = run_ranks(ranks, function, bench, file)
             except RankFailed as error:
                 failure, status = str(error), 1
-            except (KeyboardInterrupt, SignalException):
+            except KeyboardInterrupt:
                 failure, status = "interrupted", 130
             points = read_points(file)
         if tells and points:

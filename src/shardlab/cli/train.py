@@ -80,7 +80,14 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging
+        from shardlab.cli.ranks import (
+            INTERRUPTED,
+            failures_as_exit,
+            refuse_clipping,
+            refuse_hanging,
+            refuse_restart,
+            tell_interrupted,
+        )
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
@@ -88,6 +95,7 @@ class Train:
         from shardlab.train.output import free_folder
         from shardlab.train.tracing import Tracing
 
+        refuse_restart(self.out)
         name = "fsdp" if self.strategy is None and self.layout == NO_FLAGS else self.strategy
         chosen, ranks = self.layout.entry(name, self.ranks or ranks_here(0) or None)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
@@ -115,9 +123,12 @@ class Train:
         refuse_hanging(proof)
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
-        if summary is not None:
-            self._print(summary, job.model)
-        return 0
+        if summary is None:  # a rank of an existing world, but not the one that reports
+            return 0
+        self._print(summary, job.model)
+        if summary.interrupted:
+            tell_interrupted(out)
+        return INTERRUPTED if summary.interrupted else 0
 
     def _print(self, summary: Summary, model: Model) -> None:
         if self.json:

@@ -18,7 +18,7 @@ from shardlab.measure.clock import Clock, batches, iterations_for
 from shardlab.measure.overlap import overlap
 from shardlab.measure.points import CollectivePoint, append
 from shardlab.measure.progress import Progress
-from shardlab.measure.world import World, leave_quietly
+from shardlab.measure.world import World
 
 BATCHES = 5
 
@@ -75,7 +75,6 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
     Returns:
         Whether this is rank 0.
     """
-    leave_quietly()
     world = World(rank, device)
     plan = list(bench.plan())
     progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
