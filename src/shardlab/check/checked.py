@@ -25,7 +25,7 @@ class ChannelModel(Enum):
     """
 
     BUFFERED = "buffered"
-    IN_ORDER = "in-order per pair"
+    IN_ORDER = "in-order"
     RENDEZVOUS = "rendezvous"
     QUEUED_PER_PAIR = "queued per pair"
     QUEUED = "queued"
