@@ -101,12 +101,8 @@ class Recorder:
             why = "its last key was deleted, or it was popped for one use and has had it"
         self.refuse(f"{_verb()}{value.spec} is used after it was freed ({why}).")
 
-    def check_storable(self, kind: Kind, key: Hashable, value: object) -> None:
+    def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
         """Refuse to store what is not a live value of this store's kind."""
-        if value.__class__ is Value:
-            assert isinstance(value, Value)
-            if value.spec.kind is kind and value.alive and value.rank is self:
-                return
         if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
             self.refuse(f"{kind.value}[{key!r}] was given {value.spec}; it belongs into rank.{value.spec.kind.value}.")
         self._refuse_value(value)
@@ -184,7 +180,7 @@ def _verb() -> str:
     frame = inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardlab.program."):
         name, layer = frame.f_code.co_name, frame.f_locals.get("layer")
-        if not name.startswith("_") and name != "check_storable":
+        if not name.startswith("_") and name != "refuse_to_store":
             return f"{name}(layer {layer}): " if isinstance(layer, int) else f"{name}: "
         frame = frame.f_back
     return ""

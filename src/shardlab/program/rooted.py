@@ -73,7 +73,9 @@ def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool
     """Whether two members can meet: in one call, for values of one kind and layer."""
     if one != other:
         return False
-    return gave is None or gives is None or (gave.kind is gives.kind and gave.layer == gives.layer)
+    if gave is None or gives is None or gave[0] is gives[0]:
+        return True
+    return gave[0].kind is gives[0].kind and gave[0].layer == gives[0].layer
 
 
 def values_of(call: Call, rank: int) -> tuple[int, int]:
