@@ -50,6 +50,8 @@ class ComputeVerbs(Place):
         if key in self._loaded:
             self.refuse(f"{name}(layer {layer}): the same slice was loaded by op {self._loaded[key]} already.")
         self._loaded[key] = len(self.ops)
+        if what is Kind.OPT_STATE:
+            self._world.trained |= self.sizes.layers_of_weight(layer)
         value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds)))
         self.ops.append(Op(kind, layer, (), (value.number,), holds=holds))
         return value
@@ -265,7 +267,7 @@ class ComputeVerbs(Place):
         self._check_layer("update", layer)
         read = (gradient, weight, opt_state) if norm is None else (gradient, weight, opt_state, norm)
         try:
-            made = self._rules.update(layer, [self._read(value) for value in read])
+            made = self._rules.update(layer, [self._read(value) for value in read], self._world.trained)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         self._end_in_place(weight)

@@ -44,6 +44,9 @@ class World:
         driver: "shardlab" when `run` drives the ranks; "asyncio" when the caller does, with `asyncio.gather`, a
             `TaskGroup` or a notebook's `await`, and then calls `finish`.
 
+    Attributes:
+        trained: the layers of which a rank has loaded an optimizer state so far, as a bit set.
+
     Raises:
         UserError: for a count below 1.
     """
@@ -67,6 +70,7 @@ class World:
         self.sizes = sizes
         self.microbatches = microbatches
         self.rules = rules_of(sizes, sizes.space(self.mesh, microbatches))
+        self.trained = 0
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake, self.rules)
         self.channels = Channels(self._wake)
