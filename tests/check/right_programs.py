@@ -51,7 +51,7 @@ def experts_interleaved_batch_mesh(ranks: int) -> Mesh:
 
 
 async def experts_interleaved_batch(rank: Rank) -> None:
-    """Microbatches dealt as a distributed sampler does, m % world, which go to the experts and come back to their ranks."""
+    """Microbatches dealt as a distributed sampler does, m % world; they go to the experts, and come home."""
     last = len(rank.layers)
     for l in rank.layers:
         cut = (rank.index, rank.world) if rank.kinds[l] is LayerKind.EXPERTS else (0, 1)

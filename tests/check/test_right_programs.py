@@ -125,7 +125,7 @@ async def frozen_squares_in_the_norm(rank: Rank) -> None:
 
 
 async def trained_squares_not_in_the_norm(rank: Rank) -> None:
-    """Each rank trains a layer; rank 0 clips by its own, before anything on the tapes says that the other is trained."""
+    """Each rank trains a layer; rank 0 clips by its own before it is known that the other is trained."""
     await gradients(rank)
     l = rank.index
     rank.opt_states[l] = rank.load_opt_state(l)

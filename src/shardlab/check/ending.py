@@ -23,7 +23,7 @@ def trained_layers(program: Program) -> int:
 
 
 def check_rank_ending(state: RankState) -> None:
-    """Nothing is in flight, and live are exactly the slices that the rank loaded, updated once (or frozen: as they were).
+    """Nothing is in flight, and live are exactly the slices that the rank loaded, updated once or frozen.
 
     Raises:
         Refused: naming what is missing or left over.
