@@ -121,6 +121,6 @@ def test_without_experts_there_is_nothing_to_exchange() -> None:
         collective(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4), Space(STEP)))
 
 
-def test_only_experts_are_counted_in_slices() -> None:
+def test_buffers_of_some_experts_for_all_are_as_many_as_of_all_experts_for_some() -> None:
     sizes = Sizes.mixture(1)
     assert sizes.elements(buffers({0, 1}, 1)) == sizes.elements(buffers({0}))

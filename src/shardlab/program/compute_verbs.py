@@ -147,6 +147,7 @@ class ComputeVerbs(Place):
     def backward(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Values:
         """The first input, the gradients of the outputs and the weight: (weight's gradient, the inputs' gradients)."""
         made, inputs, read = self._backward("backward", layer, activation, gradients, weight)
+        self._want_one("backward", layer, gradients, len(made) - 1)
         outputs = tuple([self.make(spec) for spec in made])
         self.ops.append(Op(OpKind.BACKWARD, layer, inputs, tuple([value.number for value in outputs])))
         self._done_with(*read)
@@ -163,6 +164,7 @@ class ComputeVerbs(Place):
         The other half, `backward_weight`, reads the same activation and gradient: keep both in their stores until then.
         """
         made, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
+        self._want_one("backward_input", layer, gradients, len(made) - 1)
         outputs = [self.make(spec) for spec in made[1:]]
         half = self._rules.layers[layer].saved(activation.spec, weight.spec, Kind.SAVED_FOR_WEIGHT)
         activation.saved_for_weight = len(self._values)
@@ -200,6 +202,14 @@ class ComputeVerbs(Place):
         activation.saved = -1
         numbers = (activation.number, given[0].number, weight.number, saved, *[value.number for value in given[1:]])
         return made, numbers, [activation, weight, *given]
+
+    def _want_one(self, op: str, layer: int, given: Value | Values, count: int) -> None:
+        """Given one value and not a tuple, a verb must make one, or some would be lost."""
+        if count > 1 and not isinstance(given, tuple):
+            self.refuse(
+                f"{op}(layer {layer}): this layer has {count} inputs, and so many gradients are made; give the "
+                "gradients of its outputs as a tuple, to receive one."
+            )
 
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
         """The other half of `backward`, at any time after `backward_input`: the weight's gradient.
