@@ -71,13 +71,19 @@ def the_same_slice_twice(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (met_twice, "add(activations[3]): slices 0, 3 of the sequence would be counted twice"),
-        (not_all_met, "the queries have not met every block of keys and values up to their own"),
-        (added_to_what_is_complete, "blocks 0, 3 of 4 alone); it belongs into rank.activations"),
-        (queries_for_keys, "the second value given is queries[2]"),
-        (another_layer, "the first value given is queries[2] (sequence slices 0, 3 of microbatch 0); this op reads"),
-        (forward_of_a_projection, "forward(layer 2): this layer makes queries, keys and values: use project"),
-        (projection_of_another_layer, "project(layer 0): this layer makes no queries"),
+        (met_twice, "add(activations[3]): keys and values 0, 3 of 4 alone would be counted twice"),
+        (not_all_met, "it has not met all keys and values that it must: add the parts of the others first"),
+        (added_to_what_is_complete, "keys and values 0, 3 of 4 alone); it belongs into rank.activations"),
+        (
+            queries_for_keys,
+            "the keys and values given is queries[2] (sequence slices 0, 3 of microbatch 0); give a value of",
+        ),
+        (
+            another_layer,
+            "the queries given is queries[2] (sequence slices 0, 3 of microbatch 0); this op reads queries[3]",
+        ),
+        (forward_of_a_projection, "forward(layer 2): this layer makes 2 values; give its inputs as a tuple"),
+        (projection_of_another_layer, "project(layer 0): this layer makes no queries, keys and values; use forward"),
         (no_such_slice, "load_batch([0], [0, 4]): give one or more of the slices 0-3, each once"),
         (the_same_slice_twice, "load_batch([0], [1, 1]): give one or more of the slices 0-3, each once"),
     ],
@@ -139,10 +145,10 @@ async def forgotten_on_the_way(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (came_home_early, "the queries of slice 3 of the sequence are missing in it"),
-        (one_block_left_out, "the keys and values of slices 1-2 of the sequence are missing in it"),
-        (another_blocks_gradient, "only parts of one value are put together"),
-        (forgotten_on_the_way, "the queries of slices 0, 3 of the sequence are missing in it"),
+        (came_home_early, "queries 1-2 of 4 alone); it has not met all queries that it must"),
+        (one_block_left_out, "keys and values 0, 3 of 4 alone); it has not met all keys and values that it must"),
+        (another_blocks_gradient, "only terms of one value, for the same tokens, are put together"),
+        (forgotten_on_the_way, "queries 1-2 of 4 alone); it has not met all queries that it must"),
     ],
 )
 def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: str) -> None:

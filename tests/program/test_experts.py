@@ -50,8 +50,13 @@ async def with_the_wrong_verb(rank: Rank) -> None:
     rank.forward(0, rank.load_batch([rank.index]), rank.load_weight(0))
 
 
-async def with_a_norm(rank: Rank) -> None:
-    rank.forward_norm(0, None, rank.load_batch([rank.index]), rank.load_weight(0))
+async def backward_with_the_wrong_verb(rank: Rank) -> None:
+    """The last dense layer takes a residual as well; one gradient is given, and of two that are made one is lost."""
+    x = await rank.all_to_all(await dispatched(rank), axis="ep")
+    made = await rank.all_to_all(rank.forward(1, x, rank.load_weight(1, rank.index, 2)), axis="ep")
+    rank.activations[2], rank.weights[2] = made, rank.load_weight(2)
+    _, logits = rank.forward_dense(2, rank.residuals[2], made, rank.weights[2])
+    rank.backward(2, rank.activations[2], rank.loss(logits), rank.weights[2])
 
 
 async def with_a_sum(rank: Rank) -> None:
@@ -62,13 +67,16 @@ async def with_a_sum(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        (with_anothers_experts, "experts compute on their own buffers and on no others"),
-        (without_exchange, "experts compute on their own buffers and on no others"),
-        (without_return, "slices [01] are missing.* exchange experts' buffers by all_to_all"),
-        (without_residual, "a residual is missing; every dense layer but the first"),
-        (with_the_wrong_verb, "this layer is dense; use forward_dense and backward_dense"),
-        (with_a_norm, "this layer is dense; use forward_dense and backward_dense"),
-        (with_a_sum, "no terms of a sum"),
+        (with_anothers_experts, r"\(experts\) was given .*: w has expert [01], but x has expert [01]\. .*exchange"),
+        (without_exchange, r"\(experts\) was given .*: w has expert [01], but x has all of expert\. .*exchange"),
+        (without_return, r"x has expert [01] alone, but combine wants all of it\. .*exchange"),
+        (without_residual, r"1 value given; this layer takes activations\[2\] and residuals\[2\]"),
+        (with_the_wrong_verb, r"forward\(layer 0\): this layer makes 2 values; give its inputs as a tuple"),
+        (
+            backward_with_the_wrong_verb,
+            r"backward\(layer 2\): this layer takes 2 values and has as many gradients to give",
+        ),
+        (with_a_sum, "is no term of a sum"),
     ],
 )
 def test_mistakes_of_programs_are_refused_at_their_line(

@@ -75,12 +75,13 @@ def test_experts_make_the_slices_that_they_were_given() -> None:
     weight = Spec(form_of(Kind.WEIGHT, 1, 0, space(2), Holds(0b10, 2)))
     x, gradient = buffers({0, 3}, 0b10), buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION, 2)
     layer = rules().layers[1]
-    assert layer.forward([x], weight) == [buffers({0, 3}, 0b10, layer=2)]
-    own, below = layer.backward(x, [gradient], weight)
+    made, saved = layer.forward([x], weight)
+    assert made == [buffers({0, 3}, 0b10, layer=2)]
+    assert saved == buffers({0, 3}, 0b10, Kind.SAVED)
+    (own, below), follows = layer.backward(x, [gradient], weight)
     assert own == Spec(form_of(Kind.GRAD_WEIGHT, 1, 0, space(2), Holds(0b10, 2)), mask_of({0, 3}))
     assert below == buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION)
-    half = layer.saved(x, weight, Kind.SAVED_FOR_WEIGHT)
-    assert layer.backward_weight(x, [gradient], half) == own
+    assert layer.backward_weight(x, [gradient], Spec(follows.half, x.cells)) == own
 
 
 @pytest.mark.parametrize(

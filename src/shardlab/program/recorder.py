@@ -145,25 +145,26 @@ class Recorder:
             if handle.result is not read:
                 self._done_with(read)
 
-    def end(self) -> None:
+    def end(self, frozen: int) -> None:
         """The step's end: wait for what is in flight, then free everything but one of each slice that was loaded.
 
-        Of a slice without an update, as a frozen layer's, that is the weight as it was.
+        Args:
+            frozen: the layers whose weights stay as they were loaded, as a bit set.
         """
         for handle in list(self._outstanding.values()):
             if not handle.waited:
                 self.emit_wait(handle)
-        alive = [value for value in self._values if isinstance(value, Value) and value.alive]
-        kept: dict[tuple[Kind, int, Holds], Value] = {}
-        for value in sorted(alive, key=lambda value: -value.spec.step):
-            spec = value.spec
-            key = spec.kind, spec.layer, spec.holds
-            if value.keys and key in self._loaded and (spec.step or spec.kind is Kind.WEIGHT):
-                kept.setdefault(key, value)
-        for value in alive:
-            spec = value.spec
-            if kept.get((spec.kind, spec.layer, spec.holds)) is not value:
-                self._free(value)
+        kept: set[Spec] = set()
+        for value in self._values:
+            if isinstance(value, Value) and value.alive:
+                spec = value.spec
+                loaded = (spec.kind, spec.layer, spec.holds) in self._loaded
+                final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
+                if value.keys and final and loaded and spec not in kept:
+                    kept.add(spec)
+                else:
+                    self._free(value)
+        self._count_ops()
 
 
 def _verb() -> str:

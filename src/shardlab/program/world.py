@@ -111,8 +111,9 @@ class World:
 
     def finish(self) -> Program:
         """Close every rank's tape, once all have ended."""
+        frozen = ~self.trained if self.trained else 0
         for rank in self.ranks:
-            rank.end()
+            rank.end(frozen)
         return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
 
     def _start(self, strategy: Strategy) -> list[Coroutine[Any, Any, object]]:

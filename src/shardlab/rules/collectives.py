@@ -9,6 +9,7 @@ Everywhere `op` begins the sentence of a refusal, and `names` says who gave each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -16,7 +17,7 @@ from shardlab.errors import Refused
 from shardlab.rules import update
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import Holds, bits, common, listed, mask_of
-from shardlab.rules.spec import Form, Joined, Space, Spec, cells_text
+from shardlab.rules.spec import KEY, Form, Joined, Spec, cells_text
 
 GATHERED = frozenset({"slice"})
 """Indices whose pieces lie side by side and may be gathered; of heads and experts each rank keeps its own."""
@@ -166,12 +167,35 @@ def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             total |= spec[1]
         else:
             return Spec(form, total)
+    elif form.term is not None:
+        cells = specs[0][1]
+        if all(spec[1] == cells for spec in specs):
+            united = _united_terms(tuple([spec[0] for spec in specs]))
+            if united is not None:
+                return Spec(united, cells, specs[0][2])
     if form.term is not None and form.term.merged:
         raise Refused(
             f"{op}: {specs[0]} is no term of a sum, since each rank has its own queries; add what one rank's queries "
             "have met."
         )
     return update.add(op, specs, names)
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_terms(forms: tuple[Form, ...]) -> Form | None:
+    """The form of the sum of terms; None where they do not fit, or where the cells tell when a sum is complete."""
+    first, bare, total = forms[0], forms[0].but(term=None), 0
+    assert first.term is not None
+    over = first.term.over
+    for form in forms:
+        term = form.term
+        if term is None or term.over != over or term.bits & total or form.but(term=None) is not bare:
+            return None
+        total |= term.bits
+    count = math.prod(first.space.count(index) for index in over)
+    if over == KEY:
+        return None
+    return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
 
 
 def scatter(op: str, total: Spec, parts: int) -> list[Spec]:
@@ -210,16 +234,17 @@ def deal(spec: Spec, parts: int) -> list[Joined] | None:
         return list(spec.joined)
     space = spec.form.space
     if space.sequence > 1:
-        return _runs_of_sequences(spec.cells, parts, space)
+        return _runs_of_sequences(spec.cells, parts, space.sequence)
     cells = list(bits(spec.cells))
     each, rest = divmod(len(cells), parts)
     return None if rest else [(mask_of(cells[i * each : (i + 1) * each]), ()) for i in range(parts)]
 
 
-def _runs_of_sequences(cells: int, parts: int, space: Space) -> list[Joined] | None:
+@lru_cache(maxsize=1 << 12)
+def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | None:
     held: dict[int, list[int]] = {}
     for cell in bits(cells):
-        held.setdefault(cell // space.sequence, []).append(cell)
+        held.setdefault(cell // sequence, []).append(cell)
     if any(len(each) % parts for each in held.values()):
         return None
     runs = [
