@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 
 from shardlab.errors import Refused
 from shardlab.rules import update
@@ -204,21 +205,34 @@ def scatter(op: str, total: Spec, parts: int) -> list[Spec]:
     Raises:
         Refused: for a scalar, or tokens that do not divide.
     """
+    if total[0].kind not in ROW_KINDS and total[0].kind is not Kind.SCALAR:
+        return [Spec(piece, total[1]) for piece in _split(total[0], parts)]
+    return [share(op, total, parts, place) for place in range(parts)]
+
+
+def share(op: str, total: Spec, parts: int, place: int) -> Spec:
+    """One of the equal pieces of a sum.
+
+    Raises:
+        Refused: for a scalar, or tokens that do not divide.
+    """
     form = total[0]
     if form.kind is Kind.SCALAR:
         raise Refused(f"{op}: a scalar has no slices; all_reduce it.")
     if form.kind not in ROW_KINDS:
-        return [Spec(piece, total[1]) for piece in _split(form, parts)]
+        holds = next(islice(form.holds.split(parts), place, None))
+        return Spec(form.but(holds=holds), total[1])
     dealt = deal(total, parts)
     if dealt is None:
         raise Refused(
             f"{op}: {total} has sequences of {form.space.sequence} slices, which do not divide among {parts} ranks; "
             "scatter over an axis whose ranks divide them."
         )
-    return [Spec(form, cells, joined) for cells, joined in dealt]
+    cells, joined = dealt[place]
+    return Spec(form, cells, joined)
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=1 << 10)
 def _split(form: Form, parts: int) -> list[Form]:
     """The forms of equal slices of what parameters are held."""
     return [form.but(holds=holds) for holds in form.holds.split(parts)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardlab.errors import Refused
@@ -11,7 +11,7 @@ from shardlab.rules.derive import Held
 from shardlab.rules.kind import Kind
 from shardlab.rules.node import Layer, Port
 from shardlab.rules.pieces import WHOLE, Holds, bits, counted, listed, mask_of
-from shardlab.rules.spec import KEY, Form, Space, Spec, cells_text, form_of, term_text, whole_sequences
+from shardlab.rules.spec import KEY, Form, Joined, Space, Spec, cells_text, form_of, term_text, whole_sequences
 
 GRADIENT_OF = {
     Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
@@ -32,7 +32,7 @@ WORDS = {
     Kind.GRAD_KEYS_VALUES: "gradient of keys and values",
 }
 
-_new = tuple.__new__
+_new: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = tuple.__new__
 """Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
 
 
@@ -268,7 +268,8 @@ class LayerRules:
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
         if form.layer != port.layer:
             number, wanted = self.layer_number, f"{kind.value}[{port.layer}]"
-            why = f"layer {number} {'reads' if op.startswith(('forward', 'recompute')) else 'was fed'} {wanted}, give that"
+            reads = "reads" if op.startswith(("forward", "recompute")) else "was fed"
+            why = f"layer {number} {reads} {wanted}, give that"
             if kind in GRADIENT_OF.values():
                 why = f"layer {number} turns the gradients of what it made into those of what it read; give {wanted}"
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {why}.")
