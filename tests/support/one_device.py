@@ -39,9 +39,7 @@ def one_device(
     made = list(enumerate(gradients(network, microbatches)))
     parts = [squares(layer, EVERYWHERE, dw) for layer, dw in made if layer not in frozen]
     norm = sum(parts) % PRIME if clips else 0
-    return [
-        initial(layer) if layer in frozen else update_slice(layer, *initial(layer), dw, norm) for layer, dw in made
-    ]
+    return [initial(layer) if layer in frozen else update_slice(layer, *initial(layer), dw, norm) for layer, dw in made]
 
 
 def gradients(network: Network, microbatches: int) -> list[Array]:

@@ -143,7 +143,8 @@ class LayerRules:
 
     def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec) -> Forward:
         if len(inputs) != len(self.layer.inputs):
-            raise Refused(f"{op}: {counted(len(inputs), 'value')} given; this layer takes {self._ports_text(self.layer.inputs)}.")
+            wanted = self._ports_text(self.layer.inputs)
+            raise Refused(f"{op}: {counted(len(inputs), 'value')} given; this layer takes {wanted}.")
         for spec, port in zip(inputs, self.layer.inputs, strict=True):
             self._want_port(op, spec, port, port.kind)
         step = inputs[0].step
@@ -281,8 +282,8 @@ class LayerRules:
                     "of the others first."
                 )
             raise Refused(
-                f"{op}: the {WORDS[kind]} given is {spec}, {term_text(form.term, self.space, kind)}; the others are missing. "
-                "Reduce the terms first, over the ranks that have them (all_reduce, or reduce_scatter)."
+                f"{op}: the {WORDS[kind]} given is {spec}, {term_text(form.term, self.space, kind)}; the others are "
+                "missing. Reduce the terms first, over the ranks that have them (all_reduce, or reduce_scatter)."
             )
 
     def _want_step(self, op: str, specs: Sequence[Spec], step: int) -> None:

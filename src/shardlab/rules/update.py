@@ -105,9 +105,10 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if spec.form.term.over != term.over:
             raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; these are terms of different sums.")
         if twice := total & spec.form.term.bits:
+            text = term_text(Term(term.over, twice), first.form.space, first.kind)
             raise Refused(
-                f"{op}: {term_text(Term(term.over, twice), first.form.space, first.kind)} would be counted twice ({name} and an "
-                "earlier one both have it); each term belongs into the sum once."
+                f"{op}: {text} would be counted twice ({name} and an earlier one both have it); each term belongs into "
+                "the sum once."
             )
         total |= spec.form.term.bits
     assert term is not None
