@@ -116,6 +116,7 @@ def test_replicas_reduced_are_what_they_were(reduction: Reduction) -> None:
 def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_norm() -> None:
     parts = [scalar(0b0011), scalar(0b0110), scalar(0b1000)]
     (largest, *_) = collective(by(Reduction.MAX), parts, RANKS, RULES)
+    assert largest is not None
     assert largest == scalar(0b1111, Reduction.MAX)
     assert str(largest) == "scalars (the max of several ranks')"
     assert largest.microbatches == 0

@@ -33,7 +33,10 @@ class ComputeVerbs(Place):
         return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of)
 
     def load_opt_state(self, layer: int, shard: int = 0, of: int = 1) -> Value:
-        """This step's optimizer state alone; its slice may be smaller than the weight's."""
+        """This step's optimizer state alone; its slice may be smaller than the weight's.
+
+        A layer of which no rank loads one is frozen: its weight stays as it is, and it counts in no norm.
+        """
         return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of)
 
     def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int) -> Value:
