@@ -10,22 +10,10 @@ from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.tape import NO_WEIGHT
 from shardlab.rules import attention
 from shardlab.rules import update as sums
-from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.layer import Backward
 from shardlab.rules.spec import form_of
 
 Rule = Callable[[RankState, Op], None]
-
-
-def free(state: RankState, op: Op) -> None:
-    (number,), () = op[2], op[3]
-    spec = state.live[number]
-    if state.reading.get(number):
-        state.refuse(f"free: {spec} is still read by a communication in flight; wait for it first.")
-    del state.live[number]
-    if spec[0].kind in ROW_KINDS:
-        state.saved_of.pop(number, None)
-        state.half_of.pop(number, None)
 
 
 def forward(state: RankState, op: Op) -> None:
@@ -164,7 +152,6 @@ def _said(holds: Holds | None) -> str:
 _GRAD_WEIGHT = Kind.GRAD_WEIGHT
 
 COMPUTE_RULES: dict[OpKind, Rule] = {
-    OpKind.FREE: free,
     OpKind.FORWARD: forward,
     OpKind.BACKWARD: backward,
     OpKind.BACKWARD_INPUT: backward_input,

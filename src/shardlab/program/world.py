@@ -184,11 +184,16 @@ def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatch
 
 @contextmanager
 def gc_paused() -> Generator[None, None, None]:
-    """Tracing only makes objects that stay; letting the collector walk them again and again would cost a third."""
+    """Tracing only makes objects that stay; letting the collector walk them again and again would cost a third.
+
+    At the end they count as old, or the collector would walk them all at once.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
+from typing import NoReturn
 
 from shardlab.errors import Refused
 from shardlab.rules import update
@@ -284,49 +285,62 @@ def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Se
             "experts' buffers are: what goes into experts or comes out of them."
         )
     (index,) = indices
-    bare = form.but(slices=())
+    count_of_first = first.cells.bit_count()
     for spec, name in zip(specs, names, strict=True):
-        if spec.form.but(slices=()) is not bare or (not spec.form.slices) != (not form.slices):
+        if spec.form is not form and (
+            spec.form.but(slices=()) is not form.but(slices=()) or (not spec.form.slices) != (not form.slices)
+        ):
             raise Refused(
                 f"{op}: {names[0]} gave {first} and {name} {spec}; all give buffers of all experts, or all give some "
                 "experts' buffers, of one layer."
             )
-        if spec.cells.bit_count() != first.cells.bit_count():
+        if spec.cells.bit_count() != count_of_first:
             raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; give equally many microbatches.")
     if count == 1:
         return list(specs)
     if all(spec.form is form for spec in specs):
-        return _apart(op, specs, names, index)
-    return _together(op, specs, names, index)
-
-
-def _apart(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> list[Spec]:
-    """Each member receives its run of the index's pieces, with the cells of all members."""
-    first, count = specs[0], len(specs)
-    held = list(bits(first.pieces(index)))
-    each, rest = divmod(len(held), count)
-    if rest:
-        raise Refused(
-            f"{op}: {len(held)} slices of the {index}s do not divide among {count} ranks; meet on the axis ep."
-        )
-    cells, joined = _united_cells(op, specs, names)
-    runs = [mask_of(held[i * each : (i + 1) * each]) for i in range(count)]
-    return [Spec(_with(first.form, index, run), cells, joined) for run in runs]
-
-
-def _together(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> list[Spec]:
-    """Each member receives its cells, with the index's pieces of all members."""
-    first = specs[0]
-    _index_apart(op, specs, names)
-    pieces = [spec.pieces(index) for spec in specs]
-    united = _united_pieces(op, specs, names, index)
-    if pieces != sorted(pieces):
-        raise Refused(f"{op}: the ranks have their {index}s in another order than the group's; they meet in its order.")
-    dealt = deal(first, len(specs))
+        runs = _runs(form, index, count)
+        if runs is None:
+            held = first.pieces(index).bit_count()
+            raise Refused(f"{op}: {held} slices of the {index}s do not divide among {count} ranks; meet on axis ep.")
+        cells, joined = _united_cells(op, specs, names)
+        return [Spec(run, cells, joined) for run in runs]
+    united = _united_runs(tuple([spec.form for spec in specs]), index)
+    if united is None:
+        _refuse_runs(op, specs, names, index)
+    dealt = deal(first, count)
     if dealt is None:
-        raise Refused(f"{op}: {first} does not divide among {len(specs)} ranks; each takes equally many microbatches.")
-    form = _with(first.form, index, united)
-    return [Spec(form, cells, joined) for cells, joined in dealt]
+        raise Refused(f"{op}: {first} does not divide among {count} ranks; each takes equally many microbatches.")
+    if any(spec.cells != first.cells for spec in specs):
+        raise Refused(f"{op}: {names[0]} gave {first} and {names[-1]} {specs[-1]}; give the same microbatches.")
+    return [Spec(united, cells, joined) for cells, joined in dealt]
+
+
+@lru_cache(maxsize=1 << 12)
+def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
+    """The forms of even runs of what is held of an index; None if it does not divide."""
+    held = list(bits(dict(form.slices).get(index, form.space.full(index))))
+    each, rest = divmod(len(held), parts)
+    return None if rest else [_with(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
+    """The form with all pieces of an index that members hold in their order; None where they do not fit."""
+    mask = 0
+    for form in forms:
+        pieces = dict(form.slices).get(index, 0)
+        if pieces <= mask or pieces & mask or _with(form, index, 0) is not _with(forms[0], index, 0):
+            return None
+        mask |= pieces
+    return _with(forms[0], index, mask)
+
+
+def _refuse_runs(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> NoReturn:
+    """Say why members' pieces of an index cannot be put together."""
+    _index_apart(op, specs, names)
+    _united_pieces(op, specs, names, index)
+    raise Refused(f"{op}: the ranks have their {index}s in another order than the group's; they meet in its order.")
 
 
 def replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:

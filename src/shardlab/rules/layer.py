@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from shardlab.errors import Refused
 from shardlab.rules import derive
@@ -32,7 +32,7 @@ WORDS = {
     Kind.GRAD_KEYS_VALUES: "gradient of keys and values",
 }
 
-_new: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = tuple.__new__
+_new: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__
 """Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
 
 
