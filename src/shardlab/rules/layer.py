@@ -10,7 +10,7 @@ from shardlab.rules import derive
 from shardlab.rules.derive import Held
 from shardlab.rules.kind import Kind
 from shardlab.rules.node import Layer, Port
-from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of
+from shardlab.rules.pieces import WHOLE, Holds, bits, counted, listed, mask_of
 from shardlab.rules.spec import KEY, Form, Joined, Space, Spec, cells_text, form_of, term_text, whole_sequences
 
 GRADIENT_OF = {
@@ -143,7 +143,8 @@ class LayerRules:
 
     def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec) -> Forward:
         if len(inputs) != len(self.layer.inputs):
-            raise Refused(f"{op}: {len(inputs)} values were given; {self._ports_text(self.layer.inputs)} are wanted.")
+            wanted = self._ports_text(self.layer.inputs)
+            raise Refused(f"{op}: {counted(len(inputs), 'value')} given; this layer takes {wanted}.")
         for spec, port in zip(inputs, self.layer.inputs, strict=True):
             self._want_port(op, spec, port, port.kind)
         step = inputs[0].step
@@ -169,7 +170,8 @@ class LayerRules:
         ports, outputs = self.layer.inputs, self.layer.outputs
         if len(gradients) != (len(outputs) if both else 1):
             raise Refused(
-                f"{op}: {len(gradients)} gradients were given, those of {self._ports_text(outputs)} are wanted."
+                f"{op}: {counted(len(gradients), 'gradient')} given; this layer makes {self._ports_text(outputs)}, and "
+                "takes the gradient of each."
             )
         self._want_port(op, first, ports[0], ports[0].kind)
         for gradient, port in zip(gradients, self.layer.outputs, strict=False):
@@ -280,8 +282,8 @@ class LayerRules:
                     "of the others first."
                 )
             raise Refused(
-                f"{op}: the {WORDS[kind]} given is {spec}, {term_text(form.term, self.space)}; the others are missing. "
-                "Reduce the terms first, over the ranks that have them (all_reduce, or reduce_scatter)."
+                f"{op}: the {WORDS[kind]} given is {spec}, {term_text(form.term, self.space, kind)}; the others are "
+                "missing. Reduce the terms first, over the ranks that have them (all_reduce, or reduce_scatter)."
             )
 
     def _want_step(self, op: str, specs: Sequence[Spec], step: int) -> None:

@@ -211,7 +211,7 @@ class Spec(NamedTuple):
             parts.append(cells_text(self.cells, space))
         parts += [f"{index} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
         if form.term is not None:
-            parts.append(term_text(form.term, space))
+            parts.append(term_text(form.term, space, kind))
         if kind is Kind.SCALAR and not form.holds.complete:
             parts.append(f"parts {form.holds} of the model")
         elif not form.holds.complete:
@@ -282,10 +282,11 @@ def summed_text(form: Form, sums: int) -> str:
     return " and ".join(parts)
 
 
-def term_text(term: Term, space: Space) -> str:
-    """`the term of slice 0 of 4`."""
+def term_text(term: Term, space: Space, kind: Kind) -> str:
+    """`the term of slice 0 of 4`; of attention, `keys and values 0-1 of 4 alone`, or which queries have met these."""
     if term.over == KEY:
-        return f"keys and values {listed(bits(term.bits))} of {space.sequence} alone"
+        met = "queries" if kind is Kind.GRAD_KEYS_VALUES else "keys and values"
+        return f"{met} {listed(bits(term.bits))} of {space.sequence} alone"
     count = 1
     for index in term.over:
         count *= space.count(index)
