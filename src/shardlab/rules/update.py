@@ -252,7 +252,7 @@ def _want_norm(op: str, norm: Spec, step: int, trained: Holds) -> None:
     form = norm.form
     if form.kind is not Kind.SCALAR:
         raise Refused(f"{op}: the norm given is {norm}; give a value of scalars.")
-    mine, wanted = common(form.holds, trained)
+    mine, wanted = (form.holds, form.holds) if form.holds.complete else common(form.holds, trained)
     if missing := wanted.mask & ~mine.mask:
         raise Refused(
             f"{op}: the norm given lacks parts {listed(bits(missing))} of {mine.of} of the model's parameters; add and "
