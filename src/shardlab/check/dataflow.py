@@ -60,6 +60,13 @@ class Dataflow:
             check_rank_ending(state)
         check_coverage(self.states, self.states[0].program.layers)
 
+    def release(self) -> None:
+        """Let go of tapes and specs: all these refer to each other, and would stay until the collector comes."""
+        for state in self.states:
+            vars(state.live).clear()
+        self._rules.clear()
+        self.communication.rules.clear()
+
     def _replay(self, state: RankState) -> None:
         """Go on with one rank until it ends or waits for something that has not happened."""
         ops, rules, arrived, live, reading = state.ops, self._rules, state.arrived, state.live, state.reading

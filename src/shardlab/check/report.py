@@ -27,7 +27,10 @@ def check(program: Program) -> Checked:
     """
     with gc_paused():
         dataflow = Dataflow(program)
-        dataflow.run()
+        try:
+            dataflow.run()
+        finally:
+            dataflow.release()
         meetings, meeting_of = dataflow.communication.meetings, dataflow.communication.meeting_of
         models = decide_models(program, meetings, meeting_of)
     specs = [state.specs for state in dataflow.states]

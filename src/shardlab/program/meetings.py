@@ -89,6 +89,7 @@ class Collectives:
             return
         del self._open[group, handle.turn]
         members = [meeting[rank] for rank in group.ranks]
+        meeting.clear()  # its members refer to it
         specs = [member.spec for member in members]
         try:
             results = rooted.collective(handle.call, specs, group.ranks, self._rules)

@@ -158,6 +158,10 @@ class Recorder:
             if handle.result is not read:
                 self._done_with(read)
 
+    def release(self) -> None:
+        """Let go of the tape and of all values."""
+        self.ops, self._values = [], []
+
     def end(self, frozen: int) -> None:
         """The step's end: wait for what is in flight, then free everything but one of each slice that was loaded.
 

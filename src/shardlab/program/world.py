@@ -121,6 +121,11 @@ class World:
             rank.end(frozen)
         return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
 
+    def release(self) -> None:
+        """Let go of tapes and values: ranks and stores refer to each other, and would stay until the collector comes."""
+        for rank in self.ranks:
+            rank.release()
+
     def _start(self, strategy: Strategy) -> list[Coroutine[Any, Any, object]]:
         name = getattr(strategy, "__name__", repr(strategy))
         if not inspect.iscoroutinefunction(strategy):
@@ -179,7 +184,10 @@ def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatch
         Deadlock: when no rank can go on.
         UserError: for a strategy that is not an async function, or a count below 1.
     """
-    return World(ranks, layers, microbatches).run(strategy)
+    world = World(ranks, layers, microbatches)
+    program = world.run(strategy)
+    world.release()
+    return program
 
 
 @contextmanager

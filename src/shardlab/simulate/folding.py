@@ -76,6 +76,7 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
         world = FoldedWorld(plan, sizes, microbatches)
         program = world.run(planned(plan))
         specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
+        world.release()
         return Folded(program, specs, *_meetings(program))
 
 
