@@ -183,6 +183,8 @@ class ComputeVerbs(Place):
             saved_form = rules.saved(spec, weight_spec).form
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
+        if given[0] is gradients and len(made) > 2:
+            self.refuse(f"{op}(layer {layer}): this layer read {len(made) - 1} values; give the gradients as a tuple.")
         saved = activation.saved
         if saved < 0:
             if not rules.layer.recomputed:
