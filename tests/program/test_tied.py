@@ -80,8 +80,8 @@ def test_one_rank_adds_both_gradients_and_updates_the_weight_once() -> None:
 @pytest.mark.parametrize(
     ("verbs", "said"),
     [
-        (lambda r: update(r, "embedding"), "microbatch 0 as the head is missing from grad_weights[0] (microbatch 0 as the em"),
-        (lambda r: update(r, "head"), "microbatch 0 as the embedding is missing from grad_weights[0] (microbatch 0 as the"),
+        (lambda r: update(r, "embedding"), "microbatch 0 as the head is missing from grad_weights[0] (microbatch 0"),
+        (lambda r: update(r, "head"), "microbatch 0 as the embedding is missing from grad_weights[0] (microbat"),
         (lambda r: r.norm(0, r.grad_weights["embedding"]), "microbatch 0 as the head missing from grad_weights[0]"),
         (lambda r: r.grad_weights["head"] + r.grad_weights["head"], "microbatch 0 as the head would be counted twice"),
         (lambda r: r.load_weight(LAST), f"load_weight(layer {LAST}): the head is tied to the embedding"),

@@ -104,7 +104,7 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if twice := total & spec.form.term.bits:
             raise Refused(
                 f"{op}: {term_text(first.form, Term(term.over, twice))} would be counted twice ({name} and an earlier "
-                "one both have it); each term belongs into the sum once."
+                f"one both have it); {'queries meet each block' if term.over == KEY else 'each term is summed'} once."
             )
         total |= spec.form.term.bits
     assert term is not None
