@@ -18,14 +18,23 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.check import check
-from shardlab.program import Deadlock, Rank, trace
+from shardlab.program import Deadlock, Mesh, Rank, trace
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.planned import planned
 
 CASES = [  # strategy, ranks, layers, microbatches
     ("gpipe", 64, 64, 256),
     ("fsdp", 64, 96, 64),
     ("ddp", 64, 96, 64),
     ("pipeline-fsdp", 64, 64, 64),
+]
+
+SLICED = [  # a plan whose layers are cut, the model's blocks, microbatches
+    (Plan(Mesh(pp=4, tp=8), "1f1b"), 16, 32),
+    (Plan(Mesh(dp_shard=4, tp=4), sequence_parallel=True), 16, 32),
+    (Plan(Mesh(cp=8)), 8, 8),
+    (Plan(Mesh(pp=2, ep=8), "1f1b"), 16, 64),
 ]
 
 
@@ -59,12 +68,15 @@ class Options:
 
 def main(options: Options) -> None:
     rows: list[dict[str, object]] = []
-    for name, ranks, layers, microbatches in CASES:
-        entry = STRATEGIES[name]
+    cases = [(n, STRATEGIES[n].program, STRATEGIES[n].grid(ranks), l, m) for n, ranks, l, m in CASES]
+    for plan, blocks, microbatches in SLICED:
+        axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1)
+        cases.append((axes, planned(plan), plan.mesh, blocks, microbatches))
+    for name, program_of, mesh, layers, microbatches in cases:
         tracing, checking, entries = [], [], 0
         for _ in range(options.repeat):
             start = time.perf_counter()
-            program = trace(entry.program, entry.mesh(ranks), layers, microbatches)
+            program = trace(program_of, mesh, layers, microbatches)
             middle = time.perf_counter()
             check(program)
             tracing.append(middle - start)
@@ -74,7 +86,7 @@ def main(options: Options) -> None:
         rows.append(
             {
                 "strategy": name,
-                "ranks": ranks,
+                "ranks": mesh.world,
                 "layers": layers,
                 "microbatches": microbatches,
                 "entries": entries,

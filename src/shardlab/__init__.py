@@ -6,9 +6,13 @@ imported when the first one does.
 
 from __future__ import annotations
 
-from shardlab.program import Store, Value
-from shardlab.program.picture import picture
-from shardlab.simulate import Timeline
+from shardlab import starting
+
+starting.leave_when_interrupted()  # before all other imports, which take a while
+
+from shardlab.program import Store, Value  # noqa: E402
+from shardlab.program.picture import picture  # noqa: E402
+from shardlab.simulate import Timeline  # noqa: E402
 
 
 @picture.register(Timeline)

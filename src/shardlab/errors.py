@@ -28,6 +28,15 @@ class UserError(ValueError):
     """A request cannot be met as given; the message is one sentence that a user can act on."""
 
 
-def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
-    """Why a file could not be read as text, for a sentence."""
+class TooDeep(ValueError):
+    """A file has more levels of tables and lists than are read."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"it is nested more than {most} levels deep")
+
+
+def why_unreadable(error: OSError | UnicodeDecodeError | TooDeep) -> str:
+    """Why a file could not be read, for a sentence."""
+    if isinstance(error, TooDeep):
+        return str(error)
     return "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)

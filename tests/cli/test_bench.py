@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from shardlab.cli import main
+from shardlab.cli.bench_summary import print_collectives, print_compute
 from shardlab.cli.bench_tables import hidden_text
 from shardlab.hardware import Profile
-from shardlab.measure.points import CollectivePoint, OverlapPoint, PeakPoint, Point, append
+from shardlab.measure.points import KINDS, CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point, append
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Captured = pytest.CaptureFixture[str]
@@ -72,10 +77,17 @@ def test_collectives_are_told_in_json_drawn_and_kept(tmp_path: Path, capsys: Cap
 def test_layers_are_told_in_tables_and_nothing_is_kept_unasked(tmp_path: Path, capsys: Captured) -> None:
     plot = tmp_path / "bench.png"
     sizes = ["--widths", "16", "--batches", "1x8", "2x8", "--vocabulary", "32", "--seconds", "0.0001"]
-    assert main(["bench", "compute", "--ranks", "1", *sizes, "--no-save", "--plot", str(plot)]) == 0
+    assert main(["bench", "compute", "--ranks", "1", *sizes, "--no-save", "--plot", str(plot), "--verbose"]) == 0
     told = capsys.readouterr().out
-    for words in ("share of the peak", "peak in float32, 1 at once", "last block", "fit, 1 at once", "matmul_backward"):
+    for words in (
+        "share of the peak",
+        "each, 1 at once, in float32",
+        "last block",
+        "fit, 1 at once",
+        "matmul_backward",
+    ):
         assert words in told
+    assert "\nbatch " not in told.split("launch us")[0], "drawing one has no forward pass"
     assert plot.stat().st_size > 0
     assert "profile " not in told
 
@@ -102,7 +114,8 @@ def test_what_was_measured_before_a_failure_is_told_and_kept(
     told = capsys.readouterr()
     assert "all_reduce" in told.out
     assert "50%" in told.out
-    assert "doubtful: all_reduce (2): one size alone does not tell" in told.out
+    assert "doubtful       all_reduce: one size alone does not tell" in told.out
+    assert "wrong          3 elements of all_reduce among 2 ranks at 1 KB" in told.out
     assert "the cable is a fish" in told.err
     assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
 
@@ -132,3 +145,47 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("share", "text"), [(-6.75, "none"), (0.0, "0%"), (0.5, "50%"), (1.4, "100%")])
 def test_what_was_hidden_is_a_share_of_what_could_be(share: float, text: str) -> None:
     assert hidden_text(share) == text
+
+
+def collectives(ranks: int = 2) -> list[Point]:
+    """All kinds at six sizes."""
+    points: list[Point] = []
+    for kind in KINDS:
+        for size in [0] if kind == "barrier" else [1024 * 4**power for power in range(6)]:
+            points.append(CollectivePoint(kind, ranks, size, 1e-2 + 1e-9 * size, 20, 0))
+            points.append(OverlapPoint(kind, ranks, size, 1e-3, 1e-2 + 1e-9 * size, 1.05e-2))
+    return points
+
+
+def printed(show: Callable[..., None], points: list[Point], verbose: bool = False, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    show(points, verbose, console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_collectives_are_told_on_one_screen_and_at_every_size_on_demand() -> None:
+    lines = printed(print_collectives, collectives())
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    (row,) = [line.split() for line in lines if line.startswith("all_reduce")]
+    assert row == ["all_reduce", "10,001", "11,049", "0.095", "10,000", "1.000", "0%", "54%"]
+    every = printed(print_collectives, collectives(), verbose=True)
+    assert sum(line.startswith("all_reduce") for line in every) == 6 + 6 + 1
+    assert not [line for line in [*lines, *every] if "CS336" in line]
+
+
+def test_layers_are_told_at_their_largest_size() -> None:
+    points: list[Point] = [
+        LayerPoint(layer, op, width, 4, 64, 100, "float32", processes, 1e-3, 1e-3, (("matmul", 1e6, 1e4),))
+        for layer in ("attention", "mlp", "norm", "head", "embedding")
+        for op in ("forward", "backward", "update")
+        for width in (64, 512)
+        for processes in (1, 2)
+    ]
+    points += [PeakPoint("float32", processes, 512, 1e10) for processes in (1, 2)]
+    lines = printed(print_compute, points)
+    assert len(lines) <= 24
+    assert [line.split()[:2] for line in lines if line.startswith("mlp")] == [["mlp", "512"]]
+    assert not [line for line in lines if "doubtful" in line]
+    slow = [replace(point, flops=1e8) if isinstance(point, PeakPoint) else point for point in points]
+    assert any("faster than the peak" in line for line in printed(print_compute, slow))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardlab.check import Checked
-from shardlab.cli import blame, main, strategy
+from shardlab.check import Checked, blame
+from shardlab.cli import main, strategy
 from shardlab.program import Program, Refused
 
 PLAN = ("--pp", "2", "--dp-shard", "2", "--tp", "2", "--shard-optimizer", "dp_shard")

@@ -126,7 +126,10 @@ def test_without_a_profile_the_measurement_stands_alone(tmp_path: Path, capsys: 
     assert (said["step"]["predicted"], said["ranks"][0]["memory"]["predicted"]) == (None, None)
     assert said["step"]["measured"] > 0
     assert main(["compare", str(tmp_path)]) == 0
-    assert "shardlab bench measures this machine" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\n  shardlab bench collectives --ranks 2\n  shardlab bench compute --ranks 2\n" in out
+    assert "predicted  " not in out
+    assert ["0", "forward", "3", "9,000.00", "ms"] in [line.split() for line in out.splitlines()]
 
 
 def test_of_a_crashed_run_what_there_is_is_shown_and_what_is_missing_named(

@@ -19,7 +19,7 @@ THREE_D = PlanOptions(pp=2, dp_shard=2, tp=2)
 
 
 def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = PlanOptions()) -> Result:  # noqa: B008
-    return price(Request(strategy, layout, model, cluster, None, None, None, None, None))
+    return price(Request(strategy, layout, model, cluster, None, None, None))
 
 
 def printed(result: Result, width: int = 80) -> list[str]:

@@ -15,11 +15,10 @@ from rich.console import Console
 from shardlab.check import check
 from shardlab.cli import main
 from shardlab.cli.report import print_report
+from shardlab.draw.palette import layer_color
 from shardlab.program import OpKind, trace
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES
-from tests.simulate.programs import prefetching
-from tests.simulate.runs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"
 
@@ -47,7 +46,10 @@ def test_json_has_the_figures_of_the_simulation(capsys: Captured) -> None:
     assert facts["peak_memory_by_rank"] == timeline.peak_memory_by_rank
     assert facts["ops"] == sum(map(len, checked.program.tapes))
     assert facts["backends"] == ["gloo", "nccl"]
-    assert facts["channel_models"] == dict.fromkeys(["buffered", "in-order per pair", "rendezvous", "queued"], True)
+    assert facts["channel_models"] == dict.fromkeys(CHANNEL_MODELS, True)
+
+
+CHANNEL_MODELS = ["buffered", "in-order", "rendezvous", "queued per pair", "queued"]
 
 
 def test_ops_counts_every_entry_of_the_tapes(capsys: Captured) -> None:
@@ -99,7 +101,7 @@ def test_a_program_that_only_some_backends_run_says_which(tmp_path: Path, capsys
     assert "deadlock" in facts["deadlocks"]["queued"]
     assert main(["simulate", f"{path}:my_ddp", "--ranks", "2"]) == 0
     out = capsys.readouterr().out
-    assert "buffered, in-order per pair: passed" in out
+    assert "buffered, in-order: passed" in out
     assert "queued: refused" in out
     assert "no backend" in out
 
@@ -118,6 +120,14 @@ def test_svg_draws_the_timeline_into_a_file(tmp_path: Path, capsys: Captured) ->
     assert path.read_text().startswith("<?xml")
     assert f"drawn in        {path}" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["fsdp.svg"]
+
+
+@pytest.mark.parametrize("by", ["pass", "layer"])
+def test_a_drawing_is_coloured_by_pass_or_by_layer_and_has_a_title(by: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    assert main(["simulate", "--pp", "2", "--schedule", "zb-h1", "--svg", str(path), "--color-by", by]) == 0
+    assert "plan (zb-h1): one optimizer step" in path.read_text()
+    assert (layer_color(0, 4) in path.read_text()) == (by == "layer")
 
 
 def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:
@@ -153,27 +163,6 @@ def test_the_timeline_shows_what_each_rank_does() -> None:
     assert row.count("B") > row.count("U")
 
 
-def test_small_letters_are_compute_that_hides_communication() -> None:
-    from shardlab.cli.timeline_text import rank_row
-
-    timeline = run(prefetching, 2, 3, 2)
-    row = rank_row(timeline.events[0], timeline.end, 120).plain
-    assert "f" in row
-    assert "F" in row
-    assert "+" in row
-
-
-def test_a_rank_that_computes_a_little_in_a_cell_is_not_drawn_as_waiting() -> None:
-    from shardlab.cli.timeline_text import rank_row
-    from shardlab.program import OpKind
-    from shardlab.simulate import Event
-
-    events = [Event(0, at, OpKind.FORWARD, 0, 1, at, at + 0.1, 0) for at in range(0, 10, 2)]
-    assert rank_row(events, 10.0, 10).plain == "F.F.F.F.F."
-    messages = [Event(0, 9, OpKind.RECV, 0, 1, 0.1, 1.0, 0)]
-    assert rank_row(events + messages, 10.0, 10).plain == "<.F.F.F.F."
-
-
 def test_a_pipe_gets_no_colours() -> None:
     environment = {**os.environ, "COLUMNS": "100"}
     command = [sys.executable, "-m", "shardlab", "simulate", "ddp"]
@@ -204,7 +193,8 @@ def test_recomputation_is_compared_with_none_on_the_same_layers(
     assert (facts["end"] > without["end"]) == (recompute != ["selective"]), "of which unit costs know nothing"
     assert facts["peak_memory"] <= without["peak_memory"]
     assert main(words) == 0
-    assert "peak memory, against none" in capsys.readouterr().out
+    said = "changes nothing: no attention scores" if recompute == ["selective"] else "peak memory, against none"
+    assert said in capsys.readouterr().out
     assert main([*words[:3], "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert "without_recompute" not in plain

@@ -12,7 +12,8 @@ from rich.console import Console
 from shardlab.cli import main
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.priced import Request, price
-from shardlab.cli.priced_report import print_priced, seconds_text
+from shardlab.cli.priced_report import print_priced
+from shardlab.simulate.units import seconds_text
 
 Captured = pytest.CaptureFixture[str]
 
@@ -124,7 +125,7 @@ def test_a_mistake_is_told_in_one_sentence(arguments: tuple[str, ...], said: str
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_report_names_every_figure(width: int) -> None:
-    result = price(Request("zero-3", PlanOptions(), "gpt2", "h100x8", None, None, 4, None, None))
+    result = price(Request("zero-3", PlanOptions(), "gpt2", "h100x8", None, None, 4))
     console = Console(file=io.StringIO(), width=width, highlight=False)
     print_priced(result, [], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -133,6 +134,21 @@ def test_the_report_names_every_figure(width: int) -> None:
         assert f"\n{label}" in text or f"\n  {label}" in text
     rows = [line for line in text.splitlines() if line.endswith("MiB") and line.strip()[0].isdigit()]
     assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "dropout", "useless"),
+    [("--dp-shard 8", 0.0, True), ("--dp-shard 8", 0.1, False), ("--cp 2 --dp-shard 4", 0.1, True)],
+)
+def test_selective_recomputation_that_saves_nothing_says_so(
+    layout: str, dropout: float, useless: bool, tmp_path: Path, capsys: Captured
+) -> None:
+    """Fused attention keeps no scores, and neither does context parallelism, whose attention is a step of its own."""
+    model = tmp_path / "model.toml"
+    model.write_text(f'model = "gpt2"\nlayers = 4\ndropout = {dropout}\n')
+    arguments = [*layout.split(), "--recompute", "selective", "--model", str(model), "--cluster", "h100x8"]
+    notes = json_of(capsys, *arguments)["notes"]
+    assert any("selective saves no memory" in note for note in notes) == useless  # type: ignore[union-attr]
 
 
 def test_seconds_are_told_in_a_fitting_unit() -> None:
@@ -144,7 +160,10 @@ def test_seconds_are_told_in_a_fitting_unit() -> None:
     [
         (("zero-3", *GPT2), "head"),
         (("--dp-shard", "8", "--recompute", "full", "--rows", "8", *GPT2), "head"),
-        (("--cp", "8", "--model", "gpt2-xl", "--cluster", "h100x8"), "norm of block 0, attention"),
+        (
+            ("--cp", "8", "--microbatches", "1", "--model", "gpt2-xl", "--cluster", "h100x8"),
+            "norm of block 0, attention",
+        ),
         (("fsdp", *GPT2, "--layers", "2"), "block 1"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -27,6 +29,7 @@ def test_the_table_says_of_every_strategy_what_it_splits_sends_and_keeps_and_fit
         assert entry.memory in text
         assert str(sent_by(entry)) in " ".join(text.split()) or width == 160
     assert "sends 2.25 W in 24 collectives" in text or width == 160
+    assert "fsdp is the page to read" in " ".join(text.split()), "how it differs from zero-3"
 
 
 def test_json_lists_the_same_alone(capsys: Captured) -> None:
@@ -48,6 +51,12 @@ def test_every_command_explains_itself(command: str, capsys: Captured) -> None:
     captured = capsys.readouterr()
     assert f"usage: shardlab {command}" in captured.out
     assert "--json" in captured.out
+
+
+def test_the_version_is_the_packages(capsys: Captured) -> None:
+    assert main(["--version"]) == 0
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"shardlab {project['version']}\n"
 
 
 def test_without_a_command_the_commands_are_named(capsys: Captured) -> None:

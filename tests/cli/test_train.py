@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -123,28 +121,10 @@ def test_what_cannot_be_run_is_one_sentence_before_any_rank_starts(
 
 
 @pytest.mark.parametrize("command", ["train --strategy user.py:blocks", "verify user.py:blocks"])
-def test_a_program_that_would_hang_on_this_backend_is_refused_before_any_rank_starts(
+def test_a_program_that_can_hang_on_this_backend_is_refused_before_any_rank_starts(
     command: str, user: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardlab.train.launch._start_local", lambda *_: pytest.fail("ranks were started"))
     assert main([*command.split(), "--ranks", "2"]) == 1
-    assert "on gloo this program would hang: deadlock: rank 0 waits in send" in capsys.readouterr().err
+    assert "on gloo this program can hang: deadlock: rank 0 waits in send" in capsys.readouterr().err
     assert not (user / "runs").exists()
-
-
-def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    words = [sys.executable, "-m", "shardlab", "train", "--ranks", "2", "--steps", "100000", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (
-        (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size
-    ):
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert f"interrupted; what it had trained is in {out}" in errors
-    assert "Traceback" not in errors
-    assert {"weights.safetensors", "loss.svg", "strategy.svg", "model.json"} <= {file.name for file in out.iterdir()}

@@ -9,6 +9,7 @@ import pytest
 
 from shardlab.cli import main
 
+Captured = pytest.CaptureFixture[str]
 RUNS = Path(__file__).parent.parent / "validate" / "published_runs.json"
 
 
@@ -37,6 +38,20 @@ def test_the_tables_tell_errors_by_source_and_what_was_left_out(few: Path, capsy
     assert "torchtitan" in said
     assert "Rajbhandari" in said
     assert "1 of 4 runs are not predicted" in said
+
+
+def test_the_runs_that_are_farthest_off_are_named_with_both_figures(few: Path, capsys: Captured) -> None:
+    (titan,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
+    slow = titan | {"id": "twice as slow", "measured": {"iteration_s": 6.0, "peak_mem_gib": 200.0}}
+    few.write_text(json.dumps([titan, slow]))
+    assert main(["validate", str(few)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = [place for place, line in enumerate(lines) if line.startswith("farthest off in step time")]
+    assert lines[place].split()[5:] == ["measured", "predicted", "error"]
+    assert lines[place + 1].startswith("twice as slow")
+    assert lines[place + 1].split()[3:5] == ["6.00", "s"]
+    assert lines[place + 2].startswith("titan")
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_file_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,14 @@ def test_values_of_every_kind_fit_one_picture() -> None:
     assert len(set(COLORS.values())) == len(COLORS) == len(kinds)
 
 
+def test_every_box_has_a_name_also_where_nothing_is_held() -> None:
+    rank = rank_of()
+    rank.weights[0], _ = rank.load_weights(0)
+    words = texts(store_svg(rank.weights) or "")
+    assert {"weights", "grad_weights", "opt_states", "not held", "microbatch", "layer 0", "layer 2"} <= set(words)
+    assert "activations | grad_activations, of each microbatch" in words
+
+
 def test_large_networks_stay_pictures() -> None:
     specs = [Spec(form_of(Kind.WEIGHT, l, 0, Space(3), Holds(1 << l, 64))) for l in range(64)]
     svg = network_svg(specs, layers=64, microbatches=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,14 @@ def test_a_viewer_can_read_any_plan_at_any_costs(seed: int, times: list[float]) 
     forward, backward, collective, send, recv = times
     costs = Costs(forward=forward, backward_input=backward, collective=collective, send=send, recv=recv)
     require_readable(list(trace_events({"": (simulate(check(random_plan(seed).program), costs), None)})))
+
+
+def test_a_span_names_its_microbatch_and_the_models_layer_and_each_pass_has_a_colour(tmp_path: Path) -> None:
+    split = [span for span in spans(written(of_plan("pipeline"), tmp_path)) if span["cat"].startswith("backward")]
+    assert {"backward-input 0 (layer 0)", "backward-weight 3 (layer 7)"} <= {span["name"] for span in split}
+    assert len({(span["cat"], span["cname"]) for span in split}) == len({span["cname"] for span in split}) >= 2
+    finest = spans(written(of_plan("3d"), tmp_path))
+    assert {re.sub(r".*layer (\d+).*", r"\1", e["name"]) for e in finest if e["cat"] == "forward"} == {*"01"}
 
 
 def test_every_track_has_a_name_and_ranks_their_true_numbers(tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ def test_every_device_has_a_node_of_known_links() -> None:
         ("h100x0", "'h100x0' is not a cluster"),
         ("h100x12", "12 x h100 are not whole nodes of 8; take 8 or 16"),
         ("mi300x8", "since the device is called mi300x; give mi300xx8"),
+        ("4x8xh100", "'4x8xh100' is not a cluster; write DEVICExCOUNT, h100x32, on nodes of 8"),
+        ("H100x4x8", "write DEVICExCOUNT, h100x32, on nodes of 8"),
+        ("16xmi300x", "write DEVICExCOUNT, mi300xx16, on nodes of 8"),
+        ("4x4xh100", 'have 8 devices; for 4 of 4, write a .toml file with device = "h100", nodes = 4 and per_node = 4'),
         ("nowhere.toml", "there is no cluster file nowhere.toml"),
     ],
 )

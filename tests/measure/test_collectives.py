@@ -49,6 +49,11 @@ def test_every_kind_is_measured_at_every_size(ranks: World, tmp_path: Path) -> N
     assert all(point.communication >= seconds for point, seconds in zip(beside, alone, strict=True))
 
 
+def test_a_point_takes_the_seconds_that_were_asked_for_in_all() -> None:
+    assert CollectiveBench(KINDS, (64,), (2,), seconds=0.2).each == pytest.approx(0.05)
+    assert CollectiveBench(KINDS, (64,), (2,), seconds=0.2, overlap=False).each == pytest.approx(0.2)
+
+
 def test_what_is_exchanged_arrives(ranks: World) -> None:
     assert ranks(2).call(jobs.wrongly_exchanged, 96) == [0, 0]
 

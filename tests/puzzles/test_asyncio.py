@@ -21,8 +21,8 @@ def test_both_sides_receiving_first_is_reported_with_the_cycle() -> None:
         await model.pass_to(1 - model.rank, "x")
 
     expected = (
-        r"^deadlock: rank 0 waits in receive\(\) for a message from any rank; "
-        r"rank 1 waits in receive\(\) for a message from any rank\.$"
+        r"^deadlock: rank 0 waits in receive\(\) for a message from any rank \(\S+test_asyncio\.py:\d+\); "
+        r"rank 1 waits in receive\(\) for a message from any rank \(\S+:\d+\)\.$"
     )
     with pytest.raises(PuzzleDeadlock, match=expected):
         run(solution, 2)
@@ -46,7 +46,7 @@ def test_the_cycle_is_found_although_another_rank_has_ended() -> None:
         if model.rank:
             await model.receive()
 
-    with pytest.raises(PuzzleDeadlock, match=r"rank 1 waits in .*\(rank 0 ended\); rank 2 waits in"):
+    with pytest.raises(PuzzleDeadlock, match=r"rank 1 waits in .*\(rank 0 ended\) \(\S+\); rank 2 waits in"):
         run(solution, 3)
 
 
@@ -57,8 +57,8 @@ def test_a_collective_that_a_rank_leaves_out_is_reported() -> None:
             await model.allreduce(WeightGrad(3, 4, {model.rank}, 4), 3)
 
     expected = (
-        r"rank 0 waits in allreduce\(grad_weights\[3\] \(microbatch 0\)\) for rank 2; rank 2 has ended without it "
-        r"\(2 more ranks wait behind them\)"
+        r"rank 0 waits in allreduce\(grad_weights\[3\] \(microbatch 0\)\) for rank 2 \(\S+\); "
+        r"rank 2 has ended without it \(2 more ranks wait behind them\)"
     )
     with pytest.raises(PuzzleDeadlock, match=expected):
         run(solution, 4)
@@ -69,7 +69,7 @@ def test_a_collective_meeting_a_receive_is_reported() -> None:
         await (model.receive() if model.rank else model.allgather(model.load_weights(1)[0], 1))
 
     with pytest.raises(
-        PuzzleDeadlock, match=r"rank 0 waits in allgather\(weights\[1\]\) for rank 1; rank 1 waits in receive"
+        PuzzleDeadlock, match=r"rank 0 waits in allgather\(weights\[1\]\) for rank 1 \(\S+\); rank 1 waits in receive"
     ):
         run(solution, 2)
 

@@ -47,7 +47,7 @@ def test_a_gradient_reduced_twice_is_refused() -> None:
         model.grad_weights[0] = await model.allreduce(model.grad_weights[0], 0)
 
     with pytest.raises(
-        AssertionError, match=r"^rank 0, op 1 allreduce\(grad_weights\[0\]\): microbatches 0-1 would be"
+        AssertionError, match=r"\.py:\d+: rank 0, op 1 allreduce\(grad_weights\[0\]\): microbatches 0-1 would be"
     ):
         run(solution, 2, layers=1, batches=2)
 
@@ -159,7 +159,7 @@ def arguments(model: Model) -> dict[str, Any]:
 def test_a_backward_pass_with_a_wrong_argument_is_refused(wrong: dict[str, Any], sentence: str) -> None:
     model = Model(rank=0, layers=1, batches=2)
     forward_and_loss(model)
-    with pytest.raises(PuzzleRefused, match=rf"^rank 0, op 2 backward\(layer 0\): .*{sentence}"):
+    with pytest.raises(PuzzleRefused, match=rf"\.py:\d+: rank 0, op 2 backward\(layer 0\): .*{sentence}"):
         model.backward(0, **arguments(model) | wrong)
     assert len(model.log) == 2, "what is refused is not logged"
     assert model.time == 2, "and takes no time"
@@ -168,7 +168,7 @@ def test_a_backward_pass_with_a_wrong_argument_is_refused(wrong: dict[str, Any],
 def test_a_forward_pass_wants_its_own_input_and_a_complete_weight() -> None:
     model = Model(rank=0, layers=2)
     weight, _ = model.load_weights(0, 0, 2)
-    with pytest.raises(PuzzleRefused, match=r"^rank 0, op 0 forward\(layer 0\): .* slices 1 of 2 are missing"):
+    with pytest.raises(PuzzleRefused, match=r"\.py:\d+: rank 0, op 0 forward\(layer 0\): .* slices 1 of 2 are missing"):
         model.forward(0, model.get_activation([0]), weight)
     with pytest.raises(PuzzleRefused, match=r"forward\(layer 1\): the activation given is activations\[0\]"):
         model.forward(1, model.get_activation([0]), model.load_weights(1)[0])
@@ -192,7 +192,7 @@ def test_the_loss_reads_the_last_activation() -> None:
 )
 def test_an_update_wants_the_gradient_of_the_whole_batch(gradient: WeightGrad, sentence: str) -> None:
     model = Model(rank=0, layers=1, batches=4)
-    with pytest.raises(PuzzleRefused, match=rf"^rank 0, op 0 update\(layer 0\): .*{sentence}"):
+    with pytest.raises(PuzzleRefused, match=rf"\.py:\d+: rank 0, op 0 update\(layer 0\): .*{sentence}"):
         model.update(0, gradient, *model.load_weights(0, 1, 4))
 
 
@@ -302,5 +302,5 @@ def test_a_refusal_under_asyncio_names_the_rank_that_is_wrong() -> None:
         if await model.receive() == 1:
             model.loss(model.get_activation([0]))
 
-    with pytest.raises(PuzzleRefused, match=r"^rank 2, op 2 loss"):
+    with pytest.raises(PuzzleRefused, match=r"\.py:\d+: rank 2, op 2 loss"):
         run(solution, 3)

@@ -133,22 +133,6 @@ def test_values_may_come_from_another_model() -> None:
     one.update(0, one.fake_grad(0, range(4)), weight, state)  # its own run has not updated it yet
 
 
-def test_values_in_no_store_are_accepted_and_named_by_the_check(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Model(rank=0, layers=1)
-    weight, state = model.load_weights(0)
-    model.activations[0] = model.get_activation([0])
-    gradient = model.loss(model.forward(0, model.activations[0], weight))
-    model.grad_weights[0], _ = model.backward(0, model.activations[0], gradient, weight)
-    model.weights[0], _ = model.update(0, model.grad_weights[0], weight, state)
-    model.set_final_weight(0, model.weights[0])
-    Model.check([model])
-    first, note = capsys.readouterr().out.splitlines()
-    assert first == "Correct!"
-    assert note.startswith("Note: 6 values were used while in no store")
-    assert "rank 0, op 0 forward(layer 0): weights[0]; rank 0, op 1 loss: activations[1] (microbatch 0)" in note
-    assert note.endswith("and 3 more.")
-
-
 def test_a_dist_may_be_used_again_and_a_new_model_starts_a_new_run() -> None:
     async def half(model: Model) -> None:
         if model.rank == 0:

@@ -130,7 +130,7 @@ def test_a_refusal_names_the_rank_whose_program_added() -> None:
     model = Model(rank=3)
     model.grad_weights[0] = model.fake_grad(0, [0])
     with pytest.raises(
-        AssertionError, match=r"^rank 3, op 0 add\(grad_weights\[0\]\): microbatch 0 would be counted twice"
+        AssertionError, match=r"\.py:\d+: rank 3, op 0 add\(grad_weights\[0\]\): microbatch 0 would be counted twice"
     ):
         model.grad_weights[0] + model.grad_weights[0]
 

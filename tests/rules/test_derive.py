@@ -59,9 +59,9 @@ def passes(layer: Layer, pieces: int, mask: int) -> tuple[list[Spec], list[Spec]
         own = indices_of(layer, port.tensor)
         slices = tuple((index, held) for index, held in cut.items() if index in own)
         inputs.append(Spec(form_of(port.kind, port.layer, 0, space, slices=slices), CELLS))
-    outputs = rules.forward(inputs, weight)
+    outputs, _ = rules.forward(inputs, weight)
     gradients = [spec._replace(form=spec.form.but(kind=GRADIENT_OF[spec.kind], term=None)) for spec in outputs]
-    grad_weight, *made = rules.backward(inputs[0], gradients, weight)
+    (grad_weight, *made), _ = rules.backward(inputs[0], gradients, weight)
     assert grad_weight == Spec(form_of(Kind.GRAD_WEIGHT, layer.weight, 0, space, weight.holds), CELLS)
     return inputs, outputs, gradients, made
 

@@ -22,6 +22,27 @@ Refusals = Mapping[str, tuple[Callable[[], object], Sequence[str]]]
 
 
 @dataclass(frozen=True)
+class ToyLayer:
+    """A layer's rules, by what they say of values alone."""
+
+    rules: LayerRules
+
+    def forward(self, inputs: Sequence[Spec], weight: Spec) -> list[Spec]:
+        return self.rules.forward(inputs, weight)[0]
+
+    def backward(self, first: Spec, gradients: Sequence[Spec], weight: Spec) -> list[Spec]:
+        return self.rules.backward(first, gradients, weight)[0]
+
+    def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:
+        return self.rules.backward_weight(first, gradients, half)
+
+    def saved(self, first: Spec, weight: Spec, kind: Kind = Kind.SAVED) -> Spec:
+        """What autograd keeps of a layer of one input, or what is left of it between the halves."""
+        _, saved = self.rules.forward([first], weight)
+        return saved._replace(form=saved.form.but(kind=kind))
+
+
+@dataclass(frozen=True)
 class Toy:
     """A model of some sizes on a mesh, in which values are counted."""
 
@@ -37,8 +58,8 @@ class Toy:
     def rules(self) -> Rules:
         return rules_of(self.sizes, self.space)
 
-    def layer(self, number: int) -> LayerRules:
-        return self.rules.layers[number]
+    def layer(self, number: int) -> ToyLayer:
+        return ToyLayer(self.rules.layers[number])
 
     def spec_of(
         self,

@@ -13,8 +13,8 @@ LAYERS = 32
 BLOCKS = 8
 """Of a model in half-blocks: 18 matrices, and norms between them."""
 
-ON_THEIR_WAY = 3
-"""Whole layers that may come on top for a while."""
+ON_THEIR_WAY = 3.01
+"""Matrices that may come on top for a while, with the norms between them."""
 
 UNITS = {"W": Kind.WEIGHT, "G": Kind.GRAD_WEIGHT, "O": Kind.OPT_STATE}
 

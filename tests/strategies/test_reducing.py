@@ -117,3 +117,85 @@ def test_only_norms_are_reduced_over_tp_and_only_when_each_rank_has_seen_other_t
         layers = [op.layer for op in reduced if specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT]
         assert set(layers) == expected
         assert len(layers) == len(expected), "once a step"
+
+
+def most_in_flight(plan: Plan, model: Sizes | int) -> dict[str, int]:
+    """By axis, the most elements of whole gradients that rank 0 has in reductions that were issued and not awaited."""
+    program = trace(planned(plan), plan.mesh, model, EACH * plan.data_ranks)
+    assert judge(program).right
+    checked = check(program)
+    assert all(why is None for why in checked.models.values()), "every channel model"
+    flying: dict[int, tuple[str, int]] = {}
+    most: dict[str, int] = {}
+    for op in program.tapes[0]:
+        if op.kind in REDUCES and checked.specs[0][op.inputs[0]].kind is Kind.GRAD_WEIGHT:
+            assert op.group is not None
+            axis = str(op.group.axis)
+            flying[op.handle] = axis, program.sizes.weights[op.layer]
+            most[axis] = max(most.get(axis, 0), sum(elements for other, elements in flying.values() if other == axis))
+        elif op.kind is OpKind.WAIT:
+            flying.pop(op.handle, None)
+    return most
+
+
+SEQUENCE_PARALLEL = Plan(Mesh(dp_shard=2, tp=2), sequence_parallel=True)
+HALVES = Sizes.half_blocks(3)
+MATRIX, NORM = HALVES.weights[0], HALVES.weights[1]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(Mesh(dp_shard=2, tp=2)),
+        SEQUENCE_PARALLEL,
+        replace(SEQUENCE_PARALLEL, shard_optimizer=SHARD, shard_gradients=SHARD),
+        replace(SEQUENCE_PARALLEL, shard_optimizer=SHARD, reduce_at="step"),
+    ],
+)
+def test_reductions_in_flight_are_bounded_by_the_largest_block_however_finely_it_is_cut(plan: Plan) -> None:
+    """With the embedding in the first one and the head in the last: three matrices, and the norms before them."""
+    assert 3 * MATRIX <= most_in_flight(plan, HALVES)["dp_shard"] <= 3 * MATRIX + 3 * NORM
+
+
+def test_of_whole_blocks_one_is_reduced_at_a_time() -> None:
+    assert most_in_flight(Plan(Mesh(dp_shard=2)), 6) == {"dp_shard": Sizes.puzzle(6).weights[0]}
+
+
+def test_a_layer_larger_than_a_block_is_not_waited_for_by_small_ones() -> None:
+    """Small blocks beside one large one: as many as it has room for."""
+    sizes = Sizes.puzzle(6)
+    large = replace(sizes, weights=(4 * sizes.weights[0], *sizes.weights[1:]))
+    assert most_in_flight(Plan(Mesh(dp_shard=2)), large) == {"dp_shard": 4 * sizes.weights[0]}
+
+
+@pytest.mark.parametrize("plan", [hsdp(None), hsdp(BOTH), hsdp((), ()), Plan(MESH)])
+def test_over_a_second_axis_reductions_are_in_flight_beside_those_over_the_first(plan: Plan) -> None:
+    """Nothing waits at once for what it has started: a backward pass lies between, unless it was the last."""
+    program = trace(planned(plan), plan.mesh, 6, plan.data_ranks)
+    specs = check(program).specs[0]
+    issued: dict[int, int] = {}
+    passes, waited_at_once = 0, 0
+    for op in program.tapes[0]:
+        passes += op.kind in BACKWARD
+        if op.kind in REDUCES and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT:
+            issued[op.handle] = passes
+        elif op.kind is OpKind.WAIT and op.handle in issued:
+            waited_at_once += issued[op.handle] == passes < 6
+    assert len(issued) == 2 * 6
+    assert waited_at_once == 0
+
+
+def test_a_pipelines_rank_is_bounded_by_its_own_largest_block() -> None:
+    sizes = Sizes.puzzle(8)
+    sizes = replace(sizes, weights=(9 * sizes.weights[0], *sizes.weights[1:]))
+    plan = Plan(Mesh(pp=2, dp_shard=2), "gpipe", shard_optimizer=SHARD, shard_gradients=SHARD)
+    program = trace(planned(plan), plan.mesh, sizes, 4)
+    specs = check(program).specs
+    last = program.tapes[-1]
+    at_once = 0
+    for op in last:
+        if op.kind in REDUCES and specs[-1][op.inputs[0]].kind is Kind.GRAD_WEIGHT:
+            at_once += 1
+        elif op.kind is OpKind.WAIT:
+            at_once = 0
+        assert at_once <= 1

@@ -39,7 +39,7 @@ class Ranks:
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()  # a rank that has trained takes SIGTERM as a wish to stop after the step
+            process.kill()
             process.join()
         self._folder.cleanup()
 

@@ -28,9 +28,9 @@ def raise_on(rank: int, device: torch.device, failing: int) -> None:
     dist.barrier()
 
 
-def die_on(rank: int, device: torch.device, failing: int) -> None:
+def die_on(rank: int, device: torch.device, failing: int, number: int = signal.SIGKILL) -> None:
     if rank == failing:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     dist.barrier()
 
 

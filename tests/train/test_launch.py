@@ -1,8 +1,9 @@
-"""Ranks are started by torch elastic, or join the world of a launcher."""
+"""Ranks are started here, or join the world of a launcher."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 
 from shardlab.program import UserError
 from shardlab.train import launch
-from shardlab.train.launch import RankFailed, run_ranks
+from shardlab.train.launch import run_ranks
+from shardlab.train.processes import RankFailed
 from tests.train import jobs
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -46,6 +48,11 @@ def test_a_users_mistake_that_only_a_rank_can_see_is_one_sentence() -> None:
 def test_a_rank_that_is_killed_is_named() -> None:
     with pytest.raises(RankFailed, match=r"\b1\b.*(killed|SIGKILL)"):
         run_ranks(2, jobs.die_on, 1)
+
+
+def test_a_rank_that_is_asked_to_end_ends_what_saves_nothing() -> None:
+    with pytest.raises(KeyboardInterrupt, match="rank 1 got SIGTERM"):
+        run_ranks(2, jobs.die_on, 1, signal.SIGTERM)
 
 
 def world_of_subprocesses(environments: list[dict[str, str]], code: str) -> list[str]:
@@ -128,17 +135,18 @@ def test_an_interactive_shell_under_srun_starts_its_own_ranks(monkeypatch: pytes
     assert run_ranks(2, jobs.sum_of_ranks, 5) == 6
 
 
-def test_a_port_in_use_is_one_sentence() -> None:
+def test_a_port_in_use_is_one_sentence_from_every_rank() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        code = f"{IMPORTS}try: run_ranks(1, jobs.sum_of_ranks, 5)\nexcept UserError as error: print(error)"
-        environment = {**LAUNCHERS["torchrun's variables"](0, port), "WORLD_SIZE": "1"}
-        (printed,) = world_of_subprocesses([environment], code)
-    assert f"127.0.0.1:{port}" in printed
-    assert "MASTER_PORT" in printed
-    assert "\n" not in printed
+        code = f"{IMPORTS}try: run_ranks(2, jobs.sum_of_ranks, 5)\nexcept UserError as error: print(error)"
+        printed = world_of_subprocesses([LAUNCHERS["torchrun's variables"](rank, port) for rank in range(2)], code)
+    for rank, sentence in enumerate(printed):
+        assert sentence.startswith(f"rank {rank} ")
+        assert f"127.0.0.1:{port}" in sentence
+        assert "MASTER_PORT" in sentence
+        assert "\n" not in sentence
 
 
 def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +154,18 @@ def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.M
     assert launch.pick_device(1) == launch.torch.device("cuda", 1)
     assert launch.backend_of(launch.pick_device(1)) == "nccl"
     assert launch.backend_of(launch.pick_device(2)) == "gloo"
+
+
+def test_gpus_meet_with_the_device_id_for_which_messages_were_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it two ranks' messages would have a communicator of their own, which is another channel model."""
+    for name, value in {**LAUNCHERS["torchrun's variables"](0, "29500"), "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, object] = {}
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch.torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(launch, "store_of", lambda _: None)
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend))
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    device = run_ranks(1, lambda _, device: device)
+    assert device == launch.torch.device("cuda", 0)
+    assert (given["backend"], given["device_id"]) == ("nccl", device)

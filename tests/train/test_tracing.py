@@ -25,8 +25,9 @@ from shardlab.simulate.trace_file import read_trace
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
-from shardlab.train.launch import RankFailed, run_ranks
+from shardlab.train.launch import run_ranks
 from shardlab.train.loop import Run, train_rank
+from shardlab.train.processes import RankFailed
 from shardlab.train.tracing import Tracer, Tracing, trace_rank
 from tests.draw.viewer import require_readable
 from tests.support.ranks import Ranks

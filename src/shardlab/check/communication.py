@@ -141,7 +141,7 @@ class Communication:
         if op[3]:
             state.refuse(f"{op}: a send makes no value.")
         spec = state.live[value]
-        state.want_layer(op, spec.layer)
+        state.want_layer(op, spec[0].layer)
         member = self._issue(state, op)
         state.arrived[op[4]] = None  # buffered: the sender never waits
         _check_peer(state, op)
@@ -203,7 +203,7 @@ def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
         )
     if reads:
         spec = state.live[op[2][0]]
-        state.want_layer(op, spec.layer)
+        state.want_layer(op, spec[0].layer)
         return spec
     if makes:
         if op.expect is None:

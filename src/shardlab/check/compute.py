@@ -10,19 +10,10 @@ from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.tape import NO_WEIGHT
 from shardlab.rules import attention
 from shardlab.rules import update as sums
+from shardlab.rules.layer import Backward
 from shardlab.rules.spec import form_of
 
 Rule = Callable[[RankState, Op], None]
-
-
-def free(state: RankState, op: Op) -> None:
-    (number,), () = op[2], op[3]
-    spec = state.live[number]
-    if state.reading.get(number):
-        state.refuse(f"free: {spec} is still read by a communication in flight; wait for it first.")
-    del state.live[number]
-    state.saved_of.pop(number, None)
-    state.half_of.pop(number, None)
 
 
 def forward(state: RankState, op: Op) -> None:
@@ -30,11 +21,11 @@ def forward(state: RankState, op: Op) -> None:
     activation, weight, *others = op[2]
     rules = state.layer(op)
     specs = [live[activation], *[live[number] for number in others]]
-    made = rules.forward(specs, live[weight])
+    made, saved = rules.forward(specs, live[weight])
     outputs = op[3]
     state.make_all(outputs[: len(made)], made)
     if len(outputs) == len(made) + 1:
-        _save(state, outputs[-1], activation, rules.saved(specs[0], live[weight]))
+        _save(state, outputs[-1], activation, saved)
     elif len(outputs) > len(made):
         state.refuse(f"{op}: has {len(outputs)} outputs, but this layer makes {len(made)} values.")
 
@@ -44,8 +35,7 @@ def recompute(state: RankState, op: Op) -> None:
     rules, spec = state.layer(op), state.live[activation]
     if not rules.layer.recomputed:
         state.refuse(f"{op}: a {rules.layer.name} layer is not recomputed: it takes or makes several values.")
-    rules.forward([spec], state.live[weight], "recompute")
-    _save(state, saved, activation, rules.saved(spec, state.live[weight]))
+    _save(state, saved, activation, rules.forward([spec], state.live[weight], "recompute")[1])
 
 
 def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
@@ -55,29 +45,29 @@ def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
 
 
 def backward(state: RankState, op: Op) -> None:
-    state.make_all(op[3], _backward(state, op))
+    state.make_all(op[3], _backward(state, op)[0])
 
 
 def backward_input(state: RankState, op: Op) -> None:
     *outputs, half = op[3]
-    activation, _, weight, *_ = op[2]
-    kept = state.layer(op).saved(state.live[activation], state.live[weight], Kind.SAVED_FOR_WEIGHT)
-    state.make_all(outputs, _backward(state, op)[1:])
-    state.note(half, kept)
+    activation = op[2][0]
+    made, follows = _backward(state, op)
+    state.make_all(outputs, made[1:])
+    state.note(half, Spec(follows.half, state.live[activation].cells))
     state.half_of[activation] = half
 
 
-def _backward(state: RankState, op: Op) -> list[Spec]:
-    """What both halves of a backward pass make, whichever of it the op keeps."""
+def _backward(state: RankState, op: Op) -> tuple[list[Spec], Backward]:
+    """What both halves of a backward pass make, whichever of it the op keeps, and what it follows from."""
     activation, gradient, weight, saved, *others = op[2]
     live, rules = state.live, state.layer(op)
     spec = live[activation]
-    made = rules.backward(spec, [live[gradient], *[live[number] for number in others]], live[weight])
+    made, follows = rules.backward(spec, [live[gradient], *[live[number] for number in others]], live[weight])
     if state.saved_of.pop(activation, None) != saved:
         state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
-    if state.specs[saved][0] is not rules.saved(spec, live[weight])[0]:
+    if state.specs[saved][0] is not follows.saved:
         state.refuse(f"{op}: the forward pass was by other slices of the layer than the weight's.")
-    return made
+    return made, follows
 
 
 def backward_weight(state: RankState, op: Op) -> None:
@@ -160,7 +150,6 @@ def _said(holds: Holds | None) -> str:
 _GRAD_WEIGHT = Kind.GRAD_WEIGHT
 
 COMPUTE_RULES: dict[OpKind, Rule] = {
-    OpKind.FREE: free,
     OpKind.FORWARD: forward,
     OpKind.BACKWARD: backward,
     OpKind.BACKWARD_INPUT: backward_input,

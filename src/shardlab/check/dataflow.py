@@ -17,6 +17,7 @@ from shardlab.check.rank_state import RankState
 from shardlab.program import Deadlock, Op, OpKind, Program, Refused
 from shardlab.program.tape import ARITIES
 from shardlab.program.waiting import explain
+from shardlab.rules.kind import ROW_KINDS
 
 
 class Dataflow:
@@ -59,14 +60,26 @@ class Dataflow:
 
     def _replay(self, state: RankState) -> None:
         """Go on with one rank until it ends or waits for something that has not happened."""
-        ops, rules, arrived, wait = state.ops, self._rules, state.arrived, OpKind.WAIT
+        ops, rules, arrived, live, reading = state.ops, self._rules, state.arrived, state.live, state.reading
         for at in range(state.at, len(ops)):
             op = ops[at]
             state.at = at
-            if op[0] is not wait:
-                if (op[0], len(op[2]), len(op[3])) not in ARITIES:
+            kind = op[0]
+            if kind is FREE:  # half of all entries, so its rule stands here
+                if len(op[2]) != 1 or op[3]:
                     _refuse_arity(state, op)
-                rules[op[0]](state, op)
+                number = op[2][0]
+                spec = live[number]
+                if reading.get(number):
+                    state.refuse(f"free: {spec} is still read by a communication in flight; wait for it first.")
+                del live[number]
+                if spec[0].kind in ROW_KINDS:
+                    state.saved_of.pop(number, None)
+                    state.half_of.pop(number, None)
+            elif kind is not WAIT:
+                if (kind, len(op[2]), len(op[3])) not in ARITIES:
+                    _refuse_arity(state, op)
+                rules[kind](state, op)
             elif op[4] in arrived:
                 self.communication.arrive(state, op)
             else:
@@ -75,6 +88,9 @@ class Dataflow:
                 state.waits_for = op[4]
                 return
         state.at = len(ops)
+
+
+FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
 
 def _refuse_arity(state: RankState, op: Op) -> NoReturn:

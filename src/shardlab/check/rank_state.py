@@ -52,8 +52,9 @@ class RankState:
 
     def make(self, number: int, spec: Spec) -> None:
         """A value comes to life; its number must be new."""
-        self.note(number, spec)
-        self.live[number] = spec
+        if number in self.specs or number < 0:
+            self.note(number, spec)
+        self.specs[number] = self.live[number] = spec
 
     def note(self, number: int, spec: Spec) -> None:
         """A value exists, whether or not ops may use it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import tyro
@@ -20,6 +23,9 @@ from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.program import Refused, UserError
+from shardlab.program.bounds import ops_bounded
+from shardlab.starting import INTERRUPTED, loaded
+from shardlab.train.streams import unbroken
 
 
 class Command(Protocol):
@@ -51,13 +57,25 @@ COMMANDS: dict[str, type[Command]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; without `argv`, the process's own."""
+    if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
+        print(f"shardlab {_version()}")
+        return 0
+    with contextlib.redirect_stderr(unbroken(sys.stderr)):
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
-        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="shardlab", description=DESCRIPTION, args=argv)
-    except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
-        return end.code if isinstance(end.code, int) else 0
-    try:
+        loaded()
+        try:
+            command = tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, prog="shardlab", description=DESCRIPTION, args=argv
+            )
+        except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
+            return end.code if isinstance(end.code, int) else 0
         check_counts(command)
-        status = command.run()
+        with ops_bounded(getattr(command, "max_ops", None)):
+            status = command.run()
         sys.stdout.flush()
         return status
     except (UserError, Refused) as error:
@@ -65,10 +83,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("shardlab: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+        return INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # the reader of a pipe has seen enough, or the terminal was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
-DESCRIPTION = "Write a parallel-training strategy once: it is checked, drawn, timed, and trains a real transformer."
+def _version() -> str:
+    try:
+        return version("shardlab")
+    except PackageNotFoundError:  # run from its folder
+        return "that is not installed"
+
+
+DESCRIPTION = (
+    "Write a parallel-training strategy once: it is checked, drawn, timed, and trains a real transformer. "
+    "--version prints the version."
+)

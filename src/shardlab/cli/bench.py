@@ -41,11 +41,11 @@ class Collectives(Measuring):
     """Measure them between and beside computations, too, as steps have them: the profile's figures are those."""
 
     def run(self) -> int:
-        from shardlab.cli.bench_tables import print_collectives
+        from shardlab.cli.bench_summary import print_collectives
         from shardlab.measure.collectives import CollectiveBench, group_sizes, measure_collectives
         from shardlab.measure.plot import plot_collectives
 
-        check_new_file("--plot", self.plot, "collectives.svg")
+        check_new_file("--plot", self.plot, "collectives.svg", force=self.force)
         for kind in self.kinds:
             if kind not in KINDS:
                 raise UserError(f"no collective is called {kind!r}; {nearest(kind, KINDS)}")
@@ -81,12 +81,12 @@ class Compute(Measuring):
     """How long each model is trained for."""
 
     def run(self) -> int:
-        from shardlab.cli.bench_tables import print_compute
+        from shardlab.cli.bench_summary import print_compute
         from shardlab.measure.layers import ComputeBench, measure_compute
         from shardlab.measure.plot import plot_compute
         from shardlab.measure.shapes import DTYPES, Shape, parse_batch
 
-        check_new_file("--plot", self.plot, "compute.svg")
+        check_new_file("--plot", self.plot, "compute.svg", force=self.force)
         for dtype in self.dtype:
             if dtype not in DTYPES:
                 raise UserError(f"no dtype that can be measured is called {dtype!r}; {nearest(dtype, DTYPES)}")

@@ -1,18 +1,15 @@
-"""What the benches print: a line for each size or layer, then what was fitted and how well it fits."""
+"""Tables of everything that a bench has measured and fitted: a row for each size or layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import stdout_console
 from shardlab.measure.fit import Errors
 from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
-from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
-from shardlab.measure.report import collective_fits, crowds
+from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint
 from shardlab.measure.sizes import size_text
 
 GIGA = 1e9
@@ -21,11 +18,9 @@ MICRO = 1e-6
 PASSES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 
-def print_collectives(points: Sequence[Point], console: Console | None = None) -> None:
-    """Every collective at every size, how much of it is hidden, and its latency and bandwidth."""
-    console = console or stdout_console()
-    measured = [point for point in points if isinstance(point, CollectivePoint)]
-    table = _table("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "CS336", "wrong", left=1)
+def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
+    """Every collective at every size, called again and again."""
+    table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", left=1)
     for point, before in zip(measured, [None, *measured], strict=False):
         if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
             table.add_row()
@@ -36,44 +31,20 @@ def print_collectives(points: Sequence[Point], console: Console | None = None) -
             *((size_text(point.bytes),) if point.bytes else ("-",)),
             f"{point.seconds / MICRO:,.1f}",
             *(bandwidths if point.bytes else ("-", "-")),
-            f"{point.cs336_bandwidth:.3f}" if point.cs336_bandwidth is not None else "-",
             f"[bold red]{point.wrong}[/]" if point.wrong else "0",
         )
-    console.print(table)
-    if any(point.cs336_bandwidth is not None for point in measured):
-        console.print(
-            "[dim]CS336: that lecture's formulas, in 2^30 bytes/s; of an all_reduce the bus bandwidth, of a "
-            "reduce_scatter the bus bandwidth over the ranks, since it counts what comes out[/]"
-        )
-    console.print()
-    _print_overlap(console, [point for point in points if isinstance(point, OverlapPoint)])
-    fits = _table("fit", "ranks", "latency us", "1/beta GB/s", "error: median", "worst", left=1)
-    found = collective_fits(points)
-    for fit in found:
-        bandwidth = f"{1 / fit['beta'] / GIGA:.3f}" if fit["beta"] else "-"
-        errors = (f"{fit['errors'][key]:.0%}" for key in ("median", "worst"))
-        fits.add_row(fit["kind"], str(fit["ranks"]), f"{fit['alpha'] / MICRO:,.1f}", bandwidth, *errors)
-    console.print(fits, "")
-    _print_doubts(console, found)
+    console.print(table, "")
 
 
-def _print_doubts(console: Console, fits: Sequence[dict[str, Any]]) -> None:
-    """Each reason to doubt a fit, with the fits that it is about."""
-    reasons = list(dict.fromkeys(fit["doubt"] for fit in fits if fit["doubt"]))
-    for reason in reasons:
-        doubted = ", ".join(f"{fit['kind']} ({fit['ranks']})" for fit in fits if fit["doubt"] == reason)
-        console.print(f"[yellow]doubtful: {doubted}: {reason}[/]", soft_wrap=True)
-    if reasons:
-        console.print()
-
-
-def _print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
+def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
+    """What every collective adds to a step that computes, and how much of it compute hides."""
     if not points:
         return
-    table = _table("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", left=1)
+    table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", left=1)
     for point in points:
         times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
-        table.add_row(point.kind, str(point.ranks), size_text(point.bytes), *times, hidden_text(point.hidden))
+        size = size_text(point.bytes) if point.bytes else "-"
+        table.add_row(point.kind, str(point.ranks), size, *times, hidden_text(point.hidden))
     console.print(table)
     console.print(
         "[dim]it adds: where it is waited for between computations; beside: computed between its start and the wait\n"
@@ -86,36 +57,24 @@ def hidden_text(share: float) -> str:
     return "none" if share < 0 else f"{min(share, 1.0):.0%}"
 
 
-def print_compute(points: Sequence[Point], console: Console | None = None) -> None:
-    """Every layer at every size as a share of the peak, and the rates of the kernels."""
-    console = console or stdout_console()
-    peaks = {(p.dtype, p.processes): p for p in points if isinstance(p, PeakPoint)}
-    groups = crowds(points)
-    if groups:
-        _print_layers(console, groups[0], peaks)
-    for peak in peaks.values():
-        console.print(
-            f"peak in {peak.dtype}, {peak.processes} at once: [bold]{peak.flops / GIGA:,.1f} GFLOP/s[/] each: "
-            f"measured, the fastest product of matrices ({peak.size} x {peak.size})"
-        )
-    for group in groups:
-        _print_rates(console, group)
-
-
-def _print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tuple[str, int], PeakPoint]) -> None:
+def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tuple[str, int], PeakPoint]) -> None:
+    """Every layer that has a forward pass, at every size."""
     console.print(
         f"[bold]{layers[0].processes} at once[/], in microseconds, and as a share of the peak; a backward pass also in "
         "halves, for the input and for the weight"
     )
     heads = ("forward", "peak", "backward", "peak", "input", "weight", "update")
-    table = _table("layer", "width", "batch", *heads, left=1)
+    table = table_of("layer", "width", "batch", *heads, left=1)
     rows: dict[tuple[str, int, int, int, str], dict[str, LayerPoint]] = {}
     for point in layers:
         key = (point.layer, point.width, point.rows, point.tokens, point.dtype)
         rows.setdefault(key, {}).setdefault("forward" if point.op == "loss" else point.op, point)
+    sizes = len({key[1:] for key in rows})
     before = ""
     for (layer, width, sequences, tokens, dtype), ops in sorted(rows.items(), key=lambda row: row[0]):
-        if before and layer != before:
+        if not ops.keys() & set(PASSES):  # drawing a batch and adding a gradient are in the fit alone
+            continue
+        if before and layer != before and sizes > 1:
             table.add_row()
         before = layer
         cells: list[str] = []
@@ -130,14 +89,15 @@ def _print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tu
     console.print(table, "")
 
 
-def _print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
+def print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
+    """What each kind of kernel was found to reach, and how far that is from each layer's timings."""
     rates = fit_kernels(layers)
-    table = _table(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", left=2)
+    table = table_of(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", left=2)
     for (family, dtype), rate in sorted(rates.items()):
         numbers = (f"{each / GIGA:,.1f}" if each else "-" for each in (rate.flops, rate.bytes))
         table.add_row(family, dtype, f"{rate.launch / MICRO:,.1f}" if rate.launch else "-", *numbers)
     console.print("", table, "")
-    errors = _table("errors of that fit", "points", "median", "worst", left=1)
+    errors = table_of("errors of that fit", "points", "median", "worst", left=1)
     for (layer, op), found in sorted(errors_by_layer(layers, rates).items()):
         errors.add_row(f"{layer}, {op.replace('_', ' ')}", *_errors(found))
     errors.add_row()
@@ -149,7 +109,7 @@ def _errors(errors: Errors) -> tuple[str, str, str]:
     return str(errors.points), f"{errors.median:.0%}", f"{errors.worst:.0%}"
 
 
-def _table(*heads: str, left: int) -> Table:
+def table_of(*heads: str, left: int) -> Table:
     """A table whose first columns are words and whose others are numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
     for number, head in enumerate(heads):

@@ -11,8 +11,9 @@ import tyro
 
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
-from shardlab.cli.options import Flag, NewFile
+from shardlab.cli.options import Colors, Flag, NewFile
 from shardlab.cli.picture import check_new_files, save_trace
+from shardlab.hardware.clusters import is_measured
 from shardlab.hardware.profile import default_path
 from shardlab.program import UserError
 from shardlab.rules.pieces import counted
@@ -47,10 +48,13 @@ class Compare:
     path/to/profile.json of its --profile."""
 
     force: Flag = False
-    """Take a profile from another machine."""
+    """Take a profile from another machine; replace files that Shardlab did not write."""
 
     svg: NewFile = None
     """Draw both timelines into this file."""
+
+    color_by: Colors = "pass"
+    """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
 
     trace: NewFile = None
     """Write both timelines into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
@@ -59,7 +63,7 @@ class Compare:
     """Print JSON alone."""
 
     def run(self) -> int:
-        check_new_files(self.svg, self.trace, "comparison.svg")
+        check_new_files(self.svg, self.trace, "comparison.svg", force=self.force)
         trace = read_trace(self.folder)
 
         from shardlab.train.described import job_of
@@ -87,7 +91,8 @@ class Compare:
         """The prediction; None if this machine has not been measured and no cluster is named."""
         if self.cluster is None and not default_path().exists():
             return None
-        cluster = cluster_called(self.cluster or "local", force=self.force)
+        name = self.cluster or "local"
+        cluster = cluster_called(name, force=self.force and (is_measured(name) or not (self.svg or self.trace)))
         dtype = str(job.dtype).removeprefix("torch.")
         precision = next((each for each in PRECISIONS.values() if each.compute == dtype), None)
         if precision is None:
@@ -100,9 +105,9 @@ class Compare:
             return
         from shardlab.draw import save_comparison  # matplotlib takes long to import
 
-        timelines = {"predicted": predicted} if predicted else {}
+        timelines = {**({"predicted": predicted} if predicted else {}), "measured": measured.timeline}
         try:
-            save_comparison({**timelines, "measured": measured.timeline}, self.svg, f"{job.title}: one optimizer step")
+            save_comparison(timelines, self.svg, f"{job.title}: one optimizer step", self.color_by)
         except OSError as error:
             raise UserError(f"--svg {self.svg}: it cannot be written: {error.strerror}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,11 @@ from shardlab.simulate.compare import Comparison, KindRow, Pair
 
 SHOWN_RANKS = 8
 """Of more ranks, only those are shown; --json has all."""
+
+NOTE = (
+    "exposed communication: a rank waits for it; idle: a rank waits for others; an op's time is that of all it counts "
+    "in a step"
+)
 
 NEGLIGIBLE = 1e-3
 """A kind of op that takes less than this share of its rank's time, on both sides, is left out."""
@@ -27,47 +33,75 @@ def print_comparison(
     console.print(Text.assemble((title, "bold cyan")), soft_wrap=True)
     for sentence in comparison.missing:
         console.print(Text(f"incomplete: {sentence}", "yellow"), soft_wrap=True)
+    if comparison.step.predicted is None:
+        _print_how_to_predict(console, max(2, len(comparison.ranks)))
     console.print()
     console.print(_step_table(comparison))
     console.print()
     console.print(_op_table(comparison))
+    console.print()
+    ratio = "" if comparison.step.predicted is None else "; ratio: predicted over measured"
+    for line in wrap(f"{NOTE}{ratio}", console.width):
+        console.print(Text(line, "dim"))
     if len(comparison.ranks) > SHOWN_RANKS:
         console.print(Text(f"ranks 0-{SHOWN_RANKS - 1} of {len(comparison.ranks)}; --json has all", "dim"))
-    if comparison.step.predicted is None:
-        console.print()
-        console.print(Text("nothing is predicted: shardlab bench measures this machine, or name a --cluster", "yellow"))
     if written:
         console.print()
     for path in written:
         console.print(Text.assemble(("written to  ", "dim"), (str(path), "bold")), soft_wrap=True)
 
 
-def _table(*left: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in left:
-        table.add_column(heading)
-    for heading in ("predicted", "measured", "ratio"):
-        table.add_column(heading, justify="right")
-    return table
+def _print_how_to_predict(console: Console, ranks: int) -> None:
+    console.print(Text("nothing is predicted: this machine is not measured yet; to measure it, run", "yellow"))
+    for what in ("collectives", "compute"):
+        console.print(Text(f"  shardlab bench {what} --ranks {ranks}", "bold"), soft_wrap=True)
+    console.print(Text("or name another one, such as --cluster h100x8", "yellow"))
+
+
+class _Pairs:
+    """A table of pairs; without a prediction it has what was measured alone.
+
+    Args:
+        left: headings of the first columns, which are words.
+        predicted: whether there is a prediction.
+    """
+
+    def __init__(self, *left: str, predicted: bool) -> None:
+        self._predicted = predicted
+        self.table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for heading in left:
+            self.table.add_column(heading)
+        for heading in ("predicted", "measured", "ratio") if predicted else ("measured",):
+            self.table.add_column(heading, justify="right")
+
+    def add(self, *words: str, pair: Pair, times: float = 1e3, unit: str = "ms") -> None:
+        """A row: words, and a pair of seconds, or of what becomes `unit` by `times`."""
+
+        def cell(figure: float | None) -> str:
+            return "-" if figure is None else f"{figure * times:,.2f} {unit}"
+
+        ratio = "-" if pair.ratio is None else f"{pair.ratio:.2f}"
+        cells = (cell(pair.predicted), cell(pair.measured), ratio) if self._predicted else (cell(pair.measured),)
+        self.table.add_row(*words, *cells)
 
 
 def _step_table(comparison: Comparison) -> Table:
-    table = _table("", "rank")
-    table.add_row("step", "all", *_milliseconds(comparison.step))
+    pairs = _Pairs("", "rank", predicted=comparison.step.predicted is not None)
+    pairs.add("step", "all", pair=comparison.step)
     rows = comparison.ranks[:SHOWN_RANKS]
     for row in rows:
-        table.add_row("computes", str(row.rank), *_milliseconds(row.computing))
+        pairs.add("computes", str(row.rank), pair=row.computing)
     for row in rows:
-        table.add_row("exposed communication", str(row.rank), *_milliseconds(row.exposed))
+        pairs.add("exposed communication", str(row.rank), pair=row.exposed)
     for row in rows:
-        table.add_row("idle", str(row.rank), *_milliseconds(row.idle))
+        pairs.add("idle", str(row.rank), pair=row.idle)
     for row in rows:
-        table.add_row("peak memory", str(row.rank), *_mebibytes(row.memory))
-    return table
+        pairs.add("peak memory", str(row.rank), pair=row.memory, times=2**-20, unit="MiB")
+    return pairs.table
 
 
 def _op_table(comparison: Comparison) -> Table:
-    table = _table("rank", "op", "count")
+    pairs = _Pairs("rank", "op", "count", predicted=comparison.step.predicted is not None)
     for rank in range(min(len(comparison.ranks), SHOWN_RANKS)):
         rows = [row for row in comparison.kinds if row.rank == rank]
         whole = [sum(_either(row, side) for row in rows) for side in _SIDES]
@@ -75,8 +109,8 @@ def _op_table(comparison: Comparison) -> Table:
             shares = [_either(row, side) > NEGLIGIBLE * all_ for side, all_ in zip(_SIDES, whole, strict=True)]
             if any(shares) or row.seen < row.ops:
                 count = str(row.ops) if row.seen == row.ops else f"{row.seen} of {row.ops}"
-                table.add_row(str(rank), row.kind.value.replace("_", "-"), count, *_milliseconds(row.seconds))
-    return table
+                pairs.add(str(rank), row.kind.value.replace("_", "-"), count, pair=row.seconds)
+    return pairs.table
 
 
 _SIDES = ("predicted", "measured")
@@ -84,18 +118,3 @@ _SIDES = ("predicted", "measured")
 
 def _either(row: KindRow, side: str) -> float:
     return getattr(row.seconds, side) or 0.0
-
-
-def _milliseconds(pair: Pair) -> tuple[str, str, str]:
-    return _cells(pair, 1000, "ms")
-
-
-def _mebibytes(pair: Pair) -> tuple[str, str, str]:
-    return _cells(pair, 2**-20, "MiB")
-
-
-def _cells(pair: Pair, times: float, unit: str) -> tuple[str, str, str]:
-    def cell(figure: float | None) -> str:
-        return "-" if figure is None else f"{figure * times:,.2f} {unit}"
-
-    return cell(pair.predicted), cell(pair.measured), "-" if pair.ratio is None else f"{pair.ratio:.2f}"

@@ -27,7 +27,7 @@ class Measuring:
     """The options of both benches."""
 
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 0.2
-    """How long each point is measured for."""
+    """How long each collective is measured for at each size."""
 
     save: bool = True
     """Keep the fit in this machine's profile."""
@@ -38,6 +38,12 @@ class Measuring:
     plot: NewFile = None
     """Draw what was measured into this file."""
 
+    verbose: Flag = False
+    """Print every size and layer, too, and every rate that was fitted."""
+
+    force: Flag = False
+    """Draw into a file that Shardlab did not write."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -46,7 +52,7 @@ class Measuring:
         ranks: int,
         function: Callable[..., bool],
         bench: Any,
-        show: Callable[[list[Point]], None],
+        show: Callable[[list[Point], bool], None],
         draw: Callable[[list[Point], Path], None],
     ) -> int:
         """Run a bench on its ranks, and tell what was measured; the exit status.
@@ -54,13 +60,12 @@ class Measuring:
         Args:
             function: `function(rank, device, bench, file)` writes points into the file and says whether this process
                 is the one that tells.
-            show, draw: print the points, and draw them into a file.
+            show, draw: print the points, with or without each of them, and draw them into a file.
         """
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
         from shardlab.measure.points import read_points
         from shardlab.measure.saving import profile_to_update
-        from shardlab.train.launch import RankFailed, run_ranks
+        from shardlab.train.launch import run_ranks
+        from shardlab.train.processes import RankFailed
 
         if self.profile is not None and self.profile.suffix != ".json":
             raise UserError(f"--profile {self.profile}: its name must end in .json, by which --cluster knows a profile")
@@ -73,7 +78,7 @@ class Measuring:
                 tells = run_ranks(ranks, function, bench, file)
             except RankFailed as error:
                 failure, status = str(error), 1
-            except (KeyboardInterrupt, SignalException):
+            except KeyboardInterrupt:
                 failure, status = "interrupted", 130
             points = read_points(file)
         if tells and points:
@@ -87,7 +92,7 @@ class Measuring:
         self,
         points: list[Point],
         failure: str,
-        show: Callable[[list[Point]], None],
+        show: Callable[[list[Point], bool], None],
         draw: Callable[[list[Point], Path], None],
     ) -> None:
         from shardlab.measure.report import as_json
@@ -103,10 +108,10 @@ class Measuring:
             data = {**as_json(points), "profile": None if where is None else str(where), "failure": failure or None}
             print(json_format.dumps(data, indent=2))
             return
-        show(points)
+        show(points, self.verbose)
         for what, path in (("profile", where), ("drawn in", self.plot)):
             if path is not None:
-                print(f"{what:<10}{path}")
+                print(f"{what:<15}{path}")
 
 
 def check_seconds(seconds: float) -> float:

@@ -10,6 +10,8 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from shardlab.program import UserError
+from shardlab.program.bounds import MAX_FOLDED, MAX_OPS
+from shardlab.program.picture import ColorBy
 
 
 def _count(words: list[str]) -> int:
@@ -60,6 +62,13 @@ Ranks = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default
 Layers = Annotated[int | None, _COUNT, tyro.conf.arg(help_behavior_hint="(default: 4, or one for each stage)")]
 """1 or more; without it 4, or one for each stage if a pipeline has more stages."""
 
+MaxOps = Annotated[
+    int | None,
+    _COUNT,
+    tyro.conf.arg(help_behavior_hint=f"(default: {MAX_OPS:,}; {MAX_FOLDED:,} where alike ranks are folded)"),
+]
+"""The most ops that are traced; a module's `main` sees to it (see `shardlab.program.bounds`)."""
+
 Norm = Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="")]
 """The largest norm of a gradient, or none."""
 
@@ -68,6 +77,9 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 NewFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 """A file to be written."""
+
+Colors = Annotated[ColorBy, tyro.conf.arg(metavar="{pass,layer}")]
+"""What a picture's colours tell."""
 
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 """A name, or none."""

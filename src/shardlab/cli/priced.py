@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardlab.cli.cluster import cluster_called
+from shardlab.cli.global_batch import AS_USUAL, BatchRequest
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
+from shardlab.program.bounds import max_ops
 from shardlab.simulate.traced import stands_for
 from shardlab.strategies.entry import Entry
 from shardlab.strategies.load import load
+from shardlab.strategies.plan import Plan
 
 if TYPE_CHECKING:
     from shardlab.simulate.estimate import Estimate, Peak
@@ -19,10 +22,6 @@ if TYPE_CHECKING:
 
 MOST_CHECKED = 100_000
 """Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
-
-MOST_TRACED = 250_000
-"""Forward passes, backward passes and updates, on all ranks, of a program that is traced rank by rank: it has several
-times as many ops, and takes some ten seconds."""
 
 MOST_ALONG = 100_000
 """Ranks along an axis, of a plan whose ranks are folded: what they hold is put together one by one."""
@@ -42,7 +41,8 @@ class Request:
         layout: flags of a plan.
         model, cluster, precision: by name; without a precision, bfloat16 where the device has it.
         force: take a profile from another machine.
-        ranks, layers, microbatches, rows: as given, or None.
+        ranks, layers: as given, or None.
+        batch: how large the global batch is, and how it is cut.
     """
 
     strategy: str | None
@@ -52,8 +52,7 @@ class Request:
     precision: str | None
     ranks: int | None
     layers: int | None
-    microbatches: int | None
-    rows: int | None
+    batch: BatchRequest = AS_USUAL
     force: bool = False
 
 
@@ -98,7 +97,6 @@ def price(request: Request) -> Result:
     cluster.require(ranks)
     precision = find_precision(request.precision or ("bf16" if "bfloat16" in cluster.device.flops else "fp32"))
     mesh, notes, whole = entry.grid(ranks), list[str](), model
-    microbatches = request.microbatches or _microbatches(mesh)
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
             f"{entry.name} computes on whole blocks, which share no weight: the tied head of {request.model} is priced "
@@ -113,14 +111,17 @@ def price(request: Request) -> Result:
         return proof
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
-    workload = Workload(plan, model, cluster, microbatches, request.rows or 1, precision, trace, entry.columns)
+    microbatches, rows = request.batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
+    workload = Workload(plan, model, cluster, microbatches, rows, precision, trace, entry.columns)
+    if entry.plan is None:
+        entry.require_ops(1, model.layers, request.batch.microbatches or 1)
     _require_few_ranks(entry, workload, request.cluster)
     alike = entry.plan is not None and _ops_on_all_ranks(workload) > MOST_CHECKED
     if entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
     require_memory(workload, estimate, whole)
-    notes += doubts(workload, estimate, request.cluster)
+    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, request.cluster)]
     return Result(entry, workload, estimate, (request.model, request.cluster), not alike, notes)
 
 
@@ -136,12 +137,25 @@ def _require_few_ranks(entry: Entry, workload: Workload, cluster: str) -> None:
             )
         return
     at_least = 3 * workload.cut.layers * mesh.world // mesh.pp
-    if at_least > MOST_TRACED:
+    if at_least > max_ops():
         flag = axis.replace("_", "-")
         raise UserError(
             f"{entry.name} on {cluster} would trace {mesh.world:,} ranks one by one, {at_least:,} ops or more; a plan "
             f"folds those that are alike: --{flag} {min(size, MOST_ALONG)}"
         )
+
+
+def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
+    """That selective recomputation saves nothing, if the same plan without it takes no more memory."""
+    plan = workload.plan
+    if not isinstance(plan, Plan) or plan.recompute != "selective":
+        return []
+    if replace(workload, plan=replace(plan, recompute="none")).peak_bytes() > estimate.peak.bytes:
+        return []
+    return [
+        "--recompute selective saves no memory here: it computes attention's scores again, but without it none are "
+        "kept either (they are with dropout, or without a fused kernel); leave it out"
+    ]
 
 
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
@@ -169,11 +183,6 @@ def _ranks(request: Request, size: int) -> int | None:
     return None if named or alone else size
 
 
-def _microbatches(mesh: Mesh) -> int:
-    """One for each data-parallel rank; in a pipeline, twice as many as it has ranks."""
-    return mesh.dp_replicate * mesh.dp_shard * mesh.ep * (2 * mesh.pp if mesh.pp > 1 else 1)
-
-
 def as_json(result: Result) -> dict[str, Any]:
     """What is known of the step, for other programs; seconds, bytes and shares."""
     workload, estimate, entry = result.workload, result.estimate, result.entry
@@ -188,6 +197,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "idle_devices": workload.cluster.size - workload.mesh.world,
         "mesh": {axis: size for axis, size in workload.mesh.sizes().items() if size > 1},
         "layers": program.layers,
+        "global_batch": workload.microbatches * workload.rows,
         "microbatches": workload.microbatches,
         "rows": workload.rows,
         "tokens": workload.tokens,

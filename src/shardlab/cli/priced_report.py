@@ -11,10 +11,10 @@ from rich.text import Text
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.priced import MOST_CHECKED, Result
-from shardlab.cli.timeline_text import legend, rank_row
+from shardlab.cli.timeline_rows import print_timeline
 from shardlab.rules.pieces import counted
 from shardlab.simulate.traced import rank_of, stands_for
-from shardlab.simulate.units import bytes_text, share_text, unit_of
+from shardlab.simulate.units import bytes_text, seconds_text, share_text, unit_of
 
 if TYPE_CHECKING:
     from shardlab.simulate.estimate import Peak
@@ -24,15 +24,11 @@ INDENT = 16
 NARROWEST = 30
 """Columns that a text has at least, however narrow the terminal is."""
 
-SHOWN_RANKS = 16
-
 SAID_STAGES = 4
 """Of more stages of folded ranks the first ones and the last are named."""
 
 DRAWN_OPS = 200_000
 """Of more ops no timeline is drawn in the terminal: it would take longer than the simulation."""
-
-WIDEST = 120
 
 
 def print_priced(result: Result, written: list[Path], console: Console | None = None) -> None:
@@ -43,7 +39,8 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
     console.print(Text.assemble((result.entry.name, "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
     axes = " x ".join(f"{axis} {size}" for axis, size in workload.mesh.sizes().items() if size > 1) or "1 rank"
     rows = f"{counted(workload.rows, 'sequence')} of {workload.model.block} tokens"
-    batch = f"{counted(workload.microbatches, 'microbatch')} of {rows}"
+    microbatches = counted(workload.microbatches, "microbatch")
+    batch = f"global batch {workload.microbatches * workload.rows:,}: {microbatches} of {rows}"
     for line in wrap(f"{axes}, {batch}, {workload.precision.name}", console.width):
         console.print(line, style="dim", soft_wrap=True)
     console.print()
@@ -91,13 +88,6 @@ def _categories(peak: Peak) -> str:
     return ", ".join(f"{category} {bytes / size:,.2f}" for category, bytes in shares if bytes >= 0.005 * size)
 
 
-def seconds_text(seconds: float) -> str:
-    """`3.46 s`, `125.8 ms`, `93.1 us`."""
-    if seconds >= 1:
-        return f"{seconds:#,.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
-
-
 def _exposed(result: Result) -> str:
     shown = [(key, share) for key, share in result.estimate.exposed.items() if share >= 0.0005][:4]
     return ", ".join(f"{kind.replace('_', '-')} on {axis} {share:.1%}" for (kind, axis), share in shown) or "none"
@@ -138,13 +128,5 @@ def _print_row(console: Console, label: str, text: str, figure: str = "") -> Non
 def _print_ranks(console: Console, result: Result) -> None:
     """A row of signs for each rank, with its peak memory."""
     timeline, peaks = result.estimate.timeline(), result.estimate.peaks
-    every = -(-timeline.program.ranks // SHOWN_RANKS)
-    width = min(WIDEST, max(20, console.width - 22))
-    rows = [rank_row(timeline.events[row], timeline.end, width) for row in range(0, timeline.program.ranks, every)]
-    end = seconds_text(timeline.end)
-    console.print(Text("  rank  0" + end.rjust(width - 1) + "  peak memory", "dim"), no_wrap=True)
-    for place, row in enumerate(rows):
-        memory = bytes_text(peaks[place * every].bytes)
-        rank = rank_of(timeline.program, place * every)
-        console.print(Text(f"{rank:>6}  ") + row + Text(f"  {memory:>11}"), no_wrap=True)
-    console.print(legend(rows, console.width))
+    memory = [f"{bytes_text(peak.bytes):>11}" for peak in peaks]
+    print_timeline(console, timeline, lambda row: rank_of(timeline.program, row), [("peak memory", memory)], label=6)

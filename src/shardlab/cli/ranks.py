@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 from shardlab.check import Checked
 from shardlab.program import OpKind, Refused, UserError
-from shardlab.train.launch import RankFailed, backend_of, pick_device
+from shardlab.starting import INTERRUPTED
+from shardlab.train.launch import backend_of, pick_device
+from shardlab.train.place import find_place, restarts
+from shardlab.train.processes import RankFailed
+from shardlab.train.saved import saved_in
 
 
 def refuse_hanging(checked: Checked) -> None:
@@ -37,19 +40,51 @@ def refuse_clipping(checked: Checked, clip: float | None, name: str) -> None:
         )
 
 
-@contextmanager
-def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
-    """A rank's failure prints its traceback, last, and exits with 1; Ctrl-C or SIGTERM exits with 130.
+def refuse_restart(out: Path | None) -> None:
+    """Refuse to begin again after a failure.
 
     Args:
-        out: the folder in which an interrupted run has left what it had.
+        out: the folder of the run that failed, if it was named.
+
+    Raises:
+        UserError: if torchrun has started the ranks again.
+    """
+    count = restarts(os.environ)
+    if count:
+        kept = "its results are in the last folder of runs" if out is None else saved_in(out)
+        raise UserError(
+            f"torchrun has started this run again (restart {count}), but there are no checkpoints to go on from, "
+            f"and training does not begin again at step 0 by itself; {kept}"
+        )
+
+
+@contextmanager
+def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
+    """A rank's failure prints its traceback, last, and exits with 1; a signal that asked for the end exits with 130.
+
+    Args:
+        out: the folder of a run that saves; what is there is told.
     """
     try:
         yield
     except RankFailed as failure:
+        if out is not None:
+            print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
         print(f"shardlab: {failure}", file=sys.stderr)
         raise SystemExit(1) from None
-    except (KeyboardInterrupt, SignalException):
-        kept = f"; what it had trained is in {out}" if out is not None and out.exists() else ""
-        print(f"shardlab: interrupted{kept}", file=sys.stderr)
-        raise SystemExit(130) from None
+    except (UserError, Refused):
+        raise
+    except Exception:  # in a launcher's world this process is a rank
+        place = find_place(os.environ)
+        if out is not None and place is not None and place.rank == 0:
+            print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
+        raise
+    except KeyboardInterrupt as interrupt:
+        tell_interrupted(out, str(interrupt))
+        raise SystemExit(INTERRUPTED) from None
+
+
+def tell_interrupted(out: Path | None, why: str = "") -> None:
+    """Say that a run was interrupted, and what it has saved."""
+    words = ["interrupted", why and f": {why}", "" if out is None else f"; {saved_in(out)}"]
+    print(f"shardlab: {''.join(words)}", file=sys.stderr)

@@ -10,17 +10,11 @@ from rich.text import Text
 
 from shardlab.check import ChannelModel, Checked
 from shardlab.cli.console import stdout_console
-from shardlab.cli.timeline_text import legend, rank_row
+from shardlab.cli.timeline_rows import print_timeline
 from shardlab.program import LayerKind
 from shardlab.program.tape import COMMUNICATION
 from shardlab.rules.pieces import counted, listed
 from shardlab.simulate import Timeline, bubble
-
-SHOWN_RANKS = 16
-"""Of more ranks than this, evenly spaced ones are shown."""
-
-WIDEST = 120
-"""Characters of a timeline; a wider terminal is left empty on the right."""
 
 INDENT = 16
 
@@ -102,6 +96,8 @@ def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:
 def _recomputed(timeline: Timeline, without: Timeline | None) -> list[tuple[str, str, str]]:
     if without is None or not without.end or not without.peak_memory:
         return []
+    if (timeline.end, timeline.peak_memory) == (without.end, without.peak_memory):
+        return [("recompute", "+0.0%", "changes nothing: no attention scores are kept")]
     memory = timeline.peak_memory / without.peak_memory - 1
     longer = f"{timeline.end / without.end - 1:+.1%}"
     return [("recompute", longer, f"time, {memory:+.1%} peak memory, against none")]
@@ -121,17 +117,9 @@ def _row(label: str, text: str, style: str) -> Text:
 
 def _print_ranks(console: Console, timeline: Timeline) -> None:
     """A row of signs for each rank, with the share of the time that it computes and its peak memory."""
-    every = -(-timeline.program.ranks // SHOWN_RANKS)
-    ranks = range(0, timeline.program.ranks, every)
-    width = min(WIDEST, max(20, console.width - 31))
-    rows = [rank_row(timeline.events[rank], timeline.end, width) for rank in ranks]
-    end = f"{timeline.end:g}"
-    console.print(Text("rank  0" + end.rjust(width - 1) + "  computes  peak memory", "dim"), no_wrap=True)
-    for rank, row in zip(ranks, rows, strict=True):
-        busy = sum(event.end - event.start for event in timeline.events[rank] if event.kind not in COMMUNICATION)
-        share = f"{busy / timeline.end:.0%}" if timeline.end else "0%"
-        memory = f"{timeline.peak_memory_by_rank[rank]:,}"
-        console.print(Text(f"{rank:>4}  ") + row + Text(f"  {share:>8}  {memory:>11}"), no_wrap=True)
-    console.print(legend(rows, console.width))
-    if every > 1:
-        console.print(f"Of {timeline.program.ranks} ranks, one in {every} is shown.", style="dim")
+    compute = [[each for each in events if each.kind not in COMMUNICATION] for events in timeline.events]
+    columns = [
+        ("computes", [f"{sum(e.end - e.start for e in events) / (timeline.end or 1):.0%}" for events in compute]),
+        ("peak memory", [f"{memory:,}" for memory in timeline.peak_memory_by_rank]),
+    ]
+    print_timeline(console, timeline, lambda row: row, columns, label=4)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from shardlab.cli.options import Flag, NewFile, OptionalCount
+from shardlab.cli.options import Flag, MaxOps, NewFile, OptionalCount
 from shardlab.cli.picture import check_new_file
 from shardlab.program import LayerKind, Mesh, UserError
 from shardlab.rules.pieces import counted
@@ -37,19 +37,26 @@ class Schedule:
     stages_per_rank: OptionalCount = None
     """Stages on each rank, of a schedule that leaves the choice."""
 
+    max_ops: MaxOps = None
+    """Passes at most, messages not counted."""
+
     form: Form = "compute_comms"
     """Passes alone, or also messages and the steps of sharded stages."""
 
     csv: NewFile = None
     """Write into this file, rather than to the terminal."""
 
+    force: Flag = False
+    """Replace a file that has something else in it."""
+
     json: Flag = False
     """Print JSON alone."""
 
     def run(self) -> int:
-        check_new_file("--csv", self.csv, "schedule.csv")
+        check_new_file("--csv", self.csv, "schedule.csv", force=True)  # its folder, before any work
         steps = self.steps()
         text = csv_of_steps(steps, form=self.form)
+        check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
         if self.csv is not None:
             try:
                 self.csv.write_text(text)

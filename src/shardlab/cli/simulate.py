@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.costs import CostsText, costs_of
-from shardlab.cli.options import Flag, Layers, Name, NewFile, OptionalCount, Ranks, StrategyName
+from shardlab.cli.options import Colors, Flag, Layers, MaxOps, Name, NewFile, OptionalCount, Ranks, StrategyName
 from shardlab.cli.picture import check_new_files, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
@@ -38,8 +38,8 @@ class Simulate:
     """How many layers the model has."""
 
     microbatches: OptionalCount = None
-    """How many microbatches the global batch has (default: 4; priced, one for each data-parallel rank, and in a
-    pipeline 2 for each of its ranks)."""
+    """How many microbatches the global batch has (default: 4; priced, one for each device of the cluster, or as many as
+    --global-batch and --rows make)."""
 
     model: Name = None
     """A model by name, such as gpt2-xl or llama3-8b, or path/to/model.toml; with --cluster."""
@@ -48,6 +48,9 @@ class Simulate:
     """Devices and how many, such as h100x16, or path/to/cluster.toml; or, as bench measured it, local or
     path/to/profile.json. With --model."""
 
+    global_batch: OptionalCount = None
+    """Sequences of a step (default: --rows for each device of the cluster, whatever the plan; with --model)."""
+
     rows: OptionalCount = None
     """Sequences of a microbatch (default: 1; with --model)."""
 
@@ -55,7 +58,7 @@ class Simulate:
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
 
     force: Flag = False
-    """Take a profile from another machine; with --cluster local or path/to/profile.json."""
+    """Replace files that Shardlab did not write; take a profile from another machine."""
 
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
@@ -64,8 +67,14 @@ class Simulate:
     svg: NewFile = None
     """Draw the timeline into this file."""
 
+    color_by: Colors = "pass"
+    """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
+
     trace: NewFile = None
     """Write the timeline into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
+
+    max_ops: MaxOps = None
+    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
 
     json: Flag = False
     """Print JSON alone."""
@@ -73,7 +82,7 @@ class Simulate:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        check_new_files(self.svg, self.trace, "timeline.svg")
+        check_new_files(self.svg, self.trace, "timeline.svg", force=self.force)
         if self._is_priced():
             return self._run_priced()
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
@@ -81,7 +90,7 @@ class Simulate:
         layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
         proof = checked(entry, ranks, layers, self.microbatches or 4)
         timeline = simulate(proof, costs)
-        save_picture(timeline, self.svg, entry.name)
+        save_picture(timeline, self.svg, entry.title(ranks), self.color_by)
         save_trace({"": (timeline, None)}, self.trace)
         without = _without_recompute(entry, proof, costs)
         if self.json:
@@ -99,15 +108,18 @@ class Simulate:
             self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
-        for option in ("rows", "precision", "force"):
+        for option in ("global_batch", "rows", "precision", *(() if self.svg or self.trace else ("force",))):
             if getattr(self, option):
-                raise UserError(f"--{option} is for a model on a cluster; give --model and --cluster, or leave it out")
+                flag = option.replace("_", "-")
+                raise UserError(f"--{flag} is for a model on a cluster; give --model and --cluster, or leave it out")
         return False
 
     def _run_priced(self) -> int:
+        from shardlab.cli.global_batch import BatchRequest
         from shardlab.cli.priced import Request, price
         from shardlab.cli.priced import as_json as priced_json
         from shardlab.cli.priced_report import print_priced
+        from shardlab.hardware.clusters import is_measured
         from shardlab.simulate.counters import memory_counters
 
         assert self.model is not None
@@ -118,15 +130,15 @@ class Simulate:
             self.precision,
             self.ranks,
             self.layers,
-            self.microbatches,
-            self.rows,
-            self.force,
+            BatchRequest(self.global_batch, self.microbatches, self.rows),
+            self.force and (is_measured(self.cluster) or not (self.svg or self.trace)),
         )
         result = price(Request(self.strategy, self.layout, *asked))
         written = [path for path in (self.svg, self.trace) if path is not None]
         if written:
             timeline = result.estimate.timeline()
-            save_picture(timeline, self.svg, f"{result.entry.name} of {self.model} on {self.cluster}")
+            title = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
+            save_picture(timeline, self.svg, title, self.color_by)
             save_trace({"": (timeline, memory_counters(result.estimate))}, self.trace)
         if self.json:
             print(json_format.dumps(priced_json(result), indent=2))

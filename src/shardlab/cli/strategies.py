@@ -30,6 +30,8 @@ NOTES = (
     "layers",
     "keeps   of weights W, gradients G and optimizer state O, with n ranks, p of them along the pipeline with v stages "
     "each, s along dp_shard and t along tp; activations come on top, and for a while up to three whole layers",
+    "zero-3  keeps what fsdp keeps: fsdp is the page to read, which waits for every collective; zero-3 is the plan to "
+    "use, which overlaps them with compute, microbatch by microbatch",
 )
 
 

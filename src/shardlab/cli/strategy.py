@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 from shardlab.check import Checked, check
-from shardlab.cli.blame import Blame
+from shardlab.check.blame import Blame
 from shardlab.program import Sizes, trace
 from shardlab.strategies.entry import Entry
 from shardlab.strategies.user_file import file_and_function
@@ -21,6 +21,7 @@ def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) ->
     """
     path, _ = file_and_function(entry.name)
     mesh = entry.grid(ranks)
+    entry.require_ops(ranks, layers if isinstance(layers, int) else layers.layers, microbatches)
     if isinstance(layers, int) and layers > 0:
         layers = entry.puzzle(ranks, layers)
     with contextlib.redirect_stdout(sys.stderr):

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 
+import numpy as np
 from rich.text import Text
 
+from shardlab.cli.activity import Activity, Shares
 from shardlab.program import OpKind
-from shardlab.program.tape import COMMUNICATION
-from shardlab.simulate import Event
 
 SIGNS = {
-    OpKind.FORWARD: ("F", "green"),
-    OpKind.RECOMPUTE: ("R", "green"),
-    OpKind.BACKWARD: ("B", "blue"),
-    OpKind.BACKWARD_INPUT: ("I", "blue"),
-    OpKind.BACKWARD_WEIGHT: ("W", "cyan"),
-    OpKind.ATTEND: ("A", "green"),
-    OpKind.ATTEND_BACKWARD: ("G", "blue"),
+    OpKind.FORWARD: ("F", "dodger_blue2"),
+    OpKind.RECOMPUTE: ("R", "dodger_blue2"),
+    OpKind.BACKWARD: ("B", "dark_orange"),
+    OpKind.BACKWARD_INPUT: ("I", "dark_cyan"),
+    OpKind.BACKWARD_WEIGHT: ("W", "green"),
+    OpKind.ATTEND: ("A", "dodger_blue2"),
+    OpKind.ATTEND_BACKWARD: ("G", "dark_orange"),
+    OpKind.LOSS: ("L", "bold"),
+    OpKind.LOSS_STATS: ("T", "bold"),
+    OpKind.ADD: ("S", "bold"),
+    OpKind.NORM: ("N", "bold"),
     OpKind.UPDATE: ("U", "bold"),
+    OpKind.LOAD_BATCH: ("D", "dim"),
+    OpKind.LOAD_WEIGHT: ("Y", "dim"),
+    OpKind.LOAD_OPT_STATE: ("Z", "dim"),
     OpKind.ALL_GATHER: ("+", "yellow"),
     OpKind.REDUCE_SCATTER: ("/", "magenta"),
     OpKind.ALL_REDUCE: ("=", "red"),
@@ -31,57 +38,79 @@ SIGNS = {
     OpKind.SEND: (">", "yellow"),
     OpKind.RECV: ("<", "magenta"),
 }
-"""Capital letters are compute, and small ones compute while a communication runs; other signs are communication."""
+"""Capital letters are compute, and small ones compute beside communication; other signs are communication."""
 
-IDLE = "."
+IDLE, MIXED = ".", "~"
+
+MOST = 0.5
+"""A sign stands for what takes at least this share of its cell's time."""
+
+SAID = 0.01
+"""The legend names every kind of op that takes at least this share of some rank's time, shown in a row or not."""
 
 GAP = 3
 """Blanks between two of the legend's entries."""
 
 
-def rank_row(events: list[Event], end: float, width: int) -> Text:
-    """One rank: each character stands for what took most of its share of the time, and not for waiting while there is
-    compute in it."""
-    cells: list[dict[OpKind, float]] = [defaultdict(float) for _ in range(width)]
-    for event in events:
-        if event.kind not in SIGNS or not end:
-            continue
-        start, stop = event.start / end * width, event.end / end * width
-        for cell in range(int(start), min(width, int(stop) + 1)):
-            cells[cell][event.kind] += min(stop, cell + 1) - max(start, cell)
+def rank_row(activity: Activity, start: float, end: float, width: int) -> Text:
+    """What a rank does between two moments, in so many cells; each shows what takes most of it, or that none does."""
+    return _row(activity.shares(start, end, width))
+
+
+def unseen(activity: Activity, start: float, end: float, width: int) -> float:
+    """The share of a stretch of time in which a row shows something else than what is done."""
+    shares = activity.shares(start, end, width)
+    every = [*shares.compute.values(), *shares.exposed.values(), shares.idle]
+    most = np.max(every, axis=0)
+    return float(1 - np.where(most >= MOST - TINY, most, 0.0).mean())
+
+
+TINY = 1e-9
+"""Rounding errors of shares."""
+
+
+def _row(shares: Shares) -> Text:
     row = Text()
-    for shares in cells:
-        row.append(*_sign(shares))
+    columns = {**shares.compute, **shares.exposed}
+    computing = sum(shares.compute.values(), np.zeros_like(shares.idle))
+    for cell, idle in enumerate(shares.idle):
+        kind = max(columns, key=lambda kind: columns[kind][cell], default=None)
+        if kind is not None and columns[kind][cell] >= MOST - TINY:
+            sign, color = SIGNS[kind]
+            beside = kind in shares.compute and shares.hidden[cell] >= MOST * computing[cell] - TINY
+            row.append(sign.lower() if beside else sign, color)
+        elif idle >= MOST - TINY:
+            row.append(IDLE, "dim")
+        else:
+            row.append(MIXED, "dim")
     return row
 
 
-def _sign(shares: dict[OpKind, float]) -> tuple[str, str]:
-    compute = {kind: share for kind, share in shares.items() if kind not in COMMUNICATION and share > 1e-9}
-    talk = {kind: share for kind, share in shares.items() if kind in COMMUNICATION and share > 1e-9}
-    idle = 1 - sum(compute.values())
-    share = sum(compute.values())
-    talks = sum(talk.values()) >= max(share, 0.5 * idle)
-    if compute and (share >= 0.5 or not talks):
-        sign, color = SIGNS[max(compute, key=lambda kind: compute[kind])]
-        overlaps = sum(talk.values()) > max(idle, 0.0) + 0.25
-        return (sign.lower() if overlaps else sign), color
-    if talk and talks:
-        return SIGNS[max(talk, key=lambda kind: talk[kind])]
-    return IDLE, "dim"
+def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
+    """What the signs of some rows mean, and which share of the ranks' time each takes, in lines of at most `width`.
 
-
-def legend(rows: list[Text], width: int) -> Text:
-    """What the signs of some rows mean, in lines of at most `width`."""
+    Args:
+        rows: what is printed.
+        ranks: all ranks, shown or not.
+        width: of the terminal.
+    """
     shown = {character for row in rows for character in row.plain}
-    meanings = [
-        Text.assemble((sign, color), (f" {kind.value.replace('_', '-')}", "dim"))
-        for kind, (sign, color) in SIGNS.items()
-        if shown & {sign, sign.lower()}
-    ]
-    if shown & {sign.lower() for sign, _ in SIGNS.values() if sign.isalpha()}:
-        meanings.append(Text("small letter: communicates as well", "dim"))
-    if IDLE in shown:
-        meanings.append(Text(f"{IDLE} waits", "dim"))
+    totals = [rank.totals() for rank in ranks]
+    meanings: list[Text] = []
+    for kind, (sign, color) in SIGNS.items():
+        shares = [total.get(kind, 0.0) for total in totals]
+        if shown & {sign, sign.lower()} or max(shares, default=0) >= SAID:
+            meanings.append(_meaning(sign, color, kind.value.replace("_", "-"), shares))
+    hidden = [rank.hidden for rank in ranks]
+    if shown & {sign.lower() for sign, _ in SIGNS.values() if sign.isupper()} or max(hidden, default=0) >= SAID:
+        meanings.append(_meaning("small letter:", "dim", "communicates as well", hidden))
+    idle = [rank.idle for rank in ranks]
+    if IDLE in shown or max(idle, default=0) >= SAID:
+        meanings.append(_meaning(IDLE, "dim", "waits", idle))
+    if MIXED in shown:
+        meanings.append(Text(f"{MIXED} several, none for half of it", "dim"))
+    if meanings:
+        meanings[0].append(" of a rank's time", "dim")
     lines: list[Text] = []
     for meaning in meanings:
         if lines and lines[-1].cell_len + GAP + meaning.cell_len <= width:
@@ -89,3 +118,12 @@ def legend(rows: list[Text], width: int) -> Text:
         else:
             lines.append(meaning)
     return Text("\n").join(lines)
+
+
+def _meaning(sign: str, color: str, name: str, shares: Sequence[float]) -> Text:
+    """`F forward 33%`, or `F forward 28-33%` or `F forward up to 1%` of ranks that differ."""
+    low, high = (f"{share:.0%}" if share >= SAID or not share else "<1%" for share in (min(shares), max(shares)))
+    said = high
+    if low != high:
+        said = f"{low.removesuffix('%')}-{high}" if min(shares) >= SAID else f"up to {high}"
+    return Text.assemble((sign, color), (f" {name} {said}", "dim"))

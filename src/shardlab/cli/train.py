@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, Norm, Ranks
+from shardlab.cli.options import Count, Flag, MaxOps, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
@@ -69,6 +69,9 @@ class Train:
     """Record a few steps, every op's time and memory on every rank: trace.json is for Perfetto (ui.perfetto.dev) and
     Chrome, and shardlab compare FOLDER lays them beside the prediction."""
 
+    max_ops: MaxOps = None
+    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -77,7 +80,14 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging
+        from shardlab.cli.ranks import (
+            INTERRUPTED,
+            failures_as_exit,
+            refuse_clipping,
+            refuse_hanging,
+            refuse_restart,
+            tell_interrupted,
+        )
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
@@ -85,6 +95,7 @@ class Train:
         from shardlab.train.output import free_folder
         from shardlab.train.tracing import Tracing
 
+        refuse_restart(self.out)
         name = "fsdp" if self.strategy is None and self.layout == NO_FLAGS else self.strategy
         chosen, ranks = self.layout.entry(name, self.ranks or ranks_here(0) or None)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
@@ -93,6 +104,7 @@ class Train:
         model = self.model.make(chosen.default_layers(ranks))
         if model.vocabulary < 256:
             raise UserError(f"the vocabulary is {model.vocabulary}, but text is read as bytes; give 256 or more")
+        chosen.require_ops(ranks, model.layers, self.microbatches)
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.rows, seed=self.seed, name=chosen.name)
         optimizer = AdamW(
             self.learning_rate,
@@ -111,9 +123,12 @@ class Train:
         refuse_hanging(proof)
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
-        if summary is not None:
-            self._print(summary, job.model)
-        return 0
+        if summary is None:  # a rank of an existing world, but not the one that reports
+            return 0
+        self._print(summary, job.model)
+        if summary.interrupted:
+            tell_interrupted(out)
+        return INTERRUPTED if summary.interrupted else 0
 
     def _print(self, summary: Summary, model: Model) -> None:
         if self.json:

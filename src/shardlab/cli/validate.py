@@ -6,19 +6,27 @@ import json as json_format
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Flag
+from shardlab.simulate.units import seconds_text
 from shardlab.validate.outcomes import Outcome
-from shardlab.validate.report import Errors, assumed_by, by_source, errors_of, misjudged
+from shardlab.validate.report import Errors, assumed_by, by_source, errors_of, misjudged, worst_of
 from shardlab.validate.rows import GIB, read_rows
 from shardlab.validate.side_by_side import outcomes_of
+
+WORST = 5
+"""How many of the runs whose predictions are farthest off are named; --json has all."""
+
+NOTE = "error: predicted over measured, less 1; mean, median and worst are of its size, bias is the mean with signs"
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,20 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool = False) -> None:
-    """Errors by source, of time and memory; whose room was misjudged; what was assumed; which runs say too little."""
+    """Errors by source, the worst runs, whose room was misjudged, what was assumed, and which runs say too little."""
     for title, error in (("step time", _time), ("memory", _memory)):
         found = by_source(outcomes, error)
         if found:
             console.print(_table(title, found, _all(outcomes, error)))
             console.print()
+    for title, error, pair in (("step time", _time, _seconds), ("memory", _memory, _gibibytes)):
+        worst = worst_of(outcomes, error, WORST)
+        if worst:
+            console.print(_worst_table(title, worst, pair))
+            console.print()
+    for line in wrap(NOTE, console.width):
+        console.print(Text(line, "dim"))
+    console.print()
     _print_room(outcomes, console)
     _print_assumed(outcomes, console, each=assumed)
     left = [outcome for outcome in outcomes if outcome.prediction is None]
@@ -117,6 +133,28 @@ def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool)
             whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
             console.print(f"  {said} ({whose})", highlight=False, soft_wrap=True)
     console.print()
+
+
+def _worst_table(
+    title: str, worst: Sequence[tuple[float, Outcome]], pair: Callable[[Outcome], tuple[str, str]]
+) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(f"farthest off in {title}", overflow="fold")
+    for name in ("measured", "predicted", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for error, outcome in worst:
+        table.add_row(outcome.id, *pair(outcome), f"{error:+.1%}")
+    return table
+
+
+def _seconds(outcome: Outcome) -> tuple[str, str]:
+    predicted = outcome.prediction and outcome.prediction.seconds
+    return seconds_text(outcome.measured.seconds or 0.0), seconds_text(predicted or 0.0)
+
+
+def _gibibytes(outcome: Outcome) -> tuple[str, str]:
+    predicted = outcome.prediction and outcome.prediction.bytes
+    return f"{(outcome.measured.bytes or 0) / GIB:.1f} GiB", f"{(predicted or 0) / GIB:.1f} GiB"
 
 
 def _time(outcome: Outcome) -> float | None:

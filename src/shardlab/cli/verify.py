@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, Norm, Ranks, StrategyName
+from shardlab.cli.options import Count, Flag, MaxOps, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
@@ -44,6 +44,9 @@ class Verify:
     all: Flag = False
     """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
 
+    max_ops: MaxOps = None
+    """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -66,6 +69,7 @@ class Verify:
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         model = self.model.make(layers, kind, width=32, heads=4, block=16, experts=max(4, 2 * ep))
+        chosen.require_ops(ranks, model.layers, self.microbatches)
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
         proof = checked(chosen, ranks, job.sizes, self.microbatches)
         refuse_clipping(proof, self.clip, chosen.name)
@@ -92,7 +96,7 @@ class Verify:
             table.add_row("loss_error", f"{verdict.loss_error:.2e}")
             table.add_row("gradient_error", f"{verdict.gradient_error:.2e}", f"worst in layer {verdict.gradient_layer}")
             table.add_row("weight_error", f"{verdict.weight_error:.2e}", f"worst in layer {verdict.weight_layer}")
-            limit = "" if verdict.ok else f"an error is more than {TOLERANCE:.0e}"
+            limit = f"{'each' if verdict.ok else 'not each'} max |a - b| / max |b| is at most {TOLERANCE:.0e}"
             table.add_row("ok", "[green]yes[/]" if verdict.ok else "[red]no[/]", limit)
             console = stdout_console()
             console.print(

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from io import StringIO
 from typing import Any
+from xml.sax.saxutils import escape
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -20,6 +22,9 @@ from matplotlib.path import Path
 
 _LONG = re.compile(r"(\.\d\d)\d+")
 """Digits beyond a hundredth of a point, which are most of a large picture's bytes."""
+
+_CORNERS = re.compile(r"M (\S+) (\S+) \nL (\S+) \2 \nL \3 (\S+) \nL \1 \4 \nz")
+"""An upright box by its corners."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
@@ -66,6 +71,7 @@ class Page:
         self.ink.set_axis_off()
         self.ink.set_xlim(0, width)
         self.ink.set_ylim(height, 0)
+        self._texts: dict[tuple[str, str], list[str]] = defaultdict(list)
 
     def panel(self, box: Box) -> Axes:
         """Axes that fill a box of the page."""
@@ -73,11 +79,34 @@ class Page:
         place = (left / self.width, 1 - bottom / self.height, (right - left) / self.width, (bottom - top) / self.height)
         return self.figure.add_axes(place)
 
+    def write(self, axes: Axes, place: tuple[float, float], text: str, size: float, color: str) -> None:
+        """Centre a text on a place of some axes, whose limits are set: small, since a picture has thousands.
+
+        Args:
+            place: in the axes' own units.
+            size: in points.
+        """
+        x, y = axes.transData.transform(place) * 72 / self.figure.dpi
+        baseline = 72 * self.height - y + 0.36 * size
+        self._texts[f"{size:.1f}", color].append(f'<text x="{x:.1f}" y="{baseline:.1f}">{escape(text)}</text>')
+
     def svg(self) -> str:
         """The page as an SVG document without a date."""
         text = StringIO()
         FigureCanvasSVG(self.figure).print_svg(text, metadata={"Date": None, "Creator": "shardlab"})
-        return re.sub(r' d="[^"]*"', lambda path: _LONG.sub(r"\1", path[0]), text.getvalue())
+        drawn = re.sub(r' d="[^"]*"', lambda path: _shorter(path[0]), text.getvalue())
+        written = [
+            f"<g style=\"font: {size}px 'DejaVu Sans', sans-serif; text-anchor: middle; fill: {color}\">"
+            + "\n".join(texts)
+            + "</g>\n"
+            for (size, color), texts in self._texts.items()
+        ]
+        return drawn.replace("</svg>", "".join(written) + "</svg>")
+
+
+def _shorter(path: str) -> str:
+    """A path in fewer characters: no digit that cannot be seen, and boxes by their sides."""
+    return _CORNERS.sub(r"M\1 \2H\3V\4H\1z", _LONG.sub(r"\1", path))
 
 
 def fill(

@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardlab.draw.canvas import FAINT, Page, style
-from shardlab.draw.lanes import Scale, draw_lanes, label_of
+from shardlab.draw.lanes import Panel, draw_lanes
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
-from shardlab.draw.timeline import rank_name, write_whole
-from shardlab.program import OpKind
+from shardlab.draw.looks import Looks
+from shardlab.draw.rows import MOST_ROWS, rows_of, spaced
+from shardlab.draw.timeline import left_of, write_whole
+from shardlab.program.picture import ColorBy
 from shardlab.simulate import Event, Timeline
 
 MARGIN, RIGHT, PLOT = 0.2, 0.3, 12.0
@@ -20,48 +22,46 @@ MARGIN, RIGHT, PLOT = 0.2, 0.3, 12.0
 HEADER, HEADING = 0.62, 0.3
 
 
-def comparison_svg(timelines: dict[str, Timeline], title: str) -> str:
+def comparison_svg(timelines: dict[str, Timeline], title: str, color_by: ColorBy = "pass") -> str:
     """Timelines in seconds, each under its name, as an SVG document with an axis in milliseconds."""
     with style():
-        return _page({name: _in_milliseconds(timeline) for name, timeline in timelines.items()}, title).svg()
+        shown = {name: _in_milliseconds(timeline) for name, timeline in timelines.items()}
+        return _page(shown, title, color_by).svg()
 
 
-def save_comparison(timelines: dict[str, Timeline], path: Path, title: str) -> None:
+def save_comparison(timelines: dict[str, Timeline], path: Path, title: str, color_by: ColorBy = "pass") -> None:
     """Write the picture to a file; it appears whole or not at all."""
-    write_whole(path, comparison_svg(timelines, title))
+    write_whole(path, comparison_svg(timelines, title, color_by))
 
 
-def _page(timelines: dict[str, Timeline], title: str) -> Page:
+def _page(timelines: dict[str, Timeline], title: str, color_by: ColorBy) -> Page:
+    end = max(timeline.end for timeline in timelines.values()) or 1.0
     first = next(iter(timelines.values()))
-    program, end = first.program, max(timeline.end for timeline in timelines.values()) or 1.0
-    names = [rank_name(program, rank) for rank in range(program.ranks)]
-    left = MARGIN + 0.1 + max(0.5, 0.064 * max(map(len, names)))
-    row = max(0.165, min(0.52, 6 / program.ranks))
-    scale = Scale(PLOT * 72 / end, row * 72)
-    forwards = [e for e in first.events[0] if e.kind is OpKind.FORWARD]
-    items = legend_items(first, any(label_of(first, event, scale) for event in forwards))
-    rows = flow(items, left + PLOT + RIGHT - 2 * MARGIN)
-    top = HEADER + len(rows) * ROW
-    height = HEADING + row * program.ranks
+    rows = {name: spaced(rows_of(timeline, fold=False), MOST_ROWS) for name, timeline in timelines.items()}
+    count = max(map(len, rows.values()))
+    left = left_of(first, rows_of(first, fold=False))
+    row = max(0.165, min(0.52, 6 / count))
+    panels = {
+        name: Panel.of(timeline, rows[name], Looks(timeline, color_by), (0.0, end), (PLOT, row))
+        for name, timeline in timelines.items()
+    }
+    width = left + PLOT + RIGHT - 2 * MARGIN
+    top = HEADER + len(flow(legend_items([*panels.values()], numbered=True), width)) * ROW
+    height = HEADING + row * count
     page = Page(left + PLOT + RIGHT, top + len(timelines) * height + 0.5)
     page.ink.text(MARGIN, 0.25, title, size=13, weight="bold", va="center")
     lengths = [f"{name} {timeline.end:.4g} ms" for name, timeline in timelines.items()]
     page.ink.text(MARGIN, 0.48, "  ·  ".join(lengths), size=8.5, color=FAINT, va="center")
-    draw_legend(page, rows, MARGIN, HEADER)
-    for place, (name, timeline) in enumerate(timelines.items()):
+    numbered = False
+    for place, (name, panel) in enumerate(panels.items()):
         bottom = top + (place + 1) * height
-        page.ink.text(left, bottom - row * program.ranks - 0.1, name, size=9, weight="bold", va="center")
-        lanes = page.panel((left, bottom - row * program.ranks, left + PLOT, bottom))
-        lanes.set_xlim(0, end)
-        lanes.set_ylim(program.ranks, 0)
-        lanes.set_yticks([rank + 0.5 for rank in range(program.ranks)], names, size=min(8.0, 0.75 * row * 72))
-        lanes.tick_params(length=0, labelbottom=place == len(timelines) - 1)
-        lanes.spines[:].set_visible(False)
-        lanes.set_axisbelow(True)
-        lanes.grid(axis="x", color="#d8dee4", linewidth=0.6)
-        draw_lanes(lanes, timeline, scale)
+        page.ink.text(left, bottom - row * count - 0.1, name, size=9, weight="bold", va="center")
+        lanes = page.panel((left, bottom - row * count, left + PLOT, bottom))
+        numbered |= draw_lanes(page, lanes, panel)
+        lanes.tick_params(axis="x", length=0, labelbottom=place == len(timelines) - 1)
         if place == len(timelines) - 1:
             lanes.set_xlabel("milliseconds since the first rank began")
+    draw_legend(page, flow(legend_items([*panels.values()], numbered), width), MARGIN, HEADER)
     return page
 
 

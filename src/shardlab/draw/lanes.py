@@ -1,4 +1,4 @@
-"""The upper panel of a timeline: a row for each rank, compute above and communication below it in a thinner lane."""
+"""A panel of a timeline: compute of each row above, and communication below it in a thinner lane."""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.
@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
-from shardlab.draw.canvas import FAINT, IDLE, Box, fill, fitting
-from shardlab.draw.palette import COMMUNICATION_LOOKS, LOSS, UPDATE, ink_on, layer_color, pale
+from shardlab.draw.canvas import FAINT, IDLE, Box, Page, fill, fitting
+from shardlab.draw.looks import Looks
+from shardlab.draw.palette import COMMUNICATION_LOOKS, LOSS, ink_on
+from shardlab.draw.rows import Row, row_name
+from shardlab.draw.spans import Detail, Span, detail_of, tracks
 from shardlab.program import OpKind
-from shardlab.rules.pieces import bits, listed
 from shardlab.simulate import Event, Timeline
 from shardlab.simulate.traced import rank_of
 
@@ -24,121 +26,143 @@ TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
 """A row is 1 high: compute lies between the first two, communication between the last two."""
 
 STRIPE = 0.3
-"""Share of a backward box that carries the layer's full colour."""
+"""Share of a box's height that a stripe along its edge takes."""
 
-LINKED_RANKS = 32
-"""Up to so many ranks a line joins each send to its receive."""
+LINKED_ROWS = 32
+"""Up to so many rows a line joins each send to its receive."""
 
 LOSS_WIDTH = 0.025
 """Inches; in unit costs the loss takes no time."""
 
-
-class Scale(NamedTuple):
-    """Points of one unit of time, and of one row."""
-
-    time: float
-    row: float
+Boxes = dict[tuple[str, str, bool], list[Box]]
+"""The boxes of each colour and hatch, apart those without an edge."""
 
 
-class Paint(NamedTuple):
-    """One look of many boxes."""
+@dataclass(frozen=True)
+class Panel:
+    """What is drawn between two moments.
 
-    color: str
-    hatch: str = ""
-    flat: bool = False
+    Attributes:
+        rows: from the top.
+        start, end: of its time.
+        points: of a unit of time.
+        height: points of a row.
+        detail: what one box stands for.
+    """
 
+    timeline: Timeline
+    rows: Sequence[Row]
+    looks: Looks
+    start: float
+    end: float
+    points: float
+    height: float
+    detail: Detail
 
-class Label(NamedTuple):
-    """What is written on a box, and how far below the top of its row."""
+    @classmethod
+    def of(
+        cls,
+        timeline: Timeline,
+        rows: Sequence[Row],
+        looks: Looks,
+        window: tuple[float, float],
+        size: tuple[float, float],
+    ) -> Panel:
+        """The rows between two moments, as finely as can be read; `size` is the width of all, and a row's height."""
+        start, end = window
+        points = size[0] * 72 / ((end - start) or 1.0)
+        inside = [row._replace(events=[e for e in row.events if e.end >= start and e.start <= end]) for row in rows]
+        return cls(timeline, inside, looks, start, end, points, size[1] * 72, detail_of(inside, looks, points))
 
-    text: str
-    size: float
-    color: str
-    middle: float
-
-
-def draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:
-    """Draw every event of a timeline; labels are written where they fit."""
-    ranks = timeline.program.ranks
-    fill(axes, [(0, rank + TOP, timeline.end, rank + BOTTOM) for rank in range(ranks)], IDLE)
-    boxes: dict[Paint, list[Box]] = defaultdict(list)
-    for events in timeline.events:
-        for event in events:
-            for paint, box in _boxes(event, timeline.program.layers, scale):
-                boxes[paint].append(box)
-    thinnest = min((e.end - e.start for events in timeline.events for e in events if e.end > e.start), default=1.0)
-    gap = min(0.7, 0.1 * thinnest * scale.time)
-    for paint, places in boxes.items():
-        edge = "none" if paint.flat else "white"
-        fill(axes, places, paint.color, edge=edge, width=0 if paint.flat else gap, hatch=paint.hatch)
-    if ranks <= LINKED_RANKS:
-        _draw_messages(axes, timeline, scale)
-    for events in timeline.events:
-        for event in events:
-            label = label_of(timeline, event, scale)
-            if label is not None:
-                place = ((event.start + event.end) / 2, event.rank + label.middle)
-                axes.text(*place, label.text, size=label.size, color=label.color, ha="center", va="center_baseline")
-
-
-def _boxes(event: Event, layers: int, scale: Scale) -> Iterator[tuple[Paint, Box]]:
-    start, end, row = event.start, event.end, event.rank
-    lane = (start, row + TOP, end, row + MIDDLE)
-    if event.kind in COMMUNICATION_LOOKS:
-        yield Paint(COMMUNICATION_LOOKS[event.kind].color), (start, row + MIDDLE, end, row + BOTTOM)
-    elif event.kind is OpKind.LOSS:
-        width = LOSS_WIDTH * 72 / scale.time
-        yield Paint(LOSS, flat=True), (start - width / 2, row + TOP, max(end, start + width / 2), row + MIDDLE)
-    elif end <= start:
-        return
-    elif event.kind is OpKind.UPDATE:
-        yield Paint(UPDATE), lane
-    else:
-        color = layer_color(event.layer, layers)
-        if event.kind is OpKind.BACKWARD or event.kind is OpKind.ATTEND_BACKWARD:
-            hatch = "...." if event.kind is OpKind.ATTEND_BACKWARD else ""
-            yield Paint(pale(color), hatch), lane
-            yield Paint(color, flat=True), (start, row + MIDDLE - STRIPE * (MIDDLE - TOP), end, row + MIDDLE)
-        else:
-            yield Paint(color, _HATCHES.get(event.kind, "")), lane
+    def text_size(self, text: str, width: float, height: float) -> float:
+        """Points of a text on a box of so much time and such a part of its row; 0 where it does not fit."""
+        height *= self.height
+        size = min(9.0, 0.78 * height, fitting(text, width * self.points)) if text else 0.0
+        return size if size >= min(5.2, 0.7 * height) else 0.0
 
 
-_HATCHES = {OpKind.RECOMPUTE: "////", OpKind.ATTEND: "...."}
+def draw_lanes(page: Page, axes: Axes, panel: Panel) -> bool:
+    """Draw a panel; labels are written where they fit. Whether any microbatch is named is returned."""
+    rows = panel.rows
+    axes.set_xlim(panel.start, panel.end or 1.0)
+    axes.set_ylim(len(rows), 0)
+    names = [row_name(panel.timeline.program, row) for row in rows]
+    axes.set_yticks([place + 0.5 for place in range(len(rows))], names, size=min(8.0, 0.75 * panel.height))
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", color="#d8dee4", linewidth=0.6)
+    last = min(panel.end, panel.timeline.end)
+    fill(axes, [(panel.start, place + TOP, last, place + BOTTOM) for place in range(len(rows))], IDLE)
+    drawn = tracks(rows, panel.looks, panel.detail, panel.points, lambda row, event: _letters(panel, row, event))
+    boxes: Boxes = defaultdict(list)
+    for place, track in enumerate(drawn):
+        _stack(boxes, panel, track.compute, place + TOP, place + MIDDLE)
+        _stack(boxes, panel, track.communication, place + MIDDLE, place + BOTTOM)
+        for start, end in track.losses:
+            half = max(end - start, LOSS_WIDTH * 72 / panel.points) / 2
+            middle = (start + end) / 2
+            boxes[LOSS, "", True].append((middle - half, place + TOP, middle + half, place + MIDDLE))
+    widths = [span.end - span.start for track in drawn for span in (*track.compute, *track.communication)]
+    gap = min(0.7, 0.1 * min(widths, default=1.0) * panel.points) if panel.detail is not Detail.SHARES else 0.0
+    for (color, hatch, flat), places in boxes.items():
+        fill(axes, places, color, edge="none" if flat else "white", width=0 if flat else gap, hatch=hatch)
+    if len(rows) <= LINKED_ROWS and panel.detail is not Detail.SHARES:
+        _draw_messages(axes, panel)
+    named = [_write(page, axes, panel, track.compute, place, (TOP, MIDDLE)) for place, track in enumerate(drawn)]
+    for place, track in enumerate(drawn):
+        _write(page, axes, panel, track.communication, place, (MIDDLE, BOTTOM))
+    return any(named)
 
 
-def label_of(timeline: Timeline, event: Event, scale: Scale) -> Label | None:
-    """The microbatches on compute, letters and the peer on communication; None where they do not fit."""
-    width = (event.end - event.start) * scale.time
-    if event.kind in COMMUNICATION_LOOKS:
-        look = COMMUNICATION_LOOKS[event.kind]
-        op = timeline.program.tapes[event.rank][event.op]
-        peer = max(op.peer, op.root)
-        text, color = look.letters + (str(peer) if peer >= 0 else ""), ink_on(look.color)
-        top, bottom = MIDDLE, BOTTOM
-    elif event.kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD):
-        text, color = listed(bits(event.microbatches)), ink_on(layer_color(event.layer, timeline.program.layers))
-        top, bottom = TOP, MIDDLE
-        if event.kind is OpKind.BACKWARD:
-            color, bottom = "#1b1f24", MIDDLE - STRIPE * (MIDDLE - TOP)
-    else:
-        return None
-    height = (bottom - top) * scale.row
-    size = min(9.0, 0.78 * height, fitting(text, width))
-    return Label(text, size, color, (top + bottom) / 2) if size >= min(5.2, 0.7 * height) else None
+def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom: float) -> None:
+    """The boxes of a lane's spans, whose shares stand on each other."""
+    for span in spans:
+        start, end = max(span.start, panel.start), min(span.end, panel.end)
+        under = bottom
+        for paint, share in span.shares:
+            over = under - share * (bottom - top)
+            boxes[paint.color, paint.hatch, False].append((start, over, end, under))
+            stripe = STRIPE * (under - over)
+            if paint.top:
+                boxes[paint.top, "", True].append((start, over, end, over + stripe))
+            if paint.bottom:
+                boxes[paint.bottom, "", True].append((start, under - stripe, end, under))
+            under = over
 
 
-def _draw_messages(axes: Axes, timeline: Timeline, scale: Scale) -> None:
+def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int, lane: tuple[float, float]) -> bool:
+    """Write the texts that fit; whether there was one is returned."""
+    wrote = False
+    for span in spans:
+        start, end = max(span.start, panel.start), min(span.end, panel.end)
+        filled = sum(share for _, share in span.shares)
+        if size := panel.text_size(span.text, end - start, (lane[1] - lane[0]) * filled):
+            paint = max(span.shares, key=lambda share: share[1])[0]
+            middle = row + lane[1] - filled * (lane[1] - lane[0]) / 2
+            page.write(axes, ((start + end) / 2, middle), span.text, size, ink_on(paint.color))
+            wrote = True
+    return wrote
+
+
+def _letters(panel: Panel, row: Row, event: Event) -> str:
+    """The letters of a communication, with its peer or root where the row is one rank's."""
+    op = panel.timeline.program.tapes[event.rank][event.op]
+    peer = max(op.peer, op.root) if len(row.ranks) == 1 else -1
+    return COMMUNICATION_LOOKS[event.kind].letters + (str(peer) if peer >= 0 else "")
+
+
+def _draw_messages(axes: Axes, panel: Panel) -> None:
     """A line from the end of each send to the start of its receive: messages of one channel arrive in order."""
+    place_of = {row.row: place + (MIDDLE + BOTTOM) / 2 for place, row in enumerate(panel.rows)}
     vertices: list[tuple[float, float]] = []
-    for sent, received in messages(timeline):
-        vertices += [
-            (sent.end, sent.rank + (MIDDLE + BOTTOM) / 2),
-            (received.start, received.rank + (MIDDLE + BOTTOM) / 2),
-        ]
+    for sent, received in messages(panel.timeline):
+        inside = panel.start <= sent.end and received.start <= panel.end
+        if inside and sent.rank in place_of and received.rank in place_of:
+            vertices += [(sent.end, place_of[sent.rank]), (received.start, place_of[received.rank])]
     if vertices:
         path = Path(vertices, [Path.MOVETO, Path.LINETO] * (len(vertices) // 2))
-        width = min(0.7, 0.02 * scale.row)
-        axes.add_artist(PathPatch(path, facecolor="none", edgecolor=FAINT, linewidth=width))
+        axes.add_artist(PathPatch(path, facecolor="none", edgecolor=FAINT, linewidth=min(0.7, 0.02 * panel.height)))
 
 
 def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardlab.draw.canvas import FAINT, Box, Page, fill
-from shardlab.draw.lanes import STRIPE
-from shardlab.draw.palette import COMMUNICATION_LOOKS, LOSS, UPDATE, ink_on, layer_color, pale
+from shardlab.draw.canvas import FAINT, IDLE, Box, Page, fill
+from shardlab.draw.lanes import STRIPE, Panel
+from shardlab.draw.looks import Looks
+from shardlab.draw.palette import COMMUNICATION_LOOKS, FORWARD, LOSS, OTHER, UPDATE, ink_on
+from shardlab.draw.spans import Detail
 from shardlab.program import OpKind
-from shardlab.simulate import Timeline
+from shardlab.simulate import Event
 
 SIZE = 8.0
 ROW = 0.24
@@ -29,24 +31,52 @@ class Item(NamedTuple):
     width: float = SWATCH[0]
 
 
-def legend_items(timeline: Timeline, numbered: bool) -> list[Item]:
-    """What occurs in this timeline, as it is usually met; `numbered` if its boxes name their microbatches."""
-    kinds = {event.kind for events in timeline.events for event in events}
-    color = layer_color(timeline.program.layers // 2, timeline.program.layers)
-    compute = {
-        OpKind.FORWARD: Item("forward", _plain(color)),
-        OpKind.LOSS: Item("loss", _loss),
-        OpKind.RECOMPUTE: Item("recompute", _plain(color, "////")),
-        OpKind.BACKWARD: Item("backward", _backward(color)),
-        OpKind.ATTEND: Item("attention between slices", _plain(color, "....")),
-        OpKind.UPDATE: Item("update", _plain(UPDATE)),
-    }
-    items = [item for kind, item in compute.items() if kind in kinds]
+def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
+    """What occurs in these panels, as it is usually met; `numbered` if boxes name their microbatches."""
+    looks = panels[0].looks
+    seen = {event.kind: event for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
+    items = [Item(text, _swatch(looks, kind)) for kind, text in COMPUTE.items() if kind in seen]
+    other = [kind for kind in seen if kind not in COMPUTE and kind not in COMMUNICATION_LOOKS]
+    if other:
+        items.append(Item(", ".join(sorted(OTHERS.get(kind, kind.value) for kind in other)), _plain(OTHER)))
     for kind, look in COMMUNICATION_LOOKS.items():
-        if kind in kinds:
+        if kind in seen:
             items.append(Item(look.word, _plain(look.color, letters=look.letters)))
-    items.append(_layers(timeline.program.layers))
-    return [*items, Item("microbatches", _number)] if numbered else items
+    items += _places(looks)
+    if any(panel.detail is not Detail.OPS for panel in panels):
+        items.append(Item("height: share of the time", _share))
+    return [*items, Item(f"microbatches{_whose(panels[0])}", _number)] if numbered else items
+
+
+def _whose(panel: Panel) -> str:
+    """Whose microbatches are named: folded ranks that share out the batch have others than the one that was traced."""
+    mesh = panel.timeline.program.mesh
+    shared = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
+    return " of a row's first rank" if shared and mesh.world > panel.timeline.program.ranks else ""
+
+
+def _is_drawn(event: Event) -> bool:
+    return event.end > event.start or event.kind is OpKind.LOSS
+
+
+COMPUTE = {
+    OpKind.FORWARD: "forward",
+    OpKind.LOSS: "loss",
+    OpKind.RECOMPUTE: "recompute",
+    OpKind.BACKWARD: "backward",
+    OpKind.BACKWARD_INPUT: "backward: input gradient",
+    OpKind.BACKWARD_WEIGHT: "backward: weight gradient",
+    OpKind.ATTEND: "attention between slices",
+    OpKind.ATTEND_BACKWARD: "its backward",
+    OpKind.UPDATE: "update",
+}
+"""Compute by its word, as it is usually met."""
+
+OTHERS = {
+    OpKind.ADD: "sum of gradients",
+    OpKind.NORM: "norm of the gradient",
+    OpKind.LOSS_STATS: "statistics of the loss",
+}
 
 
 def flow(items: list[Item], width: float) -> list[list[Item]]:
@@ -75,7 +105,7 @@ def draw_legend(page: Page, rows: list[list[Item]], left: float, top: float) -> 
 
 
 def _width(item: Item) -> float:
-    return item.width + 0.06 + len(item.text) * 0.57 * SIZE / 72 + 0.18
+    return item.width + 0.06 + len(item.text) * 0.54 * SIZE / 72 + 0.18
 
 
 def _plain(color: str, hatch: str = "", letters: str = "") -> Callable[[Page, Box], None]:
@@ -87,10 +117,23 @@ def _plain(color: str, hatch: str = "", letters: str = "") -> Callable[[Page, Bo
     return paint
 
 
-def _backward(color: str) -> Callable[[Page, Box], None]:
+def _swatch(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
+    """A box as it is usually met: of the first chunk, or of a layer in the middle."""
+    if kind is OpKind.LOSS:
+        return _loss
+    if kind is OpKind.UPDATE:
+        return _plain(UPDATE)
+    place = 0 if looks.chunks and looks.by == "pass" else looks.layers // 2
+    look = looks.compute_paint(kind, place)
+
     def paint(page: Page, box: Box) -> None:
-        fill(page.ink, [box], pale(color))
-        fill(page.ink, [(box[0], box[3] - STRIPE * (box[3] - box[1]), box[2], box[3])], color)
+        left, top, right, bottom = box
+        stripe = STRIPE * (bottom - top)
+        fill(page.ink, [box], look.color, edge="white", width=0.5, hatch=look.hatch)
+        if look.top:
+            fill(page.ink, [(left, top, right, top + stripe)], look.top)
+        if look.bottom:
+            fill(page.ink, [(left, bottom - stripe, right, bottom)], look.bottom)
 
     return paint
 
@@ -106,18 +149,34 @@ def _number(page: Page, box: Box) -> None:
     page.ink.text(*center, "0-3", size=6.5, color=FAINT, ha="center", va="center_baseline")
 
 
-def _layers(layers: int) -> Item:
-    """Numbered swatches for a few layers, a ramp for many."""
-    named = layers <= NAMED_LAYERS
-    each = 0.19 if named else 1.6 / layers
+def _share(page: Page, box: Box) -> None:
+    left, top, right, bottom = box
+    fill(page.ink, [box], IDLE)
+    fill(page.ink, [(left, bottom - 0.6 * (bottom - top), right, bottom)], FORWARD[0])
+
+
+def _places(looks: Looks) -> list[Item]:
+    """What a colour's lightness tells, or the layers' colours."""
+    if looks.by == "pass" and looks.chunks:
+        of, what = looks.chunks, "model chunk of the rank"
+    else:
+        of, what = looks.layers, "layer"
+    if of == 1:
+        return []
+    return [_ramp([looks.compute_paint(OpKind.FORWARD, place).color for place in range(of)], what)]
+
+
+def _ramp(colors: list[str], what: str) -> Item:
+    """Numbered swatches for a few, a ramp for many."""
+    named = len(colors) <= NAMED_LAYERS
+    each = 0.19 if named else 1.6 / len(colors)
 
     def paint(page: Page, box: Box) -> None:
         left, top, _, bottom = box
-        for layer in range(layers):
-            color = layer_color(layer, layers)
-            fill(page.ink, [(left + layer * each, top, left + (layer + 1) * each, bottom)], color)
+        for place, color in enumerate(colors):
+            fill(page.ink, [(left + place * each, top, left + (place + 1) * each, bottom)], color)
             if named:
-                place = (left + (layer + 0.5) * each, (top + bottom) / 2)
-                page.ink.text(*place, str(layer), size=6.5, color=ink_on(color), ha="center", va="center_baseline")
+                center = (left + (place + 0.5) * each, (top + bottom) / 2)
+                page.ink.text(*center, str(place), size=6.5, color=ink_on(color), ha="center", va="center_baseline")
 
-    return Item("layer" if named else f"layers 0-{layers - 1}", paint, layers * each)
+    return Item(what if named else f"{what}s 0-{len(colors) - 1}", paint, len(colors) * each)

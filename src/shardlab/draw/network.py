@@ -32,7 +32,10 @@ HALVES = {Kind.ACTIVATION: (0.0, 0.48), Kind.GRAD_ACTIVATION: (0.52, 1.0)}
 """What part of an activation's column, from its left, each kind takes."""
 
 EMPTY = "#f3f5f7"
-MARGIN, LEFT, TOP, HEIGHT = 0.2, 0.38, 0.95, 1.1
+MARGIN, LEFT, TOP, HEIGHT = 0.2, 0.5, 1.02, 1.1
+NAMES = 1.0
+"""Inches to the right of the network, for the names of what a layer's box shows."""
+
 NUMBERED_ROWS = 16
 """Up to so many microbatches have their rows ruled and numbered."""
 
@@ -92,7 +95,7 @@ class _Network:
         self.pitch = max(0.3, min(1.25, 12 / layers))
         self.column = 0.28 * self.pitch
         width = layers * self.pitch + self.column
-        self.page = Page(max(LEFT + width + MARGIN, 5.2), TOP + HEIGHT + 0.42)
+        self.page = Page(max(LEFT + width + NAMES, 5.2), TOP + HEIGHT + 0.42)
 
     def area(self, kind: Kind, layer: int) -> Box:
         """The whole of one kind at one layer."""
@@ -125,7 +128,7 @@ class _Network:
         fill(self.page.ink, cells, COLORS[spec.kind], edge="white", width=width)
 
     def name_parts(self, kinds: set[Kind]) -> None:
-        """Layers below the network, microbatches to its left, and a legend of the kinds above it."""
+        """Layers below the network, microbatches to its left, and every kind of box by its name, held or not."""
         below = TOP + HEIGHT + 0.14
         every = 1 if self.pitch > 0.4 else 4
         for layer in range(0, self.layers, every):
@@ -136,12 +139,27 @@ class _Network:
             for row in range(self.microbatches):
                 place = (LEFT - 0.06, TOP + (row + 0.5) * HEIGHT / self.microbatches)
                 self.page.ink.text(*place, str(row), size=6.5, color=FAINT, ha="right", va="center_baseline")
+            middle = TOP + HEIGHT / 2
+            text = "microbatch"
+            self.page.ink.text(MARGIN, middle, text, size=6.5, color=FAINT, rotation=90, ha="center", va="center")
+        end = LEFT + self.layers * self.pitch + self.column + 0.08
+        for kind, (start, stop) in BANDS.items():
+            middle = TOP + (start + stop) / 2 * HEIGHT
+            self.page.ink.text(end, middle, kind.value, size=6.5, color=FAINT, va="center_baseline")
+        columns = " | ".join(kind.value for kind in HALVES)
+        self.page.ink.text(LEFT, TOP - 0.09, f"{columns}, of each microbatch", size=6.5, color=FAINT, va="center")
         x = MARGIN
         for kind, color in COLORS.items():
             if kind in kinds:
-                fill(self.page.ink, [(x, 0.62, x + 0.14, 0.76)], color)
-                self.page.ink.text(x + 0.2, 0.69, kind.value, size=8, color=FAINT, va="center_baseline")
-                x += 0.42 + len(kind.value) * 0.065
+                x = self._key(x, kind.value, color)
+        self._key(x, "not held", EMPTY)
+
+    def _key(self, left: float, text: str, color: str) -> float:
+        """An entry of the legend; where the next one begins is returned."""
+        edge = "#d0d7de" if color == EMPTY else "none"
+        fill(self.page.ink, [(left, 0.62, left + 0.14, 0.76)], color, edge=edge, width=0.5)
+        self.page.ink.text(left + 0.2, 0.69, text, size=8, color=FAINT, va="center_baseline")
+        return left + 0.42 + len(text) * 0.065
 
 
 def _cell(area: Box, column: int, columns: int, row: int, rows: int) -> Box:

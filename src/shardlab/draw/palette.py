@@ -1,9 +1,14 @@
-"""What each op looks like. Layers take the viridis map, which keeps its order for every kind of colour vision;
-communication takes what is left of the Okabe-Ito palette, and a shape or letters besides."""
+"""What each op looks like.
+
+Passes have the colours of the field's figures (Qi et al. 2023, arXiv 2401.10241): forward blue, input gradient teal,
+weight gradient green, full backward orange. Layers take the viridis map, which keeps its order for every kind of colour
+vision. Communication has the other colours, and letters besides.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
@@ -13,6 +18,27 @@ from shardlab.program import OpKind
 UPDATE = "#24292f"
 LOSS = "#9a6700"
 PEAK = "#d55e00"
+OTHER = "#8c959f"
+"""Compute that is not a pass: sums of gradients, norms."""
+
+Family = tuple[str, str]
+"""The darkest and the lightest of a pass's shades."""
+
+FORWARD: Family = ("#2a62b8", "#a9cbf5")
+BACKWARD: Family = ("#e0761b", "#fad0a0")
+BACKWARD_INPUT: Family = ("#10908f", "#98dcd6")
+BACKWARD_WEIGHT: Family = ("#5d9c1f", "#c5e39a")
+
+FAMILIES = {
+    OpKind.FORWARD: FORWARD,
+    OpKind.RECOMPUTE: FORWARD,
+    OpKind.ATTEND: FORWARD,
+    OpKind.BACKWARD: BACKWARD,
+    OpKind.ATTEND_BACKWARD: BACKWARD,
+    OpKind.BACKWARD_INPUT: BACKWARD_INPUT,
+    OpKind.BACKWARD_WEIGHT: BACKWARD_WEIGHT,
+}
+"""The passes."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +51,27 @@ class Look:
 
 
 COMMUNICATION_LOOKS = {
-    OpKind.ALL_GATHER: Look("#e69f00", "AG", "all-gather"),
-    OpKind.REDUCE_SCATTER: Look("#cc79a7", "RS", "reduce-scatter"),
-    OpKind.ALL_REDUCE: Look("#d55e00", "AR", "all-reduce"),
-    OpKind.ALL_TO_ALL: Look("#56b4e9", "AA", "all-to-all"),
-    OpKind.BROADCAST: Look("#f0e442", "BC", "broadcast"),
-    OpKind.SCATTER: Look("#e6bcd3", "SC", "scatter"),
-    OpKind.GATHER: Look("#f3cf80", "GA", "gather"),
-    OpKind.REDUCE: Look("#eaae80", "RE", "reduce"),
+    OpKind.ALL_GATHER: Look("#f2c811", "AG", "all-gather"),
+    OpKind.REDUCE_SCATTER: Look("#c763a5", "RS", "reduce-scatter"),
+    OpKind.ALL_REDUCE: Look("#b3243f", "AR", "all-reduce"),
+    OpKind.ALL_TO_ALL: Look("#8a63c7", "AA", "all-to-all"),
+    OpKind.BROADCAST: Look("#c3b1e1", "BC", "broadcast"),
+    OpKind.SCATTER: Look("#ecc3de", "SC", "scatter"),
+    OpKind.GATHER: Look("#f8e79b", "GA", "gather"),
+    OpKind.REDUCE: Look("#dc98a3", "RE", "reduce"),
     OpKind.BARRIER: Look("#8c959f", "‖", "barrier"),
     OpKind.SEND: Look("#57606a", "→", "send"),
     OpKind.RECV: Look("#a4adb6", "←", "receive"),
 }
 
 
+@cache
+def shade(family: Family, place: float) -> str:
+    """A pass's shade, from its darkest at 0 to its lightest at 1."""
+    return mixed(*family, place)
+
+
+@cache
 def layer_color(layer: int, layers: int) -> str:
     """Dark for the first layer, light for the last."""
     place = 0.12 + 0.76 * (layer / (layers - 1) if layers > 1 else 0.35)
@@ -51,11 +84,13 @@ def mixed(color: str, other: str, share: float) -> str:
     return to_hex((red, green, blue))
 
 
+@cache
 def pale(color: str) -> str:
     return mixed(color, "#ffffff", 0.74)
 
 
+@cache
 def ink_on(color: str) -> str:
     """Black or white, whichever reads better on a colour (relative luminance, WCAG 2)."""
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
-    return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.179 else "#1b1f24"
+    return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.207 else "#1b1f24"

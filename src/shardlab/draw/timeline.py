@@ -1,44 +1,58 @@
-"""A timeline as a picture: title, legend, a row for each rank, and memory below."""
+"""A timeline as a picture: title, legend, a row for each rank, memory below, and of many microbatches a close-up."""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 
-from shardlab.draw.canvas import FAINT, Page, style
-from shardlab.draw.lanes import Scale, draw_lanes, label_of
+from shardlab.draw.canvas import EM, Page, style
+from shardlab.draw.closeup import close_up_height, close_up_of, draw_close_up
+from shardlab.draw.header import draw_header
+from shardlab.draw.lanes import Panel, draw_lanes
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
-from shardlab.draw.memory import draw_memory, memory_unit, ranks_text, short
-from shardlab.program import OpKind, Program
-from shardlab.program.mesh import AXES
+from shardlab.draw.looks import Looks
+from shardlab.draw.memory import draw_memory, key_width
+from shardlab.draw.palette import FAMILIES
+from shardlab.draw.rows import MOST_ROWS, Row, row_name, rows_of, spaced
+from shardlab.program.picture import ColorBy
 from shardlab.simulate import Timeline
-from shardlab.simulate.traced import rank_of, stands_for
 
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 
-MARGIN, RIGHT = 0.2, 1.45
-"""Inches; the key of the memory curves stands in the right one."""
-
+MARGIN = 0.2
 HEADER = 0.62
+NOTE_SIZE, NOTE_LINE = 9.0, 0.19
+"""Points, and inches."""
 MEMORY = 1.7
+RIGHT = 1.3
+"""At least; the key of the memory curves stands there."""
 
 
-def timeline_svg(timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME) -> str:
+def timeline_svg(
+    timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass", note: str = ""
+) -> str:
     """What happened when, and how much memory was live, as an SVG document.
 
     Args:
         title: what the picture is of, such as the strategy's name.
         time_unit: how the time axis is labelled.
+        color_by: whether a box's colour tells which pass it is (forward, backward, input or weight gradient), with the
+            model chunk or the layer by lightness, or which layer.
+        note: what is said below the figures.
     """
     with style():
-        return timeline_page(timeline, title, time_unit).svg()
+        return timeline_page(timeline, title, time_unit, color_by, note).svg()
 
 
-def save_timeline(timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME) -> None:
-    """Write the picture to a file; it appears whole or not at all."""
-    write_whole(Path(path), timeline_svg(timeline, title, time_unit))
+def save_timeline(
+    timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass"
+) -> None:
+    """Write the picture of `timeline_svg` to a file; it appears whole or not at all."""
+    write_whole(Path(path), timeline_svg(timeline, title, time_unit, color_by))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -51,72 +65,52 @@ def write_whole(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def timeline_page(timeline: Timeline, title: str, time_unit: str) -> Page:
+def timeline_page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, note: str = "") -> Page:
     """The page, for whoever wants another format than SVG; call it within `style()`."""
-    program = timeline.program
-    names = [rank_name(program, rank) for rank in range(program.ranks)]
-    left = MARGIN + 0.1 + max(0.5, 0.064 * max(map(len, names)))
-    plot = _plot_width(timeline)
-    end = timeline.end or 1.0
-    row = max(0.165, min(0.52, 8 / program.ranks))
-    scale = Scale(plot * 72 / end, row * 72)
-    numbered = any(label_of(timeline, event, scale) for event in timeline.events[0] if event.kind is OpKind.FORWARD)
-    rows = flow(legend_items(timeline, numbered), left + plot + RIGHT - 2 * MARGIN)
-    top = HEADER + len(rows) * ROW + 0.08
-    bottom = top + row * program.ranks
-    page = Page(left + plot + RIGHT, bottom + 0.12 + MEMORY + 0.55)
+    all_rows = rows_of(timeline)
+    rows = spaced(all_rows, MOST_ROWS)
+    left = left_of(timeline, rows)
+    plot, height = _plot_width(timeline), max(0.165, min(0.52, 8 / len(rows)))
+    right = max(RIGHT, key_width(all_rows))
+    width = left + plot + right
+    looks = Looks(timeline, color_by)
+    panel = Panel.of(timeline, rows, looks, (0.0, timeline.end), (plot, height))
+    close_up = close_up_of(panel, plot)
+    panels = [panel, close_up] if close_up else [panel]
+    legend = flow(legend_items(panels, numbered=True), width - 2 * MARGIN)
+    lines = wrap(note, int((width - 2 * MARGIN) * 72 / (NOTE_SIZE * EM)))
+    header = HEADER + len(lines) * NOTE_LINE
+    top = header + len(legend) * ROW + 0.08
+    bottom = top + height * len(rows)
+    below = bottom + 0.12 + MEMORY + 0.5
+    page = Page(width, below + 0.05 + (close_up_height(close_up) if close_up else 0.0))
 
-    page.ink.text(MARGIN, 0.25, title or "One optimizer step", size=13, weight="bold", va="center")
-    page.ink.text(MARGIN, 0.48, summary(timeline), size=8.5, color=FAINT, va="center")
-    draw_legend(page, rows, MARGIN, HEADER)
-
+    draw_header(page, timeline, title or "One optimizer step", len(all_rows), len(rows), MARGIN)
+    for at, line in enumerate(lines):
+        page.ink.text(MARGIN, HEADER + at * NOTE_LINE + 0.06, line, size=NOTE_SIZE, va="center")
     lanes = page.panel((left, top, left + plot, bottom))
-    lanes.set_xlim(0, end)
-    lanes.set_ylim(program.ranks, 0)
-    lanes.set_yticks([rank + 0.5 for rank in range(program.ranks)], names, size=min(8.0, 0.75 * row * 72))
-    lanes.tick_params(length=0, labelbottom=False)
-    lanes.spines[:].set_visible(False)
-    lanes.set_axisbelow(True)
-    lanes.grid(axis="x", color="#d8dee4", linewidth=0.6)
-    draw_lanes(lanes, timeline, scale)
+    numbered = draw_lanes(page, lanes, panel)
+    lanes.tick_params(axis="x", length=0, labelbottom=False)
 
     memory = page.panel((left, bottom + 0.12, left + plot, bottom + 0.12 + MEMORY))
-    memory.set_xlim(0, end)
+    memory.set_xlim(0, timeline.end or 1.0)
     memory.spines[["top", "right"]].set_visible(False)
     memory.grid(color="#e4e8ec", linewidth=0.6)
-    draw_memory(memory, timeline)
+    draw_memory(memory, timeline, all_rows, plot * 72)
     memory.set_xlabel(time_unit)
+    if close_up:
+        numbered |= draw_close_up(page, lanes, close_up, (left, below, left + plot), time_unit)
+    draw_legend(page, flow(legend_items(panels, numbered), width - 2 * MARGIN), MARGIN, header)
     return page
 
 
-def rank_name(program: Program, row: int) -> str:
-    """`rank 5`, with its coordinates where the mesh has several axes; `ranks 0-7` for which a folded one stands."""
-    rank, ranks = rank_of(program, row), stands_for(program, row)
-    if len(ranks) > 1:
-        stage = f"pp {program.mesh.coordinate(rank, 'pp')}, " if program.ranks > 1 else ""
-        return f"ranks {ranks[0]}-{ranks[-1]} ({stage}all as rank {rank})"
-    axes = [axis for axis in AXES if program.mesh.sizes()[axis] > 1]
-    if len(axes) < 2:
-        return f"rank {rank}"
-    return f"rank {rank} (" + ", ".join(f"{axis} {program.mesh.coordinate(rank, axis)}" for axis in axes) + ")"
-
-
-def summary(timeline: Timeline) -> str:
-    """The figures of a step in one line."""
-    program = timeline.program
-    peak = [rank for rank, live in enumerate(timeline.peak_memory_by_rank) if live == timeline.peak_memory]
-    counts = [(program.ranks, "rank"), (program.layers, "layer"), (program.microbatches, "microbatch")]
-    plurals = {"microbatch": "microbatches"}
-    parts = [f"{n} {what if n == 1 else plurals.get(what, what + 's')}" for n, what in counts]
-    parts += [
-        f"ends at {timeline.end:g}",
-        f"peak {short(timeline.peak_memory)} {memory_unit(timeline)} on {ranks_text(peak)}",
-    ]
-    return "  ·  ".join(parts)
+def left_of(timeline: Timeline, rows: Sequence[Row]) -> float:
+    """Inches to the left of the panels, for the rows' names."""
+    longest = max(len(row_name(timeline.program, row)) for row in rows)
+    return MARGIN + 0.1 + max(0.5, 0.064 * longest)
 
 
 def _plot_width(timeline: Timeline) -> float:
-    """Inches: wide enough that the shortest compute can carry its label, within reason."""
-    kinds = (OpKind.FORWARD, OpKind.BACKWARD)
-    shortest = min((e.end - e.start for events in timeline.events for e in events if e.kind in kinds), default=1.0)
-    return max(8.0, min(15.0, 0.16 * timeline.end / shortest if shortest else 0))
+    """Inches: wide enough that the shortest pass can carry its label, within reason."""
+    passes = [e.end - e.start for events in timeline.events for e in events if e.kind in FAMILIES and e.end > e.start]
+    return max(8.0, min(15.0, 0.16 * timeline.end / min(passes))) if passes else 8.0

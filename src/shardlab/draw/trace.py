@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardlab.draw.arrows import Arrow, arrows
+from shardlab.draw.chunks import model_layer
 from shardlab.draw.memory import curve
-from shardlab.draw.timeline import rank_name
+from shardlab.draw.rows import rank_name
 from shardlab.program import Op, OpKind
 from shardlab.rules.pieces import bits, listed
 from shardlab.simulate import Event, Timeline
@@ -28,6 +29,19 @@ from shardlab.simulate.traced import rank_of
 NANO = 1e9
 """Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""
 
+
+COLORS = {
+    OpKind.FORWARD: "rail_response",
+    OpKind.RECOMPUTE: "thread_state_runnable",
+    OpKind.BACKWARD: "rail_idle",
+    OpKind.BACKWARD_INPUT: "background_memory_dump",
+    OpKind.BACKWARD_WEIGHT: "rail_load",
+    OpKind.ATTEND: "rail_response",
+    OpKind.ATTEND_BACKWARD: "rail_idle",
+    OpKind.UPDATE: "black",
+}
+"""The passes' colours among those that Chrome's viewer has names for (catapult's color_scheme.html): blue, pale blue,
+orange, teal and green."""
 
 Shown = tuple[Timeline, Sequence[Counter] | None]
 """What happened when, and for each row its memory by category; None to show memory as one number."""
@@ -47,7 +61,7 @@ def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
     part = path.with_name(path.name + ".part")
     try:
         with part.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
             for place, event in enumerate(trace_events(shown)):
                 file.write((",\n" if place else "") + json.dumps(event))
             file.write("\n]}\n")
@@ -76,7 +90,7 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
                     yield _meta("thread_sort_index", process, span.thread, sort_index=span.thread)
                 lanes[stream][lane:] = [span]
                 spans[row, event.op] = span
-                yield _complete(event, span)
+                yield _complete(event, span, model_layer(program.sizes, event.layer))
             for time, live in counters[row] if counters else [(t, {"live": n}) for t, n in curve(timeline, row)]:
                 yield {"ph": "C", "name": "memory", "pid": process, "ts": _micro(round(time * NANO)), "args": live}
         for arrow in arrows(timeline):  # after all spans: of one moment, viewers read in the order of the file
@@ -112,12 +126,21 @@ def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
-def _complete(event: Event, span: Span) -> dict[str, Any]:
-    name = event.kind.value.replace("_", "-") + (f" {event.layer}" if event.layer >= 0 else "")
+def _complete(event: Event, span: Span, layer: int) -> dict[str, Any]:
+    """An event as `forward 0 (layer 3)`: its microbatches, as in the pictures, and the model's layer.
+
+    Perfetto gives a name, less its numbers, a colour of its own; Chrome takes that which is named.
+    """
+    name = event.kind.value.replace("_", "-")
     args: dict[str, Any] = {"op": event.op, "layer": event.layer}
     if event.microbatches:
         args["microbatches"] = listed(bits(event.microbatches))
+        name += f" {args['microbatches']}"
+    if event.layer >= 0:
+        name += f" (layer {layer})"
+    color = {"cname": COLORS[event.kind]} if event.kind in COLORS else {}
     return {
+        **color,
         "ph": "X",
         "name": name,
         "cat": event.kind.value,

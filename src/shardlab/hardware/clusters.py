@@ -26,6 +26,7 @@ from shardlab.hardware.links import Link, find_link
 from shardlab.hardware.names import nearest
 from shardlab.hardware.profile import Machine, Profile
 from shardlab.program import UserError
+from shardlab.program.nesting import parsed
 
 T = TypeVar("T", Device, Link)
 
@@ -99,6 +100,8 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
         return Cluster.of_profile(Profile.read(path, here=here, force=force))
     if name.endswith(".toml"):
         return read_cluster(Path(name))
+    if (words := _other_order(name.strip().lower())) is not None:
+        raise UserError(f"{name!r} is not a cluster; {words}")
     found = re.fullmatch(r"(.+)x(\d+)", name.strip().lower())
     if found is None or int(found[2]) == 0:
         raise UserError(
@@ -112,6 +115,24 @@ def find_cluster(name: str, *, here: Machine | None = None, force: bool = False)
         )
     device = find_device(found[1])
     return cluster_of(device, int(found[2]))
+
+
+def _other_order(name: str) -> str | None:
+    """What to write for a name such as 4x8xh100 or h100x4x8: nodes, their devices, and which ones."""
+    devices = "|".join(map(re.escape, sorted(DEVICES, key=len, reverse=True)))
+    counts = r"[1-9]\d*"
+    found = re.fullmatch(rf"(?:({counts})x)?({counts})x({devices})|({devices})x({counts})x({counts})", name)
+    if found is None:
+        return None
+    device = found[3] or found[4]
+    nodes, each = int(found[1] or found[5] or 1), int(found[2] or found[6])
+    usual = NODES[device].devices
+    if each == usual or (nodes == 1 and (each < usual or each % usual == 0)):
+        return f"write DEVICExCOUNT, {device}x{nodes * each}, on nodes of {min(usual, each)}"
+    return (
+        f"nodes of {device} usually have {usual} devices; for {nodes} of {each}, write a .toml file with "
+        f'device = "{device}", nodes = {nodes} and per_node = {each}'
+    )
 
 
 def is_measured(name: str) -> bool:
@@ -143,10 +164,10 @@ def read_cluster(path: Path) -> Cluster:
         UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = parsed(tomllib.loads, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no cluster file {path}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a cluster file ({error})") from None
     known = {"device", "nodes", "per_node", "inside", "outside", "cards"}
     for key in data:

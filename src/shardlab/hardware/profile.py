@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.program import UserError
+from shardlab.program.nesting import parsed
 
 VERSION = 1
 
@@ -123,7 +124,7 @@ class Profile:
         """
         path = path or default_path()
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parsed(json.loads, path.read_text(encoding="utf-8"))
             version = data["version"]
             profile = profile_of(data) if version == VERSION else None
         except FileNotFoundError:

@@ -18,7 +18,7 @@ from shardlab.measure.clock import Clock, batches, iterations_for
 from shardlab.measure.overlap import overlap
 from shardlab.measure.points import CollectivePoint, append
 from shardlab.measure.progress import Progress
-from shardlab.measure.world import World, leave_quietly
+from shardlab.measure.world import World
 
 BATCHES = 5
 
@@ -31,9 +31,9 @@ class CollectiveBench:
         kinds: of `points.KINDS`.
         sizes: bytes of the whole value, ascending.
         groups: sizes of the groups that meet; each divides the number of ranks.
-        seconds: how long each point is measured for, about.
+        seconds: how long each point is measured for in all, about.
         warmup: calls before that.
-        overlap: whether it is measured between and beside computations, too; each takes as long again.
+        overlap: whether it is measured between and beside computations, too, for three quarters of that time.
         quiet: whether no progress is shown.
     """
 
@@ -44,6 +44,11 @@ class CollectiveBench:
     warmup: int = 5
     overlap: bool = True
     quiet: bool = False
+
+    @property
+    def each(self) -> float:
+        """Seconds of each way in which a point is timed: called alone, and in three kinds of round (see `overlap`)."""
+        return self.seconds / 4 if self.overlap else self.seconds
 
     def plan(self) -> Iterator[tuple[int, str, int]]:
         """(group, kind, size) of every point: all sizes of a kind together."""
@@ -70,7 +75,6 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
     Returns:
         Whether this is rank 0.
     """
-    leave_quietly()
     world = World(rank, device)
     plan = list(bench.plan())
     progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
@@ -84,7 +88,7 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
             append(file, point)
         if bench.overlap:
             case = exchange(size, team) if kind == "send_recv" else case
-            in_step = overlap(world, team, kind, case, point.seconds, bench.seconds)
+            in_step = overlap(world, team, kind, case, point.seconds, bench.each)
             if rank == 0:
                 append(file, in_step)
         progress.step()
@@ -103,7 +107,7 @@ def time_case(world: World, team: Team, kind: str, case: Case, bench: Collective
     for _ in range(bench.warmup):
         call()
     world.meet()
-    iterations = iterations_for(world.most(clock.seconds(call, 3)), bench.seconds)
+    iterations = iterations_for(world.most(clock.seconds(call, 3)), bench.each)
     times: list[float] = []
     for count in batches(iterations, BATCHES):
         world.meet()

@@ -19,7 +19,7 @@ from shardlab.measure.clock import Clock, iterations_for
 from shardlab.measure.points import LayerPoint, PeakPoint, append
 from shardlab.measure.progress import Progress
 from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subjects
-from shardlab.measure.world import World, leave_quietly
+from shardlab.measure.world import World
 from shardlab.models.tensors import generator_of
 from shardlab.program import OpKind
 
@@ -60,7 +60,6 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     Returns:
         Whether this is rank 0.
     """
-    leave_quietly()
     world = World(rank, device)
     plan = bench.plan(world.size)
     progress = Progress(len(plan), show=rank == 0 and not bench.quiet)

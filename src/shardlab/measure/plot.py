@@ -43,7 +43,7 @@ def plot_collectives(points: Sequence[Point], path: Path) -> None:
             below.set(ylabel="bus bandwidth, GB/s", xlabel="size", xscale="log", yscale="log")
             for each in (above, below):
                 _ticks(each.set_xticks, [point.bytes for point in of_group], size_text)
-        figure.savefig(path)
+        save_figure(figure, path)
 
 
 def plot_compute(points: Sequence[Point], path: Path) -> None:
@@ -65,7 +65,13 @@ def plot_compute(points: Sequence[Point], path: Path) -> None:
                     axis.annotate(f"peak, {peak.dtype}", (0.02, peak.flops / GIGA), xycoords=("axes fraction", "data"))
             axis.set(title=f"{op}, {most} at once", xlabel="FLOPs", ylabel="GFLOP/s", xscale="log", yscale="log")
             axis.legend(frameon=False, fontsize=6)
-        figure.savefig(path)
+        save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the figure, saying whose it is where the format can: such a file may be drawn into again."""
+    signed = path.suffix.lower() in (".svg", ".png", ".pdf")
+    figure.savefig(path, metadata={"Creator": "shardlab"} if signed else None)
 
 
 def _panels(rows: int, columns: int) -> tuple[Figure, Any]:

@@ -1,13 +1,9 @@
-"""What the measuring ranks share: teams of every size, common decisions, and an end when they are interrupted."""
+"""What the measuring ranks share: teams of every size, and common decisions."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch leaves some of its annotations out.
 
 from __future__ import annotations
-
-import multiprocessing
-import os
-import signal
 
 import torch
 import torch.distributed as dist
@@ -58,12 +54,3 @@ class World:
         x = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(x, op=how)
         return float(x)
-
-
-def leave_quietly() -> None:
-    """A process that was started to measure ends at Ctrl-C without a word; the one that started it tells what there is.
-
-    Nothing is lost: every point was written when it was measured.
-    """
-    if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))

@@ -11,12 +11,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardlab.errors import UserError, why_unreadable
+from shardlab.errors import TooDeep, UserError, why_unreadable
 from shardlab.models.blocks import Blocks
 from shardlab.models.gpt import GPT
 from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.moe import MoE
+from shardlab.program.nesting import parsed
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
 """Kinds of model by name; alone, such a name is the smallest thing of its kind, for trying out."""
@@ -85,8 +86,8 @@ def _changed(model: Blocks, written: Mapping[str, Any], said: str) -> Blocks:
 
 def _from_file(path: Path) -> Blocks:
     try:
-        written = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        written = parsed(tomllib.loads, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, TooDeep) as error:
         raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not TOML: {error}") from None

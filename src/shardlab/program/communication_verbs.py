@@ -136,7 +136,7 @@ class CommunicationVerbs(Place):
         handle = self._world.collectives.issue(self, call, value, group)
         inputs = () if value is None else (value.number,)
         outputs = () if handle.result is None or handle.result is value else (handle.result.number,)
-        layer = spec.layer if spec is not None else -1 if expect is None else expect.layer
+        layer = spec[0].layer if spec is not None else -1 if expect is None else expect.layer
         kind, root, reduction = call
         op = Op(kind, layer, inputs, outputs, handle.number, group, -1, None, expect, -1, root, reduction)
         self._issue(op, handle, value)

@@ -92,17 +92,14 @@ class ComputeVerbs(Place):
         read = inputs if isinstance(inputs, tuple) else (inputs,)
         rules = self._rules.layers[layer]
         try:
-            specs = [self._read(value) for value in read]
-            weight_spec = self._read(weight)
-            made = rules.forward(specs, weight_spec)
+            made, saved = rules.forward([self._read(value) for value in read], self._read(weight))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         first = read[0]
         outputs = [self.make(spec) for spec in made]
         numbers = [value.number for value in outputs]
         if save:
-            saved = rules.saved(specs[0], weight_spec)
-            first.saved, first.saved_form = len(self._values), saved.form
+            first.saved, first.saved_form = len(self._values), saved[0]
             numbers.append(first.saved)
             self._values.append(saved)
         given = (first.number, weight.number, *[value.number for value in read[1:]])
@@ -144,7 +141,7 @@ class ComputeVerbs(Place):
 
     def backward(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Values:
         """The first input, the gradients of the outputs and the weight: (weight's gradient, the inputs' gradients)."""
-        made, inputs, read = self._backward("backward", layer, activation, gradients, weight)
+        made, _, inputs, read = self._backward("backward", layer, activation, gradients, weight)
         outputs = tuple([self.make(spec) for spec in made])
         self.ops.append(Op(OpKind.BACKWARD, layer, inputs, tuple([value.number for value in outputs])))
         self._done_with(*read)
@@ -160,9 +157,8 @@ class ComputeVerbs(Place):
 
         The other half, `backward_weight`, reads the same activation and gradient: keep both in their stores until then.
         """
-        made, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
+        made, half, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
         outputs = [self.make(spec) for spec in made[1:]]
-        half = self._rules.layers[layer].saved(activation.spec, weight.spec, Kind.SAVED_FOR_WEIGHT)
         activation.saved_for_weight = len(self._values)
         self._values.append(half)
         numbers = [value.number for value in outputs]
@@ -172,15 +168,14 @@ class ComputeVerbs(Place):
 
     def _backward(
         self, op: str, layer: int, activation: Value, gradients: Value | Values, weight: Value
-    ) -> tuple[list[Spec], tuple[int, ...], list[Value]]:
-        """What both halves make, the numbers of the values that the op reads, and these values."""
+    ) -> tuple[list[Spec], Spec, tuple[int, ...], list[Value]]:
+        """What both halves make, what the first leaves for the second, and the values that are read."""
         self._check_layer(op, layer)
         given = gradients if isinstance(gradients, tuple) else (gradients,)
         rules = self._rules.layers[layer]
         try:
-            spec, weight_spec = self._read(activation), self._read(weight)
-            made = rules.backward(spec, [self._read(gradient) for gradient in given], weight_spec, op)
-            saved_form = rules.saved(spec, weight_spec).form
+            spec, read = self._read(activation), self._read(weight)
+            made, follows = rules.backward(spec, [self._read(gradient) for gradient in given], read, op)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if given[0] is gradients and len(made) > 2:
@@ -193,13 +188,13 @@ class ComputeVerbs(Place):
                     "several values is not recomputed."
                 )
             saved = len(self._values)
-            self._values.append(rules.saved(spec, weight_spec))
+            self._values.append(Spec(follows.saved, spec.cells))
             self.ops.append(Op(OpKind.RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
-        elif activation.saved_form is not saved_form:
-            self.refuse(f"{op}(layer {layer}): the forward pass was by other slices of the layer than {weight_spec}.")
+        elif activation.saved_form is not follows.saved:
+            self.refuse(f"{op}(layer {layer}): the forward pass was by other slices of the layer than {weight.spec}.")
         activation.saved = -1
         numbers = (activation.number, given[0].number, weight.number, saved, *[value.number for value in given[1:]])
-        return made, numbers, [activation, weight, *given]
+        return made, Spec(follows.half, spec.cells), numbers, [activation, weight, *given]
 
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
         """The other half of `backward`, at any time after `backward_input`: the weight's gradient.

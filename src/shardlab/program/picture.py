@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from functools import singledispatch
+from typing import Literal
+
+ColorBy = Literal["pass", "layer"]
+"""What the colour of a box in a timeline tells: which pass it is, or which layer."""
 
 
 @singledispatch

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from shardlab.errors import Refused
 from shardlab.program.asyncio_watch import AsyncioWatch
+from shardlab.program.bounds import COUNTED, OpCount
 from shardlab.program.handle import Handle
 from shardlab.program.sizes import Sizes
 from shardlab.program.tape import Op, OpKind
@@ -40,7 +41,7 @@ def wait_of(handle: int) -> Op:
 class Recorder:
     """Writes the tape of one rank and keeps its values' lives."""
 
-    def __init__(self, index: int, sizes: Sizes, watch: AsyncioWatch | None) -> None:
+    def __init__(self, index: int, sizes: Sizes, watch: AsyncioWatch | None, count: OpCount) -> None:
         self.index = index
         self.sizes = sizes
         self.watch = watch
@@ -48,6 +49,9 @@ class Recorder:
         self._values: list[Value | Spec] = []  # by number: once freed its spec, and so of what autograd saves
         self._outstanding: dict[int, Handle[Any]] = {}
         self.handles = 0
+        self._count = count
+        self._counted = 0
+        self._next_count = COUNTED  # when there are so many values or handles; an op costs one comparison
         self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # to the index of the op
 
     def refuse(self, text: str) -> NoReturn:
@@ -59,9 +63,20 @@ class Recorder:
         if self.watch is not None:
             self.watch.enter(self.index)
         values = self._values
-        value = Value(self, len(values), spec)  # pyright: ignore[reportArgumentType]  # a recorder is part of a rank
+        number = len(values)
+        if number > self._next_count:
+            self._count_ops()
+        value = Value(self, number, spec)  # pyright: ignore[reportArgumentType]  # a recorder is part of a rank
         values.append(value)
         return value
+
+    def _count_ops(self) -> None:
+        ops = len(self.ops)
+        try:
+            self._count.add(ops - self._counted)
+        except Refused as refusal:
+            raise refusal.at(self.index, ops) from None
+        self._counted, self._next_count = ops, max(len(self._values), self.handles) + COUNTED
 
     def _read(self, value: Value) -> Spec:
         """The spec of a value that may be used here and now."""
@@ -86,12 +101,8 @@ class Recorder:
             why = "its last key was deleted, or it was popped for one use and has had it"
         self.refuse(f"{_verb()}{value.spec} is used after it was freed ({why}).")
 
-    def check_storable(self, kind: Kind, key: Hashable, value: object) -> None:
+    def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
         """Refuse to store what is not a live value of this store's kind."""
-        if value.__class__ is Value:
-            assert isinstance(value, Value)
-            if value.spec.kind is kind and value.alive and value.rank is self:
-                return
         if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
             self.refuse(f"{kind.value}[{key!r}] was given {value.spec}; it belongs into rank.{value.spec.kind.value}.")
         self._refuse_value(value)
@@ -126,7 +137,9 @@ class Recorder:
         if self.watch is not None:
             self.watch.enter(self.index)
         self.ops.append(op)
-        self.handles += 1
+        self.handles = handles = self.handles + 1
+        if handles > self._next_count:
+            self._count_ops()
         self._outstanding[handle.number] = handle
         if read is not None:
             read.reading += (handle,)
@@ -159,6 +172,7 @@ class Recorder:
                     kept.add(spec)
                 else:
                     self._free(value)
+        self._count_ops()
 
 
 def _verb() -> str:
@@ -166,7 +180,7 @@ def _verb() -> str:
     frame = inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardlab.program."):
         name, layer = frame.f_code.co_name, frame.f_locals.get("layer")
-        if not name.startswith("_") and name != "check_storable":
+        if not name.startswith("_") and name != "refuse_to_store":
             return f"{name}(layer {layer}): " if isinstance(layer, int) else f"{name}: "
         frame = frame.f_back
     return ""

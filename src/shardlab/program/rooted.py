@@ -73,7 +73,9 @@ def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool
     """Whether two members can meet: in one call, for values of one kind and layer."""
     if one != other:
         return False
-    return gave is None or gives is None or (gave.kind is gives.kind and gave.layer == gives.layer)
+    if gave is None or gives is None or gave[0] is gives[0]:
+        return True
+    return gave[0].kind is gives[0].kind and gave[0].layer == gives[0].layer
 
 
 def values_of(call: Call, rank: int) -> tuple[int, int]:
@@ -95,7 +97,7 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
     Raises:
         Refused: when the values do not belong together, or a contribution would be lost or counted twice.
     """
-    kind, root, reduction = call
+    kind, root, _ = call
     if kind is OpKind.BARRIER:
         return [None] * len(ranks)
     specs = [spec for spec in given if spec is not None]
@@ -104,20 +106,30 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
     if kind is OpKind.SCATTER:
         return _scattered(specs[0], len(ranks))
     first = specs[0]
-    op, names = f"{kind.value}({first.name})", Names(ranks)
+    op = f"{kind.value}({first.name})"
     if kind is OpKind.ALL_TO_ALL:
-        return collectives.all_to_all(op, specs, names, rules.indices.get((first.kind, first.layer), ()))
-    if kind in GATHERS:
-        made = collectives.gather(op, specs, names)
-    elif reduction is not Reduction.SUM:
-        made = collectives.replicas(op, reduction, specs, names)
-    else:
-        made = collectives.reduce(op, specs, names)
-        if kind is OpKind.REDUCE_SCATTER:
-            return collectives.scatter(op, made, len(ranks))
+        indices = rules.indices.get((first.kind, first.layer), ())
+        return collectives.all_to_all(op, specs, Names(ranks), indices)
+    made = unite(call, specs, ranks)
+    if kind is OpKind.REDUCE_SCATTER:
+        return collectives.scatter(op, made, len(ranks))
     if kind not in ROOT_RECEIVES:
         return [made] * len(ranks)
     return [made if rank == root else None for rank in ranks]
+
+
+def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
+    """What all members of a group make together, before a REDUCE_SCATTER deals it out.
+
+    Raises:
+        Refused: as `collective` does.
+    """
+    op, names = f"{call.kind.value}({specs[0].name})", Names(ranks)
+    if call.kind in GATHERS:
+        return collectives.gather(op, specs, names)
+    if call.reduction is not Reduction.SUM:
+        return collectives.replicas(op, call.reduction, specs, names)
+    return collectives.reduce(op, specs, names)
 
 
 class Names(Sequence[str]):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from shardlab.program.layers import rules_of
 from shardlab.program.mesh import Group, Mesh
 from shardlab.program.sizes import Sizes
-from shardlab.rules.kind import Kind, Reduction
+from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.layers import Rules
 from shardlab.rules.pieces import Holds, microbatches_text
-from shardlab.rules.spec import Spec
+from shardlab.rules.spec import Spec, microbatches_of
 
 
 class OpKind(Enum):
@@ -119,7 +119,13 @@ class Message(NamedTuple):
     @classmethod
     def of(cls, spec: Spec) -> Message:
         """The name by which a receive expects a value."""
-        return cls(spec.kind, spec.layer, spec.microbatches)
+        form, cells, _ = spec
+        space = form.space
+        if form.kind not in ROW_KINDS:
+            cells = spec.microbatches
+        elif space.sequence > 1:
+            cells = microbatches_of(cells, space)
+        return cls(form.kind, form.layer, cells)
 
     def __str__(self) -> str:
         about = f" of {microbatches_text(self.microbatches)}" if self.microbatches else ""

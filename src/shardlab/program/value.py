@@ -82,12 +82,19 @@ class Store(MutableMapping[Hashable, Value]):
             ) from None
 
     def __setitem__(self, key: Hashable, value: Value) -> None:
-        self._rank.check_storable(self.kind, key, value)
+        rank = self._rank
+        if (
+            value.__class__ is not Value
+            or value.spec[0].kind is not self.kind
+            or not value.alive
+            or value.rank is not rank
+        ):
+            rank.refuse_to_store(self.kind, key, value)
         value.was_stored = True
         value.keys += 1  # before the old value goes: it may be this one
         old = self._values.get(key)
         if old is not None:
-            self._rank.forget_key(old)
+            rank.forget_key(old)
         self._values[key] = value
 
     def __delitem__(self, key: Hashable) -> None:

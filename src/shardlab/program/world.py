@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardlab.errors import Deadlock, Refused, UserError
 from shardlab.program.asyncio_watch import AsyncioWatch
+from shardlab.program.bounds import MAX_OPS, OpCount, max_ops
 from shardlab.program.handle import Handle
 from shardlab.program.layers import rules_of
 from shardlab.program.meetings import Channels, Collectives
@@ -48,6 +49,9 @@ class World:
         UserError: for a count below 1.
     """
 
+    most_ops = MAX_OPS
+    """Ops on all tapes, unless `ops_bounded` says otherwise."""
+
     def __init__(
         self,
         mesh: Mesh | int,
@@ -70,6 +74,7 @@ class World:
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake, self.rules)
         self.channels = Channels(self._wake)
+        self.count = OpCount(max_ops(self.most_ops))
         self.ranks = self.make_ranks()
         self._parked: dict[int, Handle[Any]] = {}
         self._runnable: deque[int] = deque()
@@ -165,7 +170,7 @@ def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatch
     >>> program = trace(fsdp, ranks=4, layers=6, microbatches=4)
 
     Raises:
-        Refused: at the line of the program that is wrong.
+        Refused: at the line of the program that is wrong, or that goes on after `bounds.MAX_OPS` ops.
         Deadlock: when no rank can go on.
         UserError: for a strategy that is not an async function, or a count below 1.
     """
@@ -174,11 +179,16 @@ def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatch
 
 @contextmanager
 def gc_paused() -> Generator[None, None, None]:
-    """Tracing only makes objects that stay; letting the collector walk them again and again would cost a third."""
+    """Tracing only makes objects that stay; letting the collector walk them again and again would cost a third.
+
+    At the end they count as old, or the collector would walk them all at once.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()

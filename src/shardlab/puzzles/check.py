@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.puzzles import rules
+from shardlab.puzzles.calls import refuse_forgotten
 from shardlab.puzzles.refusal import PuzzleRefused, judged
 from shardlab.puzzles.stores import Stores
 from shardlab.rules.pieces import bits, listed
 
-SHOWN = 3
-"""How many uses of values that were in no store are written out."""
-
 
 def check(ranks: Sequence[Stores], layers: int) -> None:
-    """Print "Correct!", and name the values that were used while in no store.
+    """Print "Correct!".
 
     Raises:
         PuzzleRefused: naming the layer, and the rank or the elements at fault.
     """
     verify(ranks, layers)
     print("Correct!")
-    note = loose_note(ranks)
-    if note:
-        print(note)
 
 
 def verify(ranks: Sequence[Stores], layers: int) -> None:
@@ -33,6 +28,9 @@ def verify(ranks: Sequence[Stores], layers: int) -> None:
     """
     if not ranks:
         raise PuzzleRefused("Model.check: no models were given; give those of all ranks.")
+    for stores in ranks:
+        refuse_forgotten(stores.forgotten)
+        stores.memory()  # refuses what is no value, such as a call that was not awaited
     for layer in range(layers):
         _verify_layer(ranks, layer)
 
@@ -57,15 +55,3 @@ def _verify_layer(ranks: Sequence[Stores], layer: int) -> None:
             f"Model.check: the final weights[{layer}] of ranks {listed(final)} are not complete; slice {missing} of "
             f"{whole.holds.of} is missing."
         )
-
-
-def loose_note(ranks: Sequence[Stores]) -> str:
-    """A sentence that names the values used while in no store; empty if there were none."""
-    loose = [use for stores in ranks for use in stores.loose]
-    if not loose:
-        return ""
-    rest = f"; and {len(loose) - SHOWN} more" if len(loose) > SHOWN else ""
-    return (
-        f"Note: {len(loose)} value{'s were' if len(loose) > 1 else ' was'} used while in no store, so no memory was "
-        f"counted for {'them' if len(loose) > 1 else 'it'}: {'; '.join(loose[:SHOWN])}{rest}."
-    )

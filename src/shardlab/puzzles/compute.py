@@ -8,8 +8,10 @@ from typing import Any
 from shardlab.program import Holds, Refused, Sizes, Spec, UserError
 from shardlab.program.layers import rules_of
 from shardlab.puzzles import rules
+from shardlab.puzzles.calls import Call, refuse_forgotten
 from shardlab.puzzles.dist import Dist
-from shardlab.puzzles.refusal import judged, stand
+from shardlab.puzzles.lines import here
+from shardlab.puzzles.refusal import judged, placed, stand
 from shardlab.puzzles.stores import Storage, Stores
 from shardlab.puzzles.values import Activation, ActivationGrad, OptState, Value, Weight, WeightGrad
 from shardlab.rules import update as sums
@@ -36,6 +38,7 @@ class Compute(Stores):
         self.LAYERS = layers
         self.BATCHES = batches
         self._run = self.dist.join(rank)
+        self.forgotten = self._run.watch.forgotten
         self._updated: dict[int, Holds] = {}
         self._space = Space(batches)
         self._rules = rules_of(Sizes.puzzle(layers), self._space)
@@ -49,36 +52,37 @@ class Compute(Stores):
         """The layer's weight and optimizer state before the step, or shard `shard` of `total` of both."""
         self.begin()
         weight = Weight(layer, self.LAYERS, 0, frozenset({shard}), total)
-        return weight, OptState(layer, self.LAYERS, 0, frozenset({shard}), total)
+        return self.derive((weight, OptState(layer, self.LAYERS, 0, frozenset({shard}), total)))
 
     def get_activation(self, batches: Iterable[int]) -> Activation:
         """Activation 0 of some microbatches: the input."""
         self.begin()
-        return Activation(0, self.LAYERS, frozenset(batches), self.BATCHES)
+        return self.derive(Activation(0, self.LAYERS, frozenset(batches), self.BATCHES))
 
     def fake_grad(self, layer: int, batches: Iterable[int] = ()) -> WeightGrad:
         """A gradient that nobody has computed; of no microbatches it is zero."""
         self.begin()
         gradient = WeightGrad(layer, self.LAYERS, frozenset(batches), self.BATCHES)
         if gradient.batches:
-            self.fakes.append(f"rank {self.rank}, op {len(self.log)} fake_grad(layer {layer}): {gradient.spec}")
-        return gradient
+            fake = f"rank {self.rank}, op {len(self.log)} fake_grad(layer {layer}): {gradient.spec}"
+            self.fakes.append(placed(here(), fake))
+        return self.derive(gradient)
 
     def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
         """Activation l and the complete weight of layer l: activation l + 1."""
         op = self.begin(f"forward(layer {layer})", inp, weight)
         with judged(self):
             self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
-        self.note("forward", layer, inp.batches)
-        return Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES)
+        self.note("forward", inp, weight, layer=layer, batches=inp.batches)
+        return self.derive(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def loss(self, inp: Activation) -> ActivationGrad:
         """The last activation's gradient."""
         op = self.begin("loss", inp)
         with judged(self):
             sums.loss(self.LAYERS, self._spec(op, "activation", inp))
-        self.note("loss", self.LAYERS)
-        return ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES)
+        self.note("loss", inp, layer=self.LAYERS)
+        return self.derive(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def backward(
         self, layer: int, inp: Activation, grad: ActivationGrad, weight: Weight
@@ -88,11 +92,9 @@ class Compute(Stores):
         with judged(self):
             specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
             self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
-        self.note("backward", layer, inp.batches)
-        return (
-            WeightGrad(layer, self.LAYERS, inp.batches, self.BATCHES),
-            ActivationGrad(layer - 1, self.LAYERS, inp.batches, self.BATCHES),
-        )
+        self.note("backward", inp, grad, weight, layer=layer, batches=inp.batches)
+        weight_grad = WeightGrad(layer, self.LAYERS, inp.batches, self.BATCHES)
+        return self.derive((weight_grad, ActivationGrad(layer - 1, self.LAYERS, inp.batches, self.BATCHES)))
 
     def update(
         self, layer: int, weight_grad: WeightGrad, weight: Weight, opt_state: OptState, shard: int = 0
@@ -109,24 +111,27 @@ class Compute(Stores):
             rules.update(layer, grad, self._weight(op, weight), state, self.BATCHES)
         done, mine = common(self._updated.get(layer, Holds(0, 1)), weight.holds)
         self._updated[layer] = Holds(done.mask | mine.mask, mine.of)
-        self.note("update")
-        return (
-            Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total),
-            OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total),
-        )
+        self.note("update", weight_grad, weight, opt_state)
+        new = Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total)
+        return self.derive((new, OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total)))
 
     def set_final_weight(self, layer: int, weight: Weight) -> None:
         """Hand in this rank's part of a layer's new weight."""
         self.begin(f"set_final_weight(layer {layer})", weight)
-        self.final_weights[layer] = weight
+        self.final_weights[layer] = self.derive(weight)
 
     def begin(self, op: str = "", *values: Any) -> str:
-        """Note who runs where, and the values that are in no store."""
+        """Note who runs where; refuse values that have not been awaited."""
         stand(self)
+        for value in values:
+            if isinstance(value, Call):
+                value.refuse()
+        try:
+            refuse_forgotten(self.forgotten)
+        finally:
+            self.forgotten.clear()  # whoever goes on after this message has read it
         if self.RANKS > 1:
             self._run.watch.enter(self.rank)
-        if values:
-            self.used(op, *values)
         return op
 
     def _spec(self, op: str, what: str, value: Value) -> Spec:

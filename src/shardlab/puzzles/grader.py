@@ -5,37 +5,87 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 from shardlab.program import UserError
-from shardlab.puzzles.check import loose_note, verify
+from shardlab.puzzles import native
+from shardlab.puzzles.bounded import Stopped, run_within
+from shardlab.puzzles.calls import dropped_coroutines
+from shardlab.puzzles.check import verify
 from shardlab.puzzles.dist import Dist
 from shardlab.puzzles.grades import Grade
 from shardlab.puzzles.model import Model
 from shardlab.puzzles.refusal import PuzzleRefused
-from shardlab.puzzles.statements import find
+from shardlab.puzzles.statements import Puzzle, find
 
-Solution = Callable[[Model], object]
-"""`async def solution(model)`, or `def solution(model)` where nothing is communicated."""
+Solution = Callable[[Any], Any]
+"""`async def solution(model: Model)`, `def solution(model: Model)` where nothing is communicated, or a strategy,
+`async def solution(rank: Rank)`."""
+
+SECONDS = 10.0
+"""How long a solution may run."""
+
+TICK_SECONDS = 0.05
+"""How often the event loop wakes up."""
 
 
-def grade(puzzle: int | str, solution: Solution) -> Grade:
+def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) -> Grade:
     """Run `solution` on every rank of a puzzle, check what it computes, and compare time and memory with the goals.
 
     >>> print(grade("ddp", my_solution))
 
+    Memory is what the stores hold, and what a variable holds until its last use.
+
+    Args:
+        puzzle: its number or name.
+        solution: a program of a `Model` in the puzzles' own names, or of a `Rank` of `shardlab.program`.
+        seconds: how long it may run.
+
     Raises:
-        UserError: for a puzzle that does not exist, or a solution that is not a function.
+        UserError: for a puzzle that does not exist, or a solution that is not a function of a model or a rank.
         Exception: what the solution itself raises, unless it is a refusal.
     """
     task = find(puzzle)
-    if not callable(solution):
-        raise UserError(f"{solution!r} is not a solution; write it as `async def solution(model): ...`")
+    if not seconds > 0:
+        raise UserError(f"a solution was given {seconds:g} s to run; give more than 0")
+    kind = _grade_strategy if native.is_strategy(_signature(solution)) else _grade_models
+    with dropped_coroutines() as dropped:
+        result = kind(task, solution, seconds)
+    if dropped and not result.correct:  # it is the likelier reason
+        return replace(result, error=dropped[0].sentence)
+    for coroutine in dropped:
+        coroutine.warn()
+    return result
+
+
+def _signature(solution: Solution) -> inspect.Signature:
+    """What a solution takes, which must be one argument."""
+    try:
+        signature = inspect.signature(solution)
+        signature.bind(None)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{getattr(solution, '__name__', repr(solution))} is not a solution; write it as "
+            f"`async def solution(model): ...` ({error})"
+        ) from None
+    return signature
+
+
+def _grade_strategy(task: Puzzle, strategy: Solution, seconds: float) -> Grade:
+    try:
+        timeline = run_within(seconds, lambda: native.timeline_of(strategy, task))
+    except PuzzleRefused as refusal:
+        return Grade(task, str(refusal))
+    return Grade(task, "", timeline.steps, timeline.end, timeline.peak_memory, timeline=timeline)
+
+
+def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
     dist = Dist(task.ranks)
     models = [Model(rank, dist, task.layers, task.batches) for rank in range(task.ranks)]
     error = ""
     try:
-        _run(solution, models)
+        run_within(seconds, lambda: _run(solution, models))
         verify(models, task.layers)
         fakes = [fake for model in models for fake in model.fakes]
         if fakes:
@@ -49,7 +99,6 @@ def grade(puzzle: int | str, solution: Solution) -> Grade:
         steps=max((event.time for event in events), default=0),
         end=max((event.end for event in events), default=0),
         peak_memory=max((event.memory for event in events), default=0),
-        note=loose_note(models),
         models=models,
     )
 
@@ -62,8 +111,17 @@ def _run(solution: Solution, models: list[Model]) -> None:
         if inspect.isawaitable(result):
             await result
 
-    async def drive_all() -> None:
-        await asyncio.gather(*[drive(model) for model in models])
+    async def tick() -> None:
+        while True:  # a thread that sleeps in an idle event loop could not be stopped
+            await asyncio.sleep(TICK_SECONDS)
 
-    with ThreadPoolExecutor(1) as thread:  # a notebook's own loop runs in this one
-        thread.submit(asyncio.run, drive_all()).result()
+    async def drive_all() -> None:
+        ticking = asyncio.create_task(tick())
+        try:
+            await asyncio.gather(*[drive(model) for model in models])
+        except Stopped:
+            pass  # it has left the event loop before it comes here
+        finally:
+            ticking.cancel()
+
+    asyncio.run(drive_all())

@@ -29,7 +29,7 @@ class Event:
         layer: the layer worked on; None for update and pass, the number of layers for loss.
         rank: who did it.
         time, length: when it started and how long it took, in forward passes of one microbatch through one layer.
-        memory: elements in the rank's stores when it started.
+        memory: elements alive on the rank when it started: in its stores, or in variables that it used later.
         batches: the microbatches of a forward or backward.
         to, source: the other rank of a pass.
     """

@@ -8,9 +8,10 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from shardlab.program import Refused
+from shardlab.program import Holds, Refused
 from shardlab.program.waiting import Wait
 from shardlab.puzzles import rules
+from shardlab.puzzles.lines import Line, at
 from shardlab.puzzles.values import Value, WeightGrad
 from shardlab.puzzles.watch import Watch
 
@@ -22,6 +23,7 @@ class Part:
     name: str
     layer: int
     value: Any
+    line: Line | None = None
 
     def __str__(self) -> str:
         return f"{self.name}({self.value.spec if isinstance(self.value, Value) else f'layer {self.layer}'})"
@@ -60,7 +62,8 @@ class Meeting:
         """What a rank that has come waits for."""
         missing = [r for r in range(self.ranks) if r not in self.parts]
         names = ", ".join(map(str, missing))
-        return Wait(f"{self.parts[rank]} for rank{'s' * (len(missing) > 1)} {names}", missing)
+        part = self.parts[rank]
+        return Wait(f"{part} for rank{'s' * (len(missing) > 1)} {names}{at(part.line)}", missing)
 
 
 class Meetings:
@@ -119,7 +122,7 @@ def combine(parts: list[Part]) -> list[Any]:
         return [first.summing(total)] * len(parts)
     if not total.holds.complete:
         raise Refused(f"{op}: rank 0 gave {specs[0]}, which is partial; only whole gradients are summed and scattered.")
-    return [first.summing(total).shard(rank, len(parts)) for rank in ranks]
+    return [first.summing(total).holding(Holds(1 << rank, len(parts))) for rank in ranks]
 
 
 def _of_anything(part: Part, values: list[Any]) -> list[Any]:

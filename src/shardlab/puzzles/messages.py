@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.program.waiting import Wait
+from shardlab.puzzles.lines import Line, at
 from shardlab.puzzles.watch import Watch
 from shardlab.rules.pieces import listed
 
@@ -23,10 +24,12 @@ class Message:
     value: Any
     sent: float
     about: str
+    line: Line | None = None
     inside: bool = False
 
     def wait(self) -> Wait:
-        return Wait(f"pass_to(rank {self.to}) of {self.about}, whose mailbox is full, for rank {self.to}", [self.to])
+        what = f"pass_to(rank {self.to}) of {self.about}, whose mailbox is full, for rank {self.to}{at(self.line)}"
+        return Wait(what, [self.to])
 
 
 @dataclass(eq=False)
@@ -35,6 +38,7 @@ class Receive:
 
     rank: int
     time: float
+    line: Line | None = None
     message: Message | None = None
 
 
@@ -57,24 +61,26 @@ class Mail:
                 self._messages[message.to].remove(message)
             raise
 
-    async def receive(self, rank: int, time: float) -> Message:
+    async def receive(self, rank: int, time: float, line: Line | None) -> Message:
         """The message to `rank` that was sent first; of two sent at once, the one from the lower rank."""
-        receive = Receive(rank, time)
+        receive = Receive(rank, time, line)
         self._receives[rank].append(receive)
         try:
-            await self._watch.block(rank, receive, lambda: self._wait(rank))
+            await self._watch.block(rank, receive, lambda: self._wait(receive))
         finally:
             if receive in self._receives[rank]:
                 self._receives[rank].remove(receive)
         assert receive.message is not None
         return receive.message
 
-    def _wait(self, rank: int) -> Wait:
+    def _wait(self, receive: Receive) -> Wait:
         """Any other rank could send: those are named first that wait themselves."""
+        rank = receive.rank
         others = [r for r in self._ranks if r != rank] or [rank]
         waiting, ended = self._watch.waiting(), [r for r in self._watch.ended() if r != rank]
         over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""
-        return Wait(f"receive() for a message from any rank{over}", [r for r in others if r in waiting] or others)
+        what = f"receive() for a message from any rank{over}{at(receive.line)}"
+        return Wait(what, [r for r in others if r in waiting] or others)
 
     def advance(self) -> bool:
         """Let the earliest thing that can happen, happen; False if nothing can."""

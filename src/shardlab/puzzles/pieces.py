@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from shardlab.program import Holds, Refused, Spec
 from shardlab.program.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
 from shardlab.puzzles import rules
-from shardlab.puzzles.refusal import judged
+from shardlab.puzzles.refusal import derived, judged
 from shardlab.rules.pieces import bits, mask_of
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ class Sharded(Value):
         with judged():
             op = f"combine({self.spec.name})"
             specs = [self.spec, rules.spec_of(op, "other value", other)]
-            return self.holding(rules.gather(op, specs, ["the first value", "the second value"]).holds)
+            whole = self.holding(rules.gather(op, specs, ["the first value", "the second value"]).holds)
+        return derived(whole, self, other)
 
     def shard(self, shard: int, total: int) -> Self:
         """Piece `shard` of `total` equal ones.
@@ -116,7 +117,7 @@ class Sharded(Value):
         with judged():
             if not self.is_complete():
                 raise Refused(f"shard({self.spec.name}): {self.spec} is partial; only a complete value is cut.")
-            return self.holding(Holds(mask_of([shard]), total))
+            return derived(self.holding(Holds(mask_of([shard]), total)), self)
 
     def holding(self, holds: Holds) -> Self:
         """The same value with other slices of the layer."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from shardlab.program import Deadlock, Refused
+from shardlab.puzzles.lines import Line, here
+
+T = TypeVar("T")
 
 
 class PuzzleRefused(Refused, AssertionError):
@@ -27,6 +30,8 @@ class Place(Protocol):
     @property
     def log(self) -> Sized: ...
 
+    def derive(self, made: Any, *read: Any) -> None: ...
+
 
 _here: ContextVar[Place | None] = ContextVar("shardlab_puzzle_rank", default=None)
 
@@ -38,9 +43,27 @@ def stand(place: Place) -> None:
     _here.set(place)
 
 
+def derived(made: T, *read: Any) -> T:
+    """A value that was made of others without an op; the rank that runs is told, for its memory."""
+    place = _here.get()
+    if place is not None:
+        place.derive(made, *read)
+    return made
+
+
+def placed(line: Line | None, text: str) -> str:
+    """A message with the student's line before it."""
+    return text if line is None else f"{line}: {text}"
+
+
 @contextmanager
-def judged(place: Place | None = None) -> Generator[None]:
-    """Turn a refusal of the shared rules into the face's own, in the puzzles' words and with the place before it."""
+def judged(place: Place | None = None, line: Line | None = None) -> Generator[None]:
+    """Turn a refusal of the shared rules into the face's own, in the puzzles' words and with the place before it.
+
+    Args:
+        place: the rank (None: the one that runs in this task).
+        line: the student's line (None: the one that runs).
+    """
     try:
         yield
     except PuzzleRefused:
@@ -51,4 +74,7 @@ def judged(place: Place | None = None) -> Generator[None]:
             text = text.replace(ours, theirs)
         place = place or _here.get()
         mine = PuzzleRefused(text)
-        raise (mine if place is None else mine.at(place.rank, len(place.log))) from None
+        if place is not None:
+            mine.at(place.rank, len(place.log))
+        mine.args = (placed(line or here(), str(mine)),)
+        raise mine from None

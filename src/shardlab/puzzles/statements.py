@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from textwrap import wrap
 
 from shardlab.program import UserError
+from shardlab.rules.pieces import counted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Puzzle:
     """One puzzle.
 
@@ -36,6 +38,16 @@ class Puzzle:
     target_memory: int
     known_steps: float
     known_memory: int
+
+    @property
+    def headline(self) -> str:
+        """Number and title, and the sizes that it is graded at."""
+        sizes = ((self.ranks, "rank"), (self.layers, "layer"), (self.batches, "microbatch"))
+        return f"Puzzle {self.number}: {self.title} ({', '.join(counted(*size) for size in sizes)})"
+
+    def __repr__(self) -> str:
+        goal = f"Goal: {self.goal_steps:g} steps, {self.goal_memory:,} elements at most on a rank."
+        return "\n".join([self.headline, *wrap(self.text, 80), goal, f'grade("{self.name}", my_solution)'])
 
     @property
     def goal_steps(self) -> float:

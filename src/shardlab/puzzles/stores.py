@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlab.program import Refused
+from shardlab.puzzles.calls import Call
+from shardlab.puzzles.lives import Lives
 from shardlab.puzzles.log import KINDS, Event, later, length
 from shardlab.puzzles.refusal import judged
 from shardlab.puzzles.values import Activation, ActivationGrad, OptState, Value, Weight, WeightGrad
 from shardlab.simulate.costs import UNIT_COSTS
+
+T = TypeVar("T")
 
 Storage = tuple[
     dict[Any, Weight], dict[Any, OptState], dict[Any, Activation], dict[Any, ActivationGrad], dict[Any, WeightGrad]
@@ -26,7 +30,7 @@ class Stores:
         final_weights: what `set_final_weight` was given.
         time: the rank's clock.
         log: everything it has done, in order.
-        loose: uses of values that were in no store, and so in no account of memory.
+        forgotten: communications of the run that were called without an `await`, a sentence about each.
         fakes: gradients made up by `fake_grad`, but for zeros.
     """
 
@@ -34,7 +38,8 @@ class Stores:
         self.rank = rank
         self.time: float = 0
         self.log: list[Event] = []
-        self.loose: list[str] = []
+        self.forgotten: list[str] = []
+        self._lives = Lives(self.log)
         self.fakes: list[str] = []
         self.final_weights: dict[int, Weight] = {}
         self.weights: dict[Any, Weight] = {}
@@ -56,6 +61,8 @@ class Stores:
         total: float = 0
         for store in self.stores():
             for key, value in store.items():
+                if isinstance(value, Call):
+                    value.refuse()
                 if not isinstance(value, Value):  # pyright: ignore[reportUnnecessaryIsInstance]
                     with judged(self):
                         raise Refused(f"memory: the store has {value!r} under {key!r}; it keeps values of the puzzles.")
@@ -68,22 +75,21 @@ class Stores:
         for name, store in zip(names, self.stores(), strict=True):
             print(f"{name}: " + (", ".join(f"{key!r}: {value.spec}" for key, value in store.items()) or "empty"))
 
-    def note(self, typ: str, layer: int | None = None, batches: Set[int] = frozenset()) -> None:
-        """Log an event that starts now, and let its time pass."""
-        self._append(Event(typ, layer, self.rank, self.time, length(KINDS[typ], batches), self.memory(), batches))
+    def note(self, typ: str, *read: Any, layer: int | None = None, batches: Set[int] = frozenset()) -> None:
+        """Log an event that starts now and reads some values, and let its time pass."""
+        event = Event(typ, layer, self.rank, self.time, length(KINDS[typ], batches), self.memory(), batches)
+        self._append(event, *read)
 
-    def note_pass(self, to: int | None = None, source: int | None = None) -> None:
+    def note_pass(self, *read: Any, to: int | None = None, source: int | None = None) -> None:
         """Log a send or a receive."""
         cost = UNIT_COSTS.recv if to is None else UNIT_COSTS.send
-        self._append(Event("pass", None, self.rank, self.time, cost, self.memory(), to=to, source=source))
+        self._append(Event("pass", None, self.rank, self.time, cost, self.memory(), to=to, source=source), *read)
 
-    def _append(self, event: Event) -> None:
-        self.log.append(event)
+    def _append(self, event: Event, *read: Any) -> None:
+        self._lives.log(event, (value for store in self.stores() for value in store.values()), read)
         self.time = later(self.time, event.length)
 
-    def used(self, op: str, *values: Any) -> None:
-        """Remember the values that an op uses although they are in no store."""
-        stored = {id(value) for store in self.stores() for value in store.values()}
-        for value in values:
-            if isinstance(value, Value) and id(value) not in stored:
-                self.loose.append(f"rank {self.rank}, op {len(self.log)} {op}: {value.spec}")
+    def derive(self, made: T, *read: Any) -> T:
+        """Note that a value has been made, or has come, and that others were read."""
+        self._lives.go_on(made, *read)
+        return made

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardlab.program import Kind, Spec
 from shardlab.puzzles.pieces import ONE, Rows, Sharded, Value
-from shardlab.puzzles.refusal import judged
+from shardlab.puzzles.refusal import derived, judged
 from shardlab.rules import update
 from shardlab.rules.pieces import bits, mask_of
 from shardlab.rules.spec import Space, form_of
@@ -76,9 +76,9 @@ class WeightGrad(Sharded):
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
         with judged():
-            return self.summing(
-                update.add(f"add({self.spec.name})", (self.spec, other.spec), ("the first value", "the second value"))
-            )
+            names = ("the first value", "the second value")
+            total = self.summing(update.add(f"add({self.spec.name})", (self.spec, other.spec), names))
+        return derived(total, self, other)
 
     def summing(self, spec: Spec) -> WeightGrad:
         """The same gradient with the microbatches of `spec` in it."""

@@ -9,14 +9,17 @@ Everywhere `op` begins the sentence of a refusal, and `names` says who gave each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
+from typing import NoReturn
 
 from shardlab.errors import Refused
 from shardlab.rules import update
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import Holds, bits, common, listed, mask_of
-from shardlab.rules.spec import Form, Joined, Space, Spec, cells_text
+from shardlab.rules.spec import KEY, Form, Joined, Spec, cells_text
 
 GATHERED = frozenset({"slice"})
 """Indices whose pieces lie side by side and may be gathered; of heads and experts each rank keeps its own."""
@@ -165,6 +168,12 @@ def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             total |= spec[1]
         else:
             return Spec(form, total)
+    elif form.term is not None:
+        cells = specs[0][1]
+        if all(spec[1] == cells for spec in specs):
+            united = _united_terms(tuple([spec[0] for spec in specs]))
+            if united is not None:
+                return Spec(united, cells, specs[0][2])
     if form.term is not None and form.term.merged:
         raise Refused(
             f"{op}: {specs[0]} is no term of a sum, since each rank has its own queries; add what one rank's queries "
@@ -173,8 +182,36 @@ def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return update.add(op, specs, names)
 
 
+@lru_cache(maxsize=1 << 12)
+def _united_terms(forms: tuple[Form, ...]) -> Form | None:
+    """The form of the sum of terms; None where they do not fit, or where the cells tell when a sum is complete."""
+    first, bare, total = forms[0], forms[0].but(term=None), 0
+    assert first.term is not None
+    over = first.term.over
+    for form in forms:
+        term = form.term
+        if term is None or term.over != over or term.bits & total or form.but(term=None) is not bare:
+            return None
+        total |= term.bits
+    count = math.prod(first.space.count(index) for index in over)
+    if over == KEY:
+        return None
+    return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
+
+
 def scatter(op: str, total: Spec, parts: int) -> list[Spec]:
     """Equal pieces of a sum: of the parameters, or of the tokens.
+
+    Raises:
+        Refused: for a scalar, or tokens that do not divide.
+    """
+    if total[0].kind not in ROW_KINDS and total[0].kind is not Kind.SCALAR:
+        return [Spec(piece, total[1]) for piece in _split(total[0], parts)]
+    return [share(op, total, parts, place) for place in range(parts)]
+
+
+def share(op: str, total: Spec, parts: int, place: int) -> Spec:
+    """One of the equal pieces of a sum.
 
     Raises:
         Refused: for a scalar, or tokens that do not divide.
@@ -183,17 +220,19 @@ def scatter(op: str, total: Spec, parts: int) -> list[Spec]:
     if form.kind is Kind.SCALAR:
         raise Refused(f"{op}: a scalar has no slices; all_reduce it.")
     if form.kind not in ROW_KINDS:
-        return [Spec(piece, total[1]) for piece in _split(form, parts)]
+        holds = next(islice(form.holds.split(parts), place, None))
+        return Spec(form.but(holds=holds), total[1])
     dealt = deal(total, parts)
     if dealt is None:
         raise Refused(
             f"{op}: {total} has sequences of {form.space.sequence} slices, which do not divide among {parts} ranks; "
             "scatter over an axis whose ranks divide them."
         )
-    return [Spec(form, cells, joined) for cells, joined in dealt]
+    cells, joined = dealt[place]
+    return Spec(form, cells, joined)
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=1 << 10)
 def _split(form: Form, parts: int) -> list[Form]:
     """The forms of equal slices of what parameters are held."""
     return [form.but(holds=holds) for holds in form.holds.split(parts)]
@@ -209,16 +248,17 @@ def deal(spec: Spec, parts: int) -> list[Joined] | None:
         return list(spec.joined)
     space = spec.form.space
     if space.sequence > 1:
-        return _runs_of_sequences(spec.cells, parts, space)
+        return _runs_of_sequences(spec.cells, parts, space.sequence)
     cells = list(bits(spec.cells))
     each, rest = divmod(len(cells), parts)
     return None if rest else [(mask_of(cells[i * each : (i + 1) * each]), ()) for i in range(parts)]
 
 
-def _runs_of_sequences(cells: int, parts: int, space: Space) -> list[Joined] | None:
+@lru_cache(maxsize=1 << 12)
+def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | None:
     held: dict[int, list[int]] = {}
     for cell in bits(cells):
-        held.setdefault(cell // space.sequence, []).append(cell)
+        held.setdefault(cell // sequence, []).append(cell)
     if any(len(each) % parts for each in held.values()):
         return None
     runs = [
@@ -244,49 +284,62 @@ def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Se
             "experts' buffers are: what goes into experts or comes out of them."
         )
     (index,) = indices
-    bare = form.but(slices=())
+    count_of_first = first.cells.bit_count()
     for spec, name in zip(specs, names, strict=True):
-        if spec.form.but(slices=()) is not bare or (not spec.form.slices) != (not form.slices):
+        if spec.form is not form and (
+            spec.form.but(slices=()) is not form.but(slices=()) or (not spec.form.slices) != (not form.slices)
+        ):
             raise Refused(
                 f"{op}: {names[0]} gave {first} and {name} {spec}; all give buffers of all experts, or all give some "
                 "experts' buffers, of one layer."
             )
-        if spec.cells.bit_count() != first.cells.bit_count():
+        if spec.cells.bit_count() != count_of_first:
             raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; give equally many microbatches.")
     if count == 1:
         return list(specs)
     if all(spec.form is form for spec in specs):
-        return _apart(op, specs, names, index)
-    return _together(op, specs, names, index)
-
-
-def _apart(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> list[Spec]:
-    """Each member receives its run of the index's pieces, with the cells of all members."""
-    first, count = specs[0], len(specs)
-    held = list(bits(first.pieces(index)))
-    each, rest = divmod(len(held), count)
-    if rest:
-        raise Refused(
-            f"{op}: {len(held)} slices of the {index}s do not divide among {count} ranks; meet on the axis ep."
-        )
-    cells, joined = _united_cells(op, specs, names)
-    runs = [mask_of(held[i * each : (i + 1) * each]) for i in range(count)]
-    return [Spec(_with(first.form, index, run), cells, joined) for run in runs]
-
-
-def _together(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> list[Spec]:
-    """Each member receives its cells, with the index's pieces of all members."""
-    first = specs[0]
-    _index_apart(op, specs, names)
-    pieces = [spec.pieces(index) for spec in specs]
-    united = _united_pieces(op, specs, names, index)
-    if pieces != sorted(pieces):
-        raise Refused(f"{op}: the ranks have their {index}s in another order than the group's; they meet in its order.")
-    dealt = deal(first, len(specs))
+        runs = _runs(form, index, count)
+        if runs is None:
+            held = first.pieces(index).bit_count()
+            raise Refused(f"{op}: {held} slices of the {index}s do not divide among {count} ranks; meet on axis ep.")
+        cells, joined = _united_cells(op, specs, names)
+        return [Spec(run, cells, joined) for run in runs]
+    united = _united_runs(tuple([spec.form for spec in specs]), index)
+    if united is None:
+        _refuse_runs(op, specs, names, index)
+    dealt = deal(first, count)
     if dealt is None:
-        raise Refused(f"{op}: {first} does not divide among {len(specs)} ranks; each takes equally many microbatches.")
-    form = _with(first.form, index, united)
-    return [Spec(form, cells, joined) for cells, joined in dealt]
+        raise Refused(f"{op}: {first} does not divide among {count} ranks; each takes equally many microbatches.")
+    if any(spec.cells != first.cells for spec in specs):
+        raise Refused(f"{op}: {names[0]} gave {first} and {names[-1]} {specs[-1]}; give the same microbatches.")
+    return [Spec(united, cells, joined) for cells, joined in dealt]
+
+
+@lru_cache(maxsize=1 << 12)
+def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
+    """The forms of even runs of what is held of an index; None if it does not divide."""
+    held = list(bits(dict(form.slices).get(index, form.space.full(index))))
+    each, rest = divmod(len(held), parts)
+    return None if rest else [_with(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
+    """The form with all pieces of an index that members hold in their order; None where they do not fit."""
+    mask = 0
+    for form in forms:
+        pieces = dict(form.slices).get(index, 0)
+        if pieces <= mask or pieces & mask or _with(form, index, 0) is not _with(forms[0], index, 0):
+            return None
+        mask |= pieces
+    return _with(forms[0], index, mask)
+
+
+def _refuse_runs(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> NoReturn:
+    """Say why members' pieces of an index cannot be put together."""
+    _index_apart(op, specs, names)
+    _united_pieces(op, specs, names, index)
+    raise Refused(f"{op}: the ranks have their {index}s in another order than the group's; they meet in its order.")
 
 
 def replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:

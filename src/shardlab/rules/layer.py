@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 from shardlab.errors import Refused
 from shardlab.rules import attention, derive
@@ -11,7 +11,18 @@ from shardlab.rules.derive import Held, Misfit
 from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.node import Layer, Port
 from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of
-from shardlab.rules.spec import KEY, Form, Space, Spec, cells_text, form_of, missing_text, terms_of, whole_sequences
+from shardlab.rules.spec import (
+    KEY,
+    Form,
+    Joined,
+    Space,
+    Spec,
+    cells_text,
+    form_of,
+    missing_text,
+    terms_of,
+    whole_sequences,
+)
 
 GRADIENT_OF = {
     Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
@@ -21,19 +32,33 @@ GRADIENT_OF = {
 }
 """The kind of the gradient of each kind of activation."""
 
+_new: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__
+"""Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
 
-class Made(NamedTuple):
+
+class Forward(NamedTuple):
+    """What a forward pass makes: the forms of the outputs, and of what autograd keeps."""
+
+    outputs: tuple[Form, ...]
+    saved: Form
+
+
+class Backward(NamedTuple):
     """What a backward pass makes.
 
     Attributes:
         weight: the form of the weight's gradient.
         spread: by which its cells are multiplied to count the use and all that is summed beside.
         inputs: the forms of the inputs' gradients.
+        saved: the form of what autograd must have kept of the forward pass.
+        half: the form of what the first half of the pass leaves for the second.
     """
 
     weight: Form
     spread: int
     inputs: tuple[Form, ...]
+    saved: Form
+    half: Form
 
 
 class LayerRules:
@@ -43,20 +68,18 @@ class LayerRules:
         self.layer = layer
         self.space = space
         self.mixes_tokens = layer.mixes_tokens and space.sequence > 1
-        self._forward: dict[tuple[Form, ...], tuple[Form, ...]] = {}
-        self._backward: dict[tuple[Form, ...], Made] = {}
-        self._backward_weight: dict[tuple[Form, ...], Made] = {}
-        self._saved: dict[tuple[Form, Form | Kind], Form] = {}
+        self._forward: dict[tuple[Form, ...], Forward] = {}
+        self._backward: dict[tuple[Form, ...], Backward] = {}
+        self._backward_weight: dict[tuple[Form, ...], Backward] = {}
 
-    def forward(self, inputs: Sequence[Spec], weight: Spec, op: str = "forward") -> list[Spec]:
-        """The layer's outputs.
+    def forward(self, inputs: Sequence[Spec], weight: Spec, op: str = "forward") -> tuple[list[Spec], Spec]:
+        """The layer's outputs, and what autograd keeps for its backward pass.
 
         Raises:
             Refused: when the values are not the layer's, do not fit, or are incomplete.
         """
-        first = inputs[0]
-        cells = first[1]
-        key = (weight[0], *[spec[0] for spec in inputs])
+        form, cells, joined = first = inputs[0]
+        key = (weight[0], form) if len(inputs) == 1 else (weight[0], *[spec[0] for spec in inputs])
         made = self._forward.get(key)
         if made is None:
             made = self._forward[key] = self._derive_forward(f"{op}(layer {self.layer_number})", inputs, weight)
@@ -65,10 +88,12 @@ class LayerRules:
         for other in inputs[1:]:
             if other[1] != cells:
                 self._refuse_apart(op, other, first)
-        return [Spec(form, cells, first[2]) for form in made]
+        return [_new(Spec, (form, cells, joined)) for form in made[0]], _new(Spec, (made[1], cells, ()))
 
-    def backward(self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward") -> list[Spec]:
-        """The gradient of the weight, and those of the inputs.
+    def backward(
+        self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward"
+    ) -> tuple[list[Spec], Backward]:
+        """The gradient of the weight and those of the inputs, and what they follow from.
 
         Args:
             first: the first of the layer's inputs.
@@ -77,22 +102,22 @@ class LayerRules:
         Raises:
             Refused: when the values are not the layer's, do not fit, or are incomplete.
         """
-        cells = first[1]
-        key = (weight[0], first[0], *[gradient[0] for gradient in gradients])
+        form, cells, joined = first
+        key = (weight[0], form, *[gradient[0] for gradient in gradients])
         made = self._backward.get(key)
         if made is None:
             name = f"{op}(layer {self.layer_number})"
             cut = self._cut(name, weight, first)
-            made = self._backward[key] = self._derive_backward(
-                name, first, gradients, weight.form.holds, cut, weight, both=True
-            )
+            made = self._derive_backward(name, first, gradients, weight.form.holds, cut, weight, both=True)
+            self._backward[key] = made
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
-        joined = first[2]
-        return [Spec(made[0], cells * made[1]), *[Spec(form, cells, joined) for form in made[2]]]
+        specs = [_new(Spec, (made[0], cells * made[1], ()))]
+        specs += [_new(Spec, (form, cells, joined)) for form in made[2]]
+        return specs, made
 
     def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:
         """The gradient of the weight alone; `half` is what the first half of the backward pass has left for it.
@@ -114,26 +139,11 @@ class LayerRules:
                 self._refuse_apart(op, gradient, first)
         return Spec(made[0], cells * made[1])
 
-    def saved(self, first: Spec, weight: Spec, kind: Kind = Kind.SAVED) -> Spec:
-        """What autograd keeps between a layer's passes, with the slices of the weight that it was computed with."""
-        form = self._saved.get((first[0], weight[0]))
-        if form is None:
-            cut = derive.sorted_slices(self._cut("forward", weight, first))
-            form = form_of(Kind.SAVED, self.layer_number, first.step, self.space, slices=cut)
-            self._saved[first[0], weight[0]] = form
-        return Spec(form if kind is Kind.SAVED else self._half_of(form), first[1])
-
-    def _half_of(self, saved: Form) -> Form:
-        form = self._saved.get((saved, Kind.SAVED_FOR_WEIGHT))
-        if form is None:
-            form = self._saved[saved, Kind.SAVED_FOR_WEIGHT] = saved.but(kind=Kind.SAVED_FOR_WEIGHT)
-        return form
-
     @property
     def layer_number(self) -> int:
         return self.layer.inputs[0].layer
 
-    def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec) -> tuple[Form, ...]:
+    def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec) -> Forward:
         self._want_all(op, inputs, [(port.kind, port.layer) for port in self.layer.inputs], "reads")
         for spec, port in zip(inputs, self.layer.inputs, strict=True):
             self._want_port(op, spec, port, port.kind)
@@ -147,7 +157,12 @@ class LayerRules:
             held = derive.forward(self.layer, given, cut, self.space)
         except Misfit as misfit:
             raise self._told(op, misfit, inputs, (), weight) from None
-        return tuple([self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs])
+        outputs = [self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs]
+        return Forward(tuple(outputs), self._saved(cut, step))
+
+    def _saved(self, cut: dict[str, int], step: int) -> Form:
+        """The form of what autograd keeps of a pass with these pieces of the weight."""
+        return form_of(Kind.SAVED, self.layer_number, step, self.space, slices=derive.sorted_slices(cut))
 
     def _derive_backward(
         self,
@@ -159,7 +174,7 @@ class LayerRules:
         weight: Spec | None,
         *,
         both: bool,
-    ) -> Made:
+    ) -> Backward:
         ports, outputs = self.layer.inputs, self.layer.outputs
         wanted = [(GRADIENT_OF[port.kind], port.layer) for port in outputs]
         self._want_all(op, gradients, wanted if both else wanted[:1], "is given")
@@ -180,7 +195,9 @@ class LayerRules:
         step, layer = first.step, self.layer
         own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds)
         inputs = [self._form(GRADIENT_OF[port.kind], port.layer, step, made[port.tensor]) for port in ports]
-        return Made(own, 1 << layer.use * self.space.cells, tuple(inputs))
+        saved = self._saved(cut, step)
+        spread = 1 << layer.use * self.space.cells
+        return Backward(own, spread, tuple(inputs), saved, saved.but(kind=Kind.SAVED_FOR_WEIGHT))
 
     def _form(self, kind: Kind, layer: int, step: int, held: Held) -> Form:
         return form_of(kind, layer, step, self.space, WHOLE, derive.sorted_slices(held.slices), held.term)
@@ -257,7 +274,8 @@ class LayerRules:
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
         if form.layer != port.layer:
             number, wanted = self.layer_number, f"{kind.value}[{port.layer}]"
-            why = f"layer {number} {'reads' if op.startswith('forward') else 'was fed'} {wanted}, give that"
+            reads = "reads" if op.startswith(("forward", "recompute")) else "was fed"
+            why = f"layer {number} {reads} {wanted}, give that"
             if kind in GRADIENT_OF.values():
                 why = f"give {wanted}, that of what layer {number} made"
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {why}.")

@@ -32,22 +32,22 @@ class Holds(NamedTuple):
     def refined(self, of: int) -> Holds:
         """The same slices, counted in `of` pieces (a multiple of the present number)."""
         times = of // self.of
-        if times == 1:
-            return self
-        ones = (1 << times) - 1
-        return Holds(sum(ones << (i * times) for i in bits(self.mask)), of)
+        if times == 1 or not self.mask:
+            return Holds(self.mask, of)
+        digits = f"{self.mask:b}".replace("0", "0" * times).replace("1", "1" * times)
+        return Holds(int(digits, 2), of)  # as text, for each of many pieces alone would take the square of their number
 
     def simplified(self) -> Holds:
         """The same slices, counted in pieces as large as can be."""
         mask, of = self
         if mask == (1 << of) - 1:
             return WHOLE
-        for pieces in range(1, of):
-            if of % pieces == 0:
-                coarse = Holds(mask_of({piece * pieces // of for piece in bits(mask)}), pieces)
-                if coarse.refined(of).mask == mask:
-                    return coarse
-        return self
+        size = of
+        for edge in bits(mask ^ mask << 1):  # where a run of pieces begins or ends
+            size = math.gcd(size, edge)
+            if size == 1:
+                return self
+        return Holds(mask_of({piece // size for piece in bits(mask)}), of // size)
 
     def contains(self, other: Holds) -> bool:
         mine, theirs = common(self, other)
@@ -57,12 +57,12 @@ class Holds(NamedTuple):
         mine, theirs = common(self, other)
         return mine.mask == theirs.mask
 
-    def split(self, parts: int) -> list[Holds]:
-        """Cut what is held into `parts` equal slices, in order."""
+    def split(self, parts: int) -> Iterator[Holds]:
+        """Cut what is held into `parts` equal slices, in order, each when it is asked for."""
         fine = self.refined(self.of * parts // math.gcd(self.pieces, parts))
         places = list(bits(fine.mask))
         size = len(places) // parts
-        return [Holds(mask_of(places[i * size : (i + 1) * size]), fine.of) for i in range(parts)]
+        return (Holds(mask_of(places[i * size : (i + 1) * size]), fine.of) for i in range(parts))
 
     def __str__(self) -> str:
         return f"{listed(bits(self.mask))} of {self.of}"
@@ -99,10 +99,11 @@ def repeated(pattern: int, period: int, total: int) -> int:
 
 def bits(mask: int) -> Iterator[int]:
     """The numbers in a bit set, ascending."""
-    while mask > 0:  # a tape from a file may say anything; a negative number would never end
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+    digits = f"{mask:b}"[::-1] if mask > 0 else ""  # a tape from a file may say anything
+    place = digits.find("1")  # as text: taking bit after bit out of a long number takes the square of its length
+    while place >= 0:
+        yield place
+        place = digits.find("1", place + 1)
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -118,7 +119,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 def counted(count: int, noun: str) -> str:
     """`1 microbatch` or `2 microbatches`."""
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def microbatches_text(mask: int) -> str:

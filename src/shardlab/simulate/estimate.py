@@ -117,7 +117,7 @@ class Estimate:
 
     def timeline(self) -> Timeline:
         """All events; of many ranks that takes longer than the estimate."""
-        timeline = timeline_of(self.traced, self.times, [memory.before for memory in self.memory])
+        timeline = timeline_of(self.traced, self.times, [memory.during for memory in self.memory])
         return Timeline(timeline.program, timeline.events, in_seconds=True)
 
     def _part(self, peak: Peak) -> str:

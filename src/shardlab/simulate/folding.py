@@ -27,12 +27,16 @@ from shardlab.program import (
     UserError,
     World,
 )
+from shardlab.program.bounds import MAX_FOLDED
 from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle, Wake
-from shardlab.program.rooted import Call, collective
+from shardlab.program.rooted import Call, collective, unite
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.value import Value
 from shardlab.program.world import gc_paused
+from shardlab.rules.collectives import share
+from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.layers import Rules
+from shardlab.rules.spec import Space, form_of
 from shardlab.simulate.rotation import Rotation
 from shardlab.simulate.traced import rank_of
 from shardlab.strategies.plan import Plan
@@ -40,6 +44,10 @@ from shardlab.strategies.planned import planned
 
 if TYPE_CHECKING:
     from shardlab.program.recorder import Recorder
+
+
+FREED_SCALAR = Spec(form_of(Kind.SCALAR, 0, 0, Space(0)))
+"""Stands for any scalar that was freed: all are of one size."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,11 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
 class FoldedRank(Rank):
     """A rank that tells the specs of all its values once it has ended."""
 
+    def _free(self, value: Value) -> None:
+        super()._free(value)
+        if value.spec.kind is Kind.SCALAR:  # what it summed has a bit for each layer of each rank, and is done with
+            self._values[value.number] = FREED_SCALAR
+
     def specs(self) -> dict[int, Spec]:
         """By number. The values themselves are gone."""
         known = {n: value if isinstance(value, Spec) else value.spec for n, value in enumerate(self._values)}
@@ -83,6 +96,8 @@ class FoldedRank(Rank):
 
 class FoldedWorld(World):
     """A world in which only the first rank of each pipeline stage is there."""
+
+    most_ops = MAX_FOLDED
 
     def __init__(self, plan: Plan, sizes: Sizes, microbatches: int) -> None:
         self.stride = plan.mesh.world // plan.mesh.pp
@@ -140,11 +155,32 @@ class FoldedCollectives(Collectives):
         if made is None:
             if group.axis not in self._rotation.mesh.sizes():
                 raise UserError(f"ranks that meet on {group} do not behave alike, so they cannot be folded")
-            rotated = [self._rotation.rotated(spec, group.axis, by) for by in range(len(group.ranks))]
-            made = collective(Call(kind), rotated, group.ranks, self._rules)[0]
-            assert made is not None, "all members receive"
+            if spec.kind in ROW_KINDS:
+                rotated = [self._rotation.rotated(spec, group.axis, by) for by in range(len(group.ranks))]
+                made = collective(Call(kind), rotated, group.ranks, self._rules)[0]
+                assert made is not None, "all members receive"
+            else:
+                made = self._united(kind, spec, group, len(group.ranks))
+                if kind is OpKind.REDUCE_SCATTER:
+                    made = share(f"{kind.value}({spec.name})", made, len(group.ranks), 0)
             self._results[key] = made
         return made if made.layer == layer else made._replace(form=made.form.but(layer=layer))
+
+    def _united(self, kind: OpKind, spec: Spec, group: Group, members: int) -> Spec:
+        """What the first members of a group make together.
+
+        The second half of them makes what the first half makes, rotated. All members' parts at once would take memory
+        for the square of their number, since what one holds of the model has a bit for each of them.
+        """
+        if members == 1:
+            return spec
+        half = members // 2
+        parts = [(0, first := self._united(kind, spec, group, half)), (half, first)]
+        if members % 2:
+            parts.append((members - 1, spec))
+        rotated = [self._rotation.rotated(part, group.axis, by) for by, part in parts]
+        ranks = [group.ranks[by] for by, _ in parts]
+        return unite(Call(kind), rotated, ranks)
 
 
 class FoldedChannels(Channels):

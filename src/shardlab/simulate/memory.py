@@ -47,7 +47,8 @@ class RankMemory:
 
     Attributes:
         before: for each op what is live when it starts, before its own result is stored.
-        peak: the most that is live while an op runs: what was there, and its own result.
+        during: for each op what is live while it runs: what was there, and its own result.
+        peak: the largest of `during`.
         peak_op: index of the first op with which the peak is reached.
         by_category: the peak, in the order of `CATEGORIES`.
         counters: for each op what is live while it runs, by category (empty unless asked for).
@@ -55,6 +56,7 @@ class RankMemory:
     """
 
     before: list[int]
+    during: list[int]
     peak: int
     peak_op: int
     by_category: tuple[int, ...]
@@ -119,6 +121,7 @@ def account(
     by_category = [0] * len(CATEGORIES)
     at_peak = tuple(by_category)
     before: list[int] = []
+    during: list[int] = []
     curve: list[tuple[int, ...]] = []
     starts: list[tuple[int, ...]] = []
     for at, op in enumerate(tape):
@@ -149,6 +152,7 @@ def account(
                     by_category[place[number]] -= room[number]
             if live > peak:
                 peak, peak_op, at_peak = live, at, tuple(by_category)
+        during.append(live)
         if counters:
             curve.append(tuple(by_category))
         if kind is FREE:  # what most ops are
@@ -171,7 +175,7 @@ def account(
         for number in gone:
             live -= room[number]
             by_category[place[number]] -= room[number]
-    return RankMemory(before, peak, peak_op, at_peak, curve, starts)
+    return RankMemory(before, during, peak, peak_op, at_peak, curve, starts)
 
 
 _READS = {

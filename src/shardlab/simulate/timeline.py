@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from shardlab.program import OpKind, Program
@@ -18,7 +19,8 @@ class Event(NamedTuple):
         kind, layer: what was done.
         microbatches: the microbatches acted on, as a bit set.
         start, end: when, in the cost model's unit, or in seconds.
-        memory: elements, or bytes, live on the rank when the op starts, before its own result is stored.
+        memory: elements live on the rank when the op starts, before its own result is stored; in a priced step, bytes
+            live while it runs, its result among them.
     """
 
     rank: int
@@ -45,22 +47,22 @@ class Timeline:
     events: list[list[Event]]
     in_seconds: bool = False
 
-    @property
+    @cached_property
     def steps(self) -> float:
         """When the last op starts: the figure that the puzzles print."""
         return round(max((event.start for events in self.events for event in events), default=0.0), 9)
 
-    @property
+    @cached_property
     def end(self) -> float:
         """When the last op ends."""
         return round(max((event.end for events in self.events for event in events), default=0.0), 9)
 
-    @property
+    @cached_property
     def peak_memory_by_rank(self) -> list[int]:
-        """The largest number of live elements at the start of an op, for each rank."""
+        """The largest number of live elements, or bytes, at an op, for each rank."""
         return [max((event.memory for event in events), default=0) for events in self.events]
 
-    @property
+    @cached_property
     def peak_memory(self) -> int:
         """The largest over the ranks."""
         return max(self.peak_memory_by_rank)

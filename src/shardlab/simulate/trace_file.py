@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardlab.check import Checked
+from shardlab.errors import TooDeep
 from shardlab.program import UserError
+from shardlab.program.nesting import parsed
 from shardlab.program.record import MemoryRecord, Moments, RankRecord, StepRecord
 from shardlab.simulate.measured import Measured, measured
 
@@ -88,7 +90,7 @@ def read_trace(folder: Path) -> TraceFile:
     for path in paths:
         try:
             found.append(_read(path))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, json.JSONDecodeError, TooDeep) as error:
             lost.append(f"{path} cannot be read as a trace: {error}")
     if not found:
         raise UserError("; ".join(lost))
@@ -134,11 +136,11 @@ def _read(path: Path) -> TraceFile:
     """One file, as far as its lines can be read.
 
     Raises:
-        OSError, JSONDecodeError: not even its first line can be.
+        OSError, JSONDecodeError, TooDeep: not even its first line can be.
         UserError: it is of another format, or an entry is not as it was written.
     """
     first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-    content: Any = json.loads(first)
+    content: Any = parsed(json.loads, first)
     head = cast(dict[str, Any], content) if isinstance(content, dict) else {}
     if (found := head.get("format")) != FORMAT:
         raise UserError(f"{path} is a trace of format {found!r}, but this version of Shardlab reads format {FORMAT}")
@@ -147,8 +149,8 @@ def _read(path: Path) -> TraceFile:
         count = 0
         for line in lines:
             try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
+                entry = parsed(json.loads, line)
+            except ValueError:
                 break
             _add(records[entry["rank"]], entry)
             count += 1

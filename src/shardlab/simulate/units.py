@@ -1,4 +1,4 @@
-"""Bytes and shares for a reader."""
+"""Bytes, shares and times for a reader."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def share_text(share: float) -> str:
     percent = 100 * share
     decimals = 1 if percent >= 1 or percent <= 0 else 1 - math.floor(math.log10(percent))
     return f"{percent:,.{decimals}f}%"
+
+
+def seconds_text(seconds: float) -> str:
+    """`3.46 s`, `125.8 ms`, `93.1 us`."""
+    if seconds >= 1:
+        return f"{seconds:#,.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
+
+
+def moment_text(moment: float, end: float, length: float) -> str:
+    """A moment of a step that ends at `end`, with as many digits as tell moments of a stretch of it apart.
+
+    >>> moment_text(1.2345, 2.75, 0.005), moment_text(0.0125, 0.125, 0.125), moment_text(0, 1, 1)
+    ('1.234500 s', '12.5 ms', '0')
+
+    Args:
+        moment, end, length: in seconds; `length` is that of the stretch.
+    """
+    if not moment:
+        return "0"
+    size, unit = (1.0, "s") if end >= 1 else (1e3, "ms") if end >= 1e-3 else (1e6, "us")
+    digits = max(0, 3 - math.floor(math.log10(length * size)))
+    return f"{moment * size:,.{digits}f} {unit}"

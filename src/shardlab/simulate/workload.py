@@ -69,6 +69,8 @@ class Workload:
             Refused: for a wrong program.
             UserError: for sizes that do not go together.
         """
+        if isinstance(self.plan, Plan):
+            self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
         sizes = self.precision.sizes(self.cut.sizes(self.rows, self.precision.activations))
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"

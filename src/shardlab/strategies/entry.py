@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from shardlab.program import Mesh, Rank, Sizes, Strategy, UserError
+from shardlab.program.bounds import require_ops
+from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from shardlab.strategies.presets import Preset
@@ -77,6 +79,12 @@ class Entry:
         """What every process can make the same strategy of."""
         return self.name if self.plan is None else self.plan(ranks)
 
+    def title(self, ranks: int) -> str:
+        """What a picture of it is called: its name, and of a plan by flags in brackets the pipeline's schedule."""
+        plan = self.plan and self.plan(ranks)
+        schedule = str(plan.as_dict()["schedule"]) if plan is not None and plan.mesh.pp > 1 else ""
+        return self.name if schedule in self.name else f"{self.name} ({schedule})"
+
     def default_layers(self, ranks: int, at_least: int = 4) -> int:
         """How many layers a model has if nobody says: 4, or for a pipeline one a stage and `at_least` so many."""
         plan = self.plan and self.plan(ranks)
@@ -93,6 +101,19 @@ class Entry:
         if plan is not None and plan.attention_apart:
             return Sizes.context_blocks(layers)
         return Sizes.of_puzzle(layers, self.grid(ranks))
+
+    def require_ops(self, ranks: int, layers: int, microbatches: int) -> None:
+        """Refuse sizes with which a step is sure to have more ops than are traced.
+
+        Raises:
+            UserError: with how many there would be at least.
+        """
+        if self.plan is not None:
+            self.plan(ranks).require_ops(layers, microbatches)
+            return
+        require_ops(ranks, f"the ops of {counted(ranks, 'rank')}")
+        require_ops(4 * layers, f"loading, two passes and an update of {counted(layers, 'layer')}")
+        require_ops(microbatches, f"loading and passes of {counted(microbatches, 'microbatch')}")
 
     def grid(self, ranks: int) -> Mesh:
         """The grid for a number of ranks.

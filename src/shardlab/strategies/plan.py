@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from shardlab.program import LayerKind, Mesh, UserError
+from shardlab.program.bounds import MAX_FOLDED, MAX_OPS, require_ops
 from shardlab.program.sizes import CARRYING
 from shardlab.rules.pieces import counted
 from shardlab.strategies.schedules import Schedule
@@ -46,6 +47,9 @@ class Plan:
     (Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) HSDP maps all three to `dp_shard` and replicates them over
     `dp_replicate`; the partially sharded form of Levanter (issue 325) maps parameters to `dp_shard` and the optimizer's
     state to both axes.
+
+    Gradients are reduced while backward passes go on. Over each axis, those of one block at a time are in flight, the
+    rank's largest, however finely blocks are cut; so this takes no more memory in half-blocks than in whole ones.
 
     Attributes:
         mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard` x `ep`, layers over `pp`, the matrices
@@ -211,6 +215,22 @@ class Plan:
             )
         return [places[stage * layers // stages] for stage in range(stages + 1)]
 
+    def require_ops(self, layers: int, microbatches: int, *, folded: bool = False) -> None:
+        """Refuse sizes with which a step is sure to have more ops than are traced.
+
+        Args:
+            layers, microbatches: the model's, and the global batch's.
+            folded: whether only one rank of each pipeline stage is traced.
+
+        Raises:
+            UserError: with how many there would be at least.
+        """
+        mesh, alike = self.mesh, self.mesh.world // self.mesh.pp
+        passes = 2 * layers * -(-microbatches // self.data_ranks) * (1 if folded else alike)
+        sizes = f"{counted(layers, 'layer')} and {counted(microbatches, 'microbatch')} on {counted(mesh.world, 'rank')}"
+        least = passes + 2 * layers * (1 if folded else alike) + mesh.pp
+        require_ops(least, sizes, MAX_FOLDED if folded else MAX_OPS)
+
     def natural_layers(self) -> int:
         """How many layers a model has that gives each stage one, or as many as the plan says.
 
@@ -220,6 +240,8 @@ class Plan:
         order = self.order
         if self.layers_per_stage:
             return sum(self.layers_per_stage)
+        stages = self.mesh.pp * (self.stages_per_rank or 1)
+        require_ops(2 * stages, f"the passes of {counted(stages, 'pipeline stage')}")
         on_a_rank = self.stages_of_a_rank([LayerKind.WHOLE] * 2 * self.mesh.pp)
         return order.stages if isinstance(order, Steps) else self.mesh.pp * on_a_rank
 

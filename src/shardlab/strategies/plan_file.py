@@ -9,8 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from shardlab.errors import why_unreadable
+from shardlab.errors import TooDeep, why_unreadable
 from shardlab.program import AXES, Mesh, UserError
+from shardlab.program.nesting import parsed
 from shardlab.strategies.plan import Plan
 
 
@@ -21,8 +22,8 @@ def read_plan(path: Path) -> Plan:
         UserError: for a file that cannot be read, a field that a plan does not have, or a value that does not fit.
     """
     try:
-        written = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        written = parsed(tomllib.loads, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, TooDeep) as error:
         raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not TOML: {error}") from None

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from shardlab.program import Handle, LayerKind, Rank, Value
 from shardlab.program.sizes import PARTED
-from shardlab.strategies.plan import CUT_AXES, Plan
+from shardlab.strategies.plan import CUT_AXES, Plan, cuts
 
 PART_AXES = ("tp", "ep")
 """The axes that slice layers; a plan uses one of them at most."""
 
 
+class Reduction(NamedTuple):
+    """A gradient's reduction in flight over one axis.
+
+    Attributes:
+        layer: whose gradient it is.
+        handle: what is awaited.
+        axes: those over which the result is reduced next.
+    """
+
+    layer: int
+    handle: Handle[Value]
+    axes: list[str]
+
+
 class Gradients:
     """One rank's gradients: reduced as the plan says, while the rank goes on; then clipped and applied.
+
+    Memory bounds how many reductions are in flight: over each axis, those of gradients as large together as the rank's
+    largest block, however finely a plan cuts blocks into layers. Before another one starts, the oldest are awaited
+    until there is room for it. What arrives is at once reduced over the next axis.
 
     A weight that the head shares with the embedding is kept by the first and the last stage, replicas that stay equal:
     their gradients meet once a step, in a group of two ranks, and the first stage counts their squares. Where one rank
@@ -35,13 +55,20 @@ class Gradients:
         self._cut = [axis for axis in axes[:uncut] if axis in plan.shard_optimizer]
         others = (*axes, *(("ep",) if len(rank.group("ep").ranks) > 1 else ()))
         self._axes_of_experts, self._axes_of_others = axes, list(others)
-        self._arriving: dict[int, tuple[Handle[Value], list[str]]] = {}
         self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over
         self._owner = rank.sizes.weight_of
         self._counted = [l for l in layers if self._owner(l) == l]
         self._uses = Counter(map(self._owner, layers))  # of each weight, those whose gradients are yet to come
         self._kept = list(self._uses)
         self._each = {l: [axis for axis in self._axes(l) if axis in plan.reduced_each] for l in self._kept}
+        self._once = {l: self._axes_of_once(l) for l in self._kept}
+        self._elements = {l: -(-rank.sizes.weights[l] // self._slice(l, ())[1]) for l in self._kept}
+        self._room = self._largest_block(layers)
+        # Over each axis, oldest first; an axis comes after those whose results are reduced over it.
+        reduced_over = (*self._each.values(), *self._once.values())
+        self._in_flight = {axis: deque[Reduction]() for axis in dict.fromkeys(a for axes in reduced_over for a in axes)}
+        self._coming = Counter[int]()  # of each layer, gradients that are being reduced
+        self._complete: set[int] = set()  # layers whose last gradient is among those
         self._ends = ends if rank.sizes.tied and ends[0] != ends[1] and rank.index in ends else None
 
     def load(self) -> None:
@@ -67,14 +94,30 @@ class Gradients:
         experts = self._rank.kinds[layer] is LayerKind.EXPERTS
         return self._axes_of_experts if experts else self._axes_of_others
 
+    def _axes_of_once(self, layer: int) -> list[str]:
+        """The axes over which a layer's gradient is reduced when all microbatches are in."""
+        once = [axis for axis in self._axes(layer) if axis not in self._plan.reduced_each]
+        # Each of the tensor-parallel ranks has seen other tokens.
+        return [*once, "tp"] if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM else once
+
+    def _largest_block(self, layers: Iterable[int]) -> int:
+        """Elements of the gradients that this rank has of its largest block.
+
+        The embedding counts as part of the first block and the head as part of the last, as where blocks are whole.
+        """
+        sizes = self._rank.sizes
+        later = sizes.blocks[1:-1] if sizes.blocks else cuts(self._rank.kinds)[1:-1]
+        elements = Counter[int]()
+        for l in layers:
+            elements[bisect_right(later, l)] += self._elements[self._owner(l)]
+        return max(elements.values())
+
     async def add(self, layer: int, gradient: Value) -> None:
         """A microbatch's gradient of a layer."""
         layer = self._owner(layer)
-        if self._arriving:
-            await self._settle()
-        each = self._each[layer]
-        if each:
-            self._arriving[layer] = self._reduce(gradient, each[0]), each[1:]
+        if self._each[layer]:
+            self._coming[layer] += 1
+            await self._reduce(layer, gradient, self._each[layer])
         else:
             self._sum(layer, gradient)
 
@@ -86,24 +129,22 @@ class Gradients:
             return
         if self._plan.reduce_at == "step":
             self._late.append(layer)
+        elif self._coming[layer]:
+            self._complete.add(layer)
         else:
             await self._reduce_once(layer)
 
     async def _reduce_once(self, layer: int) -> None:
-        once = [axis for axis in self._axes(layer) if axis not in self._plan.reduced_each]
-        if self._plan.sequence_parallel and self._rank.kinds[layer] is LayerKind.NORM:
-            once.append("tp")  # each of its ranks has seen other tokens
-        if once:
-            await self._settle()
-            gradient = self._rank.grad_weights.pop(layer)
-            self._arriving[layer] = self._reduce(gradient, once[0]), once[1:]
+        if self._once[layer]:
+            await self._reduce(layer, self._rank.grad_weights.pop(layer), self._once[layer])
 
     async def update(self) -> None:
         """Clip by the norm of the whole model's gradient, and take the optimizer's step."""
         rank, plan, layers, counted = self._rank, self._plan, self._kept, self._counted
+        await self._land_all()
         for l in self._late:
             await self._reduce_once(l)
-        await self._settle()
+        await self._land_all()
         if self._ends:
             rank.grad_weights[0] = await rank.all_reduce(rank.grad_weights.pop(0), among=self._ends)
         await self._norm([l for l in counted if rank.kinds[l] in PARTED], PART_AXES)
@@ -139,19 +180,32 @@ class Gradients:
         for l, gathered in arriving.items():
             rank.weights[l] = await gathered
 
-    async def _settle(self) -> None:
-        """Wait for the reduction under way, and add what it gives: one at a time bounds the memory."""
-        for layer, (handle, axes) in self._arriving.items():
-            gradient = await handle
-            for axis in axes:
-                gradient = await self._reduce(gradient, axis)
-            self._sum(layer, gradient)
-        self._arriving.clear()
+    async def _reduce(self, layer: int, gradient: Value, axes: list[str]) -> None:
+        """Start to reduce a gradient over the first of some axes, as soon as there is room for it."""
+        axis, size = axes[0], self._elements
+        in_flight = self._in_flight[axis]
+        while in_flight and size[layer] + sum(size[other.layer] for other in in_flight) > self._room:
+            await self._land(axis)
+        start = self._rank.reduce_scatter if axis in self._cut else self._rank.all_reduce
+        in_flight.append(Reduction(layer, start(gradient, axis=axis), axes[1:]))
 
-    def _reduce(self, gradient: Value, axis: str) -> Handle[Value]:
-        if axis in self._cut:
-            return self._rank.reduce_scatter(gradient, axis=axis)
-        return self._rank.all_reduce(gradient, axis=axis)
+    async def _land(self, axis: str) -> None:
+        """Wait for the oldest reduction over an axis; reduce what it gives over the next one, or add it up."""
+        layer, handle, axes = self._in_flight[axis].popleft()
+        gradient = await handle
+        if axes:
+            await self._reduce(layer, gradient, axes)
+            return
+        self._sum(layer, gradient)
+        self._coming[layer] -= 1
+        if layer in self._complete and not self._coming[layer]:
+            self._complete.remove(layer)
+            await self._reduce_once(layer)
+
+    async def _land_all(self) -> None:
+        for axis, in_flight in self._in_flight.items():
+            while in_flight:
+                await self._land(axis)
 
     def _sum(self, layer: int, gradient: Value) -> None:
         sums = self._rank.grad_weights

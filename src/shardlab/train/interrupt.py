@@ -1,29 +1,131 @@
-"""Ctrl-C and SIGTERM, turned into a wish that training ends after a whole step and keeps what it has."""
+"""How a process is asked to end: by a signal, or since the process that started it has gone."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import socket
 import sys
-from types import FrameType
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from types import FrameType, TracebackType
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C; what schedulers and torchrun send; a terminal that was closed."""
+
+GRACE = 7
+"""Seconds from being asked to the end, whatever is not done by then: less than the 10 that `docker stop` gives."""
+
+
+@contextmanager
+def caught() -> Generator[socket.socket]:
+    """Make signals that ask this process to end bytes of a socket, each the signal's number, so that they end nothing.
+
+    They come at once, also while the main thread waits in a collective, where Python's handlers have to wait with it.
+    A signal that is ignored (after nohup, or in the background of a script) stays so. In another thread than the main
+    one, whose signals are its own, nothing comes.
+    """
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        if threading.current_thread() is not threading.main_thread():
+            yield reader
+            return
+        writer.setblocking(False)
+        taken = [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, _nothing) or signal.SIG_DFL for number in taken}
+        woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(woken)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The signal's number is in the socket already."""
 
 
 class StopRequest:
-    """Handles both signals from when it is made; `asked` tells whether one has come."""
+    """A wish that this rank ends after a whole step, inside `with`; GRACE seconds after the first one it is killed.
 
-    def __init__(self) -> None:
+    Attributes:
+        asked: whether it has come.
+    """
+
+    starter: Connection | None = None
+    """Where a rank tells the process that started it that it was asked, so that all the others are asked too."""
+
+    def __init__(self, saved: Callable[[], str] | None) -> None:
+        """Wait for `with`.
+
+        Args:
+            saved: what is saved by now, in a sentence, for the rank that says it; None for the others.
+        """
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self)
+        self._saved = saved
+        self._over = threading.Event()
+        self._catching = caught()
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def __enter__(self) -> StopRequest:
+        signals = self._catching.__enter__().dup()  # the thread's own, which it may still read when `with` has ended
+        threading.Thread(target=self._listen, args=(signals,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self.asked:
+            signal.alarm(0)
+            if _orphaned():
+                self._say("the process that started the ranks has gone")
+        self._catching.__exit__(kind, error, trace)
+
+    def ask(self) -> None:
+        """Wish for the end; all ranks do when one was asked."""
+        if self.asked:
+            return
         self.asked = True
+        signal.alarm(GRACE)  # the kernel ends this process, also in a collective that never returns
+        if StopRequest.starter is not None:
+            with suppress(BrokenPipeError):
+                StopRequest.starter.send_bytes(b"asked")
+        if self._saved:
+            print(f"shardlab: ending after this step, in at most {GRACE} s", file=sys.stderr, flush=True)
+
+    def _listen(self, signals: socket.socket) -> None:
+        with signals:
+            if not signals.recv(1):  # the end of `with`
+                return
+            self.ask()
+        # The process that started this one says it, if it is there.
+        alone = multiprocessing.parent_process() is None or _orphaned()
+        if not self._over.wait(GRACE - 0.5) and alone:
+            self._say(f"the step did not end within {GRACE} s")
+
+    def _say(self, why: str) -> None:
+        if self._saved:
+            print(f"shardlab: interrupted: {why}; {self._saved()}", file=sys.stderr, flush=True)
 
 
-def leave_if_asked() -> None:
-    """End this process now if a StopRequest was asked: the agent that started it no longer reads its result."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if isinstance(handler, StopRequest) and handler.asked:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+def end_with_starter() -> None:
+    """Have this process get SIGTERM when the process that started it is gone, however that ended."""
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    starter = multiprocessing.parent_process()  # not this process's own parent, which is multiprocessing's server
+    wait = time.sleep if starter is None else starter.join
+    while os.getppid() == parent and not _orphaned():
+        wait(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _orphaned() -> bool:
+    starter = multiprocessing.parent_process()
+    return starter is not None and not starter.is_alive()

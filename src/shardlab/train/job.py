@@ -17,6 +17,7 @@ from shardlab.check import Checked, check
 from shardlab.models import Blocks, Model
 from shardlab.models.fit import cut_for
 from shardlab.program import Sizes, trace
+from shardlab.program.bounds import ops_bounded
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 
@@ -57,7 +58,8 @@ class Job:
             UserError: when there is no such strategy, or sizes do not fit it.
         """
         entry = load(self.strategy)
-        with contextlib.redirect_stdout(sys.stderr):  # a command's stdout is its own, whatever the program prints
+        unbounded = ops_bounded(sys.maxsize)  # whoever made the job has traced it within bounds
+        with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
             return check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
 
     @property

@@ -1,40 +1,27 @@
-"""Starting the ranks. Start-up, rendezvous and failure detection are torch elastic's, the machinery of torchrun."""
+"""Starting the ranks as processes of this machine, or joining the world of a launcher."""
+
+# pyright: reportPrivateImportUsage=false
+# torch does not mark its stores as exported.
 
 from __future__ import annotations
 
-import json
-import logging
-import multiprocessing
 import os
-import tempfile
-import time
-import traceback
-import uuid
-from collections.abc import Callable
-from pathlib import Path
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardlab.program import UserError
 from shardlab.train.heap import keep_freed_memory
-from shardlab.train.interrupt import leave_if_asked
+from shardlab.train.interrupt import end_with_starter
+from shardlab.train.meeting import store_of
 from shardlab.train.place import Place, find_place
+from shardlab.train.processes import run_processes
 
 Result = TypeVar("Result")
-
-
-_LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe")
-"""What torch.distributed says when another rank has gone."""
-
-
-class RankFailed(Exception):
-    """A rank raised; the message ends with that rank's own traceback."""
 
 
 def backend_of(device: torch.device) -> str:
@@ -68,8 +55,9 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
         What this process's call returned; rank 0's, if the ranks were started here.
 
     Raises:
-        RankFailed: when a rank raised, with the traceback of the first one.
+        RankFailed: when a rank that was started here failed, with the traceback of the first one.
         UserError: when a rank raised one; when the world that exists has another size, or its port is taken.
+        KeyboardInterrupt: when ranks that were started here were asked to end by a signal, and gave no result.
     """
     place = find_place(os.environ)
     if place is None or (place.world == 1 and ranks > 1):  # an interactive shell under srun is a world of one
@@ -79,31 +67,47 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
             f"{ranks} ranks were asked for, but the launcher started {place.world} processes; "
             f"give --ranks {place.world}"
         )
-    return _join(place, function, *arguments)
+    if _elastic():
+        end_with_starter()  # a launcher that was killed has ended nobody
+    with _ended_by_ctrl_c():
+        device = _meet(place, None if _elastic() else store_of(place))
+    return _call(place.rank, device, function, *arguments)
 
 
-def _join(place: Place, function: Callable[..., Result], *arguments: Any) -> Result:
+def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
+    preload = (function.__module__, "torch._dynamo")  # the second is what torch's optimizers import at their first use
+    return run_processes(ranks, preload, _started, ranks, store.port, function, *arguments)
+
+
+def _started(rank: int, world: int, port: int, function: Callable[..., Result], *arguments: Any) -> Result:
+    """What a process that was started here does."""
+    place = Place(rank, world, rank, "127.0.0.1", port)
+    device = _meet(place, dist.TCPStore(place.address, place.port, is_master=False))
+    return _call(rank, device, function, *arguments)
+
+
+def _meet(place: Place, store: dist.Store | None) -> torch.device:
+    """Join the world that meets at a store (None: the one that torchrun names), with the device that is this rank's."""
     device = pick_device(place.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()
     else:
         torch.cuda.set_device(device)
-    address = f"tcp://{place.address}:{place.port}"
-    try:
-        dist.init_process_group(
-            backend_of(device),
-            init_method="env://" if _elastic() else address,
-            rank=place.rank,
-            world_size=place.world,
-            device_id=None if device.type == "cpu" else device,  # so that all ranks make NCCL's communicator at once
-        )
-    except dist.DistNetworkError as error:
-        raise UserError(
-            f"rank {place.rank} could not meet the others at {place.address}:{place.port}: is the port in use? "
-            f"Choose another in MASTER_PORT ({str(error).splitlines()[0]})"
-        ) from error
-    result = function(place.rank, device, *arguments)
+    dist.init_process_group(
+        backend_of(device),
+        store=store,
+        rank=place.rank,
+        world_size=place.world,
+        # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
+        device_id=None if device.type == "cpu" else device,
+    )
+    return device
+
+
+def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
+    result = function(rank, device, *arguments)
     dist.destroy_process_group()  # not after a failure: the others would notice before this rank has said why
     return result
 
@@ -113,68 +117,14 @@ def _elastic() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # they repeat every traceback
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])  # torch is imported once, not by every rank
-    with tempfile.TemporaryDirectory(prefix="shardlab-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),  # or it leaves a folder behind
-        )
-        try:
-            return elastic_launch(config, _work)(folder, function, *arguments)[0]
-        except ChildFailedError as failure:
-            raise _first_failure(Path(folder), failure, ranks) from None
-        except RendezvousError as error:
-            raise UserError(f"the ranks could not meet on 127.0.0.1: {error}") from error
-
-
-def _work(folder: str, function: Callable[..., Result], *arguments: Any) -> Result:
-    """What a started rank does: join, and leave a note with the time if it fails."""
-    place = find_place(os.environ)
-    assert place is not None
+@contextmanager
+def _ended_by_ctrl_c() -> Generator[None]:
+    """While this rank waits for the others, deep in torch, where Python hears of no signal."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        result = _join(place, function, *arguments)
-    except Exception as error:
-        lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
-        note = {
-            "rank": place.rank,
-            "time": time.time_ns(),
-            "lost": lost,
-            "sentence": str(error) if isinstance(error, UserError) else None,
-            "traceback": traceback.format_exc(),
-        }
-        Path(folder, f"rank-{place.rank}.json").write_text(json.dumps(note))
-        raise
-    leave_if_asked()
-    return result
-
-
-def _first_failure(folder: Path, failure: ChildFailedError, ranks: int) -> RankFailed | UserError:
-    """The first rank that failed for a reason of its own: the others only lose their connection to it."""
-    notes = sorted((json.loads(file.read_text()) for file in folder.glob("rank-*.json")), key=lambda note: note["time"])
-    own = next((note for note in notes if not note["lost"]), None)
-    if own is not None:
-        if own["sentence"]:
-            return UserError(own["sentence"])
-        return RankFailed(f"rank {own['rank']} failed, and the run ended with it.\n\n{own['traceback']}")
-    silent = sorted(set(range(ranks)) - {note["rank"] for note in notes})
-    if silent and notes:
-        names = ", ".join(map(str, silent))
-        text = f"no word from rank {names}: killed, or out of memory? Rank {notes[0]['rank']} lost its connection."
-        return RankFailed(f"{text}\n\n{notes[0]['traceback']}")
-    rank, process = failure.get_first_failure()
-    return RankFailed(
-        f"rank {rank} ended with exit code {process.exitcode} ({process.signal_name()}), and the run ended with it."
-    )
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

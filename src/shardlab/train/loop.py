@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from shardlab.train.job import Job, agree
 from shardlab.train.launch import backend_of
 from shardlab.train.output import OutputFolder
 from shardlab.train.progress import TrainingProgress
+from shardlab.train.saved import saved_in
 from shardlab.train.tracing import Tracer, Tracing
 
 VALIDATION_BATCHES = 16
@@ -94,7 +96,11 @@ class Summary:
 
 def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     """One rank's part of a run; rank 0 writes the output folder and gives the summary."""
-    stop = StopRequest()  # from the start, so that the folder is never left half filled
+    with StopRequest(partial(saved_in, run.out) if rank == 0 else None) as stop:
+        return _train(rank, device, run, stop)
+
+
+def _train(rank: int, device: torch.device, run: Run, stop: StopRequest) -> Summary | None:
     job, text = run.job, run.text()
     batches = Batches(run.corpus(text), job.model.block, job.rows, job.seed)
     checked = job.checked()
@@ -107,7 +113,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     before = 0.0
     if rank == 0:
         folder = OutputFolder(run.out)
-        folder.write_strategy(checked)
+        folder.write_strategy(checked, job.title)
         first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
         before = validate(job.model, batches, first)
         print(
@@ -132,8 +138,8 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
     if isinstance(model, CutModel):
         flats = to_blocks(model, flats)
     progress.stop()
+    folder.write_weights(job.model, flats)  # first, since a run that is interrupted has little time
     after = validate(job.model, batches, flats)
-    folder.write_weights(job.model, flats)
     folder.write_plot(before, after)
     folder.close()
     ms = sorted(times)[len(times) // 2]
@@ -164,6 +170,7 @@ def _steps(executor: Executor | Tracer, run: Run, stop: StopRequest, device: tor
             metrics, stopping = _figures(run, *before)
             yield metrics
             if stopping:
+                stop.ask()
                 break
     if summing is not None:
         yield _figures(run, *summing)[0]

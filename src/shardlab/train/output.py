@@ -49,9 +49,9 @@ class OutputFolder:
         self._metrics.write(json.dumps(metrics) + "\n")
         self._metrics.flush()
 
-    def write_strategy(self, checked: Checked) -> None:
+    def write_strategy(self, checked: Checked, name: str) -> None:
         """Draw the program that runs, in unit costs."""
-        save_timeline(simulate(checked), self.path / "strategy.svg")
+        save_timeline(simulate(checked), self.path / "strategy.svg", f"{name}: one optimizer step")
 
     def write_weights(self, model: Model, flats: Sequence[Tensor]) -> None:
         """All parameters by name, `layers.<l>.<name>`, and the model's settings beside them."""

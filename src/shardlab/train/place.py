@@ -60,3 +60,8 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
             raise UserError(f"{launcher} started {world} processes on several hosts; name one of them in MASTER_ADDR")
         return Place(rank, world, numbers[local_name], address or "127.0.0.1", numbers["MASTER_PORT"])
     return None
+
+
+def restarts(environment: Mapping[str, str]) -> int:
+    """How many times torchrun has started the ranks again after a failure."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -78,6 +78,14 @@ def by_source(
     return {title: errors for title, errors in made.items() if errors is not None}
 
 
+def worst_of(
+    outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None], count: int
+) -> list[tuple[float, Outcome]]:
+    """The runs whose predictions are farthest off, with their errors, the worst first."""
+    found = [(off, outcome) for outcome in outcomes if (off := error(outcome)) is not None]
+    return sorted(found, key=lambda each: -abs(each[0]))[:count]
+
+
 def misjudged(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Runs that are said to fit and did not, or that ran and are said not to fit."""
     return [

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from shardlab.errors import TooDeep
 from shardlab.program import UserError
+from shardlab.program.nesting import parsed
 from shardlab.validate.fields import number, ran_out_of_memory, section
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
@@ -52,9 +54,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         UserError: for anything else.
     """
     try:
-        written = json.loads(path.read_text())
+        written = parsed(json.loads, path.read_text())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except TooDeep as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(written, list) or not written:

@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import islice, product
+from types import GeneratorType
 
 from shardlab.program import UserError
+from shardlab.program.bounds import require_ops
+from shardlab.rules.pieces import counted
 from shardlab.strategies.schedules.actions import (
     Action,
     Backward,
@@ -48,6 +51,11 @@ def steps_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank:
     Raises:
         UserError: when the schedule cannot be followed, or not with these numbers.
     """
+    stages = counted(ranks * stages_per_rank, "stage")
+    require_ops(
+        2 * ranks * stages_per_rank * microbatches,
+        f"the passes of {counted(microbatches, 'microbatch')} through {stages} of the schedule {schedule.name}",
+    )
     placed = tuple(schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank))
     todo = [_actions(schedule, rank, placed, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
     sent = with_messages(todo, len(placed), placed.__getitem__, f"the schedule {schedule.name}")
@@ -60,14 +68,21 @@ def _actions(
     """What a rank does; a user's generator may give anything, or fail."""
     name, microbatches = f"the schedule {schedule.name}", sizes[1]
     actions: list[Action] = []
+    most = 3 * sum(place == rank for place in ranks_of_stages) * microbatches  # F, I and W
     try:
-        given = list[object](schedule.actions(rank, *sizes))
+        given = list[object](islice(coming := iter(schedule.actions(rank, *sizes)), most + 1))
     except UserError:
         raise
     except Exception as error:
         inside = traceback.extract_tb(error.__traceback__)[1:]  # without the call above
         place = f"line {inside[-1].lineno}" if inside else "called with (rank, ranks, microbatches, stages_per_rank)"
         raise UserError(f"{name}, rank {rank}, {place}: {type(error).__name__}: {error}") from error
+    if len(given) > most:
+        line = f", line {coming.gi_frame.f_lineno}," if isinstance(coming, GeneratorType) and coming.gi_frame else ""
+        raise UserError(
+            f"{name}, rank {rank}{line} goes on after {most:,} actions, which is as many as "
+            f"{counted(microbatches, 'microbatch')} can have there; let it end"
+        )
     for action in given:
         if not isinstance(action, Action):
             raise UserError(f"{name} gave rank {rank} {action!r}; yield Forward, Backward, BackwardInput, ...")

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardlab.check import Checked, check
 from shardlab.program import Deadlock, Mesh, Op, Rank, Refused, Sizes, Strategy, World, trace
+from shardlab.program.bounds import Endless
 from shardlab.rules.pieces import listed
 
 
@@ -37,6 +38,8 @@ class Blame:
         """
         try:
             return check(trace(self.program, mesh, layers, microbatches))
+        except Endless as refusal:  # running it again would take as long again
+            raise Refused(f"{self.file}:{line_of(refusal.__traceback__, self.file)}: {refusal}") from None
         except Refused as refusal:
             again = Retrace(self.program, self.file, World(mesh, layers, microbatches))
             if isinstance(refusal, Deadlock):

@@ -1,0 +1,106 @@
+"""What overlapping the reductions of gradients saves: real steps with one in flight, and with a block's.
+
+    python benchmarks/overlap.py
+
+The model is in half-blocks, since its head is tied to its embedding. Two programs follow one plan on the same processes
+and take turns, step by step: in the first a reduction waits for the one before it, in the second those of a block are
+in flight, as plans have it. Times are medians over the steps of rank 0; `ratio` is the median, over turns, of the
+second's time by the first's, and `middle half` what half of the turns lie between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from statistics import median, quantiles
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.models import GPT
+from shardlab.program import Mesh
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.reducing import Gradients
+from shardlab.train.data import Batches, Corpus, default_text
+from shardlab.train.job import Job
+from shardlab.train.launch import backend_of, run_ranks
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time steps with one reduction in flight, and with those of a block."""
+
+    ranks: int = 2
+    """Data-parallel processes."""
+
+    turns: int = 40
+    """Steps of each program that are timed."""
+
+    layers: int = 8
+    """Blocks of the model."""
+
+    width: int = 256
+    """Features of the model."""
+
+    json: bool = False
+    """Print JSON alone."""
+
+
+def job_of(options: Options) -> Job:
+    plan = Plan(Mesh(dp_shard=options.ranks))
+    model = GPT(layers=options.layers, width=options.width, heads=4, block=64, vocabulary=256, tied=True)
+    return Job(plan, options.ranks, options.ranks, model, 1)
+
+
+def executor_of(job: Job, rank: int, device: torch.device, steps: int) -> Executor:
+    corpus = Corpus.split(default_text(), job.model.block, "the default text")
+    batches = Batches(corpus, job.model.block, job.rows, job.seed)
+    settings = Settings(job.seed, job.dtype, device, AdamW(steps=steps))
+    return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
+
+
+def on_a_rank(rank: int, device: torch.device, options: Options) -> list[tuple[float, float]]:
+    """Seconds of each turn's two steps."""
+    job, steps = job_of(options), WARM_UP + options.turns
+    with patch.object(Gradients, "_largest_block", lambda self, layers: 0):  # no room beside the one under way
+        one = executor_of(job, rank, device, steps)
+    executors = (one, executor_of(job, rank, device, steps))
+    turns: list[tuple[float, float]] = []
+    for _ in range(steps):
+        seconds: list[float] = []
+        for executor in executors:
+            dist.barrier()
+            began = time.perf_counter()
+            executor.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        turns.append((seconds[0], seconds[1]))
+    return turns[WARM_UP:]
+
+
+def main(options: Options) -> None:
+    load = os.getloadavg()[0]
+    turns = run_ranks(options.ranks, on_a_rank, options)
+    one, block = (median(turn[which] for turn in turns) for which in (0, 1))
+    ratios = [block / one for one, block in turns]
+    low, ratio, high = quantiles(ratios, n=4)
+    found = {"one_s": one, "block_s": block, "ratio": ratio, "middle_half": [low, high], "load_before": load}
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"one in flight   {1000 * one:.1f} ms")
+    print(f"a block's       {1000 * block:.1f} ms")
+    print(f"ratio           {ratio:.3f}, middle half {low:.3f} to {high:.3f}, of {len(turns)} turns")
+    print(f"load before     {load:.1f}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,56 @@
+"""Which model chunk of its rank each layer belongs to, as the tapes show it, and which layer of the model it is in."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+
+from shardlab.program import LayerKind, OpKind, Sizes
+from shardlab.simulate import Timeline
+
+Chunks = list[dict[int, int]]
+"""For each row of a timeline the chunk, counted from 0, of each layer that it computes."""
+
+
+def chunks_of(timeline: Timeline) -> Chunks | None:
+    """The chunks of a pipeline's ranks; None if all ranks compute the same layers, so that nothing is a pipeline."""
+    own = [sorted({e.layer for e in events if e.kind is OpKind.FORWARD}) for events in timeline.events]
+    if len({tuple(layers) for layers in own if layers}) <= 1:
+        return None
+    runs = [_runs(layers) for layers in own]
+    most = max(max(each, default=0) for each in runs) + 1
+    return [dict(zip(layers, _spread(each, most), strict=True)) for layers, each in zip(own, runs, strict=True)]
+
+
+def _runs(layers: list[int]) -> list[int]:
+    """For each layer the run of successive ones that it stands in."""
+    found = [0] * len(layers)
+    for place, (one, other) in enumerate(pairwise(layers)):
+        found[place + 1] = found[place] + (other != one + 1)
+    return found
+
+
+def _spread(runs: list[int], most: int) -> list[int]:
+    """The chunks of a rank whose last stages follow each other, as where a V turns: its layers in equal parts."""
+    if not runs or runs[-1] + 1 == most:
+        return runs
+    return [place * most // len(runs) for place in range(len(runs))]
+
+
+def model_layers(sizes: Sizes) -> int:
+    """How many layers the model has, in a reader's words: a program may cut each into several."""
+    if sizes.blocks:
+        return len(sizes.blocks) - 1
+    return sizes.kinds.count(LayerKind.EXPERTS) or sizes.layers
+
+
+def model_layer(sizes: Sizes, layer: int) -> int:
+    """Which of the model's layers a program's layer is part of; what stands before the first or after the last is
+    counted to it."""
+    if sizes.blocks:
+        found = bisect_right(sizes.blocks, layer) - 1
+    elif LayerKind.EXPERTS in sizes.kinds:
+        found = sizes.kinds[:layer].count(LayerKind.EXPERTS)
+    else:
+        return layer
+    return max(0, min(model_layers(sizes) - 1, found))

@@ -1,0 +1,230 @@
+"""Processes of this machine that begin together and end together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from shardlab.program import UserError
+from shardlab.train.interrupt import ASKING, GRACE, StopRequest, caught, end_with_starter
+from shardlab.train.streams import unbroken
+
+Result = TypeVar("Result")
+
+LAST_WORDS = 3.0
+"""Seconds in which the others may still say what they saw, once one has failed."""
+
+AT_ONCE = 0.5
+"""Seconds in which a second signal is the first one again: `timeout` sends it to the process and to its group."""
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe")
+"""What torch.distributed says when another rank has gone."""
+
+
+class RankFailed(Exception):
+    """A rank failed; the message ends with that rank's own traceback, if it raised."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank says before it ends.
+
+    Attributes:
+        result: what its function returned.
+        time: when it failed, in nanoseconds; 0 if it did not.
+        lost: whether it failed for want of another rank.
+        sentence: of a user's mistake.
+        trace: the traceback.
+    """
+
+    result: Any = None
+    time: int = 0
+    lost: bool = False
+    sentence: str = ""
+    trace: str = ""
+
+
+def run_processes(count: int, preload: Sequence[str], function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call `function(rank, *arguments)` in `count` processes, and give what rank 0's returned.
+
+    When one fails, all end. When one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM; a
+    second SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
+
+    Args:
+        preload: modules that are imported once, for all of them.
+        function: importable by name.
+
+    Raises:
+        RankFailed: when a rank raised, or was killed.
+        UserError: when a rank raised one.
+        KeyboardInterrupt: when the processes were asked to end and gave no result; it says why, if they were killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    hear, tell = context.Pipe(duplex=False)
+    with caught() as signals, hear, tell:
+        _start_forkserver()
+        ranks = _Ranks()
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe(duplex=False)
+                with theirs:
+                    process = context.Process(
+                        target=_work, args=(rank, theirs, tell, function, arguments), name=f"rank-{rank}"
+                    )
+                    process.start()
+                ranks.add(process, ours)
+            while ranks.alive():
+                ready = ranks.wait([signals, hear])
+                if hear in ready:
+                    hear.recv_bytes()
+                    ranks.ask()
+                if signals in ready:
+                    for number in signals.recv(64):
+                        ranks.ask(again=number != signal.SIGHUP)
+        finally:
+            ranks.kill()
+    return ranks.outcome()
+
+
+def _start_forkserver() -> None:
+    """Start the server that forks the ranks, deaf to what is sent to its whole group: it tells how the ranks ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # the tracker has unblocked some
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(
+    rank: int, answers: Connection, starter: Connection, function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """What a started process does: call the function, and answer."""
+    for number in ASKING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # no traceback from each: the process that started them tells
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)  # the server's, until now
+    end_with_starter()
+    StopRequest.starter = starter
+    sys.stdout, sys.stderr = unbroken(sys.stdout), unbroken(sys.stderr)
+    try:
+        answer = _Answer(function(rank, *arguments))
+    except Exception as error:
+        lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+        sentence = str(error) if isinstance(error, UserError) else ""
+        answer = _Answer(time=time.time_ns(), lost=lost, sentence=sentence, trace=traceback.format_exc())
+    try:
+        answers.send(answer)
+    except BrokenPipeError:  # the process that started this one has gone
+        sys.exit(1)
+    sys.exit(bool(answer.time))
+
+
+class _Ranks:
+    """The processes as their starter sees them."""
+
+    def __init__(self) -> None:
+        self._processes: list[BaseProcess] = []
+        self._pipes: dict[Connection, int] = {}
+        self._answers: dict[int, _Answer] = {}
+        self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
+        self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
+        self._late = ""
+
+    def add(self, process: BaseProcess, answers: Connection) -> None:
+        self._processes.append(process)
+        self._pipes[answers] = len(self._processes) - 1
+
+    def alive(self) -> bool:
+        return len(self._ended) < len(self._processes)
+
+    def wait(self, others: Sequence[Any]) -> list[Any]:
+        """Wait until something happens, and take note of what happens to the ranks; gives what is ready."""
+        left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
+        ready: list[Any] = wait([*others, *self._pipes], left)
+        if not ready:
+            self._late = _late([rank for rank in range(len(self._processes)) if rank not in self._ended])
+            self.kill()
+        for pipe in [pipe for pipe in self._pipes if pipe in ready]:
+            try:
+                self._answers[self._pipes[pipe]] = pipe.recv()
+            except (EOFError, OSError):
+                self._note_end(self._pipes.pop(pipe))
+                pipe.close()
+        return ready
+
+    def _note_end(self, rank: int) -> None:
+        """A rank's pipe has ended, and so has the rank: the kernel says so, also where the fork server is gone."""
+        process = self._processes[rank]
+        process.join(1)
+        self._ended[rank] = process.exitcode or 0
+        if self._ended[rank] or rank not in self._answers:
+            self._end = min(self._end, time.monotonic() + LAST_WORDS)
+
+    def ask(self, *, again: bool = False) -> None:
+        """Ask all ranks to end; if they were asked before, and this is asked again, end them."""
+        now = time.monotonic()
+        if self._asked == float("inf"):
+            self._asked, self._end = now, min(self._end, now + GRACE + 1)
+            for process in self._processes:
+                process.terminate()
+        elif again and now - self._asked > AT_ONCE:
+            self._late = "at once, since it was asked twice"
+            self.kill()
+
+    def kill(self) -> None:
+        """End those that are left."""
+        left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
+        for rank in left:
+            self._processes[rank].kill()
+        for rank in left:
+            self._processes[rank].join()
+            self._ended[rank] = 0
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+
+    def outcome(self) -> Any:
+        """Rank 0's result, or why there is none."""
+        failed = {rank: answer for rank, answer in self._answers.items() if answer.time}
+        own = {rank: answer for rank, answer in failed.items() if not answer.lost}
+        if own:
+            rank = min(own, key=lambda rank: own[rank].time)
+            if own[rank].sentence:
+                raise UserError(own[rank].sentence)
+            raise RankFailed(f"rank {rank} failed, and the run ended with it.\n\n{own[rank].trace}")
+        asked = self._asked < float("inf")
+        silent = [rank for rank in self._ended if rank not in self._answers]
+        if 0 in self._answers and 0 not in failed and (asked or (not silent and not failed)):
+            return self._answers[0].result
+        if asked:
+            late = [rank for rank, code in self._ended.items() if code == -signal.SIGALRM]
+            raise KeyboardInterrupt(self._late or (_late(late) if late else ""))
+        for rank in silent:
+            if -self._ended[rank] in ASKING:
+                raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
+        rank = next((rank for rank in silent if self._ended[rank] < 0), (silent or [0])[0])
+        first = min(failed, key=lambda rank: failed[rank].time, default=None)
+        trace = "" if first is None else f" Rank {first} lost its connection.\n\n{failed[first].trace}"
+        raise RankFailed(f"rank {rank} {_ending(self._ended[rank])}, and the run ended with it.{trace}")
+
+
+def _late(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))} did not end within {GRACE} s"
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed ({signal.Signals(-code).name}" + ("; out of memory?)" if -code == signal.SIGKILL else ")")

@@ -1,0 +1,18 @@
+"""What a run that ended early has left, read off its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardlab.rules.pieces import counted
+
+
+def saved_in(out: Path) -> str:
+    """A sentence on what there is in an output folder, and what is lost."""
+    weights, metrics = out / "weights.safetensors", out / "metrics.jsonl"
+    steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    if weights.exists():
+        return f"the weights after {counted(steps, 'step')} are in {weights}"
+    if steps:
+        return f"there are no weights in {out}, only the figures of {counted(steps, 'step')} (metrics.jsonl)"
+    return "no step had ended, so nothing is saved"

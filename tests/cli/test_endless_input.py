@@ -1,0 +1,169 @@
+"""Programs that never end, sizes of a few digits that ask for more than memory, and deep files: a sentence at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+from tests.test_readme import ROOT
+
+BILLION = "1000000000"
+
+PROGRAMS = """
+from itertools import count
+
+from shardlab.strategies.schedules import Forward
+
+
+async def asks(rank):
+    converged = False
+    while not converged:
+        await rank.barrier()
+
+
+async def alone(rank):
+    while True:
+        rank.activations[0] = rank.load_batch([0])
+
+
+async def keeps(rank):
+    for i in count():
+        rank.activations[i] = rank.load_batch([0])
+
+
+def endless(rank, ranks, microbatches, stages_per_rank):
+    for i in count():
+        yield Forward(rank, 0)
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("user.py").write_text(PROGRAMS)
+    Path("huge.toml").write_text(f'model = "llama3-8b"\nlayers = {BILLION}\n')
+    Path("deep.toml").write_text("a = " + "[" * 3000 + "]" * 3000)
+    Path("dots.toml").write_text("mesh." + ".".join("a" * 3000) + " = 1")
+    Path("deep.json").write_text('{"version": ' + "[" * 3000 + "]" * 3000 + "}")
+    Path("measured.jsonl").write_text("[" * 3000 + "]" * 3000)
+    return tmp_path
+
+
+def refused(command: str, capsys: pytest.CaptureFixture[str], status: int) -> str:
+    assert main(command.split()) == status
+    said = capsys.readouterr().err
+    assert said.startswith("shardlab: ")
+    assert said.count("\n") == 1
+    assert len(said) < 500
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "what"), [("asks", 10, "barrier"), ("alone", 15, "load_batch"), ("keeps", 20, "load_batch")]
+)
+def test_a_program_that_never_ends_is_refused_at_the_line_that_repeats(
+    name: str, line: int, what: str, user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert what in PROGRAMS.splitlines()[line - 1]
+    said = refused(f"simulate user.py:{name} --max-ops 20000", capsys, 1)
+    assert f"user.py:{line}: rank " in said
+    assert "the step has more than 20,000 ops here" in said
+
+
+def test_a_schedule_that_never_ends_is_refused_at_the_line_that_repeats(
+    user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "yield" in PROGRAMS.splitlines()[25 - 1]
+    for command in ("schedule user.py:endless", "simulate --pp 2 --schedule user.py:endless"):
+        assert "rank 0, line 25, goes on after 12 actions" in refused(command, capsys, 2)
+
+
+@pytest.mark.parametrize(
+    ("command", "ops"),
+    [
+        (f"simulate fsdp --microbatches {BILLION}", "1,000,000,000"),
+        (f"simulate gpipe --microbatches {BILLION}", "8,000,000,012"),
+        (f"simulate fsdp --layers {BILLION}", "4,000,000,000"),
+        (f"simulate gpipe --layers {BILLION}", "10,000,000,004"),
+        (f"simulate fsdp --ranks {BILLION}", "1,000,000,000"),
+        (f"simulate --pp {BILLION}", "2,000,000,000"),
+        (f"simulate --tp {BILLION}", "40,000,000,001"),
+        (f"schedule gpipe --microbatches {BILLION}", "8,000,000,000"),
+        (f"schedule gpipe --pp {BILLION}", "2,000,000,000"),
+        (f"schedule interleaved-1f1b --stages-per-rank {BILLION}", "8,000,000,000"),
+        ("simulate zero-3 --model llama3-8b --cluster h100x16 --microbatches 1600000000", "6,400,000,065"),
+        ("simulate ddp --model llama3-8b --cluster h100x16 --microbatches 1600000000", "1,600,000,000"),
+        (f"simulate zero-3 --model llama3-8b --cluster h100x16 --layers {BILLION}", "4,000,000,001"),
+        (f"simulate ddp --model llama3-8b --cluster h100x16 --layers {BILLION}", "4,000,000,000"),
+        ("simulate zero-3 --model huge.toml --cluster h100x16", "4,000,000,001"),
+        (f"verify fsdp --microbatches {BILLION}", "1,000,000,000"),
+        (f"train --layers {BILLION}", "4,000,000,000"),
+    ],
+)
+def test_sizes_that_no_machine_holds_are_refused_with_the_ops_that_they_need(
+    command: str, ops: str, user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.process_time()
+    said = refused(command, capsys, 2)
+    assert f"come to {ops} ops or more, and at most " in said
+    assert "--max-ops" in said
+    assert time.process_time() - started < 30
+
+
+def test_max_ops_lets_a_step_have_more_ops_and_fewer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "gpipe", "--max-ops", "100"]) == 1
+    assert "the step has more than 100 ops here" in capsys.readouterr().err
+    assert main(["simulate", "gpipe", "--microbatches", "64", "--layers", "512", "--max-ops", "60000"]) == 2
+    assert main(["simulate", "gpipe", "--microbatches", "8", "--max-ops", "60000"]) == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate --plan deep.toml",
+        "simulate --plan dots.toml",
+        "simulate zero-3 --model deep.toml --cluster h100x16",
+        "simulate zero-3 --model dots.toml --cluster h100x16",
+        "simulate zero-3 --model gpt2 --cluster deep.toml",
+        "simulate zero-3 --model gpt2 --cluster deep.json",
+        "validate deep.json",
+        "compare .",
+    ],
+)
+def test_a_file_nested_3000_deep_is_refused(command: str, user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "it is nested more than 50 levels deep" in refused(command, capsys, 2)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate user.py:asks --max-ops 1000000000",
+        "simulate gpipe --microbatches 100000 --max-ops 1000000000",
+        "schedule gpipe --pp 16 --microbatches 10000000 --max-ops 1000000000",
+        "simulate gpipe --model llama3-405b --cluster h100x16 --microbatches 100000 --max-ops 1000000000",
+    ],
+)
+@pytest.mark.parametrize("after", [0.1, 1.5])
+def test_ctrl_c_prints_one_line(command: str, after: float, user: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    words = ["bash", "-c", 'ulimit -v 6000000; exec "$@"', "-", sys.executable, "-m", "shardlab", *command.split()]
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not has_started(process.pid):
+        time.sleep(0.01)
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "shardlab: interrupted\n")
+
+
+def has_started(pid: int) -> bool:
+    """Whether a process handles SIGINT as the command does: asyncio is loaded after that."""
+    return "_asyncio" in Path(f"/proc/{pid}/maps").read_text()

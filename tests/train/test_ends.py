@@ -1,0 +1,180 @@
+"""However a run ends, all its processes end within seconds, and what it says is saved is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.rules.pieces import counted
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 30
+"""Seconds from the signal to the end of the last process: 10 are promised, and tests share a machine."""
+
+PROGRAM = """
+import os
+from multiprocessing import current_process
+from pathlib import Path
+
+from shardlab.strategies.ddp import ddp
+
+if current_process().name.startswith("rank-"):
+    Path(__file__).with_name(current_process().name).write_text(str(os.getpid()))
+elif "RANK" in os.environ:
+    Path(__file__).with_name("rank-" + os.environ["RANK"]).write_text(str(os.getpid()))
+"""
+"""A strategy whose processes leave their ids beside it."""
+
+
+class Training:
+    """A run of 2 ranks that has taken its first steps."""
+
+    def __init__(self, folder: Path, start: Sequence[str] = (), stderr: int = subprocess.PIPE) -> None:
+        (folder / "program.py").write_text(PROGRAM)
+        self.folder, self.out = folder, folder / "run"
+        words = [sys.executable, *start, "-m", "shardlab", "train", "--strategy", f"{folder}/program.py:ddp"]
+        words += ["--ranks", "2", "--steps", "100000", "--width", "16", "--out", str(self.out)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            words, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True
+        )
+        metrics, deadline = self.out / "metrics.jsonl", time.monotonic() + 120
+        while not metrics.exists() or not metrics.stat().st_size:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def kill(self, rank: int, number: int) -> None:
+        os.kill(int((self.folder / f"rank-{rank}").read_text()), number)
+
+    def said(self) -> str:
+        """What all its processes had said when the last of them ended, and nobody held the pipe."""
+        return self.process.communicate(timeout=LIMIT)[1]
+
+    @property
+    def steps(self) -> int:
+        return len((self.out / "metrics.jsonl").read_text().splitlines())
+
+    @property
+    def saves(self) -> bool:
+        return (self.out / "weights.safetensors").exists()
+
+
+Start = Callable[..., Training]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Generator[Start]:
+    """Start a training; what is left of it ends with the test."""
+    started: list[Training] = []
+
+    def begin(*arguments: Any) -> Training:
+        started.append(Training(tmp_path, *arguments))
+        return started[-1]
+
+    yield begin
+    for training in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(training.process.pid, signal.SIGKILL)
+        training.process.communicate()
+
+
+def alone(training: Training, number: int) -> None:
+    training.process.send_signal(number)
+
+
+def group(training: Training, number: int) -> None:
+    os.killpg(training.process.pid, number)
+
+
+def rank_1(training: Training, number: int) -> None:
+    training.kill(1, number)
+
+
+@pytest.mark.parametrize(
+    ("to", "number"),
+    [(alone, signal.SIGTERM), (group, signal.SIGINT), (rank_1, signal.SIGTERM), (alone, signal.SIGKILL)],
+    ids=["SIGTERM", "Ctrl-C", "SIGTERM to a rank", "its parent killed"],
+)
+def test_a_run_that_is_asked_to_end_saves_and_says_so(
+    start: Start, to: Callable[[Training, int], None], number: int
+) -> None:
+    training = start()
+    to(training, number)
+    said = training.said()
+    files = {file.name for file in training.out.iterdir()}
+    assert {"weights.safetensors", "loss.svg", "strategy.svg", "model.json"} <= files
+    assert said.count(f"the weights after {training.steps} steps are in {training.out}/weights.safetensors") == 1, said
+    assert "Traceback" not in said
+    assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+
+
+def test_a_rank_that_is_killed_ends_all_and_nothing_is_said_to_be_saved(start: Start) -> None:
+    training = start()
+    training.kill(1, signal.SIGKILL)
+    said = training.said()
+    assert not training.saves
+    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
+    assert "rank 1 was killed (SIGKILL; out of memory?)" in said
+    assert training.process.returncode == 1
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["Ctrl-C once", "Ctrl-C twice"])
+def test_a_rank_that_hangs_keeps_no_other_from_ending(start: Start, again: bool) -> None:
+    training = start()
+    training.kill(1, signal.SIGSTOP)
+    group(training, signal.SIGINT)
+    if again:
+        time.sleep(1)
+        group(training, signal.SIGINT)
+    said = training.said()
+    assert not training.saves
+    assert ("at once, since it was asked twice" if again else "did not end within 7 s") in said
+    assert f"there are no weights in {training.out}" in said
+    assert training.process.returncode == 130
+
+
+OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_a_terminal_that_is_closed_loses_no_weights(start: Start) -> None:
+    ours, theirs = pty.openpty()
+    training = start(["-c", OWN_TERMINAL], theirs)
+    os.close(theirs)
+    os.close(ours)
+    assert training.process.wait(LIMIT) == 130
+    assert training.saves
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+
+
+def test_ranks_whose_launcher_is_killed_save_and_say_so(start: Start) -> None:
+    training = start(TORCHRUN)
+    alone(training, signal.SIGKILL)
+    said = training.said()
+    assert f"the weights after {training.steps} steps are in {training.out}/weights.safetensors" in said
+
+
+def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: Start) -> None:
+    training = start([*TORCHRUN, "--max-restarts", "1"])
+    training.kill(1, signal.SIGKILL)
+    said = training.process.communicate(timeout=120)[1]
+    assert "(restart 1), but there are no checkpoints to go on from" in said
+    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
+    assert not training.saves
