@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardlab.draw.palette import layer_color
 from shardlab.program import OpKind, trace
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES
+from tests.check import right_programs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"
 
@@ -74,6 +76,14 @@ def test_a_users_file_is_simulated(capsys: Captured) -> None:
     facts = json_of(capsys, f"{EXAMPLE}:my_ddp")
     assert facts["strategy"] == f"{EXAMPLE}:my_ddp"
     assert facts["end"] == 11.2
+
+
+def test_frozen_layers_are_named(capsys: Captured) -> None:
+    program = f"{Path(right_programs.__file__)}:fine_tuned"
+    assert json_of(capsys, program, "--ranks", "2", "--layers", "3")["frozen"] == [0, 1]
+    assert main(["simulate", program, "--ranks", "2", "--layers", "3"]) == 0
+    assert re.search(r"^frozen +2  layers 0-1$", capsys.readouterr().out, re.MULTILINE)
+    assert "frozen" not in json_of(capsys, "ddp")
 
 
 def test_options_may_stand_before_the_strategy(capsys: Captured) -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from shardlab.execute.show import ACTS, BARRIER, Numbers, Shown, show_rank
-from shardlab.program import Holds, Kind, OpKind, Reduction, Spec
+from shardlab.program import Holds, Kind, OpKind, Reduction, Sizes, Spec
+from shardlab.program.layers import rules_of
 from shardlab.program.rooted import Call, collective, values_of
 from shardlab.program.tape import ROOTED
 from shardlab.rules.pieces import WHOLE, bits
+from shardlab.rules.spec import Space, form_of
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -27,8 +29,10 @@ def shown(world: World, count: int, *case: str, root: int = 0, by: Reduction = R
 def spec_of(kind: OpKind, rank: int, ranks: int) -> Spec:
     """A value like the tensor that a rank is shown with: its own contribution to all slices, or its slice."""
     if kind in (OpKind.GATHER, OpKind.ALL_GATHER):
-        return Spec(Kind.GRAD_WEIGHT, 0, Holds(1 << rank, ranks), (1 << ranks) - 1)
-    return Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 1 << rank)
+        holds, summed = Holds(1 << rank, ranks), (1 << ranks) - 1
+    else:
+        holds, summed = WHOLE, 1 << rank
+    return Spec(form_of(Kind.GRAD_WEIGHT, 0, 0, Space(ranks), holds), summed)
 
 
 def numbers_of(spec: Spec | None, kind: OpKind, ranks: int) -> Numbers:
@@ -38,7 +42,7 @@ def numbers_of(spec: Spec | None, kind: OpKind, ranks: int) -> Numbers:
     places = bits(spec.holds.refined(ranks).mask)
     if kind in (OpKind.GATHER, OpKind.ALL_GATHER):
         return [11.0 * place for place in places]
-    return [float(sum(10 * rank + place for rank in bits(spec.sums))) for place in places]
+    return [float(sum(10 * rank + place for rank in bits(spec.cells))) for place in places]
 
 
 BY_RULE = [OpKind.BROADCAST, OpKind.SCATTER, OpKind.GATHER, OpKind.REDUCE]
@@ -51,7 +55,7 @@ def test_what_is_shown_is_what_the_rules_say(ranks: World, kind: OpKind, count: 
     root = count - 1
     call = Call(kind, root if kind in ROOTED else -1)
     given = [spec_of(kind, rank, count) if values_of(call, rank)[0] else None for rank in range(count)]
-    received = list(collective(call, given, range(count), 1))
+    received = list(collective(call, given, range(count), rules_of(Sizes.puzzle(1), Space(count))))
     if kind is OpKind.BROADCAST:
         received[root] = given[root]  # it has it already
     found = shown(ranks, count, kind.value, root=root)

@@ -1,107 +1,17 @@
-"""Attention over cut sequences: what has been met is counted, and what is missing or met twice is refused."""
+"""Programs with attention over cut sequences: what is wrong with them is said at their line."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from shardlab.program.attention import attend, attend_backward, balanced, balanced_parts, met, unite, work
-from shardlab.program.transfer import collective
 
-from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Refused, Sizes, Spec, Strategy, Value, trace
+from shardlab.program import Holds, Kind, Mesh, Rank, Sizes, Spec, Strategy, Value, trace
+from shardlab.program.sizes import HEAD, SLICE
 from shardlab.rules.pieces import mask_of
-from shardlab.rules.spec import Grid  # FIXME
+from shardlab.rules.spec import Space, form_of
+from shardlab.strategies.context import balanced
 from tests.program.tapes import refusal, says
-
-LAYER = 2
-
-
-def spec(kind: Kind, held: set[int], slices: int, layer: int = LAYER) -> Spec:
-    """A value of microbatch 1 of 2."""
-    return Spec(kind, layer, Holds(mask_of(slices + s for s in held), 2 * slices), 0, 0, Grid(slices, 1))
-
-
-@st.composite
-def deals(draw: st.DrawFn) -> tuple[int, list[set[int]]]:
-    """Slices of a sequence dealt among ranks, each with some: any order, not only the balanced one."""
-    ranks = draw(st.integers(1, 5))
-    slices = draw(st.integers(ranks, 9))
-    rest = st.lists(st.integers(0, ranks - 1), min_size=slices - ranks, max_size=slices - ranks)
-    owners = draw(st.permutations([*range(ranks), *draw(rest)]))
-    return slices, [{s for s in range(slices) if owners[s] == rank} for rank in range(ranks)]
-
-
-def sees(queries: set[int], keys: set[int]) -> bool:
-    return max(queries) >= min(keys)
-
-
-@given(deals(), st.randoms(use_true_random=False))
-def test_whatever_the_order_all_that_is_seen_must_be_met_and_nothing_else(
-    dealt: tuple[int, list[set[int]]], chance: random.Random
-) -> None:
-    slices, ranks = dealt
-    gradients: dict[int, list[Spec]] = {}
-    for mine in ranks:
-        queries = spec(Kind.QUERIES, mine, slices)
-        seen = [place for place, theirs in enumerate(ranks) if sees(mine, theirs)]
-        chance.shuffle(seen)
-        parts = [attend(LAYER, queries, spec(Kind.KEYS_VALUES, ranks[place], slices)) for place in seen]
-        assert all(met(part) for part in parts[1:] + parts[:1]) or len(parts) == 1
-        whole = unite("add", parts, list(map(str, seen))) if len(parts) > 1 else parts[0]
-        assert whole == spec(Kind.ACTIVATION, mine, slices, LAYER + 1)
-        gradient = whole._replace(kind=Kind.GRAD_ACTIVATION)
-        backward = [
-            attend_backward(LAYER, queries, spec(Kind.KEYS_VALUES, ranks[place], slices), whole, gradient)
-            for place in seen
-        ]
-        for place, (_, for_keys) in zip(seen, backward, strict=True):
-            gradients.setdefault(place, []).append(for_keys)
-        for_queries = [given for given, _ in backward]
-        assert (unite("add", for_queries, list(map(str, seen))) if len(seen) > 1 else for_queries[0]).sums == 0
-        if len(parts) > 2:
-            assert met(unite("add", parts[1:], list(map(str, seen[1:]))))
-    for given_by in gradients.values():
-        total = unite("add", given_by, ["a part"] * len(given_by)) if len(given_by) > 1 else given_by[0]
-        assert total.sums == 0
-        if len(given_by) > 2:
-            assert met(unite("add", given_by[1:], ["a part"] * (len(given_by) - 1)))
-
-
-@given(deals())
-def test_queries_refuse_keys_that_they_do_not_see(dealt: tuple[int, list[set[int]]]) -> None:
-    slices, ranks = dealt
-    for mine in ranks:
-        for theirs in ranks:
-            pair = spec(Kind.QUERIES, mine, slices), spec(Kind.KEYS_VALUES, theirs, slices)
-            if not sees(mine, theirs):
-                with pytest.raises(Refused, match="which do not see it; leave this op out"):
-                    attend(LAYER, *pair)
-
-
-@given(st.integers(1, 6))
-def test_the_balanced_order_gives_every_rank_the_same_work(ranks: int) -> None:
-    slices = 2 * ranks
-    shares = [set(balanced(rank, ranks)) for rank in range(ranks)]
-    everything = spec(Kind.KEYS_VALUES, set(range(slices)), slices)
-    each = [work(spec(Kind.QUERIES, share, slices), everything) for share in shares]
-    assert each == pytest.approx([1 / ranks] * ranks)
-    assert set().union(*shares) == set(range(slices))
-    assert balanced_parts(everything.holds, ranks, slices) == [
-        spec(Kind.QUERIES, share, slices).holds for share in shares
-    ]
-
-
-def test_gathered_blocks_gradients_come_home_in_the_balanced_order() -> None:
-    everything = spec(Kind.GRAD_KEYS_VALUES, {0, 1, 2, 3}, 4)
-    given = [everything._replace(sums=mask_of(balanced(rank, 2)) << 1) for rank in range(2)]
-    home = [spec(Kind.GRAD_KEYS_VALUES, set(balanced(rank, 2)), 4) for rank in range(2)]
-    assert collective(OpKind.REDUCE_SCATTER, given, [0, 1], 9) == home
-    with pytest.raises(Refused, match="slices 0, 3 of the sequence would be counted twice"):
-        collective(OpKind.REDUCE_SCATTER, given[:1] * 2, [0, 1], 9)
-
 
 # Programs with one mistake each, on two ranks that have slices (0, 3) and (1, 2).
 
@@ -161,13 +71,22 @@ def the_same_slice_twice(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (met_twice, "add(activations[3]): slices 0, 3 of the sequence would be counted twice"),
-        (not_all_met, "the queries have not met every block of keys and values up to their own"),
-        (added_to_what_is_complete, "blocks 0, 3 of 4 alone); it belongs into rank.activations"),
-        (queries_for_keys, "the second value given is queries[2]"),
-        (another_layer, "the first value given is queries[2] (sequence slices 0, 3 of microbatch 0); this op reads"),
-        (forward_of_a_projection, "forward(layer 2): this layer makes queries, keys and values: use project"),
-        (projection_of_another_layer, "project(layer 0): this layer makes no queries"),
+        (met_twice, "add(activations[3]): keys and values 0, 3 of 4 alone would be counted twice"),
+        (
+            not_all_met,
+            "the keys and values of slices 1-2 of the sequence are missing in it. Let it meet",
+        ),
+        (added_to_what_is_complete, "keys and values 0, 3 of 4 alone); it belongs into rank.activations"),
+        (
+            queries_for_keys,
+            "the keys and values given is queries[2] (sequence slices 0, 3 of microbatch 0); give a value of",
+        ),
+        (
+            another_layer,
+            "the queries given is queries[2] (sequence slices 0, 3 of microbatch 0); this op reads queries[3]",
+        ),
+        (forward_of_a_projection, "forward(layer 2): this layer makes 2 values; give its inputs as a tuple"),
+        (projection_of_another_layer, "project(layer 0): this layer makes no queries, keys and values; use forward"),
         (no_such_slice, "load_batch([0], [0, 4]): give one or more of the slices 0-3, each once"),
         (the_same_slice_twice, "load_batch([0], [1, 1]): give one or more of the slices 0-3, each once"),
     ],
@@ -229,10 +148,10 @@ async def forgotten_on_the_way(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (came_home_early, "the queries of slice 3 of the sequence are missing in it"),
-        (one_block_left_out, "the keys and values of slices 1-2 of the sequence are missing in it"),
-        (another_blocks_gradient, "only parts of one value are put together"),
-        (forgotten_on_the_way, "the queries of slices 0, 3 of the sequence are missing in it"),
+        (came_home_early, "queries 1-2 of 4 alone); the queries of slice 3 of the sequence are missing in it"),
+        (one_block_left_out, "keys and values 0, 3 of 4 alone); the keys and values of slices 1-2 of the sequence are"),
+        (another_blocks_gradient, "only terms of one value, for the same tokens, are put together"),
+        (forgotten_on_the_way, "queries 1-2 of 4 alone); the queries of slices 0, 3 of the sequence are missing in it"),
     ],
 )
 def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: str) -> None:
@@ -261,8 +180,9 @@ def test_what_is_loaded_is_told_by_its_slices() -> None:
 def test_sizes_of_the_model_for_context_parallelism() -> None:
     sizes = Sizes.context_blocks(2)
     assert [sizes.next_carrying(layer) for layer in (0, 1, 4, 7)] == [1, 4, 7, -1]
-    assert sizes.grid(Mesh(cp=3), 2) == Grid(6, 1)
-    assert sizes.grid(Mesh(), 2) == Grid(1, 1)
-    part = spec(Kind.KEYS_VALUES, {0, 3}, 4)
+    assert sizes.space(Mesh(cp=3), 2) == Space(2, 6, ((HEAD, 1), (SLICE, 1)))
+    assert sizes.space(Mesh(), 2) == Space(2, 1, ((HEAD, 1), (SLICE, 1)))
+    cells = mask_of(4 + s for s in (0, 3))
+    part = Spec(form_of(Kind.KEYS_VALUES, 2, 0, Space(2, 4)), cells)
     assert sizes.elements(part) == sizes.keys_values // 2
-    assert sizes.elements(part._replace(kind=Kind.GRAD_QUERIES)) == sizes.queries // 2
+    assert sizes.elements(Spec(part.form.but(kind=Kind.GRAD_QUERIES), cells)) == sizes.queries // 2

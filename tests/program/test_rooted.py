@@ -8,32 +8,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Reduction, Refused, Spec, World, transfer
+from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Reduction, Refused, Sizes, Spec, World
+from shardlab.program.layers import rules_of
 from shardlab.program.rooted import Call, collective, want_sound
+from shardlab.rules import update
 from shardlab.rules.pieces import WHOLE
-from shardlab.rules.spec import ONE, Grid  # FIXME
+from shardlab.rules.spec import Space, form_of
 from tests.program.tapes import refusal, says, together
 
 RANKS = (4, 5, 6)
-LAYERS = 2
+SIX = 0b111111
+"""All microbatches of the step."""
+SPACE = Space(6)
+RULES = rules_of(Sizes.puzzle(2), SPACE)
 BROADCAST, SCATTER = Call(OpKind.BROADCAST, 5), Call(OpKind.SCATTER, 5)
 GATHER, REDUCE = Call(OpKind.GATHER, 5), Call(OpKind.REDUCE, 5)
 
 
 def weight(holds: Holds = WHOLE, step: int = 0) -> Spec:
-    return Spec(Kind.WEIGHT, 1, holds, 0, step)
+    return Spec(form_of(Kind.WEIGHT, 1, step, SPACE, holds))
+
+
+def opt_state() -> Spec:
+    return Spec(form_of(Kind.OPT_STATE, 1, 0, SPACE))
 
 
 def gradient(sums: int, holds: Holds = WHOLE) -> Spec:
-    return Spec(Kind.GRAD_WEIGHT, 1, holds, sums)
+    return Spec(form_of(Kind.GRAD_WEIGHT, 1, 0, SPACE, holds), sums)
 
 
-def rows(mask: int, of: int = 6, grid: Grid = ONE) -> Spec:
-    return Spec(Kind.ACTIVATION, 0, Holds(mask, of), 0, 0, grid)
+def rows(cells: int, space: Space = SPACE) -> Spec:
+    return Spec(form_of(Kind.ACTIVATION, 0, 0, space), cells)
 
 
-def scalar(parts: int, sums: int = 0) -> Spec:
-    return Spec(Kind.SCALAR, 0, Holds(parts, 4), sums)
+def scalar(parts: int, reduction: Reduction = Reduction.SUM) -> Spec:
+    return Spec(form_of(Kind.SCALAR, 0, 0, SPACE, Holds(parts, 4), reduction=reduction))
 
 
 def shard(n: int, of: int = 3) -> Holds:
@@ -46,30 +55,30 @@ def by(reduction: Reduction, kind: OpKind = OpKind.ALL_REDUCE) -> Call:
 
 def test_a_broadcast_is_the_roots_value_on_all_others() -> None:
     value = gradient(0b11, shard(1))
-    assert collective(BROADCAST, [None, value, None], RANKS, LAYERS) == [value, None, value]
+    assert collective(BROADCAST, [None, value, None], RANKS, RULES) == [value, None, value]
 
 
 def test_scattered_parameters_are_cut_as_a_reduce_scatter_cuts_them() -> None:
     for value in (gradient(0b11), gradient(0b11, Holds(0b110, 3))):
-        parts = [value._replace(sums=0b100), value, value._replace(sums=0)]
-        scattered = collective(SCATTER, [None, value._replace(sums=0b111), None], RANKS, LAYERS)
-        assert scattered == transfer.collective(OpKind.REDUCE_SCATTER, parts, RANKS, LAYERS)
+        parts = [value._replace(cells=0b100), value, value._replace(cells=0)]
+        scattered = collective(SCATTER, [None, value._replace(cells=0b111), None], RANKS, RULES)
+        assert scattered == collective(Call(OpKind.REDUCE_SCATTER), parts, RANKS, RULES)
 
 
 def test_scattered_batches_are_runs_of_whole_microbatches() -> None:
-    assert collective(SCATTER, [None, rows(0b111111), None], RANKS, LAYERS) == [
+    assert collective(SCATTER, [None, rows(0b111111), None], RANKS, RULES) == [
         rows(0b000011),
         rows(0b001100),
         rows(0b110000),
     ]
-    assert collective(SCATTER, [None, rows(0b101010), None], RANKS, LAYERS) == [
+    assert collective(SCATTER, [None, rows(0b101010), None], RANKS, RULES) == [
         rows(0b10),
         rows(0b1000),
         rows(0b100000),
     ]
-    halves = rows(0b10_10_10, 6, Grid(2, 1))
-    assert collective(SCATTER, [None, halves, None], RANKS, LAYERS) == [
-        halves._replace(holds=Holds(1 << bit, 6)) for bit in (1, 3, 5)
+    halves = rows(0b10_10_10, Space(3, 2))
+    assert collective(SCATTER, [None, halves, None], RANKS, RULES) == [
+        halves._replace(cells=1 << bit) for bit in (1, 3, 5)
     ]
 
 
@@ -81,85 +90,88 @@ def test_a_gather_and_a_reduce_are_all_gather_and_all_reduce_on_the_root_alone(r
         (OpKind.GATHER, OpKind.ALL_GATHER, pieces),
         (OpKind.REDUCE, OpKind.ALL_REDUCE, terms),
     ):
-        whole, *_ = transfer.collective(everywhere, given_, RANKS, LAYERS)
-        received = collective(Call(kind, root), given_, RANKS, LAYERS)
+        whole, *_ = collective(Call(everywhere), given_, RANKS, RULES)
+        received = collective(Call(kind, root), given_, RANKS, RULES)
         assert received == [whole if rank == root else None for rank in RANKS]
 
 
 def test_scatter_and_then_gather_gives_the_value_back() -> None:
     value = weight()
-    pieces = collective(SCATTER, [None, value, None], RANKS, LAYERS)
-    assert collective(GATHER, pieces, RANKS, LAYERS)[1] == value
+    pieces = collective(SCATTER, [None, value, None], RANKS, RULES)
+    assert collective(GATHER, pieces, RANKS, RULES)[1] == value
 
 
 def test_a_barrier_brings_nothing() -> None:
-    assert collective(Call(OpKind.BARRIER), [None] * 3, RANKS, LAYERS) == [None] * 3
+    assert collective(Call(OpKind.BARRIER), [None] * 3, RANKS, RULES) == [None] * 3
 
 
 @pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.MIN, Reduction.MAX])
 def test_replicas_reduced_are_what_they_were(reduction: Reduction) -> None:
     """Also gradients: what has summed the same is the same."""
     for value in (weight(step=1), gradient(0b111), gradient(0b101, shard(1)), scalar(0b1111)):
-        assert collective(by(reduction), [value] * 3, RANKS, LAYERS) == [value] * 3
-        assert collective(by(reduction, OpKind.REDUCE), [value] * 3, RANKS, LAYERS) == [None, value, None]
+        assert collective(by(reduction), [value] * 3, RANKS, RULES) == [value] * 3
+        assert collective(by(reduction, OpKind.REDUCE), [value] * 3, RANKS, RULES) == [None, value, None]
 
 
 def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_norm() -> None:
     parts = [scalar(0b0011), scalar(0b0110), scalar(0b1000)]
-    (largest, *_) = collective(by(Reduction.MAX), parts, RANKS, LAYERS)
-    assert largest == scalar(0b1111, 3)
+    (largest, *_) = collective(by(Reduction.MAX), parts, RANKS, RULES)
+    assert largest is not None
+    assert largest == scalar(0b1111, Reduction.MAX)
     assert str(largest) == "scalars (the max of several ranks')"
     assert largest.microbatches == 0
     with pytest.raises(Refused, match="only the sum of all squares is the gradient's norm"):
-        transfer.scale("update(layer 1)", largest, 0)
+        update.update(1, gradient(SIX), weight(), opt_state(), largest)
     with pytest.raises(Refused, match="only sums of squares add up to a norm"):
-        transfer.add(scalar(0b1), largest)
-    assert collective(by(Reduction.MAX), [largest, scalar(0b1), largest], RANKS, LAYERS) == [largest] * 3
+        update.add("add", [scalar(0b1), largest], ["one", "other"])
+    assert collective(by(Reduction.MAX), [largest, scalar(0b1), largest], RANKS, RULES) == [largest] * 3
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "the mean of gradients": (
-        lambda: collective(by(Reduction.MEAN), [gradient(1), gradient(2), gradient(4)], RANKS, LAYERS),
+        lambda: collective(by(Reduction.MEAN), [gradient(1), gradient(2), gradient(4)], RANKS, RULES),
         ["all_reduce(grad_weights[1]) by mean", "rank 4 gave", "rank 5", "so a mean over ranks is 1/3 of it", "sum"],
     ),
     "the least gradient": (
-        lambda: collective(by(Reduction.MIN, OpKind.REDUCE), [gradient(1), gradient(1), gradient(4)], RANKS, LAYERS),
+        lambda: collective(by(Reduction.MIN, OpKind.REDUCE), [gradient(1), gradient(1), gradient(4)], RANKS, RULES),
         ["reduce(grad_weights[1]) by min", "rank 6", "the min of different gradients is no gradient"],
     ),
     "the mean of other weights": (
-        lambda: collective(by(Reduction.MEAN), [weight(), weight(), weight(step=1)], RANKS, LAYERS),
+        lambda: collective(by(Reduction.MEAN), [weight(), weight(), weight(step=1)], RANKS, RULES),
         ["rank 6 weights[1] (step 1)", "the mean of different weights is no weight"],
     ),
     "the mean of activations": (
-        lambda: collective(by(Reduction.MEAN), [rows(1)] * 3, RANKS, LAYERS),
+        lambda: collective(by(Reduction.MEAN), [rows(1)] * 3, RANKS, RULES),
         ["activations[0] (microbatch 0) was given", "only weights, their gradients and scalars"],
     ),
     "the mean of means": (
-        lambda: collective(by(Reduction.MEAN), [scalar(1, 1), scalar(2, 1), scalar(4)], RANKS, LAYERS),
+        lambda: collective(
+            by(Reduction.MEAN), [scalar(1, Reduction.MEAN), scalar(2, Reduction.MEAN), scalar(4)], RANKS, RULES
+        ),
         ["a mean is taken of scalars of one step, all sums"],
     ),
     "the max of minima": (
-        lambda: collective(by(Reduction.MAX), [scalar(1, 2), scalar(2), scalar(4)], RANKS, LAYERS),
+        lambda: collective(by(Reduction.MAX), [scalar(1, Reduction.MIN), scalar(2), scalar(4)], RANKS, RULES),
         ["a max is taken of scalars of one step"],
     ),
     "overlapping pieces": (
-        lambda: collective(GATHER, [weight(shard(0)), weight(shard(0)), weight(shard(1))], RANKS, LAYERS),
+        lambda: collective(GATHER, [weight(shard(0)), weight(shard(0)), weight(shard(1))], RANKS, RULES),
         ["gather(weights[1])", "comes from rank 5 and from an earlier rank as well", "must not overlap"],
     ),
     "microbatches twice": (
-        lambda: collective(REDUCE, [gradient(1), gradient(2), gradient(2)], RANKS, LAYERS),
+        lambda: collective(REDUCE, [gradient(1), gradient(2), gradient(2)], RANKS, RULES),
         ["reduce(grad_weights[1])", "microbatch 1 would be counted twice (rank 5 and rank 6"],
     ),
     "a scalar gathered": (
-        lambda: collective(GATHER, [scalar(1), scalar(2), scalar(4)], RANKS, LAYERS),
+        lambda: collective(GATHER, [scalar(1), scalar(2), scalar(4)], RANKS, RULES),
         ["gather(scalars): a scalar has no slices"],
     ),
     "a scalar scattered": (
-        lambda: collective(SCATTER, [None, scalar(1), None], RANKS, LAYERS),
-        ["scatter(scalars[0])", "weights, optimizer states, activations and their gradients are scattered"],
+        lambda: collective(SCATTER, [None, scalar(1), None], RANKS, RULES),
+        ["scatter(scalars)", "weights, optimizer states, activations and their gradients are scattered"],
     ),
     "four microbatches among three": (
-        lambda: collective(SCATTER, [None, rows(0b1111), None], RANKS, LAYERS),
+        lambda: collective(SCATTER, [None, rows(0b1111), None], RANKS, RULES),
         ["scatter(activations[0])", "4 microbatches, which do not divide among 3 ranks"],
     ),
     "a root outside": (
@@ -215,7 +227,7 @@ def test_a_broadcast_gives_the_root_its_own_value_back_even_if_no_key_names_it()
 
     world = World(2, 1, 1)
     world.run(program)
-    assert [rank.weights["kept"].spec for rank in world.ranks] == [Spec(Kind.WEIGHT, 0, WHOLE)] * 2
+    assert [rank.weights["kept"].spec for rank in world.ranks] == [Spec(form_of(Kind.WEIGHT, 0, 0, Space(1)))] * 2
 
 
 def test_what_a_root_gives_is_noted_where_it_arrives() -> None:

@@ -8,6 +8,7 @@ import pytest
 from shardlab.program import Mesh, Rank
 from shardlab.puzzles import PUZZLES, grade
 from shardlab.strategies import find
+from tests.check.right_programs import fine_tuned
 
 BUILT_IN = ("single", "grad-accum", "ddp", "wsdp", "fsdp", "pipeline")
 
@@ -120,6 +121,11 @@ def test_an_argument_called_rank_is_a_rank() -> None:
 
     assert "no rank has set the final weight" in grade("ddp", strategy).error
     assert "no rank loads slice" in grade("ddp", bare).error
+
+
+def test_a_puzzle_is_not_solved_by_freezing_layers() -> None:
+    """Such a strategy is right, and takes less time and memory, but it trains less."""
+    assert "no rank loads an optimizer state of layer 0, so it is frozen" in grade("ddp", fine_tuned).error
 
 
 def test_a_strategy_is_an_async_function() -> None:

@@ -66,11 +66,11 @@ def term_of(kind: Kind, cells: int, term: Term, space: Space = SPACE) -> Spec:
         ),
         (
             term_of(Kind.ACTIVATION, 0b01, Term(KEY, 0b01), SEQUENCES),
-            "activations[3] (sequence slice 0 of microbatch 0, what keys and values 0 of 2 give)",
+            "activations[3] (sequence slice 0 of microbatch 0, keys and values 0 of 2 alone)",
         ),
         (
             term_of(Kind.GRAD_KEYS_VALUES, 0b11, Term(KEY, 0b10), SEQUENCES),
-            "grad_keys_values[3] (microbatch 0, what queries 1 of 2 give)",
+            "grad_keys_values[3] (microbatch 0, queries 1 of 2 alone)",
         ),
         (
             Spec(form_of(Kind.SCALAR, 0, 0, SPACE, reduction=Reduction.MAX)),

@@ -84,9 +84,9 @@ def test_update_makes_the_states_slice_of_a_weight_that_holds_more(held: Holds, 
 def test_a_program_asks_for_every_microbatch_in_every_update() -> None:
     """What was found of one gradient is not said of another one of the same form."""
     given = (weight(), state())
-    assert TOY.rules.update(1, (grad_weight(), *given)) == (weight(step=1), state(step=1))
-    is_refused((lambda: TOY.rules.update(1, (grad_weight(0b111), *given)), ["microbatch 3 is missing"]))
-    is_refused((lambda: TOY.rules.update(0, (grad_weight(), *given)), ["layer 0 is updated from its own"]))
+    assert TOY.rules.update(1, (grad_weight(), *given), 0b11) == (weight(step=1), state(step=1))
+    is_refused((lambda: TOY.rules.update(1, (grad_weight(0b111), *given), 0b11), ["microbatch 3 is missing"]))
+    is_refused((lambda: TOY.rules.update(0, (grad_weight(), *given), 0b11), ["layer 0 is updated from its own"]))
 
 
 def test_the_new_slices_gathered_are_the_weight_that_was_loaded() -> None:

@@ -116,7 +116,9 @@ class Interpreter:
         """The final slices against one device's, and nothing left over."""
         self.links.finish()
         clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for rank in self.ranks for op in rank.ops)
-        final = one_device(self.network, self.program.microbatches, clips)
+        trained = {layer for rank in self.ranks for kind, layer, _ in rank.loaded if kind is OpKind.LOAD_OPT_STATE}
+        frozen = frozenset(range(len(self.network.weights))) - trained if trained else frozenset[int]()
+        final = one_device(self.network, self.program.microbatches, clips, frozen)
         covered: set[tuple[int, int]] = set()
         for rank in self.ranks:
             if rank.in_flight:

@@ -32,11 +32,14 @@ def squares(layer: int, places: tuple[int, ...], gradient: Array) -> int:
 
 
 @cache
-def one_device(network: Network, microbatches: int, clips: bool) -> list[tuple[Array, Array]]:
-    """(weight, state) of each layer that has its own."""
-    made = gradients(network, microbatches)
-    norm = sum(squares(layer, EVERYWHERE, dw) for layer, dw in enumerate(made)) % PRIME if clips else 0
-    return [update_slice(layer, *initial(layer), dw, norm) for layer, dw in enumerate(made)]
+def one_device(
+    network: Network, microbatches: int, clips: bool, frozen: frozenset[int] = frozenset()
+) -> list[tuple[Array, Array]]:
+    """(weight, state) of each layer that has its own; what is frozen stays, and does not count in the norm."""
+    made = list(enumerate(gradients(network, microbatches)))
+    parts = [squares(layer, EVERYWHERE, dw) for layer, dw in made if layer not in frozen]
+    norm = sum(parts) % PRIME if clips else 0
+    return [initial(layer) if layer in frozen else update_slice(layer, *initial(layer), dw, norm) for layer, dw in made]
 
 
 def gradients(network: Network, microbatches: int) -> list[Array]:

@@ -93,7 +93,9 @@ def update(state: RankState, op: Op) -> None:
     _, weight, opt_state, *norms = op[2]
     new_weight, new_state = op[3]
     live = state.live
-    made = state.rules.update(op[1], [live[number] for number in op[2]])
+    made = state.rules.update(op[1], [live[number] for number in op[2]], state.trained)
+    for number in norms:
+        sums.want_no_frozen(f"update(layer {op[1]})", live[number], Holds(state.trained, state.program.layers))
     if state.clips is not None and state.clips != bool(norms):
         state.refuse(f"{op}: some updates of this rank are given the gradient's norm and some are not; give it to all.")
     state.clips = bool(norms)

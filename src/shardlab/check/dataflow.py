@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from shardlab.check.communication import Communication
 from shardlab.check.compute import COMPUTE_RULES, Rule
-from shardlab.check.ending import check_coverage, check_rank_ending
+from shardlab.check.ending import check_coverage, check_rank_ending, trained_layers
 from shardlab.check.rank_state import RankState
 from shardlab.program import Deadlock, Op, OpKind, Program, Refused
 from shardlab.program.tape import ARITIES
@@ -24,6 +24,7 @@ class Dataflow:
     """Replays all tapes together; the first op that breaks a rule raises Refused.
 
     Attributes:
+        trained: the layers whose weights are updated, as a bit set.
         states: the ranks, with the spec of every value once the replay has ended.
         communication: every meeting.
     """
@@ -32,7 +33,8 @@ class Dataflow:
         ranks = program.mesh.world
         if ranks != program.ranks:
             raise Refused(f"the mesh has {ranks} ranks, but there are {program.ranks} tapes; give one for each rank.")
-        self.states = [RankState(index, program) for index in range(ranks)]
+        self.trained = trained = trained_layers(program)
+        self.states = [RankState(index, program, trained) for index in range(ranks)]
         self._runnable = deque(self.states)
         self.communication = Communication(self.states, self._runnable.append)
         self._rules: dict[OpKind, Rule] = {**COMPUTE_RULES, **self.communication.rules}

@@ -1,17 +1,29 @@
-"""What must be true when a step ends: every slice loaded anywhere is one step on, and nothing else is left."""
+"""What must be true when a step ends: every slice loaded is one step on, or frozen, and nothing else is left."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from shardlab.check.rank_state import RankState
-from shardlab.program import Holds, Kind, OpKind, Refused, Spec
+from shardlab.program import Holds, Kind, OpKind, Program, Refused, Spec
 from shardlab.rules.pieces import bits, common, listed
 from shardlab.rules.spec import form_of
 
 
+def trained_layers(program: Program) -> int:
+    """The layers of which a rank loads an optimizer state, as a bit set; the others are frozen.
+
+    They are all of them where no rank loads any: such a program trains nothing, and is refused for it.
+    """
+    sizes, trained = program.sizes, 0
+    for layer in {op[1] for tape in program.tapes for op in tape if op[0] is OpKind.LOAD_OPT_STATE}:
+        if 0 <= layer < program.layers:  # a tape from a file may say anything
+            trained |= sizes.layers_of_weight(layer)
+    return trained or (1 << program.layers) - 1
+
+
 def check_rank_ending(state: RankState) -> None:
-    """Nothing is in flight, and live are exactly the slices that the rank loaded, updated once.
+    """Nothing is in flight, and live are exactly the slices that the rank loaded, updated once or frozen.
 
     Raises:
         Refused: naming what is missing or left over.
@@ -19,8 +31,17 @@ def check_rank_ending(state: RankState) -> None:
     for issued in state.flying.values():
         state.refuse(f"{state.ops[issued]}: is still in flight when the step ends; wait for it.", issued)
     left = set(state.live.values())
+    finals: set[Spec] = set()
     for (kind, layer, holds), loaded in state.loaded.items():
-        final = Spec(form_of(kind, layer, 1, state.rules.space, holds))
+        trained = state.trained >> layer & 1
+        final = Spec(form_of(kind, layer, trained, state.rules.space, holds))
+        finals.add(final)
+        if final not in left and not trained:
+            state.refuse(
+                f"{state.ops[loaded]}: the step ends without {final}; no rank loads an optimizer state of layer "
+                f"{layer}, so it is frozen, and the weight that is loaded must be kept in a store.",
+                loaded,
+            )
         if final not in left:
             state.refuse(
                 f"{state.ops[loaded]}: the step ends without {final}; every slice that is loaded must be updated once, "
@@ -29,7 +50,7 @@ def check_rank_ending(state: RankState) -> None:
             )
     end = len(state.ops)
     for number, spec in state.live.items():
-        if spec.step != 1 or (spec.kind, spec.layer, spec.holds) not in state.loaded:
+        if spec not in finals:
             state.refuse(
                 f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded.", end
             )

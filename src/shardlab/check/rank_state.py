@@ -15,6 +15,7 @@ class RankState:
     """What is live, in flight and loaded on a rank, up to the op at hand.
 
     Attributes:
+        trained: the program's layers whose weights are updated, as a bit set.
         rules: what ops make of values.
         at: index of the op at hand.
         specs: the spec of every value made so far, by number.
@@ -31,9 +32,10 @@ class RankState:
         waits_for: the handle that the rank waits for (-1: it does not).
     """
 
-    def __init__(self, index: int, program: Program) -> None:
+    def __init__(self, index: int, program: Program, trained: int) -> None:
         self.index = index
         self.program = program
+        self.trained = trained
         self.ops = program.tapes[index]
         self.rules = program.rules
         self.at = 0

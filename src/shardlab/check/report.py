@@ -8,13 +8,15 @@ from shardlab.check.dataflow import Dataflow
 from shardlab.check.runnable import why_not_runnable
 from shardlab.program import Program
 from shardlab.program.world import gc_paused
+from shardlab.rules.pieces import bits
 
 
 def check(program: Program) -> Checked:
     """Prove, from the tapes alone, that a program computes the gradient of one device and cannot hang.
 
     Every layer's gradient reaches its update from every microbatch exactly once; every slice of every weight is
-    updated exactly once, from step t to t + 1; no value is used freed, stale, partial or of the wrong layer; every
+    updated exactly once, from step t to t + 1, but for layers of which no rank loads an optimizer state: they are
+    frozen, and stay as they are; no value is used freed, stale, partial or of the wrong layer; every
     message reaches the receive that was meant; the members of a group issue its collectives in one order.
 
     The result also says under which channel models the program runs; a backend whose model deadlocks is not for it.
@@ -29,4 +31,6 @@ def check(program: Program) -> Checked:
         meetings, meeting_of = dataflow.communication.meetings, dataflow.communication.meeting_of
         models = decide_models(program, meetings, meeting_of)
     specs = [state.specs for state in dataflow.states]
-    return Checked(program, specs, meetings, meeting_of, models, why_not_runnable(program, specs, meetings))
+    frozen = tuple(bits(~dataflow.trained & ((1 << program.layers) - 1)))
+    why_not = why_not_runnable(program, specs, meetings)
+    return Checked(program, specs, meetings, meeting_of, models, why_not, frozen)

@@ -64,6 +64,12 @@ def sizes_text(checked: Checked) -> str:
     )
 
 
+def _frozen(checked: Checked) -> list[tuple[str, str, str]]:
+    """The layers that are not trained, if there are any."""
+    frozen = checked.frozen
+    return [("frozen", str(len(frozen)), f"layer{'s' * (len(frozen) > 1)} {listed(frozen)}")] if frozen else []
+
+
 def _print_figures(console: Console, checked: Checked, timeline: Timeline, without: Timeline | None) -> None:
     peak = [rank for rank, live in enumerate(timeline.peak_memory_by_rank) if live == timeline.peak_memory]
     figures = [
@@ -73,6 +79,7 @@ def _print_figures(console: Console, checked: Checked, timeline: Timeline, witho
         ("peak memory", f"{timeline.peak_memory:,}", f"elements, on rank{'s' * (len(peak) > 1)} {listed(peak)}"),
         *_recomputed(timeline, without),
         *_layers(checked),
+        *_frozen(checked),
         ("ops", f"{sum(map(len, checked.program.tapes)):,}", "on the tapes of all ranks"),
     ]
     width = max(len(figure) for _, figure, _ in figures)

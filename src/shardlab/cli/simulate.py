@@ -170,6 +170,7 @@ def as_json(entry: Entry, proof: Checked, timeline: Timeline, without: Timeline 
         "steps": timeline.steps,
         "end": timeline.end,
         "bubble": bubble(timeline),
+        **({"frozen": list(proof.frozen)} if proof.frozen else {}),
         "peak_memory": timeline.peak_memory,
         "peak_memory_by_rank": timeline.peak_memory_by_rank,
         **(

@@ -7,6 +7,7 @@ from shardlab.program.norm_verbs import NormVerbs
 from shardlab.program.tape import Op, OpKind
 from shardlab.program.value import Value
 from shardlab.rules import attention
+from shardlab.rules.kind import Kind
 
 
 class AttentionVerbs(NormVerbs):
@@ -14,8 +15,10 @@ class AttentionVerbs(NormVerbs):
 
     def project(self, layer: int, activation: Value, weight: Value, *, save: bool = True) -> tuple[Value, Value]:
         """A PROJECT layer, on any tokens: their (queries, keys and values), or the heads of the weight's slices."""
-        queries, keys_values = self.forward(layer, (activation,), weight, save=save)
-        return queries, keys_values
+        made = self.forward(layer, (activation,), weight, save=save)
+        if len(made) != 2 or made[0].spec.kind is not Kind.QUERIES:
+            self.refuse(f"project(layer {layer}): this layer makes no queries, keys and values; use forward.")
+        return made[0], made[1]
 
     def attend(self, layer: int, queries: Value, keys_values: Value) -> Value:
         """Queries of layer l that meet these keys and values: activation l + 1, or the part of it that they make.

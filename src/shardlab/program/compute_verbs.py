@@ -33,7 +33,10 @@ class ComputeVerbs(Place):
         return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of)
 
     def load_opt_state(self, layer: int, shard: int = 0, of: int = 1) -> Value:
-        """This step's optimizer state alone; its slice may be smaller than the weight's."""
+        """This step's optimizer state alone; its slice may be smaller than the weight's.
+
+        A layer of which no rank loads one is frozen: its weight stays as it is, and it counts in no norm.
+        """
         return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of)
 
     def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int) -> Value:
@@ -50,6 +53,8 @@ class ComputeVerbs(Place):
         if key in self._loaded:
             self.refuse(f"{name}(layer {layer}): the same slice was loaded by op {self._loaded[key]} already.")
         self._loaded[key] = len(self.ops)
+        if what is Kind.OPT_STATE:
+            self._world.trained |= self.sizes.layers_of_weight(layer)
         value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds)))
         self.ops.append(Op(kind, layer, (), (value.number,), holds=holds))
         return value
@@ -262,7 +267,7 @@ class ComputeVerbs(Place):
         self._check_layer("update", layer)
         read = (gradient, weight, opt_state) if norm is None else (gradient, weight, opt_state, norm)
         try:
-            made = self._rules.update(layer, [self._read(value) for value in read])
+            made = self._rules.update(layer, [self._read(value) for value in read], self._world.trained)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         self._end_in_place(weight)

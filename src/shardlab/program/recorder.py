@@ -158,8 +158,12 @@ class Recorder:
             if handle.result is not read:
                 self._done_with(read)
 
-    def end(self) -> None:
-        """The step's end: wait for what is in flight, then free everything but one of each slice that was loaded."""
+    def end(self, frozen: int) -> None:
+        """The step's end: wait for what is in flight, then free everything but one of each slice that was loaded.
+
+        Args:
+            frozen: the layers whose weights stay as they were loaded, as a bit set.
+        """
         for handle in list(self._outstanding.values()):
             if not handle.waited:
                 self.emit_wait(handle)
@@ -168,7 +172,8 @@ class Recorder:
             if isinstance(value, Value) and value.alive:
                 spec = value.spec
                 loaded = (spec.kind, spec.layer, spec.holds) in self._loaded
-                if value.keys and spec.step and loaded and spec not in kept:
+                final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
+                if value.keys and final and loaded and spec not in kept:
                     kept.add(spec)
                 else:
                     self._free(value)

@@ -207,6 +207,10 @@ class Sizes:
         """The layer whose weight a layer computes with: its own, or the one that it is tied to."""
         return 0 if self.tied and layer == self.layers - 1 else layer
 
+    def layers_of_weight(self, layer: int) -> int:
+        """The layers that compute with a layer's weight, as a bit set."""
+        return 1 << layer | (1 << self.layers - 1 if self.tied and layer == 0 else 0)
+
     def kind(self, layer: int) -> LayerKind:
         """A layer's kind; WHOLE for one that does not exist."""
         return self.kinds[layer] if 0 <= layer < len(self.kinds) else LayerKind.WHOLE

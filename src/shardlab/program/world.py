@@ -45,6 +45,9 @@ class World:
         driver: "shardlab" when `run` drives the ranks; "asyncio" when the caller does, with `asyncio.gather`, a
             `TaskGroup` or a notebook's `await`, and then calls `finish`.
 
+    Attributes:
+        trained: the layers of which a rank has loaded an optimizer state so far, as a bit set.
+
     Raises:
         UserError: for a count below 1.
     """
@@ -71,6 +74,7 @@ class World:
         self.sizes = sizes
         self.microbatches = microbatches
         self.rules = rules_of(sizes, sizes.space(self.mesh, microbatches))
+        self.trained = 0
         self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake, self.rules)
         self.channels = Channels(self._wake)
@@ -112,8 +116,9 @@ class World:
 
     def finish(self) -> Program:
         """Close every rank's tape, once all have ended."""
+        frozen = ~self.trained if self.trained else 0
         for rank in self.ranks:
-            rank.end()
+            rank.end(frozen)
         return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
 
     def _start(self, strategy: Strategy) -> list[Coroutine[Any, Any, object]]:

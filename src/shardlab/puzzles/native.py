@@ -40,6 +40,11 @@ def timeline_of(strategy: Strategy, puzzle: Puzzle) -> Timeline:
     make_mesh = own.__globals__.get(f"{own.__name__}_mesh")
     mesh = make_mesh(puzzle.ranks) if make_mesh else Mesh(dp_shard=puzzle.ranks)
     try:
-        return simulate(Blame(strategy, file).checked(mesh, puzzle.layers, puzzle.batches))
+        checked = Blame(strategy, file).checked(mesh, puzzle.layers, puzzle.batches)
     except Refused as refusal:
         raise PuzzleRefused(str(refusal).replace(f"{file}:", f"{shown(file)}:")) from None
+    if checked.frozen:
+        raise PuzzleRefused(
+            f"no rank loads an optimizer state of layer {checked.frozen[0]}, so it is frozen; a puzzle trains all."
+        )
+    return simulate(checked)

@@ -8,6 +8,7 @@ from shardlab.rules import update
 from shardlab.rules.kind import Kind
 from shardlab.rules.layer import GRADIENT_OF, LayerRules
 from shardlab.rules.node import Layer
+from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Form, Space, Spec
 
 
@@ -23,7 +24,7 @@ class Rules:
     def __init__(self, layers: Sequence[Layer], space: Space) -> None:
         self.space = space
         self.layers = [LayerRules(layer, space) for layer in layers]
-        self._updates: dict[tuple[Form, ...], tuple[Spec, Spec]] = {}
+        self._updates: dict[tuple[int | Form, ...], tuple[Spec, Spec]] = {}
         self.indices: dict[tuple[Kind, int], tuple[str, ...]] = {}
         names = {index for index, _ in space.pieces}
         for layer in layers:
@@ -33,14 +34,18 @@ class Rules:
                 if mine := tuple(sorted(own & names)):
                     self.indices[port.kind, port.layer] = self.indices[GRADIENT_OF[port.kind], port.layer] = mine
 
-    def update(self, layer: int, given: Sequence[Spec]) -> tuple[Spec, Spec]:
+    def update(self, layer: int, given: Sequence[Spec], trained: int) -> tuple[Spec, Spec]:
         """The (weight, optimizer state) that an update makes of (gradient, weight, optimizer state[, norm]).
+
+        Args:
+            trained: the layers that are known to be trained, as a bit set; a norm must be of all of them.
 
         Raises:
             Refused: as `shardlab.rules.update.update` does.
         """
-        key = tuple([spec[0] for spec in given])
+        key = (trained, *[spec[0] for spec in given])
         made = self._updates.get(key)
-        if made is None or made[0][0].layer != layer or given[0][1] != update.full_sum(key[0]):
-            made = self._updates[key] = update.update(layer, *given)
+        if made is None or made[0][0].layer != layer or given[0][1] != update.full_sum(given[0][0]):
+            parameters = Holds(trained, len(self.layers))
+            made = self._updates[key] = update.update(layer, *given, trained=parameters)
         return made

@@ -282,11 +282,11 @@ def summed_text(form: Form, sums: int) -> str:
 
 
 def term_text(form: Form, term: Term) -> str:
-    """What a term of a value of this form is: `the term of slice 0 of 4`, `what queries 0-1 of 4 give`."""
+    """What a term of a value of this form is: `the term of slice 0 of 4`, `queries 0-1 of 4 alone`."""
     numbers = listed(bits(term.bits))
     if term.over == KEY:
         of_keys = form.kind is Kind.GRAD_KEYS_VALUES
-        return f"what {'queries' if of_keys else 'keys and values'} {numbers} of {form.space.sequence} give"
+        return f"{'queries' if of_keys else 'keys and values'} {numbers} of {form.space.sequence} alone"
     many = "s" * (term.bits.bit_count() > 1)
     return f"the term{many} of {' x '.join(term.over)} {numbers} of {terms_of(form, term)}"
 

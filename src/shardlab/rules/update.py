@@ -8,7 +8,7 @@ from typing import NoReturn
 from shardlab.errors import Refused
 from shardlab.rules import attention
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
-from shardlab.rules.pieces import Holds, bits, common, listed
+from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
 from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of
 
 
@@ -117,7 +117,7 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 def _refuse_no_term(op: str, spec: Spec, name: str) -> NoReturn:
     """Say why a value cannot be summed."""
     form = spec.form
-    if form.kind not in ROW_KINDS or not form.space.pieces:
+    if form.kind not in ROW_KINDS or not (form.space.pieces or form.space.sequence > 1):
         raise Refused(
             f"{op}: {name} gave {spec}; only weight gradients are sums of contributions, and what slices of a layer "
             "make in terms."
@@ -202,17 +202,22 @@ def _want_gradient(op: str, layer: int, gradient: Spec) -> None:
         raise Refused(f"{op}: {gradient} was given; give a gradient of layer {layer}.")
 
 
-def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, norm: Spec | None = None) -> tuple[Spec, Spec]:
+def update(
+    layer: int, gradient: Spec, weight: Spec, opt_state: Spec, norm: Spec | None = None, trained: Holds = WHOLE
+) -> tuple[Spec, Spec]:
     """A gradient with every microbatch in it moves an optimizer state and that slice of the weight one step on.
 
     Weight and gradient may hold more than the state; the new weight is the state's slice alone.
+
+    Args:
+        trained: the layers that are known to be trained, as pieces of the model; the norm must be of all of them.
 
     Raises:
         Refused: naming what is missing, of another layer or step, or not held.
     """
     op, form = f"update(layer {layer})", gradient.form
     if norm is not None:
-        _want_norm(op, norm, form.step)
+        _want_norm(op, norm, form.step, trained)
     wanted = (
         ("gradient", gradient, Kind.GRAD_WEIGHT),
         ("weight", weight, Kind.WEIGHT),
@@ -246,15 +251,29 @@ def update(layer: int, gradient: Spec, weight: Spec, opt_state: Spec, norm: Spec
     return Spec(new_weight), Spec(form_of(Kind.OPT_STATE, layer, step, weight.form.space, held))
 
 
-def _want_norm(op: str, norm: Spec, step: int) -> None:
-    """Refuse what is not the whole model's gradient norm of this step."""
+def want_no_frozen(op: str, norm: Spec, trained: Holds) -> None:
+    """Refuse a norm that has squares of layers that are not trained.
+
+    Raises:
+        Refused: naming the parts of the model that are too many.
+    """
+    mine, wanted = common(norm.holds, trained)
+    if frozen := mine.mask & ~wanted.mask:
+        raise Refused(
+            f"{op}: the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
+            "frozen, since no rank loads their optimizer state; leave frozen layers out of the norm."
+        )
+
+
+def _want_norm(op: str, norm: Spec, step: int, trained: Holds) -> None:
+    """Refuse what is not this step's gradient norm of all layers that are trained."""
     form = norm.form
     if form.kind is not Kind.SCALAR:
         raise Refused(f"{op}: the norm given is {norm}; give a value of scalars.")
-    if not form.holds.complete:
-        missing = listed(i for i in range(form.holds.of) if not form.holds.mask >> i & 1)
+    mine, wanted = common(form.holds, trained)
+    if missing := wanted.mask & ~mine.mask:
         raise Refused(
-            f"{op}: the norm given lacks parts {missing} of {form.holds.of} of the model's parameters; add and "
+            f"{op}: the norm given lacks parts {listed(bits(missing))} of {mine.of} of the model's parameters; add and "
             "all_reduce the squares of every slice of every layer, each once."
         )
     if form.reduction is not Reduction.SUM:

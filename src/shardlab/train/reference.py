@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +32,21 @@ class Reference:
 
 
 def train_reference(
-    model: Model, batches: Sampler, microbatches: int, steps: int, seed: int, dtype: torch.dtype, config: AdamW
+    model: Model,
+    batches: Sampler,
+    microbatches: int,
+    steps: int,
+    seed: int,
+    dtype: torch.dtype,
+    config: AdamW,
+    trained: Sequence[Tensor] | None = None,
 ) -> Reference:
-    """Plain autograd through all layers, one AdamW over all parameters, one microbatch after the other."""
+    """Plain autograd through all layers, one AdamW over all parameters, one microbatch after the other.
+
+    Args:
+        trained: for each layer, like its flat weights, 1 where parameters are trained and 0 where they are frozen
+            (None: all are trained).
+    """
     layouts = [model.layout(layer) for layer in range(model.layers)]
     flats = [initial_weights(model, layer, seed, dtype) for layer in range(model.layers)]
     parameters = [
@@ -42,8 +55,9 @@ def train_reference(
     ]
     named = [
         (tensor, parameter.decayed)
-        for layout, tensors in zip(layouts, parameters, strict=True)
-        for parameter, tensor in zip(layout.parameters, tensors, strict=True)
+        for layout, tensors, moves in zip(layouts, parameters, trained or map(torch.ones_like, flats), strict=True)
+        for parameter, tensor, its in zip(layout.parameters, tensors, views(layout, moves), strict=True)
+        if its.any()
     ]
     optimizer = torch.optim.AdamW(
         [

@@ -18,7 +18,7 @@ from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
 from shardlab.models import CutModel, Model
-from shardlab.models.tensors import lengthened, to_halves
+from shardlab.models.tensors import lengthened, to_blocks, to_halves
 from shardlab.program import Holds, OpKind
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job, agree
@@ -101,7 +101,10 @@ def verify_rank(
 
     model = job.cut
     executor = Executor(checked, rank, model, batches, settings, backend_of(device), observe, groups)
-    expected = train_reference(job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer)
+    trained = _trained(job, checked)
+    expected = train_reference(
+        job.model, batches, job.microbatches, steps, job.seed, job.dtype, settings.optimizer, trained
+    )
     loss_errors: list[float] = []
     gradient_errors: list[tuple[float, int]] = []
     for step in range(steps):
@@ -131,6 +134,16 @@ def _worst(state: State, slices: Mapping[tuple[int, Holds], Tensor], expected: S
 def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     """Every layer's flat buffer, from every block's."""
     return to_halves(model, blocks) if isinstance(model, CutModel) else blocks
+
+
+def _trained(job: Job, checked: Checked) -> Sequence[Tensor]:
+    """Every block's flat buffer: 1 where its parameters are trained, and 0 where they are frozen."""
+    blocks = [torch.ones(job.model.layout(layer).numel) for layer in range(job.model.layers)]
+    model = job.cut
+    layers = _as_cut(model, blocks)
+    for layer in checked.frozen:
+        layers[layer].zero_()
+    return to_blocks(model, layers) if isinstance(model, CutModel) else layers
 
 
 def _number(error: float) -> float:

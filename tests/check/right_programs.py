@@ -1,0 +1,167 @@
+"""Programs that are right although they are unusual: each gives the numbers of one device, and none may be refused."""
+
+from __future__ import annotations
+
+from shardlab.program import LayerKind, Mesh, Rank, Store, Value
+
+
+def terms_added_by_hand_mesh(ranks: int) -> Mesh:
+    return Mesh(tp=ranks)
+
+
+async def summed(rank: Rank, store: Store, terms: Value) -> Value:
+    """The sum of two ranks' terms, as overlapped rings and rotated tensor parallelism make it."""
+    other = 1 - rank.index
+    store["mine"] = terms
+    theirs = await rank.exchange(terms, to=other, source=other)
+    return store.pop("mine") + theirs
+
+
+async def terms_added_by_hand(rank: Rank) -> None:
+    """Tensor parallelism on two ranks that exchange their terms and add them: an all-reduce by hand."""
+    norm, last = LayerKind.NORM, rank.layers[-1]
+    for l in rank.layers:
+        cut = (0, 1) if rank.kinds[l] is norm else (rank.index, rank.world)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    residual = None
+    for l in rank.layers:
+        if rank.kinds[l] is norm:
+            residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], rank.weights[l])
+        else:
+            terms = rank.forward(l, rank.activations[l], rank.weights[l])
+            rank.activations[l + 1] = await summed(rank, rank.activations, terms) if l < last else terms
+    stats = await rank.all_gather(rank.loss_stats(rank.activations[last + 1]), axis="tp")
+    gradient, residual = rank.loss(rank.activations.pop(last + 1), stats), None
+    for l in reversed(rank.layers):
+        x = rank.activations.pop(l)
+        if rank.kinds[l] is norm:
+            rank.grad_weights[l], gradient, residual = rank.backward_norm(l, x, gradient, residual, rank.weights[l])
+        else:
+            rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
+            gradient = await summed(rank, rank.grad_activations, terms) if l else terms
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+        )
+
+
+def experts_interleaved_batch_mesh(ranks: int) -> Mesh:
+    return Mesh(ep=ranks)
+
+
+async def experts_interleaved_batch(rank: Rank) -> None:
+    """Microbatches dealt as a distributed sampler does, m % world; they go to the experts, and come home."""
+    last = len(rank.layers)
+    for l in rank.layers:
+        cut = (rank.index, rank.world) if rank.kinds[l] is LayerKind.EXPERTS else (0, 1)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
+    rank.activations[0] = rank.load_batch([m for m in rank.microbatches if m % rank.world == rank.index])
+    for l in rank.layers:
+        if rank.kinds[l] is LayerKind.EXPERTS:
+            rank.activations[l] = await rank.all_to_all(rank.activations.pop(l))
+            rank.activations[l + 1] = await rank.all_to_all(rank.forward(l, rank.activations[l], rank.weights[l]))
+        else:
+            residual = rank.residuals.pop(l) if l else None
+            residual, rank.activations[l + 1] = rank.forward_dense(l, residual, rank.activations[l], rank.weights[l])
+            if residual is not None:
+                rank.residuals[l + 2] = residual
+    rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
+    for l in reversed(rank.layers):
+        x, gradient = rank.activations.pop(l), rank.grad_activations.pop(l + 1)
+        if rank.kinds[l] is LayerKind.EXPERTS:
+            gradient = await rank.all_to_all(gradient)
+            rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
+            rank.grad_activations[l] = await rank.all_to_all(gradient)
+        else:
+            above = rank.grad_residuals.pop(l + 2) if l < last - 1 else None
+            made, rank.grad_activations[l], below = rank.backward_dense(l, x, gradient, above, rank.weights[l])
+            rank.grad_weights[l] = await rank.all_reduce(made)
+            if below is not None:
+                rank.grad_residuals[l] = below
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+        )
+
+
+def striped_context_mesh(ranks: int) -> Mesh:
+    return Mesh(cp=ranks)
+
+
+async def striped_context(rank: Rank) -> None:
+    """Striped attention (Brandon et al. 2023, arXiv 2311.09431): rank r has slices r, r + cp, ... of every sequence."""
+    xs, norm, project = rank.activations, LayerKind.NORM, LayerKind.PROJECT
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    xs[0], residual = rank.load_batch(rank.microbatches, [rank.index, rank.index + rank.world]), None
+    for l in rank.layers:
+        if rank.kinds[l] is norm:
+            residual, xs[l + 1] = rank.forward_norm(l, residual, xs[l], rank.weights[l])
+        elif rank.kinds[l] is project:
+            rank.queries[l], own = rank.project(l, xs[l], rank.weights[l])
+            rank.keys_values[l] = await rank.all_gather(own, axis="cp")
+            xs[l + 1] = rank.attend(l, rank.queries[l], rank.keys_values[l])
+        else:
+            xs[l + 1] = rank.forward(l, xs[l], rank.weights[l])
+    gradient, above = rank.loss(xs.pop(len(rank.layers))), None
+    for l in reversed(rank.layers):
+        if rank.kinds[l] is norm:
+            made, gradient, above = rank.backward_norm(l, xs.pop(l), gradient, above, rank.weights[l])
+        elif rank.kinds[l] is project:
+            mixed = xs.pop("mixed")
+            of_queries, of_all = rank.attend_backward(l, rank.queries[l], rank.keys_values[l], mixed, gradient)
+            rank.grad_queries[l] = of_queries
+            mine = await rank.reduce_scatter(of_all, axis="cp")
+            made, gradient = rank.backward_project(l, xs.pop(l), rank.grad_queries.pop(l), mine, rank.weights[l])
+        else:
+            if l and rank.kinds[l - 1] is project:
+                xs["mixed"] = xs[l]
+            made, gradient = rank.backward(l, xs.pop(l), gradient, rank.weights[l])
+        rank.grad_weights[l] = made
+    for l in rank.layers:
+        total = await rank.all_reduce(rank.grad_weights.pop(l), axis="cp")
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
+async def fine_tuned(rank: Rank) -> None:
+    """Only the last layer is trained; the others have no optimizer state, and stay as they are."""
+    last = len(rank.layers) - 1
+    for l in rank.layers:
+        rank.weights[l] = rank.load_weight(l)
+    rank.opt_states[last] = rank.load_opt_state(last)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    gradient = rank.loss(rank.activations.pop(last + 1))
+    made, _ = rank.backward(last, rank.activations[last], gradient, rank.weights[last])
+    total = await rank.all_reduce(made)
+    rank.weights[last], rank.opt_states[last] = rank.update(last, total, rank.weights[last], rank.opt_states[last])
+
+
+async def fine_tuned_in_shards(rank: Rank) -> None:
+    """The middle layer is frozen, all layers are sharded, and gradients are clipped to the norm of what is trained."""
+    place, of, n = rank.index, rank.world, len(rank.layers)
+    trained = [l for l in rank.layers if l != n // 2]
+    for l in rank.layers:
+        rank.weights[l] = rank.load_weight(l, place, of)
+    for l in trained:
+        rank.opt_states[l] = rank.load_opt_state(l, place, of)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.weights["full", l] = await rank.all_gather(rank.weights[l])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights["full", l])
+    rank.grad_activations[n] = rank.loss(rank.activations.pop(n))
+    for l in reversed(rank.layers):
+        x, gradient, weight = rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights.pop(("full", l))
+        made, rank.grad_activations[l] = rank.backward(l, x, gradient, weight)
+        if l in trained:
+            rank.grad_weights[l] = await rank.reduce_scatter(made)
+    for l in trained:
+        part = rank.norm(l, rank.grad_weights[l])
+        rank.scalars[0] = rank.scalars[0] + part if l else part
+    rank.scalars["norm"] = await rank.all_reduce(rank.scalars.pop(0))
+    for l in trained:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"]
+        )

@@ -1,0 +1,168 @@
+"""Unusual programs that are right pass, and give the numbers of one device; what is wrong about freezing is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.check import check
+from shardlab.models import GPT, Blocks, MoE
+from shardlab.program import Mesh, Program, Rank, Refused, Strategy, Value, trace
+from shardlab.train.job import Job
+from shardlab.train.verify import verify_rank
+from tests.check import right_programs as right
+from tests.support.interpreter import judge
+from tests.support.ranks import Ranks
+from tests.support.refusing import refusal
+
+World = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+
+SMALL = GPT(layers=3, width=16, heads=2, block=8, vocabulary=40, dropout=0.1)
+CUT = GPT(layers=2, width=16, heads=2, block=16, vocabulary=40, dropout=0.1)
+MIXTURE = MoE(layers=2, width=16, heads=2, block=8, capacity_factor=0.7, dropout=0.1)
+
+PROGRAMS: dict[str, tuple[Strategy, Mesh | int, int, Blocks]] = {
+    "terms_added_by_hand": (right.terms_added_by_hand, Mesh(tp=2), 2, CUT),
+    "experts_interleaved_batch": (right.experts_interleaved_batch, Mesh(ep=2), 2, MIXTURE),
+    "striped_context": (right.striped_context, Mesh(cp=2), 1, CUT),
+    "fine_tuned": (right.fine_tuned, 2, 3, SMALL),
+    "fine_tuned_in_shards": (right.fine_tuned_in_shards, 2, 3, SMALL),
+}
+"""Each with its mesh, the layers that it is judged with, and the model that it is verified on."""
+
+
+def traced(name: str) -> Program:
+    strategy, mesh, layers, _ = PROGRAMS[name]
+    return trace(strategy, mesh, layers, 4)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_right_passes_and_is_judged_right(name: str) -> None:
+    program = traced(name)
+    checked = check(program)
+    verdict = judge(program)
+    assert verdict.right, verdict.reason
+    assert set(checked.models.values()) == {None}
+    assert checked.not_runnable is None
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_on_two_processes_its_numbers_are_those_of_one_device(ranks: World, name: str) -> None:
+    strategy = f"{Path(right.__file__)}:{name}"
+    verdict = ranks(2).call(verify_rank, CPU, Job(strategy, 2, 4, PROGRAMS[name][-1], 2, torch.float64), 3)[0]
+    assert verdict.ok, verdict
+
+
+# Freezing.
+
+
+@pytest.mark.parametrize(("name", "frozen"), [("fine_tuned", (0, 1)), ("fine_tuned_in_shards", (1,))])
+def test_a_layer_without_optimizer_states_is_frozen(name: str, frozen: tuple[int, ...]) -> None:
+    assert check(traced(name)).frozen == frozen
+
+
+def test_a_program_that_trains_all_layers_freezes_none() -> None:
+    assert check(traced("striped_context")).frozen == ()
+
+
+async def gradients(rank: Rank, place: int = 0, of: int = 1) -> None:
+    """Every layer's gradient of the whole batch, reduced over the ranks, from weights that are gathered."""
+    for l in rank.layers:
+        rank.weights[l] = rank.load_weight(l, place, of)
+        rank.weights["full", l] = await rank.all_gather(rank.weights[l]) if of > 1 else rank.weights[l]
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights["full", l])
+    gradient = rank.loss(rank.activations[len(rank.layers)])
+    for l in reversed(rank.layers):
+        made, gradient = rank.backward(l, rank.activations[l], gradient, rank.weights.pop(("full", l)))
+        rank.grad_weights[l] = await rank.all_reduce(made)
+
+
+def updated(rank: Rank, l: int, *norm: Value) -> None:
+    rank.weights[l], rank.opt_states[l] = rank.update(
+        l, rank.grad_weights[l], rank.weights[l], rank.opt_states[l], *norm
+    )
+
+
+async def half_of_a_layer_frozen(rank: Rank) -> None:
+    await gradients(rank, rank.index, rank.world)
+    for l in rank.layers:
+        if l or rank.index:
+            rank.opt_states[l] = rank.load_opt_state(l, rank.index, rank.world)
+            updated(rank, l)
+
+
+async def frozen_on_one_rank_alone(rank: Rank) -> None:
+    await gradients(rank)
+    for l in rank.layers:
+        if l or rank.index:
+            rank.opt_states[l] = rank.load_opt_state(l)
+            updated(rank, l)
+
+
+async def all_frozen(rank: Rank) -> None:
+    await gradients(rank)
+
+
+async def frozen_and_not_kept(rank: Rank) -> None:
+    await gradients(rank)
+    del rank.weights[0]
+    rank.opt_states[1] = rank.load_opt_state(1)
+    updated(rank, 1)
+
+
+async def frozen_squares_in_the_norm(rank: Rank) -> None:
+    await gradients(rank)
+    rank.scalars["norm"] = rank.norm(0, rank.grad_weights[0]) + rank.norm(1, rank.grad_weights[1])
+    rank.opt_states[1] = rank.load_opt_state(1)
+    updated(rank, 1, rank.scalars["norm"])
+
+
+async def trained_squares_not_in_the_norm(rank: Rank) -> None:
+    """Each rank trains a layer; rank 0 clips by its own before it is known that the other is trained."""
+    await gradients(rank)
+    l = rank.index
+    rank.opt_states[l] = rank.load_opt_state(l)
+    norm = rank.norm(l, rank.grad_weights[l])
+    updated(rank, l, norm + rank.norm(0, rank.grad_weights[0]) if l else norm)
+    rank.weights[1 - l] = await rank.exchange(rank.weights[l], to=1 - l, source=1 - l)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (half_of_a_layer_frozen, "the step ends without weights[0] (shard 0 of 2, step 1); every slice that is loaded"),
+        (frozen_on_one_rank_alone, "the step ends without weights[0] (step 1); every slice that is loaded"),
+        (all_frozen, "the step ends without weights[0] (step 1); every slice that is loaded"),
+        (
+            frozen_and_not_kept,
+            "the step ends without weights[0]; no rank loads an optimizer state of layer 0, so it is",
+        ),
+        (
+            frozen_squares_in_the_norm,
+            "has parts 0 of 2 of the model's parameters, which are frozen, since no rank loads",
+        ),
+        (trained_squares_not_in_the_norm, "the norm given lacks parts 1 of 2 of the model's parameters"),
+    ],
+)
+def test_what_is_wrong_about_freezing_is_refused(strategy: Strategy, said: str) -> None:
+    program = trace(strategy, 2, 2, 4)
+    assert said in str(refusal(program))
+    assert not judge(program).right
+
+
+def test_a_norm_that_lacks_a_layer_known_to_be_trained_is_refused_at_its_line() -> None:
+    async def strategy(rank: Rank) -> None:
+        await gradients(rank)
+        for l in rank.layers:
+            rank.opt_states[l] = rank.load_opt_state(l)
+        updated(rank, 1, rank.norm(1, rank.grad_weights[1]))
+
+    with pytest.raises(Refused, match=r"op \d+ update\(layer 1\): the norm given lacks parts 0 of 2"):
+        trace(strategy, 2, 2, 4)

@@ -1,0 +1,127 @@
+"""What an ALL_TO_ALL makes of buffers, and what no rank may exchange or sum."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.program import Holds, Kind, OpKind, Refused, Sizes, Spec
+from shardlab.program.layers import rules_of
+from shardlab.program.rooted import Call, collective
+from shardlab.program.sizes import EXPERT
+from shardlab.rules.layers import Rules
+from shardlab.rules.pieces import mask_of
+from shardlab.rules.spec import Space, form_of
+
+SIZES = Sizes.mixture(2)
+STEP = 12
+"""Microbatches of the step in these tests."""
+
+
+def space(of: int) -> Space:
+    return Space(STEP, 1, ((EXPERT, of),))
+
+
+def rules(of: int = 2) -> Rules:
+    return rules_of(SIZES, space(of))
+
+
+def buffers(
+    microbatches: set[int], experts: int = 0, kind: Kind = Kind.ACTIVATION, layer: int = 1, of: int = 2
+) -> Spec:
+    """Buffers of some slices of the experts, as a bit set (0: of all), for some microbatches."""
+    slices = ((EXPERT, experts),) if experts else ()
+    return Spec(form_of(kind, layer, 0, space(of), slices=slices), mask_of(microbatches))
+
+
+def exchanged(specs: list[Spec], of: int = 2) -> list[Spec]:
+    made = collective(Call(OpKind.ALL_TO_ALL), specs, range(len(specs)), rules(of))
+    return [spec for spec in made if spec is not None]
+
+
+def plain(specs: list[Spec]) -> list[tuple[object, int]]:
+    """All but how they were put together."""
+    return [(spec.form, spec.cells) for spec in specs]
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> list[set[int]]:
+    """Equally many microbatches for each rank, in any order."""
+    ranks, each = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 3))
+    chosen = draw(st.permutations(range(STEP)))
+    return [set(chosen[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+@given(deals(), st.sampled_from([Kind.ACTIVATION, Kind.GRAD_ACTIVATION]))
+def test_dispatch_and_combine_are_each_others_reverse(dealt: list[set[int]], kind: Kind) -> None:
+    ranks = len(dealt)
+    given_ = [buffers(mine, kind=kind, of=ranks) for mine in dealt]
+    there = exchanged(given_, ranks)
+    if ranks > 1:
+        everything = set[int]().union(*dealt)
+        assert plain(there) == plain([buffers(everything, 1 << i, kind, of=ranks) for i in range(ranks)])
+    assert exchanged(there, ranks) == given_
+
+
+@given(st.sampled_from([2, 3, 4]), st.integers(1, 3))
+def test_buffers_that_no_rank_put_together_are_dealt_in_runs(ranks: int, each: int) -> None:
+    everything = set(range(ranks * each))
+    here = exchanged([buffers(everything, 1 << i, of=ranks) for i in range(ranks)], ranks)
+    assert here == [buffers(set(range(i * each, (i + 1) * each)), of=ranks) for i in range(ranks)]
+
+
+def test_experts_make_the_slices_that_they_were_given() -> None:
+    weight = Spec(form_of(Kind.WEIGHT, 1, 0, space(2), Holds(0b10, 2)))
+    x, gradient = buffers({0, 3}, 0b10), buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION, 2)
+    layer = rules().layers[1]
+    made, saved = layer.forward([x], weight)
+    assert made == [buffers({0, 3}, 0b10, layer=2)]
+    assert saved == buffers({0, 3}, 0b10, Kind.SAVED)
+    (own, below), follows = layer.backward(x, [gradient], weight)
+    assert own == Spec(form_of(Kind.GRAD_WEIGHT, 1, 0, space(2), Holds(0b10, 2)), mask_of({0, 3}))
+    assert below == buffers({0, 3}, 0b10, Kind.GRAD_ACTIVATION)
+    assert layer.backward_weight(x, [gradient], Spec(follows.half, x.cells)) == own
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ([buffers({0}), buffers({0})], "microbatch 0 would come from rank 1 and from an earlier rank as well"),
+        ([buffers({0}), buffers({1, 2})], "give equally many microbatches"),
+        ([buffers({0}), buffers({0}, 1)], "all give buffers of all experts, or all give some"),
+        ([buffers({0}), buffers({1}, layer=2)], "of one layer"),
+        ([buffers({0, 1}, 2), buffers({0, 1}, 1)], "the ranks have their experts in another order than the group's"),
+        ([buffers({0, 1}, 1), buffers({2, 3}, 2)], "give the same microbatches"),
+        ([buffers({0}, 1), buffers({0}, 2)], "does not divide among 2 ranks"),
+        ([buffers({0}), buffers({1}), buffers({2})], "2 slices of the experts do not divide among 3 ranks"),
+        ([buffers({0}, layer=0), buffers({1}, layer=0)], "what goes into experts or comes out of them"),
+        ([buffers({0}, layer=5), buffers({1}, layer=5)], "what goes into experts or comes out of them"),
+        ([buffers({0}, kind=Kind.RESIDUAL, layer=2)] * 2, "what goes into experts or comes out of them"),
+    ],
+)
+def test_what_no_all_to_all_can_exchange_is_refused(given_: list[Spec], said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        exchanged(given_)
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER])
+def test_experts_buffers_are_never_summed(kind: OpKind) -> None:
+    with pytest.raises(Refused, match="no term of a sum; exchange experts' buffers by all_to_all"):
+        collective(Call(kind), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
+
+
+def test_experts_buffers_are_never_gathered() -> None:
+    with pytest.raises(Refused, match="exchange experts' buffers by all_to_all"):
+        collective(Call(OpKind.ALL_GATHER), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
+
+
+def test_without_experts_there_is_nothing_to_exchange() -> None:
+    whole = [Spec(form_of(Kind.ACTIVATION, 1, 0, Space(STEP)), 1 << m) for m in range(2)]
+    with pytest.raises(Refused, match="goes into experts"):
+        collective(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4), Space(STEP)))
+
+
+def test_buffers_of_some_experts_for_all_are_as_many_as_of_all_experts_for_some() -> None:
+    sizes = Sizes.mixture(1)
+    assert sizes.elements(buffers({0, 1}, 1)) == sizes.elements(buffers({0}))
