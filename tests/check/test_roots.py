@@ -82,7 +82,7 @@ def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("another root", "by root", "has 1 inputs and 0 outputs: expected 1 and 1 of rank"),
+        ("another root", "by root", "has 1 inputs and 0 outputs; the part of rank 0 reads 1 and makes 1"),
         ("another root", "by root", "but the group has the ranks"),
         ("another root", "replicas", "all_reduce: names root"),
         ("another reduction", "parameter server", "gradients are shares of the step's mean already"),

@@ -10,7 +10,7 @@ import pytest
 from shardlab.program import OpKind
 from tests.support.judged_collectives import combined
 from tests.support.one_device import initial
-from tests.support.pieces import BUFFERS, ELEMENTS, KEYS_VALUES, PRIME, WIDTH, Piece
+from tests.support.pieces import BUFFERS, ELEMENTS, KEYS_VALUES, PRIME, WIDTH, Piece, owned
 from tests.support.toy_layers import batch_rows
 from tests.support.toy_network import CARRYING, Network
 
@@ -210,11 +210,15 @@ def test_experts_on_many_ranks_make_what_they_make_on_one(ranks: int) -> None:
             assert (back.data == whole.data[part]).all()
 
 
-def test_gradients_of_keys_and_values_are_dealt_an_early_run_and_a_late_one() -> None:
+def test_gradients_of_keys_and_values_are_dealt_to_whom_the_pieces_belonged() -> None:
+    """An early run and a late one for each rank, if it gave these; rows that nobody has put together go in runs."""
     whole = some(4, 2 * WIDTH, 1, KEYS_VALUES)
-    parts = combined(OpKind.REDUCE_SCATTER, [whole, whole], 4)
-    assert [part.where for part in parts] == [(0, 3), (1, 2)]
-    heads = Piece(whole.where, whole.data[:, 6:12], KEYS_VALUES[6:12])
-    assert [part.where for part in combined(OpKind.REDUCE_SCATTER, [heads, heads], 4)] == [(0, 3), (1, 2)]
+    gathered, _ = combined(OpKind.ALL_GATHER, [cut(whole, [0, 3]), cut(whole, [1, 2])], 4)
+    assert (gathered.where, gathered.columns) == (whole.where, KEYS_VALUES)
+    for columns in (slice(0, 2 * WIDTH), slice(6, 12)):
+        (given,) = owned([Piece(whole.where, whole.data[:, columns], KEYS_VALUES[columns])], gathered)
+        parts = combined(OpKind.REDUCE_SCATTER, [given, given], 4)
+        assert [part.where for part in parts] == [(0, 3), (1, 2)]
+        assert all((part.data == 2 * given.data[list(part.where)] % PRIME).all() for part in parts)
     plain = Piece(whole.where, whole.data)
     assert [part.where for part in combined(OpKind.REDUCE_SCATTER, [plain, plain], 4)] == [(0, 1), (2, 3)]

@@ -72,7 +72,10 @@ def the_same_slice_twice(rank: Rank) -> None:
     ("lines", "said"),
     [
         (met_twice, "add(activations[3]): keys and values 0, 3 of 4 alone would be counted twice"),
-        (not_all_met, "it has not met all keys and values that it must: add the parts of the others first"),
+        (
+            not_all_met,
+            "the keys and values of slices 1-2 of the sequence are missing in it. Let it meet",
+        ),
         (added_to_what_is_complete, "keys and values 0, 3 of 4 alone); it belongs into rank.activations"),
         (
             queries_for_keys,
@@ -145,10 +148,10 @@ async def forgotten_on_the_way(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (came_home_early, "queries 1-2 of 4 alone); it has not met all queries that it must"),
-        (one_block_left_out, "keys and values 0, 3 of 4 alone); it has not met all keys and values that it must"),
+        (came_home_early, "queries 1-2 of 4 alone); the queries of slice 3 of the sequence are missing in it"),
+        (one_block_left_out, "keys and values 0, 3 of 4 alone); the keys and values of slices 1-2 of the sequence are"),
         (another_blocks_gradient, "only terms of one value, for the same tokens, are put together"),
-        (forgotten_on_the_way, "queries 1-2 of 4 alone); it has not met all queries that it must"),
+        (forgotten_on_the_way, "queries 1-2 of 4 alone); the queries of slices 0, 3 of the sequence are missing in it"),
     ],
 )
 def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: str) -> None:

@@ -67,16 +67,22 @@ async def with_a_sum(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        (with_anothers_experts, r"\(experts\) was given .*: w has expert [01], but x has expert [01]\. .*exchange"),
-        (without_exchange, r"\(experts\) was given .*: w has expert [01], but x has all of expert\. .*exchange"),
-        (without_return, r"x has expert [01] alone, but combine wants all of it\. .*exchange"),
-        (without_residual, r"1 value given; this layer takes activations\[2\] and residuals\[2\]"),
+        (
+            with_anothers_experts,
+            r"activations\[1\] \(.*expert [01] of 2\) and the weight .*; experts compute on their own buffers and on",
+        ),
+        (without_exchange, "experts compute on their own buffers and on no others. Exchange the buffers by all_to_all"),
+        (
+            without_return,
+            r"expert [01] is missing. Put all together first: exchange the experts' buffers by all_to_all",
+        ),
+        (without_residual, r"the residual is missing; this dense layer reads activations\[2\] and residuals\[2\]"),
         (with_the_wrong_verb, r"forward\(layer 0\): this layer makes 2 values; give its inputs as a tuple"),
         (
             backward_with_the_wrong_verb,
-            r"backward\(layer 2\): this layer takes 2 values and has as many gradients to give",
+            r"backward\(layer 2\): this layer read 2 values; give the gradients as a tuple",
         ),
-        (with_a_sum, "is no term of a sum"),
+        (with_a_sum, "and no term of a sum; exchange experts' buffers by all_to_all"),
     ],
 )
 def test_mistakes_of_programs_are_refused_at_their_line(

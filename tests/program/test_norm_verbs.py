@@ -82,6 +82,12 @@ def backward_of_a_norm(rank: Rank) -> None:
     rank.backward(5, rank.activations[5], rank.grad_activations[6], rank.weights[5])
 
 
+def half_of_a_norm(rank: Rank) -> None:
+    """The residual's gradient would be lost."""
+    to_the_loss(rank)
+    rank.backward_input(5, rank.activations[5], rank.grad_activations[6], rank.weights[5])
+
+
 def backward_norm_of_a_body(rank: Rank) -> None:
     to_the_loss(rank)
     rank.backward_norm(4, rank.activations[4], rank.grad_activations[6], None, rank.weights[4])
@@ -114,12 +120,13 @@ def loss_with_something_more(rank: Rank) -> None:
 
 
 REFUSED: list[tuple[Callable[[Rank], None], list[str]]] = [
-    (forward_of_a_norm, ["forward(layer 1): this layer is norm; use forward_norm and backward_norm"]),
-    (norm_of_a_body, ["forward_norm(layer 0): this layer is sliced; use forward and backward"]),
-    (backward_of_a_norm, ["backward(layer 5): this layer is norm"]),
+    (forward_of_a_norm, ["forward(layer 1): this layer makes 2 values; give its inputs as a tuple"]),
+    (norm_of_a_body, ["forward_norm(layer 0): this layer is sliced and carries no residual; use forward"]),
+    (backward_of_a_norm, ["backward(layer 5): this layer read 2 values; give the gradients as a tuple"]),
     (backward_norm_of_a_body, ["backward_norm(layer 4): this layer is sliced"]),
-    (backward_without_forward, ["backward_norm(layer 5): no forward_norm has come before it", "is not recomputed"]),
-    (no_residual, ["forward_norm(layer 3): a residual is missing"]),
+    (half_of_a_norm, ["backward_input(layer 5): this layer read 2 values"]),
+    (backward_without_forward, ["backward(layer 5): no forward has come before it", "is not recomputed"]),
+    (no_residual, ["forward(layer 3): the residual is missing; this norm layer reads activations[3] and residuals[3]"]),
     (no_such_layer, ["forward_norm: layer 7 does not exist; the model has layers 0-6"]),
     (stats_of_whole_logits, ["loss_stats: activations[7] (microbatch 0) was given; give slices of the logits"]),
     (loss_with_something_more, ["activations[7] (microbatch 0) needs no stats"]),

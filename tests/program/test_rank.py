@@ -242,7 +242,7 @@ def test_a_collective_gives_every_member_its_result(verb: str, pieces: list[int]
         gradient, _ = rank.backward(0, batch, rank.loss(rank.forward(0, batch, full)), full)
         value = gradient if verb != "all_gather" else (await rank.reduce_scatter(gradient))
         result = await getattr(rank, verb)(value, axis="dp_shard")
-        assert result.spec.sums == 0b11
+        assert result.spec.cells == 0b11
         results.append(result.spec.holds.refined(2).mask)
 
     program = trace(strategy, 2, 1, 2)

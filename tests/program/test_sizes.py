@@ -8,25 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import Holds, Kind, Sizes, Spec
+from shardlab.program import Holds, Kind, Mesh, Sizes, Spec
+from shardlab.program.sizes import LayerKind
 from shardlab.rules.pieces import WHOLE
+from shardlab.rules.spec import Space, Term, form_of
 
 SQUARE, ROW = 512 * 512, 512 * 256
+
+
+def spec_of(kind: Kind, layer: int, cells: int = 0, holds: Holds = WHOLE) -> Spec:
+    return Spec(form_of(kind, layer, 0, Space(4), holds), cells)
 
 
 @pytest.mark.parametrize(
     ("spec", "elements"),
     [
-        (Spec(Kind.WEIGHT, 0, WHOLE), SQUARE),
-        (Spec(Kind.WEIGHT, 1, Holds(0b0001, 4)), SQUARE // 4),
-        (Spec(Kind.OPT_STATE, 0, Holds(0b0011, 4)), SQUARE // 2),
-        (Spec(Kind.GRAD_WEIGHT, 1, WHOLE, 0b1), SQUARE),
-        (Spec(Kind.ACTIVATION, 0, Holds(0b0001, 4)), ROW),
-        (Spec(Kind.ACTIVATION, 2, Holds(0b0111, 4)), 3 * ROW),
-        (Spec(Kind.GRAD_ACTIVATION, 2, Holds(0b1111, 4)), 4 * ROW),
-        (Spec(Kind.SAVED, 1, Holds(0b1111, 4)), 0),
-        (Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b1111, 4)), 0),
-        (Spec(Kind.SCALAR, 0, Holds(0b01, 2)), 1),
+        (spec_of(Kind.WEIGHT, 0), SQUARE),
+        (spec_of(Kind.WEIGHT, 1, 0, Holds(0b0001, 4)), SQUARE // 4),
+        (spec_of(Kind.OPT_STATE, 0, 0, Holds(0b0011, 4)), SQUARE // 2),
+        (spec_of(Kind.GRAD_WEIGHT, 1, 0b1), SQUARE),
+        (spec_of(Kind.ACTIVATION, 0, 0b0001), ROW),
+        (spec_of(Kind.ACTIVATION, 2, 0b0111), 3 * ROW),
+        (spec_of(Kind.GRAD_ACTIVATION, 2, 0b1111), 4 * ROW),
+        (spec_of(Kind.SAVED, 1, 0b1111), 0),
+        (spec_of(Kind.SAVED_FOR_WEIGHT, 1, 0b1111), 0),
+        (spec_of(Kind.SCALAR, 0, 0, Holds(0b01, 2)), 1),
     ],
 )
 def test_the_puzzles_sizes(spec: Spec, elements: int) -> None:
@@ -53,12 +59,12 @@ SIZES = Sizes(
 @pytest.mark.parametrize(
     ("spec", "elements", "size"),
     [
-        (Spec(Kind.WEIGHT, 1, WHOLE), 7, 14),
-        (Spec(Kind.GRAD_WEIGHT, 1, WHOLE, 1), 7, 14),
-        (Spec(Kind.OPT_STATE, 1, WHOLE), 14, 56),
-        (Spec(Kind.ACTIVATION, 2, Holds(0b101, 3)), 6, 12),
-        (Spec(Kind.GRAD_ACTIVATION, 1, Holds(0b001, 3)), 2, 4),
-        (Spec(Kind.SAVED, 1, Holds(0b011, 3)), 12, 12),
+        (spec_of(Kind.WEIGHT, 1), 7, 14),
+        (spec_of(Kind.GRAD_WEIGHT, 1, 1), 7, 14),
+        (spec_of(Kind.OPT_STATE, 1), 14, 56),
+        (spec_of(Kind.ACTIVATION, 2, 0b101), 6, 12),
+        (spec_of(Kind.GRAD_ACTIVATION, 1, 0b001), 2, 4),
+        (spec_of(Kind.SAVED, 1, 0b011), 12, 12),
     ],
 )
 def test_each_kind_has_its_own_table_and_element_size(spec: Spec, elements: int, size: int) -> None:
@@ -67,25 +73,39 @@ def test_each_kind_has_its_own_table_and_element_size(spec: Spec, elements: int,
 
 
 def test_what_is_kept_between_the_halves_has_a_table_or_is_what_was_saved() -> None:
-    spec = Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b011, 3))
+    spec = spec_of(Kind.SAVED_FOR_WEIGHT, 1, 0b011)
     assert SIZES.elements(spec) == 2 * 6
     assert replace(SIZES, saved_for_weight=(8, 9)).elements(spec) == 2 * 9
 
 
 def test_uneven_shares_round_up() -> None:
-    assert [SIZES.elements(Spec(Kind.WEIGHT, 1, Holds(1 << shard, 4))) for shard in range(4)] == [2, 2, 2, 2]
-    assert SIZES.elements(Spec(Kind.WEIGHT, 1, Holds(0b0111, 4))) == 6  # 5.25
+    assert [SIZES.elements(spec_of(Kind.WEIGHT, 1, 0, Holds(1 << shard, 4))) for shard in range(4)] == [2, 2, 2, 2]
+    assert SIZES.elements(spec_of(Kind.WEIGHT, 1, 0, Holds(0b0111, 4))) == 6  # 5.25
 
 
 @given(st.integers(1, 1000), st.integers(1, 12))
 def test_shards_cover_the_layer_and_waste_less_than_an_element_each(parameters: int, shards: int) -> None:
     sizes = Sizes((parameters,), (parameters,), (1, 1), (0,))
-    share = sizes.elements(Spec(Kind.WEIGHT, 0, Holds(1, shards)))
+    share = sizes.elements(spec_of(Kind.WEIGHT, 0, 0, Holds(1, shards)))
     assert parameters <= share * shards < parameters + shards
-    assert sizes.elements(Spec(Kind.WEIGHT, 0, Holds((1 << shards) - 1, shards))) == parameters
+    assert sizes.elements(spec_of(Kind.WEIGHT, 0, 0, Holds((1 << shards) - 1, shards))) == parameters
 
 
 def test_the_number_of_layers_is_that_of_the_tables() -> None:
     assert SIZES.layers == 2
     assert Sizes.puzzle(5).layers == 5
     assert len(Sizes.puzzle(5).activations) == 6
+
+
+def test_a_slice_takes_its_share_of_room_and_a_term_takes_all() -> None:
+    sizes = Sizes((8, 8), (8, 8), (12, 20, 12), (0, 0), kinds=(LayerKind.COLUMN, LayerKind.ROW))
+    space = sizes.space(Mesh(tp=2), 1)
+
+    def held(kind: Kind, layer: int) -> int:
+        return sizes.elements(Spec(form_of(kind, layer, 0, space, slices=(("slice", 0b01),)), 0b11))
+
+    def term(kind: Kind, layer: int) -> int:
+        return sizes.elements(Spec(form_of(kind, layer, 0, space, term=Term(("slice",), 0b10)), 0b11))
+
+    assert held(Kind.ACTIVATION, 1) == held(Kind.GRAD_ACTIVATION, 1) == 10
+    assert term(Kind.ACTIVATION, 2) == term(Kind.GRAD_ACTIVATION, 0) == 12

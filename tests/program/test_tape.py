@@ -9,8 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import Holds, Kind, Mesh, Message, Op, OpKind, Program, Reduction, Sizes, trace
+from shardlab.program import (
+    Holds,
+    Kind,
+    Mesh,
+    Message,
+    Op,
+    OpKind,
+    Program,
+    Reduction,
+    Refused,
+    Sizes,
+    Spec,
+    trace,
+)
+from shardlab.program.rooted import want_delivered
+from shardlab.rules.spec import Space, form_of
 from shardlab.strategies import STRATEGIES
+from tests.program.tapes import says
 
 PROGRAM = trace(STRATEGIES["pipeline-fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 4)
 
@@ -108,3 +124,24 @@ def test_a_program_knows_its_ranks_and_layers() -> None:
 )
 def test_an_op_says_what_it_does(op: Op, text: str) -> None:
     assert str(op) == text
+
+
+def test_a_message_is_named_by_kind_layer_and_microbatches() -> None:
+    def spec(kind: Kind, cells: int = 0) -> Spec:
+        return Spec(form_of(kind, 1, 0, Space(4)), cells)
+
+    assert Message.of(spec(Kind.ACTIVATION, 0b11)) == Message(Kind.ACTIVATION, 1, 0b11)
+    assert Message.of(spec(Kind.GRAD_WEIGHT, 0b101)) == Message(Kind.GRAD_WEIGHT, 1, 0b101)
+    assert Message.of(spec(Kind.WEIGHT)) == Message(Kind.WEIGHT, 1, 0)
+    want_delivered(3, Message(Kind.ACTIVATION, 1, 0b11), spec(Kind.ACTIVATION, 0b11))
+
+
+def test_another_message_than_the_one_expected_is_refused_with_both() -> None:
+    with pytest.raises(Refused) as caught:
+        want_delivered(3, Message(Kind.ACTIVATION, 1, 0b1), Spec(form_of(Kind.ACTIVATION, 1, 0, Space(4)), 0b10))
+    says(
+        caught.value,
+        "recv from rank 3: expected activations[1] of microbatch 0",
+        "next message on this channel is activations[1] of microbatch 1",
+        "Make rank 3's sends and this rank's receives agree",
+    )

@@ -125,7 +125,7 @@ def test_a_chunk_that_was_met_twice_is_named() -> None:
     assert part == spec(Kind.ACTIVATION, {1, 2}, 4, LAYER + 1, Term(KEY, 0b110, merged=True))
     with pytest.raises(Refused, match="keys and values 1-2 of 4 alone would be counted twice"):
         added([part, part])
-    with pytest.raises(Refused, match="is no term of a sum"):
+    with pytest.raises(Refused, match="which is complete; summing it again"):
         added([part, spec(Kind.ACTIVATION, {1, 2}, 4, LAYER + 1)])
 
 

@@ -183,11 +183,8 @@ class ComputeVerbs(Place):
             made, follows = rules.backward(spec, [self._read(gradient) for gradient in given], read, op)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        if len(made) > 2 and not isinstance(gradients, tuple):
-            self.refuse(
-                f"{op}(layer {layer}): this layer takes {len(made) - 1} values and has as many gradients to give; give "
-                "those of what it makes as a tuple, too."
-            )
+        if given[0] is gradients and len(made) > 2:
+            self.refuse(f"{op}(layer {layer}): this layer read {len(made) - 1} values; give the gradients as a tuple.")
         saved = activation.saved
         if saved < 0:
             if not rules.layer.recomputed:

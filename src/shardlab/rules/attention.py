@@ -11,8 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardlab.errors import Refused
-from shardlab.rules.kind import Kind
-from shardlab.rules.layer import WORDS
+from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.pieces import bits, listed
 from shardlab.rules.spec import KEY, Form, Space, Spec, Term, cells_text, form_of
 
@@ -132,7 +131,7 @@ def _want(op: str, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
     if form.layer != layer:
         raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; this op reads {kind.value}[{layer}].")
     if form.term is not None:
-        raise Refused(f"{op}: the {WORDS[kind]} given is {spec}, a part of what it must be; add the others first.")
+        raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {missing_text(spec)}.")
     if form.slices != queries.form.slices or form.step != queries.form.step:
         raise Refused(
             f"{op}: the {WORDS[kind]} given is {spec} and the queries {queries}; attention takes the same heads of "
@@ -140,6 +139,12 @@ def _want(op: str, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
         )
 
 
-def text_of_met(met: int) -> str:
-    """`slices 0-2 of the sequence`."""
-    return f"slice{'s' * (met.bit_count() > 1)} {listed(bits(met))} of the sequence"
+def missing_text(spec: Spec) -> str:
+    """What a value that has met only a part has not met: `the queries of slices 0-2 of the sequence are missing`."""
+    term, space = spec.form.term, spec.form.space
+    assert term is not None
+    _, held = pattern(spec.cells, space.sequence)
+    missing = needed(spec.form.kind, held, space) & ~term.bits
+    who = "queries" if spec.form.kind is Kind.GRAD_KEYS_VALUES else "keys and values"
+    slices = f"slice{'s' * (missing.bit_count() > 1)} {listed(bits(missing))} of the sequence"
+    return f"the {who} of {slices} are missing in it. Let it meet them, and add the parts"

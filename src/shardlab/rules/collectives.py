@@ -98,7 +98,7 @@ def _united_cells(op: str, specs: Sequence[Spec], names: Sequence[str]) -> tuple
     for spec, name in zip(specs, names, strict=True):
         if twice := cells & spec.cells:
             raise Refused(
-                f"{op}: {cells_text(twice, spec.form.space)} comes from {name} and from an earlier rank as well; "
+                f"{op}: {cells_text(twice, spec.form.space)} would come from {name} and from an earlier rank as well; "
                 "gathered pieces must not overlap."
             )
         cells |= spec.cells
@@ -110,8 +110,7 @@ def _gathered_pieces(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Sp
     first, index = specs[0], _index_apart(op, specs, names)
     if index not in GATHERED:
         raise Refused(
-            f"{op}: {first} was given; {index}s stay where they are: what comes after takes them as they are, or "
-            "exchange them by all_to_all."
+            f"{op}: {first} was given, which does not lie beside others to be gathered; {update.SIDE_BY_SIDE[index]}."
         )
     return first._replace(form=_with(first.form, index, _united_pieces(op, specs, names, index)))
 
@@ -140,7 +139,7 @@ def _united_pieces(op: str, specs: Sequence[Spec], names: Sequence[str], index: 
         if twice := mask & pieces:
             raise Refused(
                 f"{op}: {index} {listed(bits(twice))} would be counted twice ({name} and an earlier rank both have "
-                "it); each slice belongs into the whole once."
+                f"it); each {index} belongs into the whole once."
             )
         mask |= pieces
     return mask

@@ -7,10 +7,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from shardlab.errors import Refused
 from shardlab.rules.node import Layer, Node
-from shardlab.rules.pieces import bits, listed, mask_of
+from shardlab.rules.pieces import bits, mask_of
 from shardlab.rules.spec import Slices, Space, Term
+
+
+class Misfit(Exception):
+    """Operands that do not fit.
+
+    Attributes:
+        tensor: the name of the one at fault.
+        of_gradient: whether it is that tensor's gradient.
+        index: along which they do not fit.
+        wanted: the pieces of the index that it must have (None: all).
+        given: those that it has (None: all).
+    """
+
+    def __init__(self, tensor: str, index: str, wanted: int | None, given: int | None, of_gradient: bool) -> None:
+        super().__init__(tensor, index)
+        self.tensor, self.index, self.wanted, self.given = tensor, index, wanted, given
+        self.of_gradient = of_gradient
 
 
 class Held(NamedTuple):
@@ -24,7 +40,7 @@ def forward(layer: Layer, given: Mapping[str, Held], cut: Mapping[str, int], spa
     """What every tensor of a layer holds; `cut` has the pieces of the weight's indices that are not whole.
 
     Raises:
-        Refused: when operands do not fit.
+        Misfit: when operands do not fit.
     """
     held = dict(given)
     for node in layer.nodes:
@@ -41,14 +57,14 @@ def backward(
     """The gradient of every tensor of a layer, from what `forward` says of them and the gradients of its results.
 
     Raises:
-        Refused: when a gradient does not fit what was computed.
+        Misfit: when a gradient does not fit what was computed.
     """
     gradients = dict(given)
     for node in reversed(layer.nodes):
         joint = _joint(node, held, cut)
         for made, indices in node.makes.items():
             if made in gradients:
-                _want_gradient(node, made, indices, gradients[made], joint, space)
+                _want_gradient(node, made, indices, gradients[made], joint)
         for read, indices in node.reads.items():
             own = indices.split()
             gradients[read] = Held({i: joint[i] for i in own if i in joint}, _contracted(joint, own, space))
@@ -57,36 +73,22 @@ def backward(
 
 def _joint(node: Node, held: Mapping[str, Held], cut: Mapping[str, int]) -> dict[str, int]:
     """The pieces of every index that the operands share and do not hold whole."""
-    joint: dict[str, int] = {}
-    seen: dict[str, str] = {}
+    joint = {index: cut.get(index) for indices in node.weights.values() for index in indices.split()}
+    joint.update(dict.fromkeys(node.whole))
     for name, indices in node.reads.items():
-        _want_known(node, name, indices, held[name])
-    operands = [(name, indices, held[name].slices) for name, indices in node.reads.items()]
-    operands += [(name, indices, cut) for name, indices in node.weights.items()]
-    for name, indices, slices in operands:
+        _want_known(name, indices, held[name])
         for index in indices.split():
-            mine = slices.get(index)
-            if mine is not None and index in node.whole:
-                raise Refused(f"{name} has {index} {listed(bits(mine))} alone, but {node.name} wants all of it")
-            if index in seen and joint.get(index) != mine:
-                raise Refused(
-                    f"{name} has {_pieces(index, mine)}, but {seen[index]} has {_pieces(index, joint.get(index))}"
-                )
-            seen.setdefault(index, name)
-            if mine is not None:
-                joint[index] = mine
-    return joint
+            mine = held[name].slices.get(index)
+            if joint.setdefault(index, mine) != mine:
+                raise Misfit(name, index, joint[index], mine, of_gradient=False)
+    return {index: mask for index, mask in joint.items() if mask is not None}
 
 
-def _want_known(node: Node, name: str, indices: str, given: Held) -> None:
+def _want_known(name: str, indices: str, given: Held, *, of_gradient: bool = False) -> None:
     """A tensor is cut along its own indices alone."""
     for index, mask in given.slices.items():
         if index not in indices.split():
-            raise Refused(f"{name} has {index} {listed(bits(mask))} alone, but {node.name} wants all of it")
-
-
-def _pieces(index: str, mask: int | None) -> str:
-    return f"all of {index}" if mask is None else f"{index} {listed(bits(mask))}"
+            raise Misfit(name, index, None, mask, of_gradient)
 
 
 def _contracted(joint: Mapping[str, int], own: Iterable[str], space: Space) -> Term | None:
@@ -102,12 +104,12 @@ def _contracted(joint: Mapping[str, int], own: Iterable[str], space: Space) -> T
     return Term(tuple(gone), mask_of(tuples))
 
 
-def _want_gradient(node: Node, made: str, indices: str, gradient: Held, joint: Mapping[str, int], space: Space) -> None:
-    _want_known(node, f"the gradient of {made}", indices, gradient)
+def _want_gradient(node: Node, made: str, indices: str, gradient: Held, joint: Mapping[str, int]) -> None:
+    _want_known(made, indices, gradient, of_gradient=True)
     for index in indices.split():
         mine, theirs = joint.get(index), gradient.slices.get(index)
         if mine != theirs and not (node.takes_own and theirs is None):
-            raise Refused(f"the gradient of {made} has {_pieces(index, theirs)}, but {made} has {_pieces(index, mine)}")
+            raise Misfit(made, index, mine, theirs, of_gradient=True)
 
 
 def sorted_slices(slices: Mapping[str, int]) -> Slices:

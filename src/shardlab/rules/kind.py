@@ -57,3 +57,16 @@ class Reduction(Enum):
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
+
+
+WORDS = {
+    Kind.ACTIVATION: "activation",
+    Kind.RESIDUAL: "residual",
+    Kind.QUERIES: "queries",
+    Kind.KEYS_VALUES: "keys and values",
+    Kind.GRAD_ACTIVATION: "gradient",
+    Kind.GRAD_RESIDUAL: "residual's gradient",
+    Kind.GRAD_QUERIES: "gradient of queries",
+    Kind.GRAD_KEYS_VALUES: "gradient of keys and values",
+}
+"""What messages call values of a kind."""

@@ -6,12 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from shardlab.errors import Refused
-from shardlab.rules import derive
-from shardlab.rules.derive import Held
-from shardlab.rules.kind import Kind
+from shardlab.rules import attention, derive
+from shardlab.rules.derive import Held, Misfit
+from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.node import Layer, Port
-from shardlab.rules.pieces import WHOLE, Holds, bits, counted, listed, mask_of
-from shardlab.rules.spec import KEY, Form, Joined, Space, Spec, cells_text, form_of, term_text, whole_sequences
+from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of
+from shardlab.rules.spec import (
+    KEY,
+    Form,
+    Joined,
+    Space,
+    Spec,
+    cells_text,
+    form_of,
+    missing_text,
+    terms_of,
+    whole_sequences,
+)
 
 GRADIENT_OF = {
     Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
@@ -20,17 +31,6 @@ GRADIENT_OF = {
     Kind.KEYS_VALUES: Kind.GRAD_KEYS_VALUES,
 }
 """The kind of the gradient of each kind of activation."""
-
-WORDS = {
-    Kind.ACTIVATION: "activation",
-    Kind.RESIDUAL: "residual",
-    Kind.QUERIES: "queries",
-    Kind.KEYS_VALUES: "keys and values",
-    Kind.GRAD_ACTIVATION: "gradient",
-    Kind.GRAD_RESIDUAL: "residual's gradient",
-    Kind.GRAD_QUERIES: "gradient of queries",
-    Kind.GRAD_KEYS_VALUES: "gradient of keys and values",
-}
 
 _new: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__
 """Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
@@ -108,7 +108,7 @@ class LayerRules:
         if made is None:
             name = f"{op}(layer {self.layer_number})"
             cut = self._cut(name, weight, first)
-            made = self._derive_backward(name, first, gradients, weight.form.holds, cut, both=True)
+            made = self._derive_backward(name, first, gradients, weight.form.holds, cut, weight, both=True)
             self._backward[key] = made
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
@@ -131,7 +131,9 @@ class LayerRules:
         if made is None:
             name, cut = f"{op}(layer {self.layer_number})", dict(half.form.slices)
             holds = self._flat(cut)
-            made = self._backward_weight[key] = self._derive_backward(name, first, gradients, holds, cut, both=False)
+            made = self._backward_weight[key] = self._derive_backward(
+                name, first, gradients, holds, cut, None, both=False
+            )
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
@@ -142,9 +144,7 @@ class LayerRules:
         return self.layer.inputs[0].layer
 
     def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec) -> Forward:
-        if len(inputs) != len(self.layer.inputs):
-            wanted = self._ports_text(self.layer.inputs)
-            raise Refused(f"{op}: {counted(len(inputs), 'value')} given; this layer takes {wanted}.")
+        self._want_all(op, inputs, [(port.kind, port.layer) for port in self.layer.inputs], "reads")
         for spec, port in zip(inputs, self.layer.inputs, strict=True):
             self._want_port(op, spec, port, port.kind)
         step = inputs[0].step
@@ -155,8 +155,8 @@ class LayerRules:
         }
         try:
             held = derive.forward(self.layer, given, cut, self.space)
-        except Refused as refusal:
-            raise self._told(op, refusal, inputs, weight) from None
+        except Misfit as misfit:
+            raise self._told(op, misfit, inputs, (), weight) from None
         outputs = [self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs]
         return Forward(tuple(outputs), self._saved(cut, step))
 
@@ -165,14 +165,19 @@ class LayerRules:
         return form_of(Kind.SAVED, self.layer_number, step, self.space, slices=derive.sorted_slices(cut))
 
     def _derive_backward(
-        self, op: str, first: Spec, gradients: Sequence[Spec], holds: Holds, cut: dict[str, int], *, both: bool
+        self,
+        op: str,
+        first: Spec,
+        gradients: Sequence[Spec],
+        holds: Holds,
+        cut: dict[str, int],
+        weight: Spec | None,
+        *,
+        both: bool,
     ) -> Backward:
         ports, outputs = self.layer.inputs, self.layer.outputs
-        if len(gradients) != (len(outputs) if both else 1):
-            raise Refused(
-                f"{op}: {counted(len(gradients), 'gradient')} given; this layer makes {self._ports_text(outputs)}, and "
-                "takes the gradient of each."
-            )
+        wanted = [(GRADIENT_OF[port.kind], port.layer) for port in outputs]
+        self._want_all(op, gradients, wanted if both else wanted[:1], "is given")
         self._want_port(op, first, ports[0], ports[0].kind)
         for gradient, port in zip(gradients, self.layer.outputs, strict=False):
             self._want_port(op, gradient, port, GRADIENT_OF[port.kind])
@@ -185,14 +190,14 @@ class LayerRules:
         try:
             held = derive.forward(self.layer, given, cut, self.space)
             made = derive.backward(self.layer, held, ends, cut, self.space)
-        except Refused as refusal:
-            raise self._told(op, refusal, [first, *gradients], None) from None
+        except Misfit as misfit:
+            raise self._told(op, misfit, [first], gradients, weight) from None
         step, layer = first.step, self.layer
-        weight = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds)
+        own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds)
         inputs = [self._form(GRADIENT_OF[port.kind], port.layer, step, made[port.tensor]) for port in ports]
         saved = self._saved(cut, step)
         spread = 1 << layer.use * self.space.cells
-        return Backward(weight, spread, tuple(inputs), saved, saved.but(kind=Kind.SAVED_FOR_WEIGHT))
+        return Backward(own, spread, tuple(inputs), saved, saved.but(kind=Kind.SAVED_FOR_WEIGHT))
 
     def _form(self, kind: Kind, layer: int, step: int, held: Held) -> Form:
         return form_of(kind, layer, step, self.space, WHOLE, derive.sorted_slices(held.slices), held.term)
@@ -272,35 +277,52 @@ class LayerRules:
             reads = "reads" if op.startswith(("forward", "recompute")) else "was fed"
             why = f"layer {number} {reads} {wanted}, give that"
             if kind in GRADIENT_OF.values():
-                why = f"layer {number} turns the gradients of what it made into those of what it read; give {wanted}"
+                why = f"give {wanted}, that of what layer {number} made"
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {why}.")
         if form.term is not None:
             if form.term.over == KEY:
-                who = "keys and values" if kind is not Kind.GRAD_KEYS_VALUES else "queries"
-                raise Refused(
-                    f"{op}: the {WORDS[kind]} given is {spec}; it has not met all {who} that it must: add the parts "
-                    "of the others first."
-                )
+                raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {attention.missing_text(spec)}.")
+            missing = ~form.term.bits & (1 << terms_of(form, form.term)) - 1
+            lacks = missing_text(" x ".join(form.term.over), missing)
             raise Refused(
-                f"{op}: the {WORDS[kind]} given is {spec}, {term_text(form.term, self.space, kind)}; the others are "
-                "missing. Reduce the terms first, over the ranks that have them (all_reduce, or reduce_scatter)."
+                f"{op}: the {WORDS[kind]} given is {spec}; {lacks}. Put all "
+                "together first: reduce the terms over the ranks that have them (all_reduce, or reduce_scatter along "
+                "the sequence)."
             )
+
+    def _want_all(self, op: str, given: Sequence[Spec], wanted: Sequence[tuple[Kind, int]], verb: str) -> None:
+        """As many values as the layer takes."""
+        if len(given) == len(wanted):
+            return
+        names = " and ".join(f"{kind.value}[{layer}]" for kind, layer in wanted)
+        what = f"{len(given)} values were given"
+        if len(given) < len(wanted):
+            what = f"the {WORDS[wanted[len(given)][0]]} is missing"
+        raise Refused(f"{op}: {what}; this {self.layer.name} layer {verb} {names}{' alone' * (len(wanted) == 1)}.")
 
     def _want_step(self, op: str, specs: Sequence[Spec], step: int) -> None:
         for spec in specs:
             if spec.step != step:
                 raise Refused(f"{op}: {spec} was given with values of step {step}; all must be of one step.")
 
-    def _told(self, op: str, refusal: Refused, given: Sequence[Spec], weight: Spec | None) -> Refused:
-        """The refusal of a node, with the values that the layer was given."""
-        what = " and ".join(map(str, given)) + (f" with {weight}" if weight is not None else "")
-        return Refused(
-            f"{op}: this layer ({self.layer.name}) was given {what}: {refusal.args[0]}. Gather, reduce or exchange "
-            "first, or give the slice of the weight that belongs to it."
-        )
-
-    def _ports_text(self, ports: Sequence[Port]) -> str:
-        return " and ".join(f"{port.kind.value}[{port.layer}]" for port in ports)
+    def _told(
+        self, op: str, misfit: Misfit, inputs: Sequence[Spec], gradients: Sequence[Spec], weight: Spec | None
+    ) -> Refused:
+        """What does not fit, by the values that the layer was given."""
+        given, ports = (gradients, self.layer.outputs) if misfit.of_gradient else (inputs, self.layer.inputs)
+        spec = next(spec for spec, port in zip(given, ports, strict=False) if port.tensor == misfit.tensor)
+        index, word = misfit.index, WORDS[spec.kind]
+        start = f"{op}: the {word} given is {spec}"
+        if misfit.wanted is None:
+            assert misfit.given is not None
+            missing = missing_text(index, self.space.full(index) & ~misfit.given)
+            return Refused(f"{start}; {missing}. Put all together first: {_TOGETHER[index]}.")
+        wanted = f"{index}{'s' * (misfit.wanted.bit_count() > 1)} {listed(bits(misfit.wanted))}"
+        if misfit.of_gradient:
+            return Refused(f"{start}; give {wanted} of {self.space.count(index)} alone, as the weight has.")
+        if weight is not None:
+            start += f" and the weight {weight}"
+        return Refused(f"{start}; {_OWN.get(index, _OWN_PIECES).format(layer=self.layer.name, index=index)}")
 
     def _refuse_cut(self, op: str, spec: Spec) -> None:
         raise Refused(
@@ -314,3 +336,21 @@ class LayerRules:
             f"{op}(layer {self.layer_number}): the {WORDS[first.kind]} is of {mine} and the {WORDS[other.kind]} of "
             f"{theirs}; both must be of the same tokens and step."
         )
+
+
+_TOGETHER = {
+    "slice": "all_gather the slices, which lie side by side",
+    "head": "heads are mixed by the layer after attention, which takes them as they are",
+    "expert": "exchange the experts' buffers by all_to_all",
+}
+"""How what is cut along an index becomes whole."""
+
+_OWN_PIECES = (
+    "a {layer} layer's {index}s take their own {index}s of it and no others: give what this rank has of the layer "
+    "before, ungathered, or gather the weight."
+)
+_OWN = {
+    "expert": "experts compute on their own buffers and on no others. Exchange the buffers by all_to_all, and give the "
+    "weight of the slice that came."
+}
+"""What parts of a layer take, where it is not said as for others."""

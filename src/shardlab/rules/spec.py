@@ -211,7 +211,7 @@ class Spec(NamedTuple):
             parts.append(cells_text(self.cells, space))
         parts += [f"{index} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
         if form.term is not None:
-            parts.append(term_text(form.term, space, kind))
+            parts.append(term_text(form, form.term))
         if kind is Kind.SCALAR and not form.holds.complete:
             parts.append(f"parts {form.holds} of the model")
         elif not form.holds.complete:
@@ -229,8 +229,7 @@ def share_of(form: Form) -> Fraction:
     for index, pieces in form.slices:
         share *= Fraction(pieces.bit_count(), form.space.count(index))
     if form.term is not None and form.term.over != KEY:
-        count = math.prod(form.space.count(index) for index in form.term.over)
-        share *= Fraction(form.term.bits.bit_count(), count)
+        share *= Fraction(form.term.bits.bit_count(), terms_of(form, form.term))
     return share
 
 
@@ -282,14 +281,22 @@ def summed_text(form: Form, sums: int) -> str:
     return " and ".join(parts)
 
 
-def term_text(term: Term, space: Space, kind: Kind) -> str:
-    """`the term of slice 0 of 4`; of attention, `keys and values 0-1 of 4 alone`, or which queries have met these."""
+def term_text(form: Form, term: Term) -> str:
+    """What a term of a value of this form is: `the term of slice 0 of 4`, `queries 0-1 of 4 alone`."""
+    numbers = listed(bits(term.bits))
     if term.over == KEY:
-        met = "queries" if kind is Kind.GRAD_KEYS_VALUES else "keys and values"
-        return f"{met} {listed(bits(term.bits))} of {space.sequence} alone"
-    count = 1
-    for index in term.over:
-        count *= space.count(index)
-    return (
-        f"the term{'s' * (term.bits.bit_count() > 1)} of {' x '.join(term.over)} {listed(bits(term.bits))} of {count}"
-    )
+        of_keys = form.kind is Kind.GRAD_KEYS_VALUES
+        return f"{'queries' if of_keys else 'keys and values'} {numbers} of {form.space.sequence} alone"
+    many = "s" * (term.bits.bit_count() > 1)
+    return f"the term{many} of {' x '.join(term.over)} {numbers} of {terms_of(form, term)}"
+
+
+def terms_of(form: Form, term: Term) -> int:
+    """How many terms the whole sum has."""
+    return math.prod(form.space.count(index) for index in term.over)
+
+
+def missing_text(noun: str, missing: int) -> str:
+    """`slice 1 is missing`, `experts 0, 2-3 are missing`."""
+    many = missing.bit_count() > 1
+    return f"{noun}{'s' * many} {listed(bits(missing))} {'are' if many else 'is'} missing"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from shardlab.errors import Refused
 from shardlab.rules import attention
-from shardlab.rules.kind import Kind, Reduction
+from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
-from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text
+from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of
 
 
 def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
@@ -49,7 +50,7 @@ def _want_logits(op: str, layers: int, logits: Spec) -> None:
     if form.layer != layers:
         raise Refused(f"{op}: the activation given is {logits}; the loss reads the last one, activations[{layers}].")
     if form.term is not None:
-        raise Refused(f"{op}: the activation given is {logits}; reduce its terms first.")
+        raise Refused(f"{op}: the activation given is {logits}; reduce its terms first, over the ranks that have them.")
 
 
 def add(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -92,11 +93,7 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     for spec, name in zip(specs, names, strict=True):
         _want_alike(op, first, spec, names[0], name, "terms of one value are put together")
         if spec.form.term is None or term is None:
-            text = spec if spec.form.term is None else first
-            raise Refused(
-                f"{op}: {text} is no term of a sum: it is complete, or a piece that lies beside others. Gather or "
-                "exchange pieces, and add nothing to what is complete."
-            )
+            _refuse_no_term(op, *((spec, name) if term is not None else (first, names[0])))
         if spec.cells != first.cells or spec.form.but(term=None) is not first.form.but(term=None):
             raise Refused(
                 f"{op}: {names[0]} gave {first} and {name} {spec}; only terms of one value, for the same tokens, are "
@@ -105,20 +102,41 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if spec.form.term.over != term.over:
             raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; these are terms of different sums.")
         if twice := total & spec.form.term.bits:
-            text = term_text(Term(term.over, twice), first.form.space, first.kind)
             raise Refused(
-                f"{op}: {text} would be counted twice ({name} and an earlier one both have it); each term belongs into "
-                "the sum once."
+                f"{op}: {term_text(first.form, Term(term.over, twice))} would be counted twice ({name} and an earlier "
+                f"one both have it); {'queries meet each block' if term.over == KEY else 'each term is summed'} once."
             )
         total |= spec.form.term.bits
     assert term is not None
     if term.over == KEY:
         return attention.unite(first, total)
-    count = 1
-    for index in term.over:
-        count *= first.form.space.count(index)
-    complete = total == (1 << count) - 1
+    complete = total == (1 << terms_of(first.form, term)) - 1
     return first._replace(form=first.form.but(term=None if complete else term._replace(bits=total)))
+
+
+def _refuse_no_term(op: str, spec: Spec, name: str) -> NoReturn:
+    """Say why a value cannot be summed."""
+    form = spec.form
+    if form.kind not in ROW_KINDS or not (form.space.pieces or form.space.sequence > 1):
+        raise Refused(
+            f"{op}: {name} gave {spec}; only weight gradients are sums of contributions, and what slices of a layer "
+            "make in terms."
+        )
+    if form.slices:
+        (index, _), *_ = form.slices
+        raise Refused(
+            f"{op}: {name} gave {spec}, {index}s of the whole and no term of a sum; {SIDE_BY_SIDE[index]}, or leave "
+            f"them where they are if the next layer takes {index}s."
+        )
+    raise Refused(f"{op}: {name} gave {spec}, which is complete; summing it again would count it twice.")
+
+
+SIDE_BY_SIDE = {
+    "slice": "they lie side by side: all_gather them",
+    "head": "heads stay where they are, since attention and the layer after it take their own",
+    "expert": "exchange experts' buffers by all_to_all",
+}
+"""What to do with pieces of an index, to have what comes next take them."""
 
 
 def _want_alike(op: str, first: Spec, spec: Spec, one: str, other: str, what: str) -> None:

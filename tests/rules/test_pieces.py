@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import Holds, Kind, Spec
-from shardlab.rules.pieces import WHOLE, bits, common, counted, listed, mask_of, microbatches_text, repeated
+from shardlab.rules.pieces import WHOLE, Holds, bits, common, counted, listed, mask_of, microbatches_text, repeated
 
 FINEST = 2520
 """Divisible by every number of pieces up to 10, so every set can be counted in pieces of this size."""
@@ -130,35 +129,6 @@ def test_listed_writes_runs_as_a_reader_does(numbers: list[int], text: str) -> N
 @pytest.mark.parametrize(("mask", "text"), [(0b1000, "microbatch 3"), (0b111, "microbatches 0-2")])
 def test_one_microbatch_is_named_in_the_singular(mask: int, text: str) -> None:
     assert microbatches_text(mask) == text
-
-
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (Spec(Kind.WEIGHT, 2, WHOLE), "weights[2]"),
-        (Spec(Kind.WEIGHT, 2, Holds(0b11, 2)), "weights[2]"),
-        (Spec(Kind.WEIGHT, 2, Holds(0b0110, 4)), "weights[2] (shard 1-2 of 4)"),
-        (Spec(Kind.OPT_STATE, 0, Holds(1, 4), 0, 1), "opt_states[0] (shard 0 of 4, step 1)"),
-        (Spec(Kind.WEIGHT, 1, WHOLE, 0, 1), "weights[1] (step 1)"),
-        (Spec(Kind.ACTIVATION, 3, Holds(0b0100, 4)), "activations[3] (microbatch 2)"),
-        (Spec(Kind.GRAD_ACTIVATION, 3, Holds(0b1111, 4)), "grad_activations[3] (microbatches 0-3)"),
-        (Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0b101), "grad_weights[0] (microbatches 0, 2)"),
-        (Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0), "grad_weights[0] (zero)"),
-        (Spec(Kind.GRAD_WEIGHT, 0, Holds(0b10, 2), 0b1), "grad_weights[0] (microbatch 0, shard 1 of 2)"),
-        (Spec(Kind.SCALAR, 0, WHOLE), "scalars"),
-        (Spec(Kind.SCALAR, 0, Holds(0b101, 4)), "scalars (parts 0, 2 of 4 of the model)"),
-        (Spec(Kind.SAVED_FOR_WEIGHT, 1, Holds(0b1, 2)), "saved_for_weight[1] (microbatch 0)"),
-    ],
-)
-def test_a_spec_says_what_the_value_is_and_what_it_lacks(spec: Spec, text: str) -> None:
-    assert str(spec) == text
-
-
-def test_microbatches_are_rows_for_activations_and_sums_for_gradients() -> None:
-    assert Spec(Kind.ACTIVATION, 0, Holds(0b110, 3)).microbatches == 0b110
-    assert Spec(Kind.GRAD_WEIGHT, 0, WHOLE, 0b011).microbatches == 0b011
-    assert Spec(Kind.WEIGHT, 0, Holds(0b110, 3)).microbatches == 0
-    assert Spec(Kind.SCALAR, 0, Holds(0b110, 3)).microbatches == 0
 
 
 def test_a_negative_bit_set_has_no_numbers_and_can_be_said() -> None:

@@ -1,0 +1,330 @@
+"""The rules of half-blocks: each op's result, and each refusal once, by its words."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.program import Holds, Kind, Mesh, OpKind, Sizes, Spec
+from shardlab.rules import update
+from shardlab.rules.pieces import WHOLE
+from shardlab.rules.spec import Term
+from tests.rules.toys import Refusals, Toy, is_refused
+
+TOY = Toy(Sizes.half_blocks(1), Mesh(tp=2), 2)
+"""Bodies 0, 2, 4, 6 and norms 1, 3, 5, on two tensor-parallel ranks."""
+
+LAYERS = TOY.sizes.layers
+
+FIRST, SECOND = 0b0001, 0b0010
+"""The two slices of microbatch 0's sequences, of two microbatches."""
+
+SEQUENCE = 0b0011
+BOTH = 0b1111
+ONE_SLICE, OTHER_SLICE = Holds(0b01, 2), Holds(0b10, 2)
+
+
+def value(kind: Kind, layer: int, cells: int = SEQUENCE, term: int = 0, slices: int = 0) -> Spec:
+    held = {"slice": slices} if slices else {}
+    return TOY.spec_of(kind, layer, cells, slices=held, term=Term(("slice",), term) if term else None)
+
+
+def x(layer: int, cells: int = SEQUENCE, term: int = 0, slices: int = 0) -> Spec:
+    return value(Kind.ACTIVATION, layer, cells, term, slices)
+
+
+def dx(layer: int, cells: int = SEQUENCE, term: int = 0, slices: int = 0) -> Spec:
+    return value(Kind.GRAD_ACTIVATION, layer, cells, term, slices)
+
+
+def r(layer: int, cells: int = SEQUENCE) -> Spec:
+    return value(Kind.RESIDUAL, layer, cells)
+
+
+def dr(layer: int, cells: int = SEQUENCE) -> Spec:
+    return value(Kind.GRAD_RESIDUAL, layer, cells)
+
+
+def stats(slices: int = 0, cells: int = SEQUENCE) -> Spec:
+    return value(Kind.STATS, LAYERS, cells, slices=slices)
+
+
+def weight(layer: int, holds: Holds = WHOLE, step: int = 0) -> Spec:
+    return TOY.spec_of(Kind.WEIGHT, layer, 0, holds, step)
+
+
+def grad_weight(layer: int, cells: int = SEQUENCE, holds: Holds = WHOLE) -> Spec:
+    return TOY.spec_of(Kind.GRAD_WEIGHT, layer, cells, holds)
+
+
+def forward(layer: int, weight: Spec, *inputs: Spec) -> list[Spec]:
+    return TOY.layer(layer).forward(inputs, weight)
+
+
+def backward(layer: int, weight: Spec, first: Spec, *gradients: Spec) -> list[Spec]:
+    return TOY.layer(layer).backward(first, gradients, weight)
+
+
+def backward_weight(layer: int, weight: Spec, first: Spec, gradient: Spec) -> Spec:
+    half = TOY.layer(layer).saved(first, weight, Kind.SAVED_FOR_WEIGHT)
+    return TOY.layer(layer).backward_weight(first, [gradient], half)
+
+
+meet = TOY.meet
+
+
+def test_a_slice_of_a_body_makes_its_term_and_the_whole_of_it_everything() -> None:
+    assert forward(2, weight(2, OTHER_SLICE), x(2)) == [x(3, term=0b10)]
+    assert forward(2, weight(2), x(2)) == [x(3)]
+
+
+def test_a_slice_may_be_counted_in_any_pieces() -> None:
+    assert forward(2, weight(2, Holds(0b1100, 4)), x(2)) == [x(3, term=0b10)]
+
+
+def test_backward_makes_the_slices_gradient_and_its_term_of_the_inputs() -> None:
+    made = backward(2, weight(2, ONE_SLICE), x(2), dx(3))
+    assert made == [grad_weight(2, holds=ONE_SLICE), dx(2, term=0b01)]
+    assert backward_weight(2, weight(2, ONE_SLICE), x(2), dx(3)) == made[0]
+
+
+def test_the_head_makes_slices_of_the_logits_and_takes_these_slices_of_their_gradient() -> None:
+    assert forward(6, weight(6, OTHER_SLICE), x(6)) == [x(7, slices=0b10)]
+    made = backward(6, weight(6, OTHER_SLICE), x(6), dx(7, slices=0b10))
+    assert made == [grad_weight(6, holds=OTHER_SLICE), dx(6, term=0b10)]
+
+
+def test_a_norm_works_on_any_slice_of_a_sequence() -> None:
+    assert forward(3, weight(3), x(3, SECOND), r(3, SECOND)) == [x(4, SECOND), r(5, SECOND)]
+    made = backward(3, weight(3), x(3, SECOND), dx(4, SECOND), dr(5, SECOND))
+    assert made == [grad_weight(3, SECOND), dx(3, SECOND), dr(3, SECOND)]
+
+
+def test_the_first_norm_is_given_no_residual_and_the_last_hands_none_on() -> None:
+    assert forward(1, weight(1), x(1)) == [x(2), r(3)]
+    assert forward(5, weight(5), x(5), r(5)) == [x(6)]
+    assert len(backward(1, weight(1), x(1), dx(2), dr(3))) == 2
+    assert len(backward(5, weight(5), x(5), dx(6))) == 3
+
+
+def test_terms_are_reduced_and_scattered_along_the_sequence() -> None:
+    terms = [x(3, term=0b01), x(3, term=0b10)]
+    assert meet(OpKind.ALL_REDUCE, *terms) == [x(3)] * 2
+    scattered = meet(OpKind.REDUCE_SCATTER, *terms)
+    assert scattered == [x(3, FIRST), x(3, SECOND)]
+    gathered = meet(OpKind.ALL_GATHER, *scattered)
+    assert gathered == [x(3)._replace(joined=((FIRST, ()), (SECOND, ())))] * 2
+
+
+def test_what_becomes_of_gathered_slices_is_scattered_to_whom_they_belonged() -> None:
+    """Whichever rank had the first slice of the sequence has it again."""
+    gathered, _ = meet(OpKind.ALL_GATHER, x(2, SECOND), x(2, FIRST))
+    terms = [forward(2, weight(2, holds), gathered)[0] for holds in (ONE_SLICE, OTHER_SLICE)]
+    assert meet(OpKind.REDUCE_SCATTER, *terms) == [x(3, SECOND), x(3, FIRST)]
+
+
+def test_every_microbatchs_sequences_are_cut() -> None:
+    scattered = meet(OpKind.REDUCE_SCATTER, x(3, BOTH, term=0b01), x(3, BOTH, term=0b10))
+    assert [spec.cells for spec in scattered] == [0b0101, 0b1010]
+
+
+def test_the_loss_of_slices_of_the_logits_takes_the_stats_of_all() -> None:
+    parts = [update.loss_stats(LAYERS, x(7, slices=mask)) for mask in (0b01, 0b10)]
+    assert parts == [stats(0b01), stats(0b10)]
+    gathered = meet(OpKind.ALL_GATHER, *parts)
+    assert gathered == [stats()] * 2
+    assert update.loss(LAYERS, x(7, slices=0b10), gathered[0]) == dx(7, slices=0b10)
+    assert update.loss(LAYERS, x(7)) == dx(7)
+
+
+REFUSED: Refusals = {
+    "forward, kind": (
+        lambda: forward(2, weight(2), dx(2)),
+        ["forward(layer 2): the activation given is grad_activations[2]", "give a value of activations"],
+    ),
+    "forward, layer": (lambda: forward(2, weight(2), x(4)), ["layer 2 reads activations[2], give that"]),
+    "forward, terms": (
+        lambda: forward(2, weight(2), x(2, term=0b01)),
+        ["activations[2] (microbatch 0, the term of slice 0 of 2)", "slice 1 is missing", "together first: reduce the"],
+    ),
+    "forward, slices": (
+        lambda: forward(2, weight(2), x(2, slices=0b01)),
+        ["activations[2] (microbatch 0, slice 0 of 2); slice 1 is missing", "together first: all_gather the slices"],
+    ),
+    "forward, sequence": (
+        lambda: forward(2, weight(2), x(2, SECOND)),
+        ["activations[2] (sequence slice 1 of microbatch 0)", "wants whole sequences. Gather their slices first"],
+    ),
+    "forward, weight cut finer": (
+        lambda: forward(2, weight(2, Holds(0b1, 4)), x(2)),
+        ["weights[2] (shard 0 of 4), which is not made of whole slices of 2; gather a slice first"],
+    ),
+    "forward, weight across slices": (
+        lambda: forward(2, weight(2, Holds(0b0110, 4)), x(2)),
+        ["not made of whole slices of 2"],
+    ),
+    "forward, weight's layer": (lambda: forward(2, weight(4), x(2)), ["layer 2 computes with weights[2]"]),
+    "forward, weight's step": (lambda: forward(2, weight(2, step=1), x(2)), ["it was already updated"]),
+    "backward, gradient's kind": (
+        lambda: backward(2, weight(2), x(2), x(3)),
+        ["the gradient given is activations[3]", "give a value of grad_activations"],
+    ),
+    "backward, gradient's layer": (
+        lambda: backward(2, weight(2), x(2), dx(2)),
+        ["give grad_activations[3], that of what layer 2 made"],
+    ),
+    "backward, gradient's terms": (
+        lambda: backward(2, weight(2, ONE_SLICE), x(2), dx(3, term=0b10)),
+        ["the gradient given is grad_activations[3]", "slice 0 is missing", "reduce the terms"],
+    ),
+    "backward, gradient's slices": (
+        lambda: backward(2, weight(2, ONE_SLICE), x(2), dx(3, slices=0b01)),
+        ["the gradient given is grad_activations[3]", "slice 1 is missing"],
+    ),
+    "backward, head's gradient of all": (
+        lambda: backward(6, weight(6, ONE_SLICE), x(6), dx(7)),
+        ["the gradient given is grad_activations[7] (microbatch 0); give slice 0 of 2 alone, as the weight has"],
+    ),
+    "backward, whole head's gradient of a slice": (
+        lambda: backward(6, weight(6), x(6), dx(7, slices=0b01)),
+        ["the gradient given is grad_activations[7] (microbatch 0, slice 0 of 2); slice 1 is missing"],
+    ),
+    "backward, gradient's tokens": (
+        lambda: backward(2, weight(2), x(2), dx(3, BOTH)),
+        ["activation is of microbatch 0 and the gradient of microbatches 0-1", "of the same tokens and step"],
+    ),
+    "backward, sequence": (
+        lambda: backward(2, weight(2), x(2, FIRST), dx(3, FIRST)),
+        ["backward(layer 2)", "wants whole sequences"],
+    ),
+    "backward_weight, other slices": (
+        lambda: backward_weight(6, weight(6, ONE_SLICE), x(6), dx(7, slices=0b10)),
+        ["backward_weight(layer 6)", "give slice 0 of 2 alone, as the weight has"],
+    ),
+    "backward_weight, all slices": (
+        lambda: backward_weight(6, weight(6, ONE_SLICE), x(6), dx(7)),
+        ["backward_weight(layer 6)", "give slice 0 of 2 alone, as the weight has"],
+    ),
+    "norm, terms of a branch": (
+        lambda: forward(3, weight(3), x(3, term=0b01), r(3)),
+        ["forward(layer 3): the activation given is", "slice 1 is missing"],
+    ),
+    "norm, no residual": (
+        lambda: forward(3, weight(3), x(3)),
+        ["the residual is missing", "this norm layer reads activations[3] and residuals[3]"],
+    ),
+    "norm, a residual too many": (
+        lambda: forward(1, weight(1), x(1), r(1)),
+        ["2 values were given; this norm layer reads activations[1] alone"],
+    ),
+    "norm, another norm's residual": (
+        lambda: forward(3, weight(3), x(3), r(5)),
+        ["the residual given is residuals[5]", "layer 3 reads residuals[3]"],
+    ),
+    "norm, the branch as residual": (
+        lambda: forward(3, weight(3), x(3), x(3)),
+        ["the residual given is activations[3]", "give a value of residuals"],
+    ),
+    "norm, other tokens": (
+        lambda: forward(3, weight(3), x(3, FIRST), r(3, SECOND)),
+        ["and the residual of sequence slice 1 of microbatch 0", "must be of the same tokens"],
+    ),
+    "norm, sliced weight": (
+        lambda: forward(3, weight(3, ONE_SLICE), x(3), r(3)),
+        ["slices 1 of 2 are missing. Gather the whole layer first"],
+    ),
+    "norm backward, no gradient of the residual": (
+        lambda: backward(3, weight(3), x(3), dx(4)),
+        ["the residual's gradient is missing", "is given grad_activations[4] and grad_residuals[5]"],
+    ),
+    "norm backward, a gradient too many": (
+        lambda: backward(5, weight(5), x(5), dx(6), dr(7)),
+        ["2 values were given; this norm layer is given grad_activations[6] alone"],
+    ),
+    "norm backward, the branch's gradient for the residual's": (
+        lambda: backward(3, weight(3), x(3), dx(4), dx(5)),
+        ["the residual's gradient given is grad_activations[5]", "give a value of grad_residuals"],
+    ),
+    "norm backward, other tokens": (
+        lambda: backward(3, weight(3), x(3, FIRST), dx(4, FIRST), dr(5, SECOND)),
+        ["the residual's gradient of sequence slice 1 of microbatch 0"],
+    ),
+    "norm backward, terms": (
+        lambda: backward(3, weight(3), x(3), dx(4, term=0b10), dr(5)),
+        ["the gradient given is grad_activations[4]", "slice 0 is missing"],
+    ),
+    "loss_stats, all logits": (
+        lambda: update.loss_stats(LAYERS, x(7)),
+        ["loss_stats: activations[7] (microbatch 0) was given; give slices of the logits, activations[7]"],
+    ),
+    "loss_stats, another activation": (
+        lambda: update.loss_stats(LAYERS, x(6, slices=0b01)),
+        ["the loss reads the last one, activations[7]"],
+    ),
+    "loss, no logits": (lambda: update.loss(LAYERS, x(6)), ["the loss reads the last one, activations[7]"]),
+    "loss, a term": (lambda: update.loss(LAYERS, x(7, term=0b1)), ["reduce its terms first, over the ranks that"]),
+    "loss, no stats": (
+        lambda: update.loss(LAYERS, x(7, slices=0b01)),
+        ["was given without stats", "take the gathered loss_stats of all slices"],
+    ),
+    "loss, needless stats": (
+        lambda: update.loss(LAYERS, x(7), stats()),
+        ["activations[7] (microbatch 0) needs no stats"],
+    ),
+    "loss, no stats at all": (
+        lambda: update.loss(LAYERS, x(7, slices=0b01), x(7)),
+        ["the stats given are activations[7] (microbatch 0)", "all_gather the loss_stats of all slices first"],
+    ),
+    "loss, own stats": (
+        lambda: update.loss(LAYERS, x(7, slices=0b01), stats(0b01)),
+        ["the stats given are stats[7] (microbatch 0, slice 0 of 2)", "all_gather the loss_stats of all slices first"],
+    ),
+    "loss, other tokens": (
+        lambda: update.loss(LAYERS, x(7, slices=0b01), stats(0, BOTH)),
+        ["the stats are stats[7] (microbatches 0-1)", "same tokens"],
+    ),
+    "reduce, logits": (
+        lambda: meet(OpKind.ALL_REDUCE, x(7, slices=0b01), x(7, slices=0b10)),
+        ["all_reduce(activations[7]): rank 0 gave", "slices of the whole and no term of a sum", "all_gather them"],
+    ),
+    "reduce, other tokens": (
+        lambda: meet(OpKind.ALL_REDUCE, x(3, term=0b01), x(3, BOTH, term=0b10)),
+        ["rank 0 gave activations[3] (microbatch 0, the term of slice 0 of 2)", "only terms of one value"],
+    ),
+    "reduce, complete": (
+        lambda: meet(OpKind.ALL_REDUCE, x(3), x(3)),
+        ["rank 0 gave activations[3]", "which is complete; summing it again would count it twice"],
+    ),
+    "reduce, a term and what is complete": (
+        lambda: meet(OpKind.ALL_REDUCE, x(3, term=0b01), x(3)),
+        ["rank 1 gave activations[3]", "which is complete; summing it again would count it twice"],
+    ),
+    "reduce, twice": (
+        lambda: meet(OpKind.REDUCE_SCATTER, x(3, term=0b01), x(3, term=0b01)),
+        ["reduce_scatter(activations[3]): the term of slice 0 of 2 would be counted twice (rank 1 and an earlier one"],
+    ),
+    "reduce, a residual": (
+        lambda: meet(OpKind.ALL_REDUCE, r(3, FIRST), r(3, FIRST)),
+        ["rank 0 gave residuals[3]", "which is complete"],
+    ),
+    "scatter, sequences that do not divide": (
+        lambda: meet(OpKind.REDUCE_SCATTER, x(3, FIRST, term=0b01), x(3, FIRST, term=0b10)),
+        ["sequences of 2 slices, which do not divide among 2 ranks"],
+    ),
+    "gather, terms": (
+        lambda: meet(OpKind.ALL_GATHER, x(3, FIRST, term=0b01), x(3, SECOND, term=0b10)),
+        ["which is one term of a sum and no piece of the whole. Reduce before gathering"],
+    ),
+    "gather, one sequence slice twice": (
+        lambda: meet(OpKind.ALL_GATHER, x(3, FIRST), x(3, FIRST)),
+        ["would come from rank 1 and from an earlier rank as well"],
+    ),
+    "gather, one slice's stats twice": (
+        lambda: meet(OpKind.ALL_GATHER, stats(0b01), stats(0b01)),
+        ["all_gather(stats[7]): slice 0 would be counted twice"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_breaks_a_rule_of_half_blocks_is_refused_with_what_was_given_and_wanted(case: str) -> None:
+    is_refused(REFUSED[case])

@@ -1,0 +1,96 @@
+"""The rules of toy models, and specs of their values in a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import pytest
+
+from shardlab.program import Holds, Kind, Mesh, OpKind, Reduction, Refused, Sizes, Spec
+from shardlab.program.layers import rules_of
+from shardlab.program.rooted import Call, collective
+from shardlab.rules.layer import LayerRules
+from shardlab.rules.layers import Rules
+from shardlab.rules.pieces import WHOLE
+from shardlab.rules.spec import Space, Term, form_of
+from tests.program.tapes import says
+
+Refusals = Mapping[str, tuple[Callable[[], object], Sequence[str]]]
+"""By a name of what is wrong: a call, and words of the sentence that refuses it."""
+
+
+@dataclass(frozen=True)
+class ToyLayer:
+    """A layer's rules, by what they say of values alone."""
+
+    rules: LayerRules
+
+    def forward(self, inputs: Sequence[Spec], weight: Spec) -> list[Spec]:
+        return self.rules.forward(inputs, weight)[0]
+
+    def backward(self, first: Spec, gradients: Sequence[Spec], weight: Spec) -> list[Spec]:
+        return self.rules.backward(first, gradients, weight)[0]
+
+    def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:
+        return self.rules.backward_weight(first, gradients, half)
+
+    def saved(self, first: Spec, weight: Spec, kind: Kind = Kind.SAVED) -> Spec:
+        """What autograd keeps of a layer of one input, or what is left of it between the halves."""
+        _, saved = self.rules.forward([first], weight)
+        return saved._replace(form=saved.form.but(kind=kind))
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A model of some sizes on a mesh, in which values are counted."""
+
+    sizes: Sizes
+    mesh: Mesh = field(default_factory=Mesh)
+    microbatches: int = 4
+
+    @cached_property
+    def space(self) -> Space:
+        return self.sizes.space(self.mesh, self.microbatches)
+
+    @cached_property
+    def rules(self) -> Rules:
+        return rules_of(self.sizes, self.space)
+
+    def layer(self, number: int) -> ToyLayer:
+        return ToyLayer(self.rules.layers[number])
+
+    def spec_of(
+        self,
+        kind: Kind,
+        layer: int,
+        cells: int = 0,
+        holds: Holds = WHOLE,
+        step: int = 0,
+        *,
+        slices: Mapping[str, int] | None = None,
+        term: Term | None = None,
+        reduction: Reduction = Reduction.SUM,
+    ) -> Spec:
+        pieces = tuple(sorted((slices or {}).items()))
+        return Spec(form_of(kind, layer, step, self.space, holds, pieces, term, reduction=reduction), cells)
+
+    def meet(self, kind: OpKind, *members: Spec, ranks: Sequence[int] = ()) -> list[Spec]:
+        """What each member of a collective receives."""
+        made = collective(Call(kind), members, ranks or range(len(members)), self.rules)
+        return [spec for spec in made if spec is not None]
+
+
+def shard(n: int, of: int) -> Holds:
+    return Holds(1 << n, of)
+
+
+def is_refused(case: tuple[Callable[[], object], Sequence[str]]) -> str:
+    """The sentence that refuses a call, in which all of these words are."""
+    call, words = case
+    with pytest.raises(Refused) as caught:
+        call()
+    says(caught.value, *words)
+    assert str(caught.value).endswith("."), "a refusal is a sentence"
+    return str(caught.value)
