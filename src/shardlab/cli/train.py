@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as json_format
+import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,6 +64,9 @@ class Train:
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text to train on; without one, the source of Python's standard library."""
 
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """What the trained model goes on from; without it, a line of the text that it was not trained on."""
+
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
 
@@ -79,11 +84,15 @@ class Train:
     def run(self) -> int:
         from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging
         from shardlab.execute import AdamW
+        from shardlab.train.heartbeat import Heartbeat
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
         from shardlab.train.loop import Run, train_rank
         from shardlab.train.output import free_folder
         from shardlab.train.tracing import Tracing
+
+        if self.prompt == "":
+            raise UserError("--prompt is empty; give some text, or leave it out for a line of the validation text")
 
         name = "fsdp" if self.strategy is None and self.layout == NO_FLAGS else self.strategy
         chosen, ranks = self.layout.entry(name, self.ranks or ranks_here(0) or None)
@@ -104,16 +113,19 @@ class Train:
         tracing = Tracing() if self.trace else None
         if tracing is not None and self.steps < tracing.steps:
             raise UserError(f"--trace needs {tracing.steps} steps, but --steps is {self.steps}; give more")
-        plan = Run(job, optimizer, self.data, out, tracing)
+        command = shlex.join(["shardlab", *sys.argv[1:]])
+        plan = Run(job, optimizer, self.data, out, tracing, self.prompt, command)
         plan.corpus(plan.text())
-        proof = checked(chosen, ranks, job.sizes, self.microbatches)
+        with Heartbeat("check of the program"):
+            proof = checked(chosen, ranks, job.sizes, self.microbatches)
         refuse_clipping(proof, self.clip, chosen.name)
         refuse_hanging(proof)
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
-        if summary is not None:
-            self._print(summary, job.model)
-        return 0
+        if summary is None:
+            return 0
+        self._print(summary, job.model)
+        return 1 if summary.unwritten else 0
 
     def _print(self, summary: Summary, model: Model) -> None:
         if self.json:
@@ -128,10 +140,10 @@ class Train:
             "validation loss", f"{summary.validation_before:.3f} before, [bold]{summary.validation_after:.3f}[/] after"
         )
         table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s, {summary.ms_per_step:.0f} ms/step (median)")
-        table.add_row(
-            "results",
-            f"{summary.out}/: metrics.jsonl, loss.svg, strategy.svg, weights.safetensors" + ", trace.json" * self.trace,
-        )
+        files = ["run.json", "metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors"]
+        files = [file for file in [*files, *["trace.json"] * self.trace] if file not in summary.unwritten]
+        table.add_row("results", f"{summary.out}/: {', '.join(files)}")
         console.print(table)
-        console.print("\n[dim]The model goes on from 'def ':[/]")
-        console.print(Text(summary.sample))
+        source = "a line of the validation text" if self.prompt is None else "--prompt"
+        console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")
+        console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))

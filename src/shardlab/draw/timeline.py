@@ -13,6 +13,7 @@ from shardlab.draw.lanes import Scale, draw_lanes, label_of
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
 from shardlab.draw.memory import draw_memory, memory_unit, ranks_text, short
 from shardlab.program import OpKind, Program
+from shardlab.program.files import whole_file
 from shardlab.program.mesh import AXES
 from shardlab.simulate import Timeline
 from shardlab.simulate.traced import rank_of, stands_for
@@ -47,12 +48,8 @@ def save_timeline(timeline: Timeline, path: Path | str, title: str = "", time_un
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
+    with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def timeline_page(timeline: Timeline, title: str, time_unit: str, note: str = "") -> Page:

@@ -21,9 +21,14 @@ class StopRequest:
 
 
 def leave_if_asked() -> None:
-    """End this process now if a StopRequest was asked: the agent that started it no longer reads its result."""
+    """End this process now if a StopRequest was asked: the agent that started it no longer reads its result.
+
+    From now on SIGTERM ends it: the agent sends it where another rank fails at the end, and waits for half a minute.
+    """
     handler = signal.getsignal(signal.SIGTERM)
-    if isinstance(handler, StopRequest) and handler.asked:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    if isinstance(handler, StopRequest):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if handler.asked:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

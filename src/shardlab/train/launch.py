@@ -115,10 +115,11 @@ def _elastic() -> bool:
 
 def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they repeat every traceback
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])  # torch is imported once, not by every rank
+    # Imported once, not by every rank: torch, and what torch's optimizers import at their first use.
+    context.set_forkserver_preload([function.__module__, "torch._dynamo"])
     with tempfile.TemporaryDirectory(prefix="shardlab-") as folder:
         config = LaunchConfig(
             min_nodes=1,

@@ -1,0 +1,65 @@
+"""A sign of life where no line can be drawn over: never ten seconds without a line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+SILENCE = 9.0
+"""Seconds without a line after which one says what is under way."""
+
+
+class Heartbeat:
+    """Prints lines on stderr; after each silence, also what is under way and for how long. Use it as a context.
+
+    Attributes:
+        doing: what is under way; setting it starts its clock.
+    """
+
+    def __init__(self, doing: str, silence: float = SILENCE) -> None:
+        self._silence = silence
+        self._changed = threading.Condition()
+        self._ended = False
+        self._printed = time.monotonic()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self.doing = doing
+
+    @property
+    def doing(self) -> str:
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing, self._since = what, time.monotonic()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a line is due."""
+        return time.monotonic() - self._printed >= self._silence
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        with self._changed:
+            self._print(line)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        with self._changed:
+            while not self._ended:
+                if self.is_silent:
+                    self._print(f"{self._doing}  under way for {time.monotonic() - self._since:.0f} s")
+                self._changed.wait(max(0.0, self._printed + self._silence - time.monotonic()))
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        self._printed = time.monotonic()
