@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import suppress
 
 SILENCE = 9.0
 """Seconds without a line after which one says what is under way."""
@@ -33,11 +34,6 @@ class Heartbeat:
     def doing(self, what: str) -> None:
         self._doing, self._since = what, time.monotonic()
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether a line is due."""
-        return time.monotonic() - self._printed >= self._silence
-
     def say(self, line: str) -> None:
         """Print a line."""
         with self._changed:
@@ -56,10 +52,16 @@ class Heartbeat:
     def _beat(self) -> None:
         with self._changed:
             while not self._ended:
-                if self.is_silent:
+                if time.monotonic() - self._printed >= self._silence:
                     self._print(f"{self._doing}  under way for {time.monotonic() - self._since:.0f} s")
                 self._changed.wait(max(0.0, self._printed + self._silence - time.monotonic()))
 
     def _print(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        say(line)
         self._printed = time.monotonic()
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, if it can be written: a log on a full disk ends no training."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

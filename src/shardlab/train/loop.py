@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,7 @@ from shardlab.models import CutModel, Model
 from shardlab.models.tensors import initial_weights, layers_of, loss_of, to_blocks, views, with_borrowed
 from shardlab.program.values import counted, listed
 from shardlab.train.data import Batches
+from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import agree
 from shardlab.train.launch import backend_of
@@ -58,10 +58,9 @@ def _train(rank: int, device: torch.device, run: Run, stop: StopRequest, progres
         progress.begin("validation before training")
         first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
         before = validate(job.model, batches, first)
-        print(
+        say(
             f"{job.title} on {counted(job.ranks, 'rank')}: {sum(map(len, checked.program.tapes))} ops checked, "
-            f"drawn in {run.out}/strategy.svg",
-            file=sys.stderr,
+            f"drawn in {run.out}/strategy.svg"
         )
 
     progress.begin("first step")

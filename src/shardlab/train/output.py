@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from shardlab.models.tensors import views
 from shardlab.program import UserError
 from shardlab.program.files import whole_file
 from shardlab.simulate import simulate
+from shardlab.train.heartbeat import say
 
 WEIGHTS = "weights.safetensors"
 
@@ -108,7 +108,7 @@ class OutputFolder:
             except (OSError, SafetensorError):
                 elsewhere.parent.rmdir()
             else:
-                print(f"shardlab: the weights are in {elsewhere} instead", file=sys.stderr, flush=True)
+                say(f"shardlab: the weights are in {elsewhere} instead")
 
     def write_plot(self, before: float, after: float) -> None:
         """The training loss over the steps, with the validation loss at both ends; what is not finite is left out."""
@@ -148,7 +148,7 @@ class OutputFolder:
             self._unwritten.discard(name)
         except UserError as error:
             if name not in self._unwritten:
-                print(f"shardlab: {error}", file=sys.stderr, flush=True)
+                say(f"shardlab: {error}")
             self._unwritten.add(name)
 
 
@@ -162,11 +162,17 @@ def written(path: Path) -> Generator[Path, None, None]:
     try:
         yield path
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else re.search(r"os error (\d+)", str(error))
-        reason = os.strerror(int(number[1] if isinstance(number, re.Match) else number)) if number else str(error)
         raise UserError(
-            f"{path} cannot be written ({reason}); free some space, or name a folder on another disk with --out"
+            f"{path} cannot be written ({_reason(error)}); free some space, or name a folder on another disk with --out"
         ) from error
+
+
+def _reason(error: OSError | SafetensorError) -> str:
+    """The system's words for an error, which safetensors gives as a number."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"os error (\d+)", str(error))
+    return os.strerror(int(number[1])) if number else str(error)
 
 
 def free_folder(parent: Path, name: str) -> Path:

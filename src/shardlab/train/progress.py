@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from shardlab.train.heartbeat import SILENCE, Heartbeat
 
 PIPE_LINES = 10
-"""How many lines a fast run prints where no line can be drawn over; a slow one prints one after each silence."""
+"""How many lines a fast run prints where no line can be drawn over; a slow one prints more."""
 
 
 class TrainingProgress:
@@ -21,11 +22,13 @@ class TrainingProgress:
     Args:
         steps: of the run.
         shown: whether this rank shows anything.
-        silence: seconds after which a pipe gets a line in any case.
+        silence: seconds after which a pipe gets a line in any case; a step ends with one after half as many.
     """
 
     def __init__(self, steps: int, shown: bool = True, silence: float = SILENCE) -> None:
         self._steps = steps
+        self._silence = silence
+        self._shown = time.monotonic()
         console = Console(file=sys.stderr)
         live = shown and console.is_interactive
         self._lines = Heartbeat("starting", silence) if shown and not live else None
@@ -65,6 +68,8 @@ class TrainingProgress:
         self._bar.update(self._task, completed=done, description=text)
         if self._lines is not None:
             tenth = done % max(1, self._steps // PIPE_LINES) == 0
-            if tenth or done in (1, self._steps) or self._lines.is_silent:
+            now = time.monotonic()
+            if tenth or done in (1, self._steps) or now - self._shown >= self._silence / 2:
                 self._lines.say(f"step {done:>5}/{self._steps}  {text}")
+                self._shown = now
             self._lines.doing = f"step {done + 1:>5}/{self._steps}"
