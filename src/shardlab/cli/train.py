@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from shardlab.program import UserError
 
 if TYPE_CHECKING:
     from shardlab.models import Model
+    from shardlab.train.heartbeat import Heartbeat
     from shardlab.train.loop import Summary
 
 
@@ -82,9 +84,17 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
+        from shardlab.train.heartbeat import Heartbeat
+        from shardlab.train.place import find_place
+
+        place = find_place(os.environ)
+        first = place is None or place.rank == 0
+        with Heartbeat("start", until=lambda: not first) as heartbeat:
+            return self._run(heartbeat, first)
+
+    def _run(self, heartbeat: Heartbeat, first: bool) -> int:
         from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging
         from shardlab.execute import AdamW
-        from shardlab.train.heartbeat import Heartbeat
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
         from shardlab.train.loop import Run, train_rank
@@ -116,10 +126,12 @@ class Train:
         command = shlex.join(["shardlab", *sys.argv[1:]])
         plan = Run(job, optimizer, self.data, out, tracing, self.prompt, command)
         plan.corpus(plan.text())
-        with Heartbeat("check of the program"):
-            proof = checked(chosen, ranks, job.sizes, self.microbatches)
+        heartbeat.doing = "check of the program"
+        proof = checked(chosen, ranks, job.sizes, self.microbatches)
         refuse_clipping(proof, self.clip, chosen.name)
         refuse_hanging(proof)
+        heartbeat.doing = "start of the ranks"
+        heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
         if summary is None:

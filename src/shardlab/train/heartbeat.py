@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 SILENCE = 9.0
@@ -16,9 +17,11 @@ class Heartbeat:
 
     Attributes:
         doing: what is under way; setting it starts its clock.
+        until: whether somebody else gives signs of life from now on.
     """
 
-    def __init__(self, doing: str, silence: float = SILENCE) -> None:
+    def __init__(self, doing: str, silence: float = SILENCE, until: Callable[[], bool] = lambda: False) -> None:
+        self.until = until
         self._silence = silence
         self._changed = threading.Condition()
         self._ended = False
@@ -53,6 +56,8 @@ class Heartbeat:
         with self._changed:
             while not self._ended:
                 if time.monotonic() - self._printed >= self._silence:
+                    if self.until():
+                        return
                     self._print(f"{self._doing}  under way for {time.monotonic() - self._since:.0f} s")
                 self._changed.wait(max(0.0, self._printed + self._silence - time.monotonic()))
 

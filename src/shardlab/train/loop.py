@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from shardlab.train.output import WEIGHTS, OutputFolder
 from shardlab.train.progress import TrainingProgress
 from shardlab.train.run import Run, Summary
 from shardlab.train.sample import continued, opening
-from shardlab.train.steps import diverged, steps
+from shardlab.train.steps import Step, diverged, steps
 from shardlab.train.tracing import Tracer
 
 VALIDATION_BATCHES = 16
@@ -36,59 +36,65 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
         UserError: on rank 0, when a loss is not finite, or the folder cannot be made.
     """
     stop = StopRequest()  # from the start, so that the folder is never left half filled
-    with TrainingProgress(run.optimizer.steps, shown=rank == 0) as progress:
-        return _train(rank, device, run, stop, progress)
-
-
-def _train(rank: int, device: torch.device, run: Run, stop: StopRequest, progress: TrainingProgress) -> Summary | None:
-    progress.begin("check of the program")
     job, text = run.job, run.text()
     batches = Batches(run.corpus(text), job.model.block, job.rows, job.seed)
     checked = job.checked()
     agree(checked, text)
-    model = job.cut
     settings = Settings(job.seed, job.dtype, device, run.optimizer)
-    executor = Executor(checked, rank, model, batches, settings, backend_of(device))
+    executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
     tracer = Tracer(executor, job, run.out, run.tracing) if run.tracing else None
-    folder = None
-    before = 0.0
+    training = steps(tracer or executor, run, rank, device, stop)
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.dtype.itemsize)
-        folder.begin(run.record(text, checked, str(device)), checked)
-        progress.begin("validation before training")
-        first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
-        before = validate(job.model, batches, first)
-        say(
-            f"{job.title} on {counted(job.ranks, 'rank')}: {sum(map(len, checked.program.tapes))} ops checked, "
-            f"drawn in {run.out}/strategy.svg"
-        )
+        with TrainingProgress(run.optimizer.steps) as progress:
+            folder.begin(run.record(text, checked, str(device)), checked)
+            return _first_rank(run, batches, executor, tracer, training, folder, progress)
+    if not any(step.diverged for step in training):
+        collect(executor.state, executor.state.kept)
+        if tracer is not None:
+            tracer.finish()
+    return None
+
+
+def _first_rank(
+    run: Run,
+    batches: Batches,
+    executor: Executor,
+    tracer: Tracer | None,
+    training: Iterator[Step],
+    folder: OutputFolder,
+    progress: TrainingProgress,
+) -> Summary:
+    """What rank 0 does, from the first validation to the sample."""
+    job, state = run.job, executor.state
+    progress.begin("validation before training")
+    first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
+    before = validate(job.model, batches, first)
+    ops = sum(map(len, state.checked.program.tapes))
+    say(f"{job.title} on {counted(job.ranks, 'rank')}: {ops} ops checked, drawn in {run.out}/strategy.svg")
 
     progress.begin("first step")
     times: list[float] = []
-    for step in steps(tracer or executor, run, rank, device, stop):
+    for step in training:
         times.append(step.metrics["ms"])
-        if folder is not None:
-            folder.write_metrics(step.metrics)
-            progress.show(step.metrics)
+        folder.write_metrics(step.metrics)
+        progress.show(step.metrics)
         if step.diverged:
-            if folder is None:
-                return None
             folder.write_plot(before, math.nan)
             folder.close()
             ranks = f"rank{'s' if len(step.diverged) > 1 else ''} {listed(step.diverged)}"
             raise diverged(run, f"the loss of step {step.metrics['step'] + 1} on {ranks}", WEIGHTS_LOST)
 
     progress.begin("gathering the weights")
-    flats = collect(executor.state, executor.state.kept)
-    if flats is not None and isinstance(model, CutModel):
-        flats = to_blocks(model, flats)
-    finite = flats is None or all(bool(flat.isfinite().all()) for flat in flats)
-    if folder is not None and flats is not None and finite:
+    flats = collect(state, state.kept)
+    assert flats is not None, "rank 0 has them"
+    if isinstance(state.model, CutModel):
+        flats = to_blocks(state.model, flats)
+    finite = all(bool(flat.isfinite().all()) for flat in flats)
+    if finite:
         folder.write_weights(job.model, flats)
     if tracer is not None:
         tracer.finish()
-    if folder is None or flats is None:
-        return None
     progress.begin("validation after training")
     after = validate(job.model, batches, flats) if finite else math.nan
     folder.write_plot(before, after)
@@ -100,16 +106,16 @@ def _train(rank: int, device: torch.device, run: Run, stop: StopRequest, progres
     ms = sorted(times)[len(times) // 2]
     prompt = opening(batches.corpus) if run.prompt is None else run.prompt.encode(errors="surrogateescape")
     return Summary(
-        len(times),
-        len(times) < run.optimizer.steps,
-        before,
-        after,
-        job.tokens / ms * 1000,
-        ms,
-        prompt.decode(errors="replace"),
-        continued(job.model, flats, prompt, job.seed),
-        str(run.out),
-        folder.unwritten,
+        steps=len(times),
+        interrupted=len(times) < run.optimizer.steps,
+        validation_before=before,
+        validation_after=after,
+        tokens_per_second=job.tokens / ms * 1000,
+        ms_per_step=ms,
+        prompt=prompt.decode(errors="replace"),
+        sample=continued(job.model, flats, prompt, job.seed),
+        out=str(run.out),
+        unwritten=folder.unwritten,
     )
 
 

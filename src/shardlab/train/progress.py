@@ -21,17 +21,16 @@ class TrainingProgress:
 
     Args:
         steps: of the run.
-        shown: whether this rank shows anything.
         silence: seconds after which a pipe gets a line in any case; a step ends with one after half as many.
     """
 
-    def __init__(self, steps: int, shown: bool = True, silence: float = SILENCE) -> None:
+    def __init__(self, steps: int, silence: float = SILENCE) -> None:
         self._steps = steps
         self._silence = silence
         self._shown = time.monotonic()
         console = Console(file=sys.stderr)
-        live = shown and console.is_interactive
-        self._lines = Heartbeat("starting", silence) if shown and not live else None
+        live = console.is_interactive
+        self._lines = Heartbeat("starting", silence) if not live else None
         self._bar = Progress(
             TextColumn("step {task.completed:>5.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),

@@ -55,11 +55,11 @@ def steps(executor: Executor | Tracer, run: Run, rank: int, device: torch.device
         before, summing = summing, (step, ms, sums, work)
         if before is not None:
             found = _summed(run, *before)
-            yield found
             if found.diverged:
-                work.wait()
-                return
-            if found.stopping:
+                work.wait()  # nothing stays in flight, although nobody asks for more
+                summing = None
+            yield found
+            if found.diverged or found.stopping:
                 break
     if summing is not None:
         yield _summed(run, *summing)
