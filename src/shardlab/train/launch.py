@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardlab.program import UserError
+from shardlab.program.files import whole_file
 from shardlab.train.heap import keep_freed_memory
 from shardlab.train.interrupt import leave_if_asked
 from shardlab.train.place import Place, find_place
@@ -156,7 +157,8 @@ def _work(folder: str, function: Callable[..., Result], *arguments: Any) -> Resu
             "sentence": str(error) if isinstance(error, UserError) else None,
             "traceback": traceback.format_exc(),
         }
-        Path(folder, f"rank-{place.rank}.json").write_text(json.dumps(note))
+        with whole_file(Path(folder, f"rank-{place.rank}.json")) as part:  # the agent may end this process meanwhile
+            part.write_text(json.dumps(note))
         raise
     leave_if_asked()
     return result
