@@ -18,6 +18,7 @@ from shardlab.draw.looks import Looks
 from shardlab.draw.memory import draw_memory, key_width
 from shardlab.draw.palette import FAMILIES
 from shardlab.draw.rows import MOST_ROWS, Row, row_name, rows_of, spaced
+from shardlab.program.files import whole_file
 from shardlab.program.picture import ColorBy
 from shardlab.simulate import Timeline
 
@@ -57,12 +58,8 @@ def save_timeline(
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
+    with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def timeline_page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, note: str = "") -> Page:
