@@ -27,7 +27,7 @@ from shardlab.draw import save_timeline
 from shardlab.models import Model
 from shardlab.models.tensors import views
 from shardlab.program import UserError
-from shardlab.program.files import whole_file
+from shardlab.program.files import whole_file, write_whole
 from shardlab.simulate import simulate
 from shardlab.train.heartbeat import say
 from shardlab.train.saved import METRICS, WEIGHTS
@@ -75,8 +75,8 @@ class OutputFolder:
         Raises:
             UserError: when they cannot be written.
         """
-        with written(self.path / "run.json") as path, whole_file(path) as part:
-            part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        with written(self.path / "run.json") as path:
+            write_whole(path, json.dumps(record, indent=1) + "\n")
         with written(self.path / "strategy.svg") as path:
             save_timeline(simulate(checked), path, f"{name}: one optimizer step")
 
