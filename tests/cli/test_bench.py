@@ -38,6 +38,7 @@ TINY = ["--min", "64", "--max", "256", "--seconds", "0.0001"]
         (["collectives", "--seconds", "0"], "--seconds is 0.0; give a positive number of seconds"),
         (["collectives", "--plot", "no/such/folder.svg"], "the folder no/such does not exist"),
         (["collectives", "--profile", "mine.txt"], "--profile mine.txt: its name must end in .json"),
+        (["compute", "--plot", "plot.gif"], "--plot plot.gif: its name must end in .svg, .png or .pdf"),
         (["compute", "--batches", "8by128"], "'8by128' is no microbatch"),
         (["compute", "--dtype", "float31"], "is called 'float31'; did you mean float32"),
         (["compute", "--widths", "4"], "a width of 4 is too small"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +101,8 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         ("train --dropout 1.5", "dropout is 1.5"),
         ("train --learning-rate -1", "learning rate is -1.0; give 0 or more"),
         ("train --data nowhere.txt", "nowhere.txt does not exist"),
+        ("train --data /dev/zero", "/dev/zero is a device, but text is read from random places"),
+        ("train --prompt ''", "--prompt is empty; give some text"),
         ("train --data short.txt", "short.txt has 20 bytes but 130 are needed"),
         ("train --out .", "exists"),
         ("train --steps 0", "0 is too few; give 1 or more"),
@@ -113,7 +117,7 @@ def test_what_cannot_be_run_is_one_sentence_before_any_rank_starts(
     (user / "short.txt").write_text("only twenty letters.")
     before = sorted(user.iterdir())
     monkeypatch.setattr("shardlab.train.launch._start_local", lambda *_: pytest.fail("ranks were started"))
-    assert main(command.split()) == 2
+    assert main(shlex.split(command)) == 2
     printed = capsys.readouterr()
     assert sentence in " ".join(printed.err.replace("│", " ").split())
     assert printed.out == ""
@@ -128,3 +132,38 @@ def test_a_program_that_can_hang_on_this_backend_is_refused_before_any_rank_star
     assert main([*command.split(), "--ranks", "2"]) == 1
     assert "on gloo this program can hang: deadlock: rank 0 waits in send" in capsys.readouterr().err
     assert not (user / "runs").exists()
+
+
+def trained(out: Path, options: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "shardlab", "train", "--ranks", "2", "--width", "16", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [*words, *shlex.split(options)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_run_that_diverges_is_one_sentence_at_once(tmp_path: Path) -> None:
+    done = trained(tmp_path / "run", "--steps 1000 --learning-rate 1e6")
+    assert done.returncode == 2
+    *steps, sentence = done.stderr.splitlines()
+    assert re.match(r"shardlab: the loss of step \d on ranks 0-1 is not finite, so training has stopped;", sentence)
+    assert sentence.endswith("try a --learning-rate of less than 1e+06, or --clip 1 with a plan")
+    assert all(line.startswith(("fsdp on 2 ranks", "step ")) or "  under way for " in line for line in steps)
+
+
+def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(tmp_path: Path) -> None:
+    """The weights have more than 60 KiB, and all else has less."""
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))"
+    code = f"{limited}; from shardlab.cli import main; sys.exit(main())"
+    out = tmp_path / "run"
+    options = "train --ranks 2 --width 32 --steps 3 --prompt import --out"
+    command = [sys.executable, "-c", code, *options.split(), str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"shardlab: {out}/weights.safetensors cannot be written (File too large)" in done.stderr
+    assert {file.name for file in out.iterdir()} == {"run.json", "metrics.jsonl", "loss.svg", "strategy.svg"}
+    assert "The model goes on from --prompt, 6 characters:\nimport" in done.stdout
+    assert "weights" not in done.stdout
+    record = json.loads((out / "run.json").read_text())
+    assert record["command"] == shlex.join(["shardlab", *options.split(), str(out)])

@@ -1,5 +1,8 @@
 """The text and its microbatches."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.errors import UserError
-from shardlab.train.data import DEFAULT_BYTES, Batches, Corpus, default_text, read_text
+from shardlab.train.data import DEFAULT_BYTES, Batches, Corpus, default_text, map_text
 
 TEXT = bytes(i % 251 for i in range(5000))
 BATCHES = Batches(Corpus.split(TEXT, block=16), block=16, rows=4, seed=0)
@@ -46,16 +49,51 @@ def test_a_text_too_short_is_refused_with_its_size_and_the_size_needed() -> None
     assert "\n" not in sentence
 
 
-def test_a_file_is_read_as_bytes(tmp_path: Path) -> None:
+def test_a_file_is_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(TEXT)
-    assert read_text(tmp_path / "text") == TEXT
+    (tmp_path / "empty").touch()
+    assert map_text(tmp_path / "text")[:] == TEXT
+    assert map_text(tmp_path / "empty")[:] == b""
+
+
+LARGE = """
+import resource
+from pathlib import Path
+from shardlab.train.checksum import COMPARED, checksum
+from shardlab.train.data import Batches, Corpus, map_text
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+text = map_text(Path("large"))
+batches = Batches(Corpus.split(text, 16), 16, 4, 0)
+assert batches.microbatch(0, 0)[0].shape == batches.validation(10**6)[0].shape == (4, 16)
+checksum(text, COMPARED)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_of_a_large_file_a_rank_reads_what_it_trains_on(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(10**9)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", LARGE]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    kib = int(done.stdout) / (1024 if sys.platform == "darwin" else 1)
+    assert kib < 100_000, "a tenth of the file"
 
 
 def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing\.txt does not exist"):
-        read_text(tmp_path / "missing.txt")
+        map_text(tmp_path / "missing.txt")
     with pytest.raises(UserError, match="is a folder"):
-        read_text(tmp_path)
+        map_text(tmp_path)
+
+
+def test_what_has_no_random_places_is_refused_without_being_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="fifo is a pipe, but text is read from random places"):
+        map_text(tmp_path / "fifo")
+    with pytest.raises(UserError, match="/dev/zero is a device"):
+        map_text(Path("/dev/zero"))
 
 
 @given(step=st.integers(0, 10**6), microbatch=st.integers(0, 10**4))

@@ -114,7 +114,7 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
     to(training, number)
     said = training.said()
     files = {file.name for file in training.out.iterdir()}
-    assert {"weights.safetensors", "loss.svg", "strategy.svg", "model.json"} <= files
+    assert {"weights.safetensors", "loss.svg", "strategy.svg", "run.json"} <= files
     assert said.count(f"the weights after {training.steps} steps are in {training.out}/weights.safetensors") == 1, said
     assert "Traceback" not in said
     assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from shardlab.execute import AdamW
 from shardlab.models import GPT
 from shardlab.program import UserError
-from shardlab.train.data import default_text
+from shardlab.train.data import Corpus, default_text
 from shardlab.train.job import Job, agree
 from shardlab.train.loop import Run, Summary, train_rank
 from shardlab.train.output import OutputFolder, free_folder
+from shardlab.train.sample import opening
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -44,9 +45,10 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     summary = run(ranks, "fsdp", 2, tmp_path / "run")
     assert summary.validation_after < summary.validation_before - 0.3
     assert (summary.steps, summary.interrupted) == (12, False)
-    assert summary.sample.startswith("def ")
+    assert summary.prompt.encode() == opening(Corpus.split(default_text(), MODEL.block))
+    assert summary.sample.startswith(summary.prompt)
     files = {file.name for file in (tmp_path / "run").iterdir()}
-    assert files == {"metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors", "model.json"}
+    assert files == {"metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors", "run.json"}
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert {"step", "loss", "ms", "tokens_per_second", "learning_rate"} <= set(first)
     weights = load_file(tmp_path / "run" / "weights.safetensors")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -252,3 +255,9 @@ def test_a_run_that_is_only_recorded_leaves_its_trace(ranks: World, tmp_path: Pa
     ranks(2).call(trace_only, job, tmp_path / "run")
     measured = read_trace(tmp_path / "run").measured(job.checked())
     assert (len(measured.steps), measured.missing) == (TRACING.timed, [])
+
+
+def test_a_run_that_is_not_traced_does_without_what_measures_memory() -> None:
+    code = "import sys, shardlab.train.loop; sys.exit('torch._dynamo' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -14,9 +14,13 @@ import tyro
 
 from shardlab.cli.options import Flag, NewFile
 from shardlab.program import UserError
+from shardlab.starting import INTERRUPTED
 
 if TYPE_CHECKING:
     from shardlab.measure.points import Point
+
+PLOTS = (".svg", ".png", ".pdf")
+"""Formats of a plot; each can say who drew it."""
 
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the user's cache)")]
 """Where the profile is kept."""
@@ -69,6 +73,8 @@ class Measuring:
 
         if self.profile is not None and self.profile.suffix != ".json":
             raise UserError(f"--profile {self.profile}: its name must end in .json, by which --cluster knows a profile")
+        if self.plot is not None and self.plot.suffix.lower() not in PLOTS:
+            raise UserError(f"--plot {self.plot}: its name must end in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
         if self.save:
             profile_to_update(self.profile)  # before minutes of measuring, not after
         failure, status, tells = "", 0, True
@@ -79,7 +85,7 @@ class Measuring:
             except RankFailed as error:
                 failure, status = str(error), 1
             except KeyboardInterrupt:
-                failure, status = "interrupted", 130
+                failure, status = "interrupted", INTERRUPTED
             points = read_points(file)
         if tells and points:
             self._tell(points, failure, show, draw)

@@ -11,6 +11,7 @@ import tyro
 from shardlab.cli.options import Flag, MaxOps, NewFile, OptionalCount
 from shardlab.cli.picture import check_new_file
 from shardlab.program import LayerKind, Mesh, UserError
+from shardlab.program.files import write_whole
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules.csv_schedule import Form, csv_of_steps
@@ -59,7 +60,7 @@ class Schedule:
         check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
         if self.csv is not None:
             try:
-                self.csv.write_text(text)
+                write_whole(self.csv, text)
             except OSError as error:
                 raise UserError(f"--csv {self.csv}: it cannot be written: {error.strerror}") from None
         if self.json:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json as json_format
+import os
+import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +23,8 @@ from shardlab.program import UserError
 
 if TYPE_CHECKING:
     from shardlab.models import Model
-    from shardlab.train.loop import Summary
+    from shardlab.train.heartbeat import Heartbeat
+    from shardlab.train.run import Summary
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ class Train:
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text to train on; without one, the source of Python's standard library."""
 
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """What the trained model goes on from; without it, a line of the text that it was not trained on."""
+
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
 
@@ -80,6 +87,15 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
+        from shardlab.train.heartbeat import Heartbeat
+        from shardlab.train.place import find_place
+
+        place = find_place(os.environ)
+        first = place is None or place.rank == 0
+        with Heartbeat("start", until=lambda: not first) as heartbeat:
+            return self._run(heartbeat, first)
+
+    def _run(self, heartbeat: Heartbeat, first: bool) -> int:
         from shardlab.cli.ranks import (
             INTERRUPTED,
             failures_as_exit,
@@ -91,11 +107,15 @@ class Train:
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
-        from shardlab.train.loop import Run, train_rank
+        from shardlab.train.loop import train_rank
         from shardlab.train.output import free_folder
+        from shardlab.train.run import Run
         from shardlab.train.tracing import Tracing
 
         refuse_restart(self.out)
+        if self.prompt == "":
+            raise UserError("--prompt is empty; give some text, or leave it out for a line of the validation text")
+
         name = "fsdp" if self.strategy is None and self.layout == NO_FLAGS else self.strategy
         chosen, ranks = self.layout.entry(name, self.ranks or ranks_here(0) or None)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
@@ -116,11 +136,15 @@ class Train:
         tracing = Tracing() if self.trace else None
         if tracing is not None and self.steps < tracing.steps:
             raise UserError(f"--trace needs {tracing.steps} steps, but --steps is {self.steps}; give more")
-        plan = Run(job, optimizer, self.data, out, tracing)
+        command = shlex.join(["shardlab", *sys.argv[1:]])
+        plan = Run(job, optimizer, self.data, out, tracing, self.prompt, command)
         plan.corpus(plan.text())
+        heartbeat.doing = "check of the program"
         proof = checked(chosen, ranks, job.sizes, self.microbatches)
         refuse_clipping(proof, self.clip, chosen.name)
         refuse_hanging(proof)
+        heartbeat.doing = "start of the ranks"
+        heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
         with failures_as_exit(out):
             summary = run_ranks(ranks, train_rank, plan)
         if summary is None:  # a rank of an existing world, but not the one that reports
@@ -128,7 +152,8 @@ class Train:
         self._print(summary, job.model)
         if summary.interrupted:
             tell_interrupted(out)
-        return INTERRUPTED if summary.interrupted else 0
+            return INTERRUPTED
+        return 1 if summary.unwritten else 0
 
     def _print(self, summary: Summary, model: Model) -> None:
         if self.json:
@@ -143,10 +168,10 @@ class Train:
             "validation loss", f"{summary.validation_before:.3f} before, [bold]{summary.validation_after:.3f}[/] after"
         )
         table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s, {summary.ms_per_step:.0f} ms/step (median)")
-        table.add_row(
-            "results",
-            f"{summary.out}/: metrics.jsonl, loss.svg, strategy.svg, weights.safetensors" + ", trace.json" * self.trace,
-        )
+        files = ["run.json", "metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors"]
+        files = [file for file in [*files, *["trace.json"] * self.trace] if file not in summary.unwritten]
+        table.add_row("results", f"{summary.out}/: {', '.join(files)}")
         console.print(table)
-        console.print("\n[dim]The model goes on from 'def ':[/]")
-        console.print(Text(summary.sample))
+        source = "a line of the validation text" if self.prompt is None else "--prompt"
+        console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")
+        console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))

@@ -12,7 +12,8 @@ from shardlab.draw.lanes import Panel, draw_lanes
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
 from shardlab.draw.looks import Looks
 from shardlab.draw.rows import MOST_ROWS, rows_of, spaced
-from shardlab.draw.timeline import left_of, write_whole
+from shardlab.draw.timeline import left_of
+from shardlab.program.files import write_whole
 from shardlab.program.picture import ColorBy
 from shardlab.simulate import Event, Timeline
 

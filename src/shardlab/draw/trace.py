@@ -21,6 +21,7 @@ from shardlab.draw.chunks import model_layer
 from shardlab.draw.memory import curve
 from shardlab.draw.rows import rank_name
 from shardlab.program import Op, OpKind
+from shardlab.program.files import whole_file
 from shardlab.rules.pieces import bits, listed
 from shardlab.simulate import Event, Timeline
 from shardlab.simulate.counters import Counter
@@ -58,16 +59,11 @@ class Span(NamedTuple):
 
 def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
     """Write a trace; it appears whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
-            for place, event in enumerate(trace_events(shown)):
-                file.write((",\n" if place else "") + json.dumps(event))
-            file.write("\n]}\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
+        for place, event in enumerate(trace_events(shown)):
+            file.write((",\n" if place else "") + json.dumps(event))
+        file.write("\n]}\n")
 
 
 def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:

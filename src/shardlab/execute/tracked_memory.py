@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from shardlab.execute.compute import Instruction
 from shardlab.execute.executor import Executor
@@ -46,6 +45,8 @@ class TrackedStorages:
     """Every storage that torch makes while this tracks, and those that the rank had before."""
 
     def __init__(self, state: State) -> None:
+        from torch.distributed._tools.mem_tracker import MemTracker  # a second, with torch's compiler
+
         self._tracker = MemTracker()
         self._device = state.settings.device
         for _, tensors in _kept(state):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.program import UserError
+from shardlab.program.files import write_whole
 from shardlab.program.nesting import parsed
 
 VERSION = 1
@@ -107,7 +108,7 @@ class Profile:
             "layers": self.layers,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(data, indent=1) + "\n")
         return path
 
     @classmethod

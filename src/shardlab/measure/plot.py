@@ -15,6 +15,7 @@ from shardlab.draw.canvas import style
 from shardlab.measure.lines import fit_lines
 from shardlab.measure.points import CollectivePoint, LayerPoint, PeakPoint, Point
 from shardlab.measure.sizes import size_text
+from shardlab.program.files import whole_file
 
 GIGA = 1e9
 MARKS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*")
@@ -69,9 +70,9 @@ def plot_compute(points: Sequence[Point], path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure, saying whose it is where the format can: such a file may be drawn into again."""
-    signed = path.suffix.lower() in (".svg", ".png", ".pdf")
-    figure.savefig(path, metadata={"Creator": "shardlab"} if signed else None)
+    """Write the figure as SVG, PNG or PDF, by its name, saying whose it is: such a file may be drawn into again."""
+    with whole_file(path) as part:
+        figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
 
 
 def _panels(rows: int, columns: int) -> tuple[Figure, Any]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardlab.program.files import write_whole
 from shardlab.puzzles.model import Model
 from shardlab.puzzles.timeline import timeline_of
 from shardlab.puzzles.values import Value
@@ -28,7 +29,7 @@ class Picture:
 
     def save(self, path: Path | str) -> None:
         """Write the SVG to a file."""
-        Path(path).write_text(self.svg, encoding="utf-8")
+        write_whole(Path(path), self.svg)
 
 
 def draw(models: Sequence[Model]) -> Picture:

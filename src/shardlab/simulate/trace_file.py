@@ -16,6 +16,7 @@ from typing import Any, cast
 from shardlab.check import Checked
 from shardlab.errors import TooDeep
 from shardlab.program import UserError
+from shardlab.program.files import whole_file
 from shardlab.program.nesting import parsed
 from shardlab.program.record import MemoryRecord, Moments, RankRecord, StepRecord
 from shardlab.simulate.measured import Measured, measured
@@ -114,11 +115,9 @@ def _write(path: Path, job: Mapping[str, Any], fingerprint: str, records: Mappin
     entries = list(_entries(records))
     clocks = [[record.rank, record.offset, record.bound] for record in records.values()]
     head = {"format": FORMAT, "job": dict(job), "fingerprint": fingerprint, "clocks": clocks, "entries": len(entries)}
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
+    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
         for entry in (head, *entries):
             file.write(json.dumps(entry) + "\n")
-    part.replace(path)
 
 
 def _entries(records: Mapping[int, RankRecord]) -> Iterator[dict[str, Any]]:

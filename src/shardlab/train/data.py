@@ -1,12 +1,20 @@
 """The text that is trained on, and the microbatches cut from it."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
+import mmap
+import os
+import stat
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardlab.errors import UserError
@@ -14,6 +22,9 @@ from shardlab.models.tensors import generator_of
 
 DEFAULT_BYTES = 4_000_000
 """The default text ends here at the latest: enough for minutes of training, and read at once."""
+
+Text = bytes | mmap.mmap
+"""Bytes; those of a user's file stay in it, mapped into memory, so that no rank reads more than it trains on."""
 
 
 def default_text() -> bytes:
@@ -29,31 +40,44 @@ def default_text() -> bytes:
     return bytes(text[:DEFAULT_BYTES])
 
 
-def read_text(path: Path) -> bytes:
-    """A user's text, as bytes."""
+def map_text(path: Path) -> Text:
+    """Map a user's text into memory.
+
+    Raises:
+        UserError: when it is no file, or cannot be read or mapped.
+    """
     try:
-        return path.read_bytes()
+        mode = path.stat().st_mode  # a pipe without a writer would hang in open
+        if stat.S_ISDIR(mode):
+            raise UserError(f"{path} is a folder; name a text file")
+        if not stat.S_ISREG(mode):
+            kind = "a pipe" if stat.S_ISFIFO(mode) else "a device" if stat.S_ISCHR(mode) else "no ordinary file"
+            raise UserError(f"{path} is {kind}, but text is read from random places; write it to a file and name that")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; name a text file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder; name a text file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); name a text file that can") from error
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in two parts: one is trained on, the other only judged by. Both are uint8, (bytes,)."""
+    """A text in two parts: one is trained on, the other only judged by. Both are (bytes,), views of the text."""
 
-    training: Tensor
-    validation: Tensor
+    training: NDArray[np.uint8]
+    validation: NDArray[np.uint8]
 
     @classmethod
-    def split(cls, text: bytes, block: int, source: str = "the text") -> Corpus:
+    def split(cls, text: Text, block: int, source: str = "the text") -> Corpus:
         """The first nine tenths for training, the rest for validation, each with a sequence of `block` tokens at least.
 
         Args:
             source: what an error calls the text.
+
+        Raises:
+            UserError: when it is too short for that.
         """
         needed = block + 1  # a sequence and the byte that comes next
         if len(text) < 2 * needed:
@@ -62,7 +86,7 @@ class Corpus:
                 f"{needed} in the validation part (a sequence of {block} and the next byte); "
                 "take a longer text or a smaller block"
             )
-        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        tokens = np.frombuffer(text, np.uint8)
         held_out = max(len(text) // 10, needed)
         return cls(tokens[:-held_out], tokens[-held_out:])
 
@@ -106,6 +130,6 @@ class Batches:
     def _validation_sequences(self) -> int:
         return (len(self.corpus.validation) - 1) // self.block
 
-    def _cut(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        places = starts[:, None] + torch.arange(self.block)
-        return text[places].long(), text[places + 1].long()
+    def _cut(self, text: NDArray[np.uint8], starts: Tensor) -> tuple[Tensor, Tensor]:
+        places = (starts[:, None] + torch.arange(self.block)).numpy()
+        return torch.from_numpy(text[places]).long(), torch.from_numpy(text[places + 1]).long()

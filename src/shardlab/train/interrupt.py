@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
+
+from shardlab.train.heartbeat import say
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; what schedulers and torchrun send; a terminal that was closed."""
@@ -96,7 +97,7 @@ class StopRequest:
             with suppress(BrokenPipeError):
                 StopRequest.starter.send_bytes(b"asked")
         if self._saved:
-            print(f"shardlab: ending after this step, in at most {GRACE} s", file=sys.stderr, flush=True)
+            say(f"shardlab: ending after this step, in at most {GRACE} s")
 
     def _listen(self, signals: socket.socket) -> None:
         with signals:
@@ -110,7 +111,7 @@ class StopRequest:
 
     def _say(self, why: str) -> None:
         if self._saved:
-            print(f"shardlab: interrupted: {why}; {self._saved()}", file=sys.stderr, flush=True)
+            say(f"shardlab: interrupted: {why}; {self._saved()}")
 
 
 def end_with_starter() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sys
 from dataclasses import dataclass
 
@@ -20,6 +19,8 @@ from shardlab.program import Sizes, trace
 from shardlab.program.bounds import ops_bounded
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
+from shardlab.train.checksum import COMPARED, checksum
+from shardlab.train.data import Text
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,16 @@ class Job:
         return self.microbatches * self.rows * self.model.block
 
 
-def agree(checked: Checked, text: bytes) -> None:
-    """Make sure that all processes traced the same tapes and read the same text.
+def agree(checked: Checked, text: Text) -> None:
+    """Make sure that all processes traced the same tapes and read the same text (of a long one, some pieces).
 
     Unequal tapes would silently give wrong numbers, since gloo sums whatever it is given.
 
     Raises:
         RuntimeError: naming the ranks that differ from rank 0.
     """
-    mine = (checked.program.fingerprint(), hash_of(text))
-    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    mine = (checked.program.fingerprint(), checksum(text, COMPARED))
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for what, place in (("program", 0), ("text", 1)):
         others = [rank for rank, theirs in enumerate(everyone) if theirs[place] != everyone[0][place]]
@@ -103,8 +104,3 @@ def agree(checked: Checked, text: bytes) -> None:
                 f"rank {', '.join(map(str, others))} has another {what} than rank 0; "
                 "run the same files, with the same Python, on every host"
             )
-
-
-def hash_of(text: bytes) -> str:
-    """A fingerprint of the text that is trained on."""
-    return hashlib.sha256(text).hexdigest()

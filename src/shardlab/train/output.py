@@ -6,13 +6,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,17 +27,23 @@ from shardlab.draw import save_timeline
 from shardlab.models import Model
 from shardlab.models.tensors import views
 from shardlab.program import UserError
+from shardlab.program.files import whole_file, write_whole
 from shardlab.simulate import simulate
+from shardlab.train.heartbeat import say
+from shardlab.train.saved import METRICS, WEIGHTS
 
 
 class OutputFolder:
-    """metrics.jsonl (a line a step, written at once), loss.svg, strategy.svg, weights.safetensors, model.json."""
+    """run.json and strategy.svg, metrics.jsonl (a line a step, written at once), weights.safetensors, loss.svg.
 
-    def __init__(self, path: Path) -> None:
-        """Make the folder.
+    A file that cannot be written once training has begun is a sentence on stderr; the others are still written.
+    """
+
+    def __init__(self, path: Path, needed: int = 0) -> None:
+        """Make the folder, for a run whose weights have `needed` bytes.
 
         Raises:
-            UserError: when it exists, or cannot be made.
+            UserError: when it exists, or cannot be made, or the weights would find no room.
         """
         self.path = path
         try:
@@ -40,45 +52,126 @@ class OutputFolder:
             raise UserError(f"{path} exists; name a new folder with --out, so that nothing is overwritten") from None
         except OSError as error:
             raise UserError(f"the folder {path} cannot be made ({error.strerror}); name another with --out") from error
-        self._metrics = (path / "metrics.jsonl").open("a")
+        if (free := shutil.disk_usage(path).free) < needed:
+            path.rmdir()
+            raise UserError(
+                f"the weights will have {needed:,} bytes, but the disk of {path} has {free:,} bytes free; "
+                "free some, or name a folder on another disk with --out"
+            )
+        with written(path / METRICS) as file:
+            self._metrics = file.open("ab", buffering=0)
+        self._pending = b""
         self._history: list[dict[str, Any]] = []
+        self._unwritten: set[str] = set()
+
+    @property
+    def unwritten(self) -> list[str]:
+        """Names of the files that could not be written."""
+        return sorted(self._unwritten)
+
+    def begin(self, record: Mapping[str, Any], checked: Checked, name: str) -> None:
+        """Write what is known before the first step: the run's record, and a drawing of its program in unit costs.
+
+        Raises:
+            UserError: when they cannot be written.
+        """
+        with written(self.path / "run.json") as path:
+            write_whole(path, json.dumps(record, indent=1) + "\n")
+        with written(self.path / "strategy.svg") as path:
+            save_timeline(simulate(checked), path, f"{name}: one optimizer step")
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append a step's figures; they are on disk when this returns."""
-        self._history.append(metrics)
-        self._metrics.write(json.dumps(metrics) + "\n")
-        self._metrics.flush()
+        """Append a step's figures; they are on disk when this returns, or are tried again with the next step's.
 
-    def write_strategy(self, checked: Checked, name: str) -> None:
-        """Draw the program that runs, in unit costs."""
-        save_timeline(simulate(checked), self.path / "strategy.svg", f"{name}: one optimizer step")
+        A figure that is not finite becomes null, since JSON has no other word for it.
+        """
+        line = {name: figure if math.isfinite(figure) else None for name, figure in metrics.items()}
+        self._history.append(line)
+        self._pending += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._flush()
 
     def write_weights(self, model: Model, flats: Sequence[Tensor]) -> None:
-        """All parameters by name, `layers.<l>.<name>`, and the model's settings beside them."""
+        """All parameters by name, `layers.<l>.<name>`; in a folder for temporary files where they find no room here."""
         tensors: dict[str, Tensor] = {}
         for layer, flat in enumerate(flats):
             layout = model.layout(layer)
             for parameter, view in zip(layout.parameters, views(layout, flat), strict=True):
                 tensors[f"layers.{layer}.{parameter.name}"] = view.contiguous()
-        save_file(tensors, self.path / "weights.safetensors")
-        settings = {"kind": type(model).__name__, **asdict(model)}
-        (self.path / "model.json").write_text(json.dumps(settings, indent=1) + "\n")
+        with self._noted(WEIGHTS) as path, whole_file(path) as part:
+            save_file(tensors, part)
+        if WEIGHTS in self._unwritten:
+            elsewhere = Path(tempfile.mkdtemp(prefix="shardlab-"), WEIGHTS)
+            try:
+                with whole_file(elsewhere) as part:
+                    save_file(tensors, part)
+            except (OSError, SafetensorError):
+                elsewhere.parent.rmdir()
+            else:
+                say(f"shardlab: the weights are in {elsewhere} instead")
 
     def write_plot(self, before: float, after: float) -> None:
-        """The training loss over the steps, with the validation loss at both ends."""
+        """The training loss over the steps, with the validation loss at both ends; what is not finite is left out."""
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         steps = [metrics["step"] for metrics in self._history]
-        axes.plot(steps, [metrics["loss"] for metrics in self._history], linewidth=1.2, label="training")
+        losses = [math.nan if metrics["loss"] is None else metrics["loss"] for metrics in self._history]
+        axes.plot(steps, losses, linewidth=1.2, label="training")
         axes.plot([0, len(steps)], [before, after], "o", label="validation, before and after")
         axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(self.path / "loss.svg")
+        with self._noted("loss.svg") as path, whole_file(path) as part:
+            figure.savefig(part, format="svg")
 
     def close(self) -> None:
+        """Write what is still pending of the metrics; of a line that finds no room nothing stays."""
+        self._flush()
         self._metrics.close()
+        if self._pending:
+            path = self.path / METRICS
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+    def _flush(self) -> None:
+        with self._noted(METRICS):
+            while self._pending:  # of a disk that is nearly full a write takes a part
+                self._pending = self._pending[self._metrics.write(self._pending) :]
+
+    @contextmanager
+    def _noted(self, name: str) -> Generator[Path, None, None]:
+        """Within this, that a file cannot be written is said once, and noted."""
+        path = self.path / name
+        try:
+            with written(path):
+                yield path
+            self._unwritten.discard(name)
+        except UserError as error:
+            if name not in self._unwritten:
+                say(f"shardlab: {error}")
+            self._unwritten.add(name)
+
+
+@contextmanager
+def written(path: Path) -> Generator[Path, None, None]:
+    """Within this, that `path` cannot be written is the user's mistake.
+
+    Raises:
+        UserError: with the path and the reason.
+    """
+    try:
+        yield path
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be written ({_reason(error)}); free some space, or name a folder on another disk with --out"
+        ) from error
+
+
+def _reason(error: OSError | SafetensorError) -> str:
+    """The system's words for an error, which safetensors gives as a number."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"os error (\d+)", str(error))
+    return os.strerror(int(number[1])) if number else str(error)
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -6,13 +6,16 @@ from pathlib import Path
 
 from shardlab.rules.pieces import counted
 
+WEIGHTS = "weights.safetensors"
+METRICS = "metrics.jsonl"
+
 
 def saved_in(out: Path) -> str:
     """A sentence on what there is in an output folder, and what is lost."""
-    weights, metrics = out / "weights.safetensors", out / "metrics.jsonl"
+    weights, metrics = out / WEIGHTS, out / METRICS
     steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     if weights.exists():
         return f"the weights after {counted(steps, 'step')} are in {weights}"
     if steps:
-        return f"there are no weights in {out}, only the figures of {counted(steps, 'step')} (metrics.jsonl)"
+        return f"there are no weights in {out}, only the figures of {counted(steps, 'step')} ({METRICS})"
     return "no step had ended, so nothing is saved"

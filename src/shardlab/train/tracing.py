@@ -23,6 +23,7 @@ from shardlab.train.data import Batches, Corpus, default_text
 from shardlab.train.described import described
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of
+from shardlab.train.output import written
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,15 @@ class Tracer:
         dist.gather_object(self._record, records)
         if records is not None:
             everyone = {record.rank: record for record in records}
-            seen = write_trace(self._folder, self._job, self._executor.state.checked, everyone)
-            save_trace_events({"measured": (seen.timeline, seen.counters)}, self._folder / "trace.json")
+            with written(self._folder / "trace.json") as path:
+                seen = write_trace(self._folder, self._job, self._executor.state.checked, everyone)
+                save_trace_events({"measured": (seen.timeline, seen.counters)}, path)
         dist.barrier()  # no rank's own file goes before the common one is there
         rank_file(self._folder, rank).unlink(missing_ok=True)
 
     def _write(self) -> None:
-        write_rank(self._folder, self._job, self._executor.state.checked.program.fingerprint(), self._record)
+        with written(rank_file(self._folder, self._record.rank)):
+            write_rank(self._folder, self._job, self._executor.state.checked.program.fingerprint(), self._record)
 
 
 def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:

@@ -1,0 +1,91 @@
+"""One rank's optimizer steps, and what all ranks learn of each while the next one runs."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.execute import Executor
+from shardlab.program import UserError
+from shardlab.train.interrupt import StopRequest
+from shardlab.train.run import Run
+from shardlab.train.saved import saved_in
+from shardlab.train.tracing import Tracer
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all ranks know of a step.
+
+    Attributes:
+        metrics: number, loss in nats per token, and the rest of a line of metrics.jsonl.
+        stopping: whether a rank was asked to stop.
+        diverged: ranks that reported a loss that is not finite.
+    """
+
+    metrics: dict[str, Any]
+    stopping: bool
+    diverged: list[int]
+
+
+def steps(executor: Executor | Tracer, run: Run, rank: int, device: torch.device, stop: StopRequest) -> Iterator[Step]:
+    """Train, giving each step while the next one runs; the same steps on every rank.
+
+    One sum over the ranks has it all: the loss, the wish to stop, and for each rank whether its loss is not finite. The
+    last step given is the run's last, or the first that diverged, or the one after a rank wished to stop.
+    """
+    summing: tuple[int, float, Tensor, dist.Work] | None = None
+    for step in range(run.optimizer.steps):
+        start = time.perf_counter()
+        loss = executor.step()
+        ms = 1000 * (time.perf_counter() - start)
+        flags = torch.zeros(1 + run.job.ranks, dtype=loss.dtype)
+        flags[0] = stop.asked
+        flags[1 + rank] = not loss.isfinite().all()
+        sums = torch.cat([loss, flags]).to(device)
+        work = cast(dist.Work, dist.all_reduce(sums, async_op=True))
+        before, summing = summing, (step, ms, sums, work)
+        if before is not None:
+            found = _summed(run, *before)
+            if found.diverged:
+                work.wait()  # nothing stays in flight, although nobody asks for more
+                summing = None
+            yield found
+            if found.stopping:
+                stop.ask()  # also where another rank was asked: the rest has to end in time on each
+            if found.diverged or found.stopping:
+                break
+    if summing is not None:
+        yield _summed(run, *summing)
+
+
+def diverged(run: Run, what: str) -> UserError:
+    """A sentence of what is not finite, what is saved of the run, and what to try."""
+    clip = run.optimizer.clip
+    limit = "--clip 1 with a plan" if clip is None else f"a --clip of less than {clip:g}"
+    return UserError(
+        f"{what} is not finite, so training has stopped; {saved_in(run.out)}; "
+        f"try a --learning-rate of less than {run.optimizer.learning_rate:g}, or {limit}"
+    )
+
+
+def _summed(run: Run, step: int, ms: float, sums: Tensor, work: dist.Work) -> Step:
+    work.wait()
+    total, tokens, stopping, *diverged = (float(figure) for figure in sums)
+    metrics = {
+        "step": step,
+        "loss": total / tokens,
+        "ms": round(ms, 3),
+        "tokens_per_second": round(run.job.tokens / ms * 1000, 1),
+        "learning_rate": run.optimizer.rate(step),
+    }
+    return Step(metrics, stopping > 0, [rank for rank, flag in enumerate(diverged) if flag > 0])

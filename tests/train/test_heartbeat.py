@@ -1,0 +1,78 @@
+"""Signs of life."""
+
+from __future__ import annotations
+
+import errno
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from shardlab.train.heartbeat import SILENCE, Heartbeat, say
+from shardlab.train.progress import TrainingProgress
+
+Captured = pytest.CaptureFixture[str]
+
+
+def figures(step: int) -> dict[str, float]:
+    return {"step": step, "loss": 1.0, "ms": 1.0, "tokens_per_second": 1.0}
+
+
+def test_silence_is_broken_before_ten_seconds_are_over() -> None:
+    assert 5 < SILENCE < 10
+
+
+def test_a_silence_is_broken_by_what_is_under_way(capsys: Captured) -> None:
+    with Heartbeat("validation", silence=0.05) as heartbeat:
+        time.sleep(0.3)
+        heartbeat.doing = "step 1"
+        time.sleep(0.3)
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == ""
+    assert all(re.fullmatch(r"(validation|step 1)  under way for \d+ s", line) for line in lines)
+    assert {line.split("  ")[0] for line in lines} == {"validation", "step 1"}
+
+
+def test_nothing_is_said_while_lines_come_or_after_the_end(capsys: Captured) -> None:
+    with Heartbeat("x", silence=60) as heartbeat:
+        heartbeat.say("a line")
+    assert capsys.readouterr().err == "a line\n"
+
+
+def test_a_slow_first_step_is_under_way_and_every_slow_step_has_its_line(capsys: Captured) -> None:
+    with TrainingProgress(1000, silence=0.05) as progress:
+        progress.begin("first step")
+        time.sleep(0.3)
+        for step in range(3):
+            progress.show(figures(step))
+            time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("first step  under way for")
+    for step in (1, 2, 3):
+        assert any(line.startswith(f"step {step:>5}/1000  loss 1.000") for line in lines)
+    assert any(line.startswith("step     2/1000  under way for") for line in lines)
+
+
+def test_fast_steps_have_ten_lines(capsys: Captured) -> None:
+    with TrainingProgress(100) as progress:
+        for step in range(100):
+            progress.show(figures(step))
+    assert len(capsys.readouterr().err.splitlines()) == 11
+
+
+def test_signs_of_life_end_when_somebody_else_gives_them(capsys: Captured) -> None:
+    with Heartbeat("start", silence=0.01, until=lambda: True):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_on_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    say("a line")

@@ -1,0 +1,33 @@
+"""What a run is on record as."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+from shardlab.execute import AdamW
+from shardlab.models import GPT
+from shardlab.train.described import job_of
+from shardlab.train.job import Job
+from shardlab.train.run import Run
+
+JOB = Job("ddp", 2, 4, GPT(layers=2, width=16, heads=2, block=16), 2, seed=7)
+
+
+def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    run = Run(JOB, AdamW(learning_rate=0.5, steps=9), tmp_path / "text", tmp_path / "run", command="shardlab train")
+    record = json.loads(json.dumps(run.record(run.text(), JOB.checked(), "cpu")))
+    assert job_of(record) == JOB
+    assert (record["command"], record["seed"], record["strategy"]) == ("shardlab train", 7, "ddp")
+    assert AdamW(**{**record["optimizer"], "betas": tuple(record["optimizer"]["betas"])}) == run.optimizer
+    assert record["data"] == {
+        "source": str(tmp_path / "text"),
+        "bytes": 256,
+        "sha256": hashlib.sha256(bytes(range(256))).hexdigest(),
+        "of": "the whole text",
+    }
+    assert record["versions"]["torch"] == version("torch")
+    assert record["program"] == JOB.checked().program.fingerprint()

@@ -1,0 +1,30 @@
+"""What a trained model goes on from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardlab.train.data import Corpus
+from shardlab.train.sample import PROMPT_BYTES, opening
+
+
+def prompt_of(validation: bytes) -> bytes:
+    return opening(Corpus(np.zeros(1, np.uint8), np.frombuffer(validation, np.uint8)))
+
+
+def test_a_prompt_is_a_whole_line_of_the_validation_text() -> None:
+    assert prompt_of(b"ort sys, a_line_that_was_cut\n\n)\n    return self\n# the end of all that") == b"return self"
+
+
+def test_a_long_line_is_cut_between_characters() -> None:
+    prompt = prompt_of(b"a line\n" + "xäöü€".encode() * 10 + b"\nand so on")
+    assert PROMPT_BYTES - 3 <= len(prompt) <= PROMPT_BYTES
+    assert prompt.decode().startswith("xäöü€xäöü€")
+
+
+@pytest.mark.parametrize("text", [b"no line at all", b"\n" * 40, b"\x80" * 40, b" "])
+def test_any_text_gives_a_prompt(text: bytes) -> None:
+    prompt = prompt_of(text)
+    assert 0 < len(prompt) <= PROMPT_BYTES
+    assert prompt in text

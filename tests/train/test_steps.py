@@ -1,0 +1,84 @@
+"""All ranks stop at the first loss that is not finite, and agree on whose it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.models import GPT
+from shardlab.program import UserError
+from shardlab.train.data import Batches, Corpus
+from shardlab.train.interrupt import StopRequest
+from shardlab.train.job import Job
+from shardlab.train.loop import Run, train_rank
+from shardlab.train.steps import Step, steps
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+JOB = Job("ddp", 2, 4, GPT(layers=2, width=16, heads=2, block=8), 2)
+
+
+def steps_of(rank: int, poisoned: int, poison: float) -> list[Step]:
+    """The steps of a run in which rank 1 alone loses its loss at step `poisoned`."""
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, JOB.model.block), JOB.model.block, JOB.rows, 0)
+
+    class Poisoned(Executor):
+        def step(self) -> Tensor:
+            step, loss = self.state.step, super().step()
+            if rank == 1 and step == poisoned:
+                loss[0] = poison
+            return loss
+
+    optimizer = AdamW(steps=6)
+    executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, torch.float32, optimizer=optimizer))
+    run = Run(JOB, optimizer, None, Path("nowhere"))
+    return list(steps(executor, run, rank, torch.device("cpu"), StopRequest(None)))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_every_rank_stops_at_the_same_step_and_knows_whose_loss_it_was(ranks: World, poison: float) -> None:
+    for found in ranks(2).call(steps_of, 3, poison):
+        assert [step.metrics["step"] for step in found] == [0, 1, 2, 3]
+        assert [step.diverged for step in found] == [[], [], [], [1]]
+
+
+def test_the_last_step_can_diverge_too(ranks: World) -> None:
+    for found in ranks(2).call(steps_of, 5, float("nan")):
+        assert [step.diverged for step in found] == [[], [], [], [], [], [1]]
+
+
+def outcome(rank: int, run: Run) -> str | None:
+    try:
+        summary = train_rank(rank, torch.device("cpu"), run)
+    except UserError as error:
+        return str(error)
+    return None if summary is None else "a summary"
+
+
+def test_a_run_that_diverges_keeps_its_steps_and_no_weights(ranks: World, tmp_path: Path) -> None:
+    run = Run(JOB, AdamW(learning_rate=1e6, steps=50, warmup=1), None, tmp_path / "run")
+    sentence, other = ranks(2).call(outcome, run)
+    assert sentence.startswith(
+        "the loss of step 2 on ranks 0-1 is not finite, so training has stopped; "
+        f"there are no weights in {run.out}, only the figures of 2 steps"
+    )
+    assert other is None
+    assert {file.name for file in run.out.iterdir()} == {"run.json", "metrics.jsonl", "loss.svg", "strategy.svg"}
+    lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] is None for line in lines] == [False, True]
+    assert "NaN" not in (run.out / "metrics.jsonl").read_text()
+
+
+def test_weights_that_diverge_in_the_last_update_are_not_passed_off_as_a_result(ranks: World, tmp_path: Path) -> None:
+    run = Run(JOB, AdamW(learning_rate=1e30, steps=1, warmup=1), None, tmp_path / "run")
+    sentence, _ = ranks(2).call(outcome, run)
+    saved = (run.out / "weights.safetensors").exists()
+    assert sentence.startswith("the validation loss after step 1 is not finite")
+    assert ("the weights after 1 step are in" if saved else "there are no weights in") in sentence
