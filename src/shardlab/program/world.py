@@ -122,7 +122,7 @@ class World:
         return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
 
     def release(self) -> None:
-        """Let go of tapes and values: ranks refer to their values and back, and would stay until the collector comes."""
+        """Let go of tapes and values: they refer to each other, and would stay until the collector comes."""
         for rank in self.ranks:
             rank.release()
 
