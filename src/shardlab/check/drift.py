@@ -112,8 +112,8 @@ def _cause(numbers: Numbers, drifting: list[int]) -> str:
     if len(gradients) > 1:
         if len({tuple(numbers.terms(gradient)) for gradient in gradients}) == 1:
             return (
-                "their gradients were summed in different orders; all_reduce the gradients, or sum them on one rank and "
-                "broadcast the sum"
+                "their gradients were summed in different orders; all_reduce the gradients, or sum them on one rank "
+                "and broadcast the sum"
             )
         return (
             "their gradients were computed apart, and are equal only up to rounding; all_reduce the gradients by mean, "
