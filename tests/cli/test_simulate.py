@@ -124,6 +124,26 @@ CROSSING = """    batch = rank.load_batch([rank.index])
 """
 
 
+DRIFTING = "tests/check/drifting.py:drifting"
+
+
+def test_replicas_that_may_drift_are_a_warning(capsys: Captured) -> None:
+    assert main(["simulate", DRIFTING, "--ranks", "3", "--microbatches", "3"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "warning equal only up to rounding replicas of weights[0-3] on ranks 0-2 may drift: their gradients" in out
+    (drift,) = json_of(capsys, DRIFTING, "--ranks", "3", "--microbatches", "3")["drifts"]  # type: ignore[misc]
+    assert drift["layers"] == [0, 1, 2, 3]
+    assert drift["groups"] == [[0], [1], [2]]
+    assert drift["text"].startswith("replicas of weights[0-3] on ranks 0-2 may drift: " + drift["cause"])
+    assert json_of(capsys, "ddp")["drifts"] == []
+
+
+def test_a_priced_step_warns_of_replicas_that_may_drift(capsys: Captured) -> None:
+    priced = ("--model", "gpt2", "--cluster", "h100x8", "--ranks", "3", "--microbatches", "3", "--layers", "2")
+    notes = json_of(capsys, DRIFTING, *priced)["notes"]
+    assert any("replicas of weights[0-1] on ranks 0-2 may drift" in note for note in notes)  # type: ignore[attr-defined]
+
+
 def test_svg_draws_the_timeline_into_a_file(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "fsdp.svg"
     assert main(["simulate", "fsdp", "--svg", str(path)]) == 0

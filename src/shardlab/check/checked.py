@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardlab.program import Group, Program, Spec
+
+if TYPE_CHECKING:
+    from shardlab.check.drift import Drift
 
 
 class ChannelModel(Enum):
@@ -71,6 +75,13 @@ class Checked:
     models: dict[ChannelModel, str | None]
     not_runnable: str | None = None
     frozen: tuple[int, ...] = ()
+
+    @cached_property
+    def drifts(self) -> list[Drift]:
+        """Replicas of weights that floating point may drive apart, however right the program is; found when asked."""
+        from shardlab.check.drift import drifts_of
+
+        return drifts_of(self)
 
     def backends(self) -> list[str]:
         """The torch.distributed backends on which the program runs."""

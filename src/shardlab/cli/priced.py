@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from shardlab.check import Checked
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.global_batch import AS_USUAL, BatchRequest
 from shardlab.cli.plan_options import PlanOptions
@@ -160,7 +161,7 @@ def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
 
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
     """What a reader of the figures should know."""
-    said: list[str] = []
+    said = list(map(str, estimate.traced.drifts)) if isinstance(estimate.traced, Checked) else []
     if idle := workload.cluster.size - workload.mesh.world:
         said.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
     if (mfu := workload.mfu(estimate.step)) > 1:

@@ -92,6 +92,14 @@ def _print_figures(console: Console, checked: Checked, timeline: Timeline, witho
             console.print(_row("", f"{model.value}: refused", "red"))
             console.print(Padding(Text(why), (0, 0, 0, INDENT)))
     console.print(_row("runs on", ", ".join(checked.backends()) or "no backend", "bold"))
+    print_drifts(console, checked)
+
+
+def print_drifts(console: Console, checked: Checked) -> None:
+    """A warning for each kind of replicas that may drift; nothing if there are none."""
+    for drift in checked.drifts:
+        console.print(_row("warning", "equal only up to rounding", "yellow"))
+        console.print(Padding(Text(str(drift)), (0, 0, 0, INDENT)))
 
 
 def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:

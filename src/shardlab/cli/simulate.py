@@ -182,4 +182,5 @@ def as_json(entry: Entry, proof: Checked, timeline: Timeline, without: Timeline 
         "channel_models": {model.value: proof.models[model] is None for model in ChannelModel},
         "deadlocks": {model.value: why for model, why in proof.models.items() if why is not None},
         "backends": proof.backends(),
+        "drifts": [drift.as_dict() for drift in proof.drifts],
     }

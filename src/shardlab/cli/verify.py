@@ -13,6 +13,7 @@ from shardlab.cli.console import stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.cli.report import print_drifts
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
 from shardlab.rules.pieces import counted
@@ -87,6 +88,7 @@ class Verify:
                 "layers": model.layers,
                 "microbatches": self.microbatches,
                 "clip": clip,
+                "drifts": [drift.as_dict() for drift in proof.drifts],
             }
             print(json_format.dumps({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}, indent=2))
         else:
@@ -104,6 +106,7 @@ class Verify:
                 f"{counted(self.steps, 'step')}"
             )
             console.print(table)
+            print_drifts(console, proof)
         return 0 if verdict.ok else 1
 
     def _all(self) -> int:

@@ -1,0 +1,128 @@
+"""Replicas that drift: copies of a weight that are updated from values which are equal only up to rounding.
+
+The check proves exact arithmetic, in which the order of a sum does not matter. In floating point it does: copies that
+each rank updates from a sum of its own lose their equality bit by bit, and nothing brings them together again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from shardlab.check.checked import Checked
+from shardlab.check.numbering import Numbering
+from shardlab.check.numbers import Numbers
+from shardlab.program import Holds, Kind, OpKind
+from shardlab.program.world import gc_paused
+from shardlab.rules.pieces import listed
+
+
+class Drift(NamedTuple):
+    """Copies of some layers' weights that may not stay equal.
+
+    Attributes:
+        kind: `weights`; or `opt_states`, where those alone drift.
+        layers: which layers'.
+        groups: ranks whose copies stay equal, for each way in which a copy is updated.
+        cause: what differs, and what to do.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    cause: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields, and the whole sentence, for JSON."""
+        return {**self._asdict(), "text": str(self)}
+
+    def __str__(self) -> str:
+        alone = all(len(ranks) == 1 for ranks in self.groups)
+        groups = [sorted(ranks[0] for ranks in self.groups)] if alone else self.groups
+        ranks = " against ".join(map(listed, groups))
+        return f"replicas of {self.kind}[{listed(self.layers)}] on ranks {ranks} may drift: {self.cause}."
+
+
+class Copy(NamedTuple):
+    """Slices of a parameter on a rank, all of one number."""
+
+    holds: Holds
+    number: int
+    rank: int
+
+
+def drifts_of(checked: Checked) -> list[Drift]:
+    """All replicas of a program that may drift, layer by layer; those that drift alike are told together."""
+    with gc_paused():
+        numbering = Numbering(checked)
+    copies: dict[tuple[Kind, int], list[Copy]] = defaultdict(list)
+    for rank, live in enumerate(numbering.live):
+        for value, number in live.items():
+            spec = checked.specs[rank][value]
+            if spec.step == 1 and spec.kind in (Kind.WEIGHT, Kind.OPT_STATE):
+                pieces = numbering.numbers.within(number, spec.holds)
+                copies[spec.kind, spec.layer] += [Copy(holds, piece, rank) for holds, piece in pieces]
+    found: dict[tuple[Kind, tuple[tuple[int, ...], ...], str], list[int]] = defaultdict(list)
+    drifting: set[int] = set()
+    for kind, layer in sorted(copies, key=lambda key: (key[0] is Kind.OPT_STATE, key[1])):
+        apart = _apart(copies[kind, layer])
+        if apart and layer not in drifting:
+            drifting.add(layer)
+            cause = _cause(numbering.numbers, sorted({copy.number for copy in apart}))
+            found[kind, _groups(apart), cause].append(layer)
+    return [Drift(kind.value, tuple(layers), groups, cause) for (kind, groups, cause), layers in found.items()]
+
+
+def _apart(copies: list[Copy]) -> list[Copy]:
+    """Of all copies of a layer's elements, the parts that have different numbers on different ranks."""
+    numbers = {copy.number for copy in copies}
+    if len(numbers) == 1:
+        return []
+    of = math.lcm(*[copy.holds.of for copy in copies])
+    fine = [copy._replace(holds=copy.holds.refined(of)) for copy in copies]
+    whole = dict.fromkeys(numbers, 0)
+    for holds, number, _ in fine:
+        whole[number] |= holds.mask
+    once = twice = 0
+    for mask in whole.values():
+        twice |= once & mask
+        once |= mask
+    cut = [copy._replace(holds=Holds(copy.holds.mask & twice, of)) for copy in fine]
+    return [copy for copy in cut if copy.holds.mask]
+
+
+def _groups(apart: list[Copy]) -> tuple[tuple[int, ...], ...]:
+    """Ranks by what they have."""
+    has: dict[int, set[tuple[Holds, int]]] = defaultdict(set)
+    for holds, number, rank in apart:
+        has[rank].add((holds, number))
+    groups: dict[frozenset[tuple[Holds, int]], list[int]] = defaultdict(list)
+    for rank in sorted(has):
+        groups[frozenset(has[rank])].append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def _cause(numbers: Numbers, drifting: list[int]) -> str:
+    """What the copies were updated from, and how to make it the same."""
+    how, given = zip(*[numbers.keys[number] for number in drifting], strict=True)
+    if any(each[0] is not OpKind.UPDATE for each in how):
+        return "they were made alike again on some ranks only; do so on all, by an all_reduce by mean or a broadcast"
+    gradients, weights, _ = (set(each) for each in zip(*given, strict=True))
+    if len(gradients) > 1:
+        if len({tuple(numbers.terms(gradient)) for gradient in gradients}) == 1:
+            return (
+                "their gradients were summed in different orders; all_reduce the gradients, or sum them on one rank "
+                "and broadcast the sum"
+            )
+        return (
+            "their gradients were computed apart, and are equal only up to rounding; all_reduce the gradients by mean, "
+            "or compute them on one rank and broadcast them"
+        )
+    if len(set(how)) > 1:
+        return (
+            "the norms that clip their gradients were computed apart; all_reduce the norm, or sum it on one rank and "
+            "broadcast it"
+        )
+    assert len(weights) > 1
+    return "the weights differ before the update; use the weights as they were loaded"

@@ -1,0 +1,126 @@
+"""All tapes replayed for the numbers of their values: which values on which ranks have equal bits."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from functools import partial
+
+from shardlab.check.checked import Checked, Meeting
+from shardlab.check.numbers import Numbers, positions
+from shardlab.program import Op, OpKind, Spec
+from shardlab.program.rooted import GATHERS
+from shardlab.program.tape import COMMUNICATION, ROOT_GIVES
+from shardlab.rules.kind import ROW_KINDS, Reduction
+
+ATOMIC = frozenset({"layer", "lookup", "mix", "combine", "dispatch"})
+"""Primitives whose backward pass may add with atomics on a GPU, in no fixed order: embeddings, attention, routing."""
+
+_BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+_ONE_GIVES = ROOT_GIVES | {OpKind.SEND, OpKind.RECV}
+
+
+class Numbering:
+    """Replays a checked program.
+
+    Attributes:
+        numbers: the table.
+        live: for each rank, the numbers of the values that are left when its tape ends.
+    """
+
+    def __init__(self, checked: Checked) -> None:
+        self.checked = checked
+        self.numbers = Numbers()
+        tapes = checked.program.tapes
+        self.live: list[dict[int, int]] = [{} for _ in tapes]
+        layers = checked.program.rules.layers
+        self._atomic = {rules.layer_number for rules in layers if any(n.name in ATOMIC for n in rules.layer.nodes)}
+        self._given: list[dict[int, int]] = [{} for _ in checked.meetings]  # by rank
+        self._made: dict[int, int] = {}  # meeting -> the number of all that it delivers
+        self._waiting: dict[int, list[int]] = defaultdict(list)  # meeting -> ranks
+        self._runnable = deque(range(len(tapes)))
+        self._coming: list[dict[int, tuple[int, ...]]] = [{} for _ in tapes]  # handle -> what it will deliver
+        at = [0] * len(tapes)
+        while self._runnable:
+            rank = self._runnable.popleft()
+            at[rank] = self._replay(rank, at[rank])
+
+    def _replay(self, rank: int, start: int) -> int:
+        """Go on with one rank until it waits for a value that is not there yet; where to go on."""
+        ops, specs, live = self.checked.program.tapes[rank], self.checked.specs[rank], self.live[rank]
+        numbers, meeting_of, coming = self.numbers, self.checked.meeting_of[rank], self._coming[rank]
+        for index in range(start, len(ops)):
+            op = ops[index]
+            kind, layer, inputs, outputs, handle = op[:5]
+            if kind is OpKind.FREE:
+                del live[inputs[0]]
+            elif kind is OpKind.WAIT:
+                for number in coming[handle]:
+                    made = self._made.get(meeting_of[handle])
+                    if made is None:
+                        self._waiting[meeting_of[handle]].append(rank)
+                        return index
+                    live[number] = numbers.at(made, positions(specs[number])) if made in numbers.pieces else made
+            elif kind in COMMUNICATION:
+                coming[handle] = outputs
+                if inputs:
+                    self._give(rank, op, meeting_of[handle], live[inputs[0]])
+            elif kind is OpKind.ADD:
+                term = specs[inputs[0]].form.term
+                plain = term is None or not term.merged
+                made = numbers.sum if plain else partial(numbers.of_all, ("merged", layer))
+                given = [live[number] for number in inputs]
+                live[outputs[0]] = numbers.element_wise(made, given, positions(specs[outputs[0]]))
+            elif kind is OpKind.UPDATE:
+                _, weight, state, *norm = inputs
+                made = partial(numbers.of_all, (OpKind.UPDATE, layer, *[live[number] for number in norm]))
+                given = [live[number] for number in inputs[:3]]
+                del live[weight], live[state]
+                number = numbers.element_wise(made, given, positions(specs[state]))
+                live[outputs[0]] = live[outputs[1]] = number
+            else:
+                self._compute(rank, op, specs, live)
+        return len(ops)
+
+    def _compute(self, rank: int, op: Op, specs: dict[int, Spec], live: dict[int, int]) -> None:
+        """The numbers of loads, passes, norms and losses: the same for the same op on equal values of one form."""
+        kind, layer, inputs, outputs = op[:4]
+        given = tuple([live[number] for number in inputs])
+        what: tuple[object, ...] = (OpKind.FORWARD if kind is OpKind.RECOMPUTE else kind, layer)
+        if not inputs:
+            live[outputs[0]] = self.numbers.of(what)
+            return
+        what += (specs[inputs[0]][1], *[specs[number][0] for number in inputs])
+        if kind is OpKind.ATTEND_BACKWARD or (kind in _BACKWARD and layer in self._atomic):
+            what += (rank, outputs[0])
+        for number in outputs:
+            live[number] = self.numbers.of((*what, specs[number][0]), given)
+
+    def _give(self, rank: int, op: Op, meeting: int, number: int) -> None:
+        """One member gives its value; the last one to do so wakes those that wait."""
+        given, members = self._given[meeting], self.checked.meetings[meeting].members
+        given[rank] = number
+        if op.kind in _ONE_GIVES:
+            self._made[meeting] = number
+        elif len(given) == len(members):
+            self._made[meeting] = self._united(op, self.checked.meetings[meeting], [given[m.rank] for m in members])
+        else:
+            return
+        self._runnable.extend(self._waiting.pop(meeting, ()))
+
+    def _united(self, op: Op, meeting: Meeting, given: Sequence[int]) -> int:
+        """What a collective makes of all that is given, in the group's order: one number for all members."""
+        tapes, numbers = self.checked.program.tapes, self.numbers
+        if len(given) == 1:
+            return given[0]
+        specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in meeting.members]
+        forms, first = [spec.form for spec in specs], specs[0]
+        if op.kind in GATHERS and (first.kind not in ROW_KINDS or len(set(forms)) == 1):
+            return numbers.joined(zip(map(positions, specs), given, strict=True))
+        if op.kind in GATHERS or op.kind is OpKind.ALL_TO_ALL:  # along another index than the batch
+            return numbers.of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
+        if len(given) == 2 and op.reduction is Reduction.SUM:
+            return numbers.element_wise(numbers.sum, given, positions(first))
+        # in which order more are added up depends on the algorithm, and on the element's place in the buffer
+        how = (op.kind, op.reduction, positions(first))
+        return numbers.element_wise(partial(numbers.of_all, how), given, positions(first))

@@ -1,0 +1,269 @@
+"""Replicas that rounding drives apart are told of, and no others."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples.parameter_server import parameter_server
+from shardlab.check import Checked, check
+from shardlab.program import Program, Rank, Strategy, Value, trace
+from shardlab.simulate import simulate
+from shardlab.strategies import STRATEGIES
+from tests.check import drifting
+from tests.check.drifting import added, computed, data_parallel, turned
+from tests.check.programs import built_in, fits
+from tests.check.test_mutations import PLANS
+from tests.support.random_attention import random_attention
+from tests.support.random_experts import random_experts
+from tests.support.random_plans import Planned, plans
+from tests.support.random_programs import Shape, random_program, shapes
+from tests.support.rounding import replicas_apart
+from tests.train import rooted_programs, user_programs
+
+
+def checked(program: Strategy, ranks: int = 4, layers: int = 2) -> Checked:
+    return check(trace(program, ranks, layers, ranks))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_built_in_strategy_drifts(name: str) -> None:
+    assert check(built_in(name)).drifts == []
+    for ranks in (4, 8):
+        if fits(name, ranks):
+            assert check(built_in(name, ranks, layers=16, microbatches=16)).drifts == []
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_plan_drifts(name: str) -> None:
+    assert check(PLANS[name].program).drifts == []
+
+
+@settings(max_examples=30)
+@given(plans())
+def test_no_plan_at_random_drifts(shape: Planned) -> None:
+    assert check(shape.program).drifts == []
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6), st.sampled_from([random_attention, random_experts]))
+def test_attention_and_experts_dealt_at_random_do_not_drift(seed: int, random: type[Program]) -> None:
+    assert check(random(seed)).drifts == []  # type: ignore[arg-type]
+
+
+@settings(max_examples=150)
+@given(shapes())
+def test_random_programs_drift_just_where_sums_that_mind_their_order_do(shape: Shape) -> None:
+    """Some of them add what was reduced microbatch by microbatch in an order that each rank draws for itself."""
+    proof = check(random_program(shape))
+    assert {layer for drift in proof.drifts for layer in drift.layers} == replicas_apart(proof)
+
+
+@pytest.mark.parametrize("seed", [126, 155])
+def test_a_random_program_that_drifts_is_found(seed: int) -> None:
+    layers, at = {126: (2, [1]), 155: (4, [1, 2])}[seed]
+    proof = check(random_program(Shape(pp=2, dp_replicate=1, dp_shard=2, layers=layers, microbatches=6, seed=seed)))
+    assert sorted(layer for drift in proof.drifts for layer in drift.layers) == at
+    assert sorted(replicas_apart(proof)) == at
+
+
+def test_sums_of_each_rank_in_an_order_of_its_own_drift() -> None:
+    (drift,) = checked(drifting.drifting, 3).drifts
+    assert str(drift) == (
+        "replicas of weights[0-1] on ranks 0-2 may drift: their gradients were summed in different orders; all_reduce "
+        "the gradients, or sum them on one rank and broadcast the sum."
+    )
+    assert drift.layers == (0, 1)
+    assert drift.groups == ((0,), (1,), (2,))
+
+
+def test_ranks_whose_copies_stay_equal_are_told_together() -> None:
+    (drift,) = checked(drifting.one_turned).drifts
+    assert drift.groups == ((0, 1, 2), (3,))
+    assert "on ranks 0-2 against 3 may drift" in str(drift)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        drifting.all_in_one_order,
+        drifting.chained,
+        drifting.doubled,
+        drifting.all_reduced,
+        drifting.in_slices,
+        drifting.broadcast,
+        parameter_server,
+        rooted_programs.replicas,
+        rooted_programs.by_root,
+        user_programs.zero_1,
+        user_programs.zero_2,
+        user_programs.split_fsdp,
+    ],
+)
+def test_sums_made_once_or_in_one_order_do_not_drift(program: Strategy) -> None:
+    proof = checked(program)
+    assert proof.drifts == []
+    assert replicas_apart(proof) == set()
+
+
+def test_two_values_add_up_to_the_same_in_either_order() -> None:
+    assert checked(drifting.drifting, 2).drifts == []
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 5), st.integers(0, 10**6))
+def test_sums_drift_if_any_rank_adds_in_another_order(ranks: int, seed: int) -> None:
+    def order(rank: int, world: int) -> list[int]:
+        random = Random(f"{seed} {rank}")
+        return random.sample(range(world), world) if random.random() < 0.5 else list(range(world))
+
+    orders = {(frozenset(order(rank, ranks)[:2]), *order(rank, ranks)[2:]) for rank in range(ranks)}
+    proof = checked(data_parallel(added(order)), ranks, layers=1)
+    assert len(proof.drifts) == (len(orders) > 1)
+    assert replicas_apart(proof) == ({0} if len(orders) > 1 else set())
+
+
+def whole_and_halves(total: drifting.Sum) -> Strategy:
+    """Rank 0 keeps the layer, and each of the others half of it."""
+
+    async def program(rank: Rank) -> None:
+        if rank.index == 0:
+            rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+        else:
+            rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.index - 1, 2)
+        rank.weights["all"] = await rank.broadcast(rank.weights[0] if rank.index == 0 else None, root=0, expect=None)
+        await finish(rank, total)
+
+    return program
+
+
+async def finish(rank: Rank, total: drifting.Sum) -> None:
+    rank.activations[0] = rank.load_batch([rank.index])
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights["all"])
+    gradient = rank.loss(rank.activations.pop(1))
+    rank.grad_weights["mine"], _ = rank.backward(0, rank.activations.pop(0), gradient, rank.weights.pop("all"))
+    whole = await total(rank, rank.grad_weights["mine"])
+    rank.weights[0], rank.opt_states[0] = rank.update(0, whole, rank.weights[0], rank.opt_states[0])
+    rank.grad_weights.clear()
+
+
+def test_a_whole_copy_is_compared_with_the_halves_that_others_keep() -> None:
+    (drift,) = checked(whole_and_halves(added(turned)), 3, layers=1).drifts
+    assert drift.groups == ((0,), (1,), (2,))
+    first = added(lambda rank, world: turned(rank % 2, world))  # rank 1 alone adds in another order
+    (drift,) = checked(whole_and_halves(first), 3, layers=1).drifts
+    assert drift.groups == ((0,), (1,))
+    assert checked(whole_and_halves(drifting.reduced), 3, layers=1).drifts == []
+
+
+def test_a_norm_that_each_rank_adds_up_in_its_own_order_drifts() -> None:
+    async def clipped(rank: Rank) -> None:
+        for l in rank.layers:
+            rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+        gradient = computed(rank, rank.share())
+        for l in reversed(rank.layers):
+            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights[l] = await rank.all_reduce(made)
+        for l in rank.layers if rank.index else reversed(rank.layers):
+            part = rank.norm(l, rank.grad_weights[l])
+            rank.scalars[0] = rank.scalars[0] + part if 0 in rank.scalars else part
+        for l in rank.layers:
+            rank.weights[l], rank.opt_states[l] = rank.update(
+                l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars[0]
+            )
+        del rank.scalars[0]
+
+    (drift,) = checked(clipped, 3, layers=3).drifts
+    assert drift.layers == (0, 1, 2)
+    assert drift.groups == ((0,), (1, 2))
+    assert "the norms that clip their gradients were computed apart" in str(drift)
+
+
+async def all_by_itself(rank: Rank) -> None:
+    """Every rank computes the whole batch."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    gradient = computed(rank, rank.microbatches)
+    for l in reversed(rank.layers):
+        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        rank.weights[l], rank.opt_states[l] = rank.update(l, made, rank.weights[l], rank.opt_states[l])
+
+
+def test_gradients_that_each_rank_computes_for_itself_drift_where_kernels_add_in_no_fixed_order() -> None:
+    (drift,) = checked(all_by_itself, 2).drifts
+    assert "their gradients were computed apart" in str(drift)
+    proof = check(trace(all_by_itself, STRATEGIES["column-parallel"].mesh(2), built_in("column-parallel").sizes, 2))
+    assert proof.drifts == []  # a matrix's gradient is one product
+
+
+def test_copies_made_one_again_after_the_update_leave_their_states_apart() -> None:
+    async def averaged(rank: Rank) -> None:
+        await drifting.drifting(rank)
+        for l in rank.layers:
+            rank.weights[l] = await rank.all_reduce(rank.weights[l], reduction="mean")
+
+    (drift,) = checked(averaged, 3).drifts
+    assert (drift.kind, drift.layers) == ("opt_states", (0, 1))
+
+
+async def updated_in_slices(rank: Rank) -> None:
+    """Every rank updates a slice, from a sum in an order of its own, and the slices are gathered."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weight(l), rank.load_opt_state(l, rank.index, rank.world)
+    gradient = computed(rank, rank.share())
+    for l in reversed(rank.layers):
+        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        rank.grad_weights["mine"] = made
+        total = await added(turned)(rank, made)
+        new, rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+        rank.weights[l] = await rank.all_gather(new)
+        rank.grad_weights.clear()
+
+
+async def slices_summed_apart(rank: Rank) -> None:
+    """Every rank adds up its slice of each microbatch's gradient in an order of its own; then they are gathered."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in rank.share():
+        gradient = computed(rank, [m])
+        for l in reversed(rank.layers):
+            made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+            rank.grad_weights[l, m - rank.share()[0]] = await rank.reduce_scatter(made)
+    for l in rank.layers:
+        one, two, three = (rank.grad_weights[l, (i + rank.index) % 3] for i in range(3))
+        rank.grad_weights["first"] = one + two
+        rank.grad_weights["slice"] = rank.grad_weights["first"] + three
+        total = await rank.all_gather(rank.grad_weights["slice"])
+        part = rank.norm(l, total)
+        rank.scalars[0] = rank.scalars[0] + part if l else part
+        rank.grad_weights["total", l] = total
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(("total", l)), rank.weights[l], rank.opt_states[l], rank.scalars[0]
+        )
+    rank.scalars.clear()
+    rank.grad_weights.clear()
+
+
+def test_slices_made_in_different_ways_and_gathered_are_the_same_on_all_ranks() -> None:
+    for proof in (checked(updated_in_slices, 3), check(trace(slices_summed_apart, 3, 2, 9))):
+        assert proof.drifts == []
+        assert replicas_apart(proof) == set()
+
+
+def test_who_does_not_ask_does_not_pay() -> None:
+    proof = checked(drifting.drifting, 3)
+    simulate(proof)
+    assert "drifts" not in vars(proof)
+    assert proof.drifts is proof.drifts
+
+
+def test_a_gradient_reduced_by_mean_heals_what_was_summed_apart() -> None:
+    async def healed(rank: Rank, mine: Value) -> Value:
+        rank.grad_weights["apart"] = await added(turned)(rank, mine)
+        return await rank.all_reduce(rank.grad_weights["apart"], reduction="mean")
+
+    assert checked(data_parallel(healed), 3).drifts == []

@@ -1,0 +1,65 @@
+"""In float32 on real processes, replicas that are said to drift do, and the others stay equal bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.models import GPT
+from shardlab.train.data import Batches, Corpus
+from shardlab.train.job import Job
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+PROGRAMS = Path(__file__).parents[1] / "check" / "drifting.py"
+STEPS = 3
+
+
+def kept(rank: int, job: Job) -> dict[tuple[int, int, int], bytes]:
+    """The bits of the weights that a rank keeps after some steps, by layer and slices."""
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.block)
+    batches = Batches(corpus, job.model.block, job.rows, job.seed)
+    settings = Settings(job.seed, job.dtype, optimizer=AdamW(steps=STEPS, warmup=1))
+    executor = Executor(job.checked(), rank, job.cut, batches, settings)
+    for _ in range(STEPS):
+        executor.step()
+    dist.barrier()
+    return {(layer, *holds): weight.numpy().tobytes() for (layer, holds), weight in executor.state.kept.items()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [
+        (f"{PROGRAMS}:drifting", 3),
+        (f"{PROGRAMS}:one_turned", 3),
+        (f"{PROGRAMS}:drifting", 2),
+        (f"{PROGRAMS}:all_in_one_order", 3),
+        (f"{PROGRAMS}:chained", 3),
+        (f"{PROGRAMS}:doubled", 4),
+        (f"{PROGRAMS}:in_slices", 4),
+        (f"{PROGRAMS}:broadcast", 3),
+        ("ddp", 3),
+        ("hsdp", 4),
+        ("zero-1", 2),
+    ],
+    ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else str(value),
+)
+def test_replicas_differ_bitwise_just_where_they_are_said_to_drift(ranks: World, strategy: str, count: int) -> None:
+    job = Job(strategy, count, count, GPT(layers=2, width=16, heads=2, block=8), 2, torch.float32)
+    groups = [list(map(list, drift.groups)) for drift in job.checked().drifts for _ in drift.layers]
+    found = ranks(count).call(kept, job)
+    apart: list[list[list[int]]] = []
+    for key in sorted({key for each in found for key in each}):
+        bits: dict[bytes, list[int]] = {}
+        for rank, each in enumerate(found):
+            if key in each:
+                bits.setdefault(each[key], []).append(rank)
+        if len(bits) > 1:
+            apart.append(list(bits.values()))
+    assert apart == groups
