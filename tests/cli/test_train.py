@@ -125,12 +125,12 @@ def test_what_cannot_be_run_is_one_sentence_before_any_rank_starts(
 
 
 @pytest.mark.parametrize("command", ["train --strategy user.py:blocks", "verify user.py:blocks"])
-def test_a_program_that_would_hang_on_this_backend_is_refused_before_any_rank_starts(
+def test_a_program_that_can_hang_on_this_backend_is_refused_before_any_rank_starts(
     command: str, user: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardlab.train.launch._start_local", lambda *_: pytest.fail("ranks were started"))
     assert main([*command.split(), "--ranks", "2"]) == 1
-    assert "on gloo this program would hang: deadlock: rank 0 waits in send" in capsys.readouterr().err
+    assert "on gloo this program can hang: deadlock: rank 0 waits in send" in capsys.readouterr().err
     assert not (user / "runs").exists()
 
 

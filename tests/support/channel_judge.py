@@ -15,6 +15,8 @@ from shardlab.check import ChannelModel
 from shardlab.program import Op, OpKind, Program
 from shardlab.program.tape import COMMUNICATION
 
+QUEUES = (ChannelModel.QUEUED_PER_PAIR, ChannelModel.QUEUED)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -36,6 +38,7 @@ class Chance:
         self.at = [0] * len(self.tapes)
         self.issued: list[Part] = []
         self.done: set[tuple[int, int]] = set()
+        self.made: set[Hashable] = set()
 
     def hangs(self) -> bool:
         """Whether a rank does not reach its end."""
@@ -50,13 +53,29 @@ class Chance:
         if self.at[rank] == len(self.tapes[rank]):
             return False
         op = self.tapes[rank][self.at[rank]]
-        return op.kind is not OpKind.WAIT or (rank, op.handle) in self.done
+        if op.kind is OpKind.WAIT:
+            return (rank, op.handle) in self.done
+        return self.model is not ChannelModel.QUEUED_PER_PAIR or op.batch >= 0 or self._is_made(Part(rank, op))
+
+    def _is_made(self, part: Part) -> bool:
+        """Whether a communicator was used before, or all of its ranks are about to use it."""
+        wanted = _communicator(part)
+        if wanted in self.made:
+            return True
+        ranks = part.op.group.ranks if part.op.group is not None else (part.rank, part.op.peer)
+        return all(self._next_communicator(rank) == wanted for rank in ranks)
+
+    def _next_communicator(self, rank: int) -> Hashable:
+        """What a rank's next op communicates on, if it does and there is one."""
+        rest = self.tapes[rank][self.at[rank] :]
+        return _communicator(Part(rank, rest[0])) if rest and rest[0].kind is not OpKind.WAIT else None
 
     def _advance(self, rank: int) -> Callable[[], None]:
         def step() -> None:
             op = self.tapes[rank][self.at[rank]]
             self.at[rank] += 1
             if op.kind is not OpKind.WAIT:
+                self.made.add(_communicator(Part(rank, op)))
                 self.issued.append(Part(rank, op))
                 if op.kind is OpKind.SEND and self.model in (ChannelModel.BUFFERED, ChannelModel.IN_ORDER):
                     self.done.add((rank, op.handle))  # the channel has taken it
@@ -75,8 +94,8 @@ class Chance:
         """Communications of which every part is issued, and stands where the model lets it run."""
         ready: list[list[Part]] = []
         for parts in self._matched():
-            together = len({_communicator(part) for part in parts}) == 1
-            if self.model is not ChannelModel.QUEUED or (together and all(map(self._at_head, parts))):
+            together = self.model is ChannelModel.QUEUED or len({_communicator(part) for part in parts}) == 1
+            if self.model not in QUEUES or (together and all(map(self._at_head, parts))):
                 ready.append(parts)
         return ready
 
@@ -96,12 +115,12 @@ class Chance:
         return [list(parts.values()) for key, parts in firsts.items() if len(parts) == wanted[key]]
 
     def _at_head(self, part: Part) -> bool:
-        """Nothing issued earlier by this rank on the same communicator is unfinished, but its own batch."""
+        """Nothing issued earlier by this rank in the same queue is unfinished, but its own batch."""
         for other in self.issued:
             if other is part:
                 return True
-            same_queue = other.rank == part.rank and _communicator(other) == _communicator(part)
-            if same_queue and (part.op.batch < 0 or other.op.batch != part.op.batch):
+            one_queue = self.model is ChannelModel.QUEUED or _communicator(other) == _communicator(part)
+            if other.rank == part.rank and one_queue and (part.op.batch < 0 or other.op.batch != part.op.batch):
                 return False
         raise AssertionError("the part is among those issued")
 

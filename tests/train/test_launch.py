@@ -154,3 +154,18 @@ def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.M
     assert launch.pick_device(1) == launch.torch.device("cuda", 1)
     assert launch.backend_of(launch.pick_device(1)) == "nccl"
     assert launch.backend_of(launch.pick_device(2)) == "gloo"
+
+
+def test_gpus_meet_with_the_device_id_for_which_messages_were_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it two ranks' messages would have a communicator of their own, which is another channel model."""
+    for name, value in {**LAUNCHERS["torchrun's variables"](0, "29500"), "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, object] = {}
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch.torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(launch, "store_of", lambda _: None)
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend))
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    device = run_ranks(1, lambda _, device: device)
+    assert device == launch.torch.device("cuda", 0)
+    assert (given["backend"], given["device_id"]) == ("nccl", device)

@@ -12,20 +12,27 @@ from shardlab.program import Group, Program, Spec
 class ChannelModel(Enum):
     """What a channel promises, from the most lenient to the strictest; each passes whatever the next one passes.
 
+    There is one exception: a message between an exchange and a single call may pass QUEUED, and never QUEUED_PER_PAIR.
+
     BUFFERED: a send never waits, and a receive takes the message that it means.
     IN_ORDER: a send never waits, and messages between two ranks arrive in the order they were sent.
     RENDEZVOUS: a send waits for its receive (gloo, even for 16 bytes).
-    QUEUED: each communicator runs its operations one at a time in issue order, each a rendezvous (NCCL).
+    QUEUED_PER_PAIR: each communicator runs its operations one at a time in issue order, each a rendezvous. A group has
+        one, two ranks' messages another, all exchanges a third, and ranks wait for one another when they first use it
+        (NCCL without `device_id`).
+    QUEUED: each rank runs its communication one operation at a time in issue order, each a rendezvous (NCCL with
+        `device_id`, which ranks are started with).
     """
 
     BUFFERED = "buffered"
-    IN_ORDER = "in-order per pair"
+    IN_ORDER = "in-order"
     RENDEZVOUS = "rendezvous"
+    QUEUED_PER_PAIR = "queued per pair"
     QUEUED = "queued"
 
 
 BACKENDS = {"gloo": ChannelModel.RENDEZVOUS, "nccl": ChannelModel.QUEUED}
-"""The channel model that each torch.distributed backend keeps to."""
+"""The channel model that each torch.distributed backend keeps to, as ranks are started."""
 
 
 class Member(NamedTuple):
@@ -70,4 +77,4 @@ class Checked:
     def why_not(self, backend: str) -> str | None:
         """Why the program does not run on a backend; None if it does."""
         deadlock = self.models[BACKENDS[backend]]
-        return self.not_runnable or (deadlock and f"on {backend} this program would hang: {deadlock}")
+        return self.not_runnable or (deadlock and f"on {backend} this program can hang: {deadlock}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from shardlab.check.channels import decide_models
 from shardlab.check.checked import Checked
 from shardlab.check.dataflow import Dataflow
-from shardlab.check.order import check_common_order
 from shardlab.check.runnable import why_not_runnable
 from shardlab.program import Program
 from shardlab.program.world import gc_paused
@@ -27,7 +26,6 @@ def check(program: Program) -> Checked:
     with gc_paused():
         dataflow = Dataflow(program)
         dataflow.run()
-        check_common_order(program)
         meetings, meeting_of = dataflow.communication.meetings, dataflow.communication.meeting_of
         models = decide_models(program, meetings, meeting_of)
     specs = [state.specs for state in dataflow.states]

@@ -20,9 +20,10 @@ def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.
 
     Those in `known` exist already; all ranks of the program know the same ones. New ones are added to it.
 
-    Programs may use fewer ranks than there are processes; only members take part in making a group. For that, torch
-    names a group by its members and by how many groups each has made before: a rank that has none to make while others
-    do makes one of itself alone, so that all count alike, also in the next program.
+    Programs may use fewer ranks than there are processes, except on NCCL. Torch names a group by its members and by how
+    many groups each has made before: a rank that has none to make while others do makes one of itself alone, so that
+    all count alike, also in the next program. With NCCL's `device_id` torch also splits every group off from the
+    world's communicator, in which each process must take part.
     """
     for groups in rounds(program, known):
         mine = next((group for group in groups if rank in group.ranks), None)

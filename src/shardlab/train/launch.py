@@ -100,7 +100,8 @@ def _meet(place: Place, store: dist.Store | None) -> torch.device:
         store=store,
         rank=place.rank,
         world_size=place.world,
-        device_id=None if device.type == "cpu" else device,  # so that all ranks make NCCL's communicator at once
+        # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
+        device_id=None if device.type == "cpu" else device,
     )
     return device
 

@@ -1,0 +1,181 @@
+"""Issues and waits of all ranks, replayed with every communication a rendezvous."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable
+
+from shardlab.check.checked import ChannelModel, Meeting
+from shardlab.program import OpKind, Program
+from shardlab.program.tape import COMMUNICATION
+from shardlab.program.waiting import Wait, explain
+
+EXCHANGES = "exchanges"
+"""The communicator of all exchanges: the world's, which is there before the first op."""
+
+
+class Slot:
+    """Operations that stand at one place of a queue: one, or those that an exchange issues together."""
+
+    __slots__ = ("batch", "open")
+
+    def __init__(self, batch: int, meeting: int) -> None:
+        self.batch = batch
+        self.open = {meeting}
+
+
+class Replay:
+    """One run of a program under RENDEZVOUS or a model that queues.
+
+    How NCCL queues follows from ProcessGroupNCCL::pointToPoint (torch 2.9 to 2.13) and from what NCCL says of itself:
+
+    - After `init_process_group(device_id=...)` all messages of a process group, batched or not, use its communicator,
+      so they run one after the other (pytorch/pytorch#156748, first #154132, whose warning says so).
+    - Without `device_id`, a single send or receive uses a communicator of the two ranks, which is made at its first
+      use, while the process waits for the other one; `batch_isend_irecv` uses the group's. So one half of a message in
+      a batch never meets another half outside it.
+    - Operations on two communicators of a GPU may run side by side, but CUDA does not promise it, and the first message
+      between two ranks also waits for a connection: if two ranks issue a message and a collective in different orders,
+      or two collectives, either may hold what the other waits for (NVIDIA/nccl#783, #1192, #1766; NCCL's
+      documentation, "Using multiple NCCL communicators concurrently"). So QUEUED has one queue for each rank.
+    """
+
+    def __init__(
+        self, program: Program, meetings: list[Meeting], meeting_of: list[dict[int, int]], model: ChannelModel
+    ) -> None:
+        self.program = program
+        self.meetings = meetings
+        self.meeting_of = meeting_of
+        self.queued = model is not ChannelModel.RENDEZVOUS
+        self.per_pair = model is ChannelModel.QUEUED_PER_PAIR
+        self.size = [len(meeting.members) for meeting in meetings]
+        self.came = [0] * len(meetings)
+        self.done = bytearray(len(meetings))
+        self.runnable = deque(range(len(program.tapes)))
+        self.waiting: dict[int, int] = {}  # rank -> the meeting that it waits for, or (if it joins) is to issue
+        self.waiters: dict[int, list[int]] = defaultdict(list)
+        self.lanes: list[Hashable] = [self._communicator(m) if self.per_pair else None for m in meetings]
+        self.queues: list[dict[Hashable, deque[Slot]]] = [defaultdict(deque) for _ in program.tapes]
+        self.made: set[Hashable] = {EXCHANGES}
+        self.joining: dict[Hashable, list[int]] = defaultdict(list)  # communicator -> ranks that wait to make it
+
+    def deadlock(self) -> str | None:
+        """Replay to the end: None, or the cycle in which the ranks wait."""
+        tapes = [[op for op in tape if op[0] is OpKind.WAIT or op[0] in COMMUNICATION] for tape in self.program.tapes]
+        at = [0] * len(tapes)
+        while self.runnable:
+            rank = self.runnable.popleft()
+            ops, meeting_of = tapes[rank], self.meeting_of[rank]
+            for index in range(at[rank], len(ops)):
+                op = ops[index]
+                meeting = meeting_of[op[4]]
+                if op[0] is OpKind.WAIT:
+                    if self.done[meeting]:
+                        continue
+                    self.waiters[meeting].append(rank)
+                elif not self.per_pair or self._joins(rank, meeting):
+                    self._issue(rank, meeting, op.batch)
+                    continue
+                at[rank] = index
+                self.waiting[rank] = meeting
+                break
+        if not self.waiting:
+            return None
+        return explain({rank: self._wait(rank, meeting) for rank, meeting in self.waiting.items()})
+
+    def _communicator(self, meeting: Meeting) -> Hashable:
+        """A group's collectives have one, two ranks' messages another, all exchanges a third."""
+        if meeting.group is not None:
+            return meeting.group
+        if any(self.program.tapes[member.rank][member.op].batch >= 0 for member in meeting.members):
+            return EXCHANGES
+        return frozenset(member.rank for member in meeting.members)
+
+    def _joins(self, rank: int, meeting: int) -> bool:
+        """Whether an op's communicator is made; its ranks make it together, and the last one to come wakes the rest."""
+        communicator = self.lanes[meeting]
+        if communicator in self.made:
+            return True
+        others = self.joining[communicator]
+        if len(others) + 1 < self.size[meeting]:
+            others.append(rank)
+            return False
+        for other in others:
+            del self.waiting[other]
+        self.runnable.extend(others)
+        del self.joining[communicator]
+        self.made.add(communicator)
+        return True
+
+    def _issue(self, rank: int, meeting: int, batch: int) -> None:
+        """One member has come."""
+        self.came[meeting] += 1
+        if self.queued:
+            queue = self.queues[rank][self.lanes[meeting]]
+            if batch >= 0 and queue and queue[-1].batch == batch:
+                queue[-1].open.add(meeting)
+            else:
+                queue.append(Slot(batch, meeting))
+        if self.came[meeting] == self.size[meeting]:
+            self._complete([meeting])
+
+    def _complete(self, candidates: list[int]) -> None:
+        """Complete what can be; a completion may bring others to the head of their queues."""
+        while candidates:
+            meeting = candidates.pop()
+            if self.came[meeting] < self.size[meeting] or self.done[meeting]:
+                continue
+            if self.queued:
+                lane = self.lanes[meeting]
+                queues = [self.queues[member.rank][lane] for member in self.meetings[meeting].members]
+                if not all(meeting in queue[0].open for queue in queues):
+                    continue
+                for queue in queues:
+                    queue[0].open.discard(meeting)
+                    if not queue[0].open:
+                        queue.popleft()
+                        if queue:
+                            candidates.extend(queue[0].open)
+            self.done[meeting] = 1
+            for rank in self.waiters.pop(meeting, ()):
+                del self.waiting[rank]
+                self.runnable.append(rank)
+
+    # What is said of a deadlock.
+
+    def _wait(self, rank: int, meeting: int) -> Wait:
+        """What a blocked rank waits for: absent members, or in the end of the operations queued before its own."""
+        text = self._op(rank, meeting)
+        joined = self.joining.get(self.lanes[meeting], ())
+        if rank in joined:
+            absent = [m.rank for m in self.meetings[meeting].members if m.rank not in joined]
+            return Wait(f"{text}, the first use of its communicator, which waits for rank {absent[0]}", absent)
+        behind = [meeting]
+        while True:
+            members = self.meetings[behind[-1]].members
+            absent = [m.rank for m in members if not self._has_issued(m.rank, m.op)]
+            if absent:
+                if len(behind) > 1:
+                    text += f", which waits for rank {absent[0]}'s {self._op(absent[0], behind[-1])}"
+                return Wait(text, absent)
+            heads = [(m.rank, self.queues[m.rank][self.lanes[behind[-1]]][0].open) for m in members]
+            queued, before = next((at, min(head)) for at, head in heads if behind[-1] not in head)
+            text += f", which is queued behind rank {queued}'s {self._op(queued, before)}"
+            if before in behind:
+                return Wait(text, [m.rank for m in members if m.rank != rank])
+            behind.append(before)
+
+    def _op(self, rank: int, meeting: int) -> str:
+        at = next(member.op for member in self.meetings[meeting].members if member.rank == rank)
+        return f"{self.program.tapes[rank][at]} (its op {at})"
+
+    def _has_issued(self, rank: int, op: int) -> bool:
+        """Whether a blocked or ended rank has got past one of its ops."""
+        if rank not in self.waiting:
+            return True
+        meeting = self.waiting[rank]
+        member = next(member for member in self.meetings[meeting].members if member.rank == rank)
+        if rank in self.joining.get(self.lanes[meeting], ()):
+            return op < member.op
+        tape = self.program.tapes[rank]
+        return op < next(i for i, o in enumerate(tape) if o.kind is OpKind.WAIT and o.handle == member.handle)
