@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from examples.parameter_server import parameter_server
 from shardlab.check import Checked, check
-from shardlab.program import Program, Rank, Strategy, Value, trace
+from shardlab.check.numbering import ATOMIC
+from shardlab.program import LayerKind, Program, Rank, Strategy, Value, trace
+from shardlab.program.layers import layers_of
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES
 from tests.check import drifting
@@ -199,6 +201,11 @@ def test_gradients_that_each_rank_computes_for_itself_drift_where_kernels_add_in
     assert proof.drifts == []  # a matrix's gradient is one product
 
 
+def test_what_may_add_in_no_fixed_order_are_primitives_of_layers() -> None:
+    kinds = [LayerKind.TOKENWISE, LayerKind.DENSE, LayerKind.DENSE, LayerKind.SLICED, LayerKind.WHOLE]
+    assert {node.name for layer in layers_of(kinds, tied=False) for node in layer.nodes} >= ATOMIC
+
+
 def test_copies_made_one_again_after_the_update_leave_their_states_apart() -> None:
     async def averaged(rank: Rank) -> None:
         await drifting.drifting(rank)
@@ -236,10 +243,9 @@ async def slices_summed_apart(rank: Rank) -> None:
         one, two, three = (rank.grad_weights[l, (i + rank.index) % 3] for i in range(3))
         rank.grad_weights["first"] = one + two
         rank.grad_weights["slice"] = rank.grad_weights["first"] + three
-        total = await rank.all_gather(rank.grad_weights["slice"])
-        part = rank.norm(l, total)
+        rank.grad_weights["total", l] = await rank.all_gather(rank.grad_weights["slice"])
+        part = rank.norm(l, rank.grad_weights["total", l])
         rank.scalars[0] = rank.scalars[0] + part if l else part
-        rank.grad_weights["total", l] = total
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(("total", l)), rank.weights[l], rank.opt_states[l], rank.scalars[0]

@@ -73,6 +73,18 @@ def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.Monk
     assert "3.00e-07  worst in layer 2" in capsys.readouterr().out
 
 
+def test_verify_warns_of_replicas_that_may_drift(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """In float64 and for a few steps they are as good as equal."""
+    monkeypatch.setattr(verifying, "verify", lambda job, steps, clip: Verdict(0.0, 0.0, 0, 0.0, 0))
+    words = ["verify", f"{ROOT}/tests/check/drifting.py:drifting", "--ranks", "3", "--microbatches", "3"]
+    assert main(words) == 0
+    assert "on ranks 0-2 may drift: their gradients" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--json"]) == 0
+    assert [drift["kind"] for drift in json.loads(capsys.readouterr().out)["drifts"]] == ["weights"]
+    assert main(["verify", "ddp"]) == 0
+    assert "drift" not in capsys.readouterr().out
+
+
 def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     clips: list[float | None] = []
 

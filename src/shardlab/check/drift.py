@@ -69,13 +69,14 @@ def drifts_of(checked: Checked) -> list[Drift]:
         apart = _apart(copies[kind, layer])
         if apart and layer not in drifting:
             drifting.add(layer)
-            cause = _cause(numbering.numbers, sorted({copy.number for copy in apart}))
+            first = apart[0].holds.mask & -apart[0].holds.mask  # other elements may be sums of other values
+            cause = _cause(numbering.numbers, sorted({copy.number for copy in apart if copy.holds.mask & first}))
             found[kind, _groups(apart), cause].append(layer)
     return [Drift(kind.value, tuple(layers), groups, cause) for (kind, groups, cause), layers in found.items()]
 
 
 def _apart(copies: list[Copy]) -> list[Copy]:
-    """Of all copies of a layer's elements, the parts that have different numbers on different ranks."""
+    """Of all copies, the parts that have other numbers on other ranks, counted in pieces of one size."""
     numbers = {copy.number for copy in copies}
     if len(numbers) == 1:
         return []
