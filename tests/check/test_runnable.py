@@ -57,39 +57,3 @@ def test_what_can_be_communicated_runs_on_both() -> None:
     checked = check(trace(sends("activations"), 2, 1, 4))
     assert checked.why_not("gloo") is None
     assert checked.backends() == ["gloo", "nccl"]
-
-
-def updates_a_copy(read: str) -> Strategy:
-    """The update is given a gathered copy of the weight, and what was loaded is read before or after it, or not."""
-
-    async def strategy(rank: Rank) -> None:
-        rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.index, rank.world)
-        full = rank.weights["full"] = await rank.all_gather(rank.weights[0])
-        rank.activations[0] = rank.load_batch(rank.share())
-        gradient = rank.loss(rank.forward(0, rank.activations[0], full))
-        total = await rank.reduce_scatter(rank.backward(0, rank.activations[0], gradient, full)[0])
-        if read == "before":
-            await rank.all_gather(rank.weights[0])
-        if read == "meanwhile":
-            rank.all_gather(rank.weights[0])
-        rank.weights["new"], rank.opt_states[0] = rank.update(0, total, full, rank.opt_states[0])
-        if read == "after":
-            await rank.all_gather(rank.weights[0])
-
-    return strategy
-
-
-@pytest.mark.parametrize("read", ["never", "before"])
-def test_a_copy_of_a_weight_may_be_updated_in_its_place(read: str) -> None:
-    assert check(trace(updates_a_copy(read), 2, 1, 2)).backends() == ["gloo", "nccl"]
-
-
-@pytest.mark.parametrize(("read", "op"), [("after", "all_gather"), ("meanwhile", "update")])
-def test_what_an_update_has_written_over_is_not_read(read: str, op: str) -> None:
-    """The specs are right, and so would the numbers be if the old slice still were somewhere."""
-    checked = check(trace(updates_a_copy(read), 2, 1, 2))
-    assert checked.backends() == []
-    assert checked.not_runnable is not None
-    assert f"{op}(layer 0)" in checked.not_runnable
-    assert "weights[0] (shard 0 of 2) is read here" in checked.not_runnable
-    assert "was given another copy of it and has written over it" in checked.not_runnable

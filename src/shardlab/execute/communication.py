@@ -180,7 +180,7 @@ def _pieces(member: Spec, whole: Spec) -> int:
 
 def _room(state: State, number: int) -> torch.Tensor:
     spec = state.specs[number]
-    if number in state.analysis.in_kept:
+    if number in state.analysis.kept.arrives:
         return state.kept[spec.layer, spec.holds]
     shape, slot = state.shapes.shape(spec), state.analysis.slot.get(number)
     if slot is not None:

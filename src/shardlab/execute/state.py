@@ -98,8 +98,8 @@ class State:
         self.loss_owners = _loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
-        self.kept = {key: self._initial(*key) for key in _loads(self.tape, OpKind.LOAD_WEIGHT)}
-        self.opt_states = {key: self._optimizer(*key) for key in _loads(self.tape, OpKind.LOAD_OPT_STATE)}
+        self.kept = {key: self._initial(*key) for key in self.analysis.kept.loaded.values()}
+        self.opt_states = {key: self._optimizer(*key) for key in _opt_states(self.tape)}
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
@@ -119,9 +119,9 @@ class State:
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
         """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own."""
-        owner = next((theirs for its, theirs in self.kept if its == layer and theirs.contains(holds)), None)
-        flat = self._initial(layer, holds) if owner is None else self.kept[layer, owner]
-        runs = [flat[a:b] for a, b in self.shapes.places(layer, owner or holds, holds)]
+        owner = self.analysis.kept.owner(layer, holds)
+        flat = self._initial(layer, holds) if owner is None else self.kept[owner]
+        runs = [flat[a:b] for a, b in self.shapes.places(layer, owner[1] if owner else holds, holds)]
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
         return Slice(runs, starts, decayed, self.settings.optimizer)
@@ -163,7 +163,7 @@ class State:
 
     def keep(self) -> None:
         """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""
-        for number, key in self.analysis.final.items():
+        for number, key in self.analysis.kept.final.items():
             if self.values[number].data_ptr() != self.kept[key].data_ptr():
                 self.kept[key].copy_(self.values[number])
 
@@ -201,9 +201,9 @@ class State:
         return buffers
 
 
-def _loads(tape: list[Op], kind: OpKind) -> list[tuple[int, Holds]]:
-    """(layer, slices) of each load of a kind."""
-    return [(op.layer, op.holds) for op in tape if op.kind is kind and op.holds is not None]
+def _opt_states(tape: list[Op]) -> list[tuple[int, Holds]]:
+    """(layer, slices) of each optimizer state that is loaded."""
+    return [(op.layer, op.holds) for op in tape if op.kind is OpKind.LOAD_OPT_STATE and op.holds is not None]
 
 
 def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
