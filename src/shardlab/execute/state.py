@@ -17,7 +17,7 @@ from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import Halves, Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
-from shardlab.program import Holds, LayerKind, Op, OpKind, Spec, UserError
+from shardlab.program import Holds, LayerKind, Op, OpKind, Spec
 from shardlab.program.sizes import SLICE
 from shardlab.rules.pieces import bits
 
@@ -127,11 +127,7 @@ class State:
         return Slice(runs, starts, decayed, self.settings.optimizer)
 
     def share(self, op: Op) -> Share:
-        """Which share of its layer a FORWARD or RECOMPUTE computes.
-
-        Raises:
-            UserError: when it is several slices of a layer that is cut into more, which no layer computes at once.
-        """
+        """Which share of its layer a FORWARD or RECOMPUTE computes: all, or one slice, as the check sees to."""
         kind, spec = self.checked.program.sizes.kind(op.layer), self.specs[op.inputs[0]]
         tokens = self.shapes.tokens(spec) if kind in (LayerKind.NORM, LayerKind.PROJECT) else None
         if kind is LayerKind.NORM:
@@ -141,12 +137,7 @@ class State:
         slices = math.prod(space.count(index) for index in cut)
         if slices == 1:
             return replace(whole, tokens=tokens)
-        holds = self.specs[op.inputs[1]].holds
-        if holds.of != slices or holds.pieces != 1:
-            raise UserError(
-                f"layer {op.layer} is cut into {slices} slices and rank {self.rank} computes with slices "
-                f"{holds} of it; compute with one slice on each rank"
-            )
+        holds = self.specs[op.inputs[1]].holds.simplified()
         return Share(holds.mask.bit_length() - 1, holds.of, tokens)
 
     def dropout(self, op: Op) -> Dropout | None:
