@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Rank, Strategy, trace
+from shardlab.check.runnable import why_not_runnable
+from shardlab.program import Holds, OpKind, Program, Rank, Sizes, Strategy, trace
+from tests.check.sliced_programs import gathered_matrices, gathers, microbatches_together, tp_mesh
+from tests.support.interpreter import judge
+from tests.support.mutations import changed
 
 
 async def train(rank: Rank) -> None:
@@ -59,37 +63,51 @@ def test_what_can_be_communicated_runs_on_both() -> None:
     assert checked.backends() == ["gloo", "nccl"]
 
 
-def updates_a_copy(read: str) -> Strategy:
-    """The update is given a gathered copy of the weight, and what was loaded is read before or after it, or not."""
-
-    async def strategy(rank: Rank) -> None:
-        rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.index, rank.world)
-        full = rank.weights["full"] = await rank.all_gather(rank.weights[0])
-        rank.activations[0] = rank.load_batch(rank.share())
-        gradient = rank.loss(rank.forward(0, rank.activations[0], full))
-        total = await rank.reduce_scatter(rank.backward(0, rank.activations[0], gradient, full)[0])
-        if read == "before":
-            await rank.all_gather(rank.weights[0])
-        if read == "meanwhile":
-            rank.all_gather(rank.weights[0])
-        rank.weights["new"], rank.opt_states[0] = rank.update(0, total, full, rank.opt_states[0])
-        if read == "after":
-            await rank.all_gather(rank.weights[0])
-
-    return strategy
+def sliced(strategy: Strategy, ranks: int) -> Program:
+    mesh = tp_mesh(ranks)
+    return trace(strategy, mesh, Sizes.of_puzzle(1, mesh), 4)
 
 
-@pytest.mark.parametrize("read", ["never", "before"])
-def test_a_copy_of_a_weight_may_be_updated_in_its_place(read: str) -> None:
-    assert check(trace(updates_a_copy(read), 2, 1, 2)).backends() == ["gloo", "nccl"]
+def test_what_is_cut_is_computed_one_slice_at_a_time() -> None:
+    program = sliced(gathered_matrices, 2)
+    assert judge(program).right
+    assert check(program).not_runnable == (
+        "rank 0, op 23 forward(layer 0): layer 0 is cut into 2 slices and this computes with slices 0 of 1 of it at "
+        "once; compute with one slice on each rank."
+    )
 
 
-@pytest.mark.parametrize(("read", "op"), [("after", "all_gather"), ("meanwhile", "update")])
-def test_what_an_update_has_written_over_is_not_read(read: str, op: str) -> None:
-    """The specs are right, and so would the numbers be if the old slice still were somewhere."""
-    checked = check(trace(updates_a_copy(read), 2, 1, 2))
-    assert checked.backends() == []
-    assert checked.not_runnable is not None
-    assert f"{op}(layer 0)" in checked.not_runnable
-    assert "weights[0] (shard 0 of 2) is read here" in checked.not_runnable
-    assert "was given another copy of it and has written over it" in checked.not_runnable
+def test_microbatches_that_were_gathered_are_dealt_back() -> None:
+    program = sliced(microbatches_together, 2)
+    assert judge(program).right
+    assert check(program).backends() == ["gloo", "nccl"]
+
+
+def test_slices_of_other_microbatches_are_not_gathered_at_once() -> None:
+    program = sliced(gathers([([0], [0, 1]), ([0], [2, 3]), ([1], [0, 1]), ([1], [2, 3])]), 4)
+    assert judge(program).right
+    why = check(program).not_runnable
+    assert why is not None
+    assert "all_gather(layer 0) on world: the ranks have other microbatches and other slices of the sequence" in why
+
+
+def test_a_batch_has_the_same_slices_of_each_microbatch() -> None:
+    """No verb loads another; a tape may."""
+    program = sliced(gathers([([0, 1], [0]), ([0, 1], [1])]), 2)
+    for rank, holds in enumerate((Holds(0b1001, 8), Holds(0b0110, 8))):
+        load = next(op for op in program.tapes[rank] if op.kind is OpKind.LOAD_BATCH)
+        program = changed(program, rank, program.tapes[rank].index(load), load._replace(holds=holds))
+    why = check(program).not_runnable
+    assert why is not None
+    assert why.startswith("rank 0, op 0 load_batch(batch): activations[0] (sequence slice 0 of microbatch 0 and ")
+    assert why.endswith("has other slices of some microbatches than of others; load and compute them apart.")
+
+
+def test_the_loss_is_of_one_slice_of_the_logits_or_of_all() -> None:
+    checked = check(sliced(microbatches_together, 4))
+    loss = next(op for op in checked.program.tapes[0] if op.kind is OpKind.LOSS_STATS)
+    logits = checked.specs[0][loss.inputs[0]]
+    checked.specs[0][loss.inputs[0]] = logits._replace(form=logits.form.but(slices=(("slice", 0b11),)))
+    why = why_not_runnable(checked.program, checked.specs, checked.meetings)
+    assert why is not None
+    assert why.endswith("has several slices of the logits, but not all; compute the loss of one slice, or of all.")

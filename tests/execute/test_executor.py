@@ -86,7 +86,7 @@ async def gathered_once(rank: Rank) -> None:
 def test_a_new_weight_is_gathered_into_the_place_of_the_old_one() -> None:
     found = analysis_of(user_programs.zero_1, 2, 3, 2)
     gathers = [op.outputs[0] for op in found.tape if op.kind is OpKind.ALL_GATHER]
-    assert found.in_kept == set(gathers) == set(found.final)
+    assert found.kept.arrives == set(gathers) == set(found.kept.final)
     assert found.slots == 0
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from shardlab.program import Op, OpKind
+from tests.support.judged_memory import elements_of
 from tests.support.judged_rank import JudgedRank
 from tests.support.one_device import initial, squares, update_slice
-from tests.support.pieces import ELEMENTS, Array, BrokenTape, Piece, owned, summed
+from tests.support.pieces import Array, BrokenTape, Piece, owned, summed
 from tests.support.toy_network import Network
 
 PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
@@ -17,15 +18,15 @@ PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
 
 
 def load(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    mask, of = op.holds or (0, 0)
-    if op.layer not in network.weights or of < 1 or ELEMENTS % of or mask <= 0 or mask >> of:
-        raise BrokenTape(f"there are no slices {mask} of {of} of layer {op.layer}")
-    size = ELEMENTS // of
-    where = tuple(e for e in range(ELEMENTS) if mask >> e // size & 1)
+    where = elements_of(op)
+    if op.layer not in network.weights or not where:
+        raise BrokenTape(f"there are no slices {op.holds} of layer {op.layer}")
     if (op.kind, op.layer, where) in rank.loaded:
         raise BrokenTape("the same slice is loaded twice")
     rank.loaded.append((op.kind, op.layer, where))
-    rank.write(op.outputs[0], Piece(where, initial(op.layer)[PLACE[op.kind]][list(where)]))
+    kept = op.kind is OpKind.LOAD_WEIGHT
+    data = rank.weights.buffers[op.layer, where] if kept else initial(op.layer)[1][list(where)]
+    rank.write(op.outputs[0], Piece(where, data))
 
 
 def load_batch(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
@@ -117,10 +118,12 @@ def update(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> Non
         if value.data.ndim != 1 or any(e not in places for e in state.where):
             raise BrokenTape("the gradient or the weight lacks elements")
         parts.append(value.data[[places[e] for e in state.where]])
-    made = update_slice(op.layer, parts[1], state.data, parts[0], sum(int(norm.data[0]) for norm in norms))
+    squared = sum(int(norm.data[0]) for norm in norms)
+    new, new_state = update_slice(op.layer, parts[1], state.data, parts[0], squared)
     rank.delete(op.inputs[1])
     rank.delete(op.inputs[2])
-    for number, data in zip(op.outputs, made, strict=True):
+    new = rank.weights.step(op.layer, state.where, parts[1], new, rank.being_read())
+    for number, data in zip(op.outputs, (new, new_state), strict=True):
         rank.write(number, Piece(state.where, data))
 
 

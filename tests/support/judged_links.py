@@ -26,7 +26,7 @@ class Links:
         if op.kind is OpKind.SEND:
             rank.issue(op)
             rank.arrived[op.handle] = None
-            self.channels[rank.index, self._peer(rank, op)].append(rank.read(op.inputs[0]))
+            self.channels[rank.index, self._peer(rank, op)].append(rank.given(op.inputs[0]))
             self._deliver(rank.index, op.peer)
         elif op.kind is OpKind.RECV:
             rank.issue(op)
@@ -50,7 +50,7 @@ class Links:
             self.ranks[to].arrived[wanted.popleft()] = sent.popleft()
 
     def _collective(self, rank: JudgedRank, op: Op) -> None:
-        piece = rank.read(op.inputs[0]) if op.inputs else None
+        piece = rank.given(op.inputs[0]) if op.inputs else None
         rank.issue(op)
         if op.group is None or rank.index not in op.group.ranks:
             raise BrokenTape("this rank is not of the group")

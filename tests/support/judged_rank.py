@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardlab.program import Op, OpKind
-from tests.support.pieces import BrokenTape, Piece
+from tests.support.judged_memory import KeptWeights
+from tests.support.pieces import Array, BrokenTape, Piece
 
 Kept = dict[int, tuple[int, Any, int]]
 
@@ -17,7 +19,8 @@ class JudgedRank:
         memory: the values that live, by number.
         saved: number to (the activation that owns it, what a forward pass has kept, and the layer).
         halves: the same, between the halves of a backward pass.
-        in_flight: handle to (value read, value made).
+        weights: the memory that its loaded weights are views of.
+        in_flight: handle to (value read, value made, index of the op).
         arrived: handle to what it has brought (None: nothing).
         loaded: what was loaded: the op's kind, the layer, and the elements.
     """
@@ -29,7 +32,8 @@ class JudgedRank:
         self.memory: dict[int, Piece] = {}
         self.saved: Kept = {}
         self.halves: Kept = {}
-        self.in_flight: dict[int, tuple[int | None, int | None]] = {}
+        self.weights = KeptWeights(ops)
+        self.in_flight: dict[int, tuple[int | None, int | None, int]] = {}
         self.arrived: dict[int, Piece | None] = {}
         self.loaded: list[tuple[OpKind, int, tuple[int, ...]]] = []
 
@@ -43,7 +47,7 @@ class JudgedRank:
         self.memory[number] = piece
 
     def delete(self, number: int) -> None:
-        if any(read == number for read, _ in self.in_flight.values()):
+        if any(read == number for read, _, _ in self.in_flight.values()):
             raise BrokenTape(f"value {number} ends while a communication reads it")
         self.read(number)
         del self.memory[number]
@@ -74,7 +78,18 @@ class JudgedRank:
         """A communication starts."""
         if op.handle in self.in_flight:
             raise BrokenTape(f"handle {op.handle} is in flight already")
-        self.in_flight[op.handle] = (op.inputs[0] if op.inputs else None, op.outputs[0] if op.outputs else None)
+        read, made = op.inputs[0] if op.inputs else None, op.outputs[0] if op.outputs else None
+        self.in_flight[op.handle] = read, made, self.at
+
+    def being_read(self) -> list[Array]:
+        """What communications in flight read."""
+        numbers = [read for read, _, _ in self.in_flight.values()]
+        return [self.memory[read].data for read in numbers if read is not None and read in self.memory]
+
+    def given(self, number: int) -> Piece:
+        """A value as a communication takes it along: a copy, for the rank may write over its own."""
+        piece = self.read(number)
+        return replace(piece, data=piece.data.copy())
 
     def wait(self, handle: int) -> bool:
         """Whether a communication has ended; what it brings is then there."""
@@ -82,10 +97,11 @@ class JudgedRank:
             raise BrokenTape(f"rank {self.index} waits for handle {handle}, which is not in flight")
         if handle not in self.arrived:
             return False
-        _, made = self.in_flight.pop(handle)
+        _, made, issued = self.in_flight.pop(handle)
         piece = self.arrived.pop(handle)
         if (piece is None) != (made is None):
             raise BrokenTape("a communication brings a value that nobody takes, or none to one who does")
         if piece is not None and made is not None:
-            self.write(made, piece)
+            data = self.weights.take(self.ops[issued], issued, made, piece.where, piece.data)
+            self.write(made, replace(piece, data=data))
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardlab.check.channels import decide_models
 from shardlab.check.checked import Checked
 from shardlab.check.dataflow import Dataflow
+from shardlab.check.kept import check_kept
 from shardlab.check.runnable import why_not_runnable
 from shardlab.program import Program
 from shardlab.program.world import gc_paused
@@ -15,9 +16,8 @@ def check(program: Program) -> Checked:
     """Prove, from the tapes alone, that a program computes the gradient of one device and cannot hang.
 
     Every layer's gradient reaches its update from every microbatch exactly once; every slice of every weight is
-    updated exactly once, from step t to t + 1, but for layers of which no rank loads an optimizer state: they are
-    frozen, and stay as they are; no value is used freed, stale, partial or of the wrong layer; every
-    message reaches the receive that was meant; the members of a group issue its collectives in one order.
+    updated exactly once, from step t to t + 1; no value is used freed, stale, partial, written over or of the wrong
+    layer; every message reaches the receive that was meant; the members of a group issue its collectives in one order.
 
     The result also says under which channel models the program runs; a backend whose model deadlocks is not for it.
 
@@ -31,6 +31,8 @@ def check(program: Program) -> Checked:
             dataflow.run()
         finally:
             dataflow.release()
+        for state in dataflow.states:
+            check_kept(state.index, state.ops, state.specs)
         meetings, meeting_of = dataflow.communication.meetings, dataflow.communication.meeting_of
         models = decide_models(program, meetings, meeting_of)
     specs = [state.specs for state in dataflow.states]

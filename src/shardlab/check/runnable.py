@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 from shardlab.check.checked import Meeting
-from shardlab.program import Holds, Kind, Op, OpKind, Program, Spec
+from shardlab.program import Kind, Op, OpKind, Program, Spec
 from shardlab.rules.kind import ROW_KINDS
-from shardlab.rules.pieces import common
+from shardlab.rules.pieces import bits
+from shardlab.rules.spec import share_of
+
+FORWARDS = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE})
+LOSSES = frozenset({OpKind.LOSS, OpKind.LOSS_STATS})
 
 
 def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> str | None:
-    """The first op that has no tensors, or uneven ones, or reads what is no more; None if there is none."""
+    """The first op that has no tensors, uneven ones, or several slices where a layer has one; None if there is none."""
     for meeting in meetings:
         # of a message the sender, of a collective the first that gives a value
         givers = ((rank, at) for rank, _, at in meeting.members if program.tapes[rank][at].inputs)
@@ -28,56 +32,72 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
         elif spec.kind is Kind.GRAD_ACTIVATION and spec.layer == 0:
             why = f"the model's input is tokens, which have no gradient; do not communicate {spec}"
         elif op.kind in (OpKind.ALL_GATHER, OpKind.GATHER):
-            given = [_share(specs[m.rank][program.tapes[m.rank][m.op].inputs[0]]) for m in meeting.members]
-            if any(share != given[0] for share in given):
-                shares = ", ".join(map(str, given))
-                why = f"the members give {shares} of the whole; only equal pieces are gathered"
+            why = _no_gather([specs[m.rank][program.tapes[m.rank][m.op].inputs[0]] for m in meeting.members])
         if why is not None:
             return f"rank {rank}, op {at} {op}: {why}."
+    if not program.sizes.kinds:  # nothing is sliced
+        return None
     return next(
-        (why for rank, tape in enumerate(program.tapes) if (why := _overwritten(rank, tape, specs[rank]))), None
+        (
+            f"rank {rank}, op {at} {op}: {why}."
+            for rank, tape in enumerate(program.tapes)
+            for at, op in enumerate(tape)
+            if (why := _no_tensor(program, op, specs[rank]))
+        ),
+        None,
     )
 
 
-def _share(spec: Spec) -> Fraction:
-    """How much of the whole a value holds, of parameters or of the batch."""
-    if spec.kind in ROW_KINDS:
-        return Fraction(spec.cells.bit_count(), spec.form.space.cells)
-    return Fraction(spec.holds.pieces, spec.holds.of)
-
-
-def _overwritten(rank: int, tape: Sequence[Op], specs: dict[int, Spec]) -> str | None:
-    """The first read of a loaded weight that is no more: an update writes over it, whatever copy it is given."""
-    loads = [op for op in tape if op[0] is OpKind.LOAD_WEIGHT]
-    own = {op.outputs[0] for op in loads}
-    if len({op.layer for op in loads}) == len(loads) and all(op[2][1] in own for op in tape if op[0] is OpKind.UPDATE):
-        return None  # each layer's one loaded weight is what its update is given, and so it ends there
-    loaded: dict[int, list[int]] = defaultdict(list)
-    written: dict[int, int] = {}  # by which update
-    reading: dict[int, int] = {}  # handle to what its communication reads
-    for at, op in enumerate(tape):
-        kind = op[0]
-        if kind is OpKind.LOAD_WEIGHT:
-            loaded[op.layer].append(op.outputs[0])
-        elif kind is OpKind.WAIT:
-            reading.pop(op.handle, None)
-        elif kind is not OpKind.FREE:
-            if op.handle >= 0 and op.inputs:
-                reading[op.handle] = op.inputs[0]
-            if kind is OpKind.UPDATE and loaded[op.layer] != [op.inputs[1]]:
-                slices = specs[op.inputs[2]].holds
-                others = [n for n in loaded[op.layer] if n != op.inputs[1]]
-                written |= {n: at for n in others if _overlap(specs[n].holds, slices)}
-            late = [n for n in (*op.inputs, *reading.values()) if n in written] if written else []
-            if late:
-                update = written[late[0]]
-                return (
-                    f"rank {rank}, op {at} {op}: {specs[late[0]]} is read here, but op {update} {tape[update]} was "
-                    "given another copy of it and has written over it; read it before that, or update it itself."
-                )
+def _no_gather(given: Sequence[Spec]) -> str | None:
+    """Why no tensor is made of what the members of a gather give."""
+    first = given[0]
+    shares = [_share(spec) for spec in given]
+    if any(share != shares[0] for share in shares):
+        return f"the members give {', '.join(map(str, shares))} of the whole; only equal pieces are gathered"
+    if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
+        return None
+    if len({_slices(spec) for spec in given}) > 1:
+        return (
+            "the ranks have other microbatches and other slices of the sequence; gather over the axis of one, then "
+            "over that of the other"
+        )
     return None
 
 
-def _overlap(a: Holds, b: Holds) -> bool:
-    mine, theirs = common(a, b)
-    return mine.mask & theirs.mask != 0
+def _share(spec: Spec) -> Fraction:
+    """How much of the whole a value holds, of parameters, or of the batch and the indices that it is cut along."""
+    if spec.kind in ROW_KINDS:
+        return Fraction(spec.cells.bit_count(), spec.form.space.cells) * share_of(spec.form)
+    return Fraction(spec.holds.pieces, spec.holds.of)
+
+
+def _slices(spec: Spec) -> frozenset[int]:
+    """The slices that a value holds of any sequence."""
+    return frozenset(cell % spec.form.space.sequence for cell in bits(spec.cells))
+
+
+def _no_tensor(program: Program, op: Op, specs: dict[int, Spec]) -> str | None:
+    """Why an op that the rules allow is not computed."""
+    for number in op[3]:
+        spec = specs[number]
+        if spec[0].kind in ROW_KINDS and spec[0].space.sequence > 1 and not _even(spec):
+            return f"{spec} has other slices of some microbatches than of others; load and compute them apart"
+    if op[0] in FORWARDS:
+        layer = program.rules.layers[op.layer].layer
+        cut = math.prod(program.rules.space.count(index) for index in layer.cut)
+        holds = specs[op.inputs[1]].holds.simplified()
+        if cut > 1 and (holds.of != cut or holds.pieces != 1):
+            return (
+                f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once; "
+                "compute with one slice on each rank"
+            )
+    elif op[0] in LOSSES:
+        logits = specs[op.inputs[0]]
+        if any(pieces.bit_count() > 1 for _, pieces in logits.form.slices):
+            return f"{logits} has several slices of the logits, but not all; compute the loss of one slice, or of all"
+    return None
+
+
+def _even(spec: Spec) -> bool:
+    """Whether a value holds the same slices of each microbatch."""
+    return spec.microbatches.bit_count() * len(_slices(spec)) == spec.cells.bit_count()

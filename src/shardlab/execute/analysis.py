@@ -6,7 +6,8 @@ from collections import defaultdict
 
 from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
-from shardlab.program import Holds, Kind, OpKind
+from shardlab.check.kept import Kept
+from shardlab.program import Kind, OpKind
 from shardlab.program.tape import COMMUNICATION
 from shardlab.rules.kind import AUTOGRAD_KINDS
 
@@ -19,8 +20,7 @@ class Analysis:
         hooked: indices of FORWARDs and RECOMPUTEs whose BACKWARD is given another weight value than they were, or comes
             in two halves: the executor has a hand in what autograd saves.
         saved_of: number of an activation to those of what autograd saved from its forward passes.
-        final: number of a weight that the step leaves to (layer, slices): the next step begins with it.
-        in_kept: those of them that arrive by a communication after the old weight has ended, and so take its place.
+        kept: the weights that outlive the step, and what is received in their place.
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
     """
 
@@ -33,32 +33,10 @@ class Analysis:
             for number in op.outputs:
                 if self.specs[number].kind in AUTOGRAD_KINDS:
                     self.saved_of[op.inputs[0]].append(number)
-        self.final, self.in_kept = self._kept()
+        self.kept = Kept(self.tape, self.specs)
         self.slot: dict[int, int] = {}
         self.slots = self._share_buffers()
         self.hooked = self._hooked()
-
-    def _kept(self) -> tuple[dict[int, tuple[int, Holds]], set[int]]:
-        """What becomes of the weights that the rank keeps."""
-        ended = {
-            op.inputs[0 if op.kind is OpKind.FREE else 1]: at for at, op in enumerate(self.tape) if op.kind in _ENDS
-        }
-        loads = {
-            (op.layer, op.holds): op.outputs[0]
-            for op in self.tape
-            if op.kind is OpKind.LOAD_WEIGHT and op.holds is not None
-        }
-        final: dict[int, tuple[int, Holds]] = {}
-        in_kept: set[int] = set()
-        for at, op in enumerate(self.tape):
-            for number in op.outputs:
-                spec = self.specs[number]
-                key = (spec.layer, spec.holds)
-                if spec.kind is Kind.WEIGHT and spec.step and key in loads and number not in ended:
-                    final[number] = key
-                    if op.kind in COMMUNICATION and ended[loads[key]] < at:
-                        in_kept.add(number)
-        return final, in_kept
 
     def _hooked(self) -> set[int]:
         hooked: set[int] = set()
@@ -77,7 +55,7 @@ class Analysis:
         for at, op in enumerate(self.tape):
             if op.kind in COMMUNICATION and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
                 number = op.outputs[0]
-                if number in self.in_kept:
+                if number in self.kept.arrives:
                     continue
                 slot = next((i for i, free in enumerate(free_from) if free < at), len(free_from))
                 if slot == len(free_from):
@@ -85,6 +63,3 @@ class Analysis:
                 free_from[slot] = freed.get(number, len(self.tape))
                 self.slot[number] = slot
         return len(free_from)
-
-
-_ENDS = frozenset({OpKind.FREE, OpKind.UPDATE})

@@ -12,10 +12,10 @@ from shardlab.execute import expert_exchange
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.state import State
 from shardlab.models.tensors.tokens import rows_of
-from shardlab.program import Kind, LayerKind, Op, OpKind, Spec, UserError
+from shardlab.program import Kind, LayerKind, Op, OpKind, Spec
 from shardlab.program.sizes import SLICE
 from shardlab.rules.kind import ROW_KINDS
-from shardlab.rules.pieces import bits, mask_of
+from shardlab.rules.pieces import bits
 
 Start = Callable[[], Wait]
 
@@ -99,23 +99,11 @@ def _given(state: State, op: Op) -> list[Spec]:
 
 
 def _along_sequence(members: list[Spec]) -> bool:
-    """Whether pieces are slices of the same sequences.
-
-    Raises:
-        UserError: when they are slices of some sequences here and of others there, which no tensor is made of at once.
-    """
+    """Whether pieces are slices of the same sequences; the check sees to it that they are not of others as well."""
     first = members[0]
     if first.kind not in ROW_KINDS or first.kind is Kind.STATS or first.whole_sequences:
         return False
-    if all(member.microbatches == first.microbatches for member in members):
-        return True
-    slices = {mask_of(cell % member.form.space.sequence for cell in bits(member.cells)) for member in members}
-    if len(slices) > 1:
-        raise UserError(
-            f"all_gather({first.kind.value}[{first.layer}]): the ranks have other microbatches and other slices of the "
-            "sequence; gather over the axis of one, then over that of the other"
-        )
-    return False
+    return all(member.microbatches == first.microbatches for member in members)
 
 
 def _gather_sequences(
@@ -146,7 +134,8 @@ def _gather_features(
 ) -> Start:
     """Slices that lie side by side: some features of the same tokens, or some logits."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
-    order = sorted(range(len(members)), key=lambda place: members[place].form.slices)
+    pieces = [list(bits(mask)) for member in members for _, mask in member.form.slices]
+    order = sorted(range(len(members) * len(pieces[0])), key=list(chain(*pieces)).__getitem__)
 
     def start() -> Wait:
         piece = values[given].contiguous()
@@ -155,7 +144,8 @@ def _gather_features(
 
         def join() -> None:
             wait()
-            values[output] = torch.cat([inbox[place] for place in order], -1)
+            apart = [each for whole in inbox for each in whole.chunk(len(pieces[0]), -1)]
+            values[output] = torch.cat([apart[place] for place in order], -1)
 
         return join
 
@@ -164,23 +154,24 @@ def _gather_features(
 
 def _places(members: list[Spec], whole: Spec) -> list[int]:
     """For each piece, in the order in which the members give them, its place in the whole."""
-    given = [list(bits(_pieces(member, whole))) for member in members]
+    of = math.lcm(whole.holds.of, *(member.holds.of for member in members))
+    given = [list(bits(_pieces(member, of))) for member in members]
     order = sorted(chain(*given))
     return [order.index(piece) for piece in chain(*given)]
 
 
-def _pieces(member: Spec, whole: Spec) -> int:
-    """What a member gives, as a bit set: slices of the logits, microbatches or slices of a layer."""
+def _pieces(member: Spec, of: int) -> int:
+    """What a member gives, as a bit set: slices of the logits, microbatches, or some of `of` slices of a layer."""
     if member.kind is Kind.STATS:
         return member.pieces(SLICE)
     if member.kind in ROW_KINDS:
         return member.microbatches
-    return member.holds.refined(math.lcm(member.holds.of, whole.holds.of)).mask
+    return member.holds.refined(of).mask
 
 
 def _room(state: State, number: int) -> torch.Tensor:
     spec = state.specs[number]
-    if number in state.analysis.in_kept:
+    if number in state.analysis.kept.arrives:
         return state.kept[spec.layer, spec.holds]
     shape, slot = state.shapes.shape(spec), state.analysis.slot.get(number)
     if slot is not None:
@@ -195,16 +186,23 @@ def _room(state: State, number: int) -> torch.Tensor:
 
 
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """This member's slice of the sum; of sequences, in pieces that are first laid one after the other."""
+    """This member's slice of the sum; of rows and tokens, in pieces that are first laid one after the other."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
-    of_tokens = state.specs[given].kind in ROW_KINDS
-    parts = [state.shapes.positions(state.specs[given], part) for part in _received(state, op)] if of_tokens else []
+    spec = state.specs[given]
+    held = list(bits(spec.microbatches))
+    parts = [
+        ([held.index(m) for m in bits(part.microbatches)], state.shapes.positions(spec, part))
+        for part in (_received(state, op) if spec.kind in ROW_KINDS else [])
+    ]
 
     def start() -> Wait:
         whole: torch.Tensor = values[given]
         if parts:
-            whole = torch.cat([rows_of(whole.transpose(0, 1), part).transpose(0, 1) for part in parts])
+            rows = whole.reshape(len(held), -1, *whole.shape[1:])
+            dealt = [rows_of(rows, mine).flatten(0, 1).transpose(0, 1) for mine, _ in parts]
+            cuts = [rows_of(each, tokens) for each, (_, tokens) in zip(dealt, parts, strict=True)]
+            whole = torch.cat([cut.transpose(0, 1) for cut in cuts])
         values[output] = _room(state, output)
         return links.reduce_scatter(values[output], whole, group)
 

@@ -86,19 +86,8 @@ class Shapes:
         return [token for token in range(first, last) if token * slices // block in held]
 
     def slices(self, spec: Spec) -> list[int]:
-        """The slices of each sequence that a value holds.
-
-        Raises:
-            UserError: when it holds other ones of other microbatches, which no tensor does.
-        """
-        held: dict[int, list[int]] = {}
-        for cell in bits(spec.cells):
-            microbatch, number = divmod(cell, spec.form.space.sequence)
-            held.setdefault(microbatch, []).append(number)
-        first, *others = held.values()
-        if any(other != first for other in others):
-            raise UserError(f"{spec} has other slices of some microbatches than of others; load and compute them apart")
-        return first
+        """The slices of each sequence that a value holds; the check sees to it that they are those of every one."""
+        return sorted({cell % spec.form.space.sequence for cell in bits(spec.cells)})
 
     def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
         """Where the tokens of a part stand among those of a value; a range where they follow one another."""

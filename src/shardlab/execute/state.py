@@ -17,7 +17,7 @@ from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import Halves, Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
-from shardlab.program import Holds, LayerKind, Op, OpKind, Spec, UserError
+from shardlab.program import Holds, LayerKind, Op, OpKind, Spec
 from shardlab.program.sizes import SLICE
 from shardlab.rules.pieces import bits
 
@@ -98,8 +98,8 @@ class State:
         self.loss_owners = _loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
-        self.kept = {key: self._initial(*key) for key in _loads(self.tape, OpKind.LOAD_WEIGHT)}
-        self.opt_states = {key: self._optimizer(*key) for key in _loads(self.tape, OpKind.LOAD_OPT_STATE)}
+        self.kept = {key: self._initial(*key) for key in self.analysis.kept.loaded.values()}
+        self.opt_states = {key: self._optimizer(*key) for key in _opt_states(self.tape)}
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
@@ -119,19 +119,15 @@ class State:
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
         """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own."""
-        owner = next((theirs for its, theirs in self.kept if its == layer and theirs.contains(holds)), None)
-        flat = self._initial(layer, holds) if owner is None else self.kept[layer, owner]
-        runs = [flat[a:b] for a, b in self.shapes.places(layer, owner or holds, holds)]
+        owner = self.analysis.kept.owner(layer, holds)
+        flat = self._initial(layer, holds) if owner is None else self.kept[owner]
+        runs = [flat[a:b] for a, b in self.shapes.places(layer, owner[1] if owner else holds, holds)]
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
         return Slice(runs, starts, decayed, self.settings.optimizer)
 
     def share(self, op: Op) -> Share:
-        """Which share of its layer a FORWARD or RECOMPUTE computes.
-
-        Raises:
-            UserError: when it is several slices of a layer that is cut into more, which no layer computes at once.
-        """
+        """Which share of its layer a FORWARD or RECOMPUTE computes: all, or one slice, as the check sees to."""
         kind, spec = self.checked.program.sizes.kind(op.layer), self.specs[op.inputs[0]]
         tokens = self.shapes.tokens(spec) if kind in (LayerKind.NORM, LayerKind.PROJECT) else None
         if kind is LayerKind.NORM:
@@ -141,12 +137,7 @@ class State:
         slices = math.prod(space.count(index) for index in cut)
         if slices == 1:
             return replace(whole, tokens=tokens)
-        holds = self.specs[op.inputs[1]].holds
-        if holds.of != slices or holds.pieces != 1:
-            raise UserError(
-                f"layer {op.layer} is cut into {slices} slices and rank {self.rank} computes with slices "
-                f"{holds} of it; compute with one slice on each rank"
-            )
+        holds = self.specs[op.inputs[1]].holds.simplified()
         return Share(holds.mask.bit_length() - 1, holds.of, tokens)
 
     def dropout(self, op: Op) -> Dropout | None:
@@ -163,7 +154,7 @@ class State:
 
     def keep(self) -> None:
         """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""
-        for number, key in self.analysis.final.items():
+        for number, key in self.analysis.kept.final.items():
             if self.values[number].data_ptr() != self.kept[key].data_ptr():
                 self.kept[key].copy_(self.values[number])
 
@@ -201,9 +192,9 @@ class State:
         return buffers
 
 
-def _loads(tape: list[Op], kind: OpKind) -> list[tuple[int, Holds]]:
-    """(layer, slices) of each load of a kind."""
-    return [(op.layer, op.holds) for op in tape if op.kind is kind and op.holds is not None]
+def _opt_states(tape: list[Op]) -> list[tuple[int, Holds]]:
+    """(layer, slices) of each optimizer state that is loaded."""
+    return [(op.layer, op.holds) for op in tape if op.kind is OpKind.LOAD_OPT_STATE and op.holds is not None]
 
 
 def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:

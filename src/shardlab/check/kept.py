@@ -1,0 +1,161 @@
+"""The weights that a rank keeps from step to step: who writes them, and whether each element moves one step once.
+
+A loaded weight is a view of memory that the rank keeps. An update writes there whatever copy of the weight it is
+given, and so does a new weight that arrives after the loaded value has ended. So two optimizer states of one weight
+have one owner, and a state is not stepped in memory that has moved on already. The executor puts tensors where this
+module says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from shardlab.program import Holds, Kind, Op, OpKind, Refused, Spec
+from shardlab.program.tape import COMMUNICATION
+from shardlab.rules.pieces import bits, common, listed
+
+Key = tuple[int, Holds]
+"""(layer, slices) of a loaded weight: the name of the memory that keeps it."""
+
+_SUMS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE})
+
+
+class Kept:
+    """What one rank keeps, and what its tape puts there.
+
+    Attributes:
+        loaded: number of a loaded weight to the memory that it is a view of, in the tape's order.
+        final: number of a weight that the step leaves to the memory that the next step loads it from.
+        arrives: those of them that are received there: by a communication that moves values, once the old one has
+            ended. (A reduction has other numbers in its room until it ends, and these may still be read.)
+    """
+
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
+        loads = [op for op in tape if op[0] is OpKind.LOAD_WEIGHT and op.holds is not None]
+        self.loaded: dict[int, Key] = {op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None}
+        number_of = {key: number for number, key in self.loaded.items()}
+        ended = {op[2][0 if op[0] is OpKind.FREE else 1]: at for at, op in enumerate(tape) if op[0] in _ENDS}
+        self.final: dict[int, Key] = {}
+        self.arrives: set[int] = set()
+        for at, op in enumerate(tape):
+            for number in op[3]:
+                form = specs[number].form
+                if form.kind is Kind.WEIGHT and form.step and number not in ended:
+                    key = (form.layer, form.holds)
+                    if key in number_of:
+                        self.final[number] = key
+                        if op[0] in COMMUNICATION and op[0] not in _SUMS and ended[number_of[key]] < at:
+                            self.arrives.add(number)
+
+    def owner(self, layer: int, holds: Holds) -> Key | None:
+        """The memory that a state's update writes: the first that contains its slices (None: the state's own)."""
+        return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
+
+
+_ENDS = frozenset({OpKind.FREE, OpKind.UPDATE})
+
+
+def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
+    """Each element of a kept weight moves one step once, and nothing reads a value that was written over.
+
+    Raises:
+        Refused: for a second update of some elements, an update after their new values have arrived, and a read of a
+            loaded weight, in flight or not, after an update has written it through another copy.
+    """
+    loads = [op for op in tape if op[0] is OpKind.LOAD_WEIGHT]
+    own = {op.outputs[0] for op in loads}
+    if len({op.layer for op in loads}) == len(loads) and all(op[2][1] in own for op in tape if op[0] is OpKind.UPDATE):
+        return  # each layer's one loaded weight is what its update is given, and so it ends there
+    kept = Kept(tape, specs)
+    memory = Memory(tape, specs, kept)
+    for at, op in enumerate(tape):
+        try:
+            memory.follow(at, op)
+        except Refused as refusal:
+            raise refusal.at(rank, at) from None
+
+
+class Memory:
+    """What has moved on, up to an op of the tape."""
+
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], kept: Kept) -> None:
+        self.tape = tape
+        self.specs = specs
+        self.kept = kept
+        self.moved: dict[Key, list[tuple[Holds, int]]] = defaultdict(list)  # slices, and by which op
+        self.reading: dict[int, int] = {}  # handle to the loaded weight that its communication reads
+
+    def follow(self, at: int, op: Op) -> None:
+        """Go on by one op.
+
+        Raises:
+            Refused: when it moves what has moved, or reads what is no more.
+        """
+        kind = op[0]
+        if kind is OpKind.FREE:
+            return
+        if kind is OpKind.WAIT:
+            self.reading.pop(op.handle, None)
+            return
+        if kind is OpKind.UPDATE:
+            self._update(at, op)
+        loaded = self.kept.loaded
+        for number in op[2]:
+            if number in loaded:
+                updated = kind is OpKind.UPDATE and number == op[2][1]
+                if not updated:  # of that it needs the state's slices alone, which are seen to
+                    self._read(op, number)
+                if op.handle >= 0:
+                    self.reading[op.handle] = number
+        if op.handle >= 0:
+            for number in op[3]:
+                if number in self.kept.arrives:
+                    key = self.kept.final[number]
+                    self.moved[key].append((key[1], at))
+
+    def _update(self, at: int, op: Op) -> None:
+        holds = self.specs[op.inputs[2]].holds
+        key = self.kept.owner(op.layer, holds)
+        if key is None:
+            return
+        for slices, before in self.moved[key]:
+            if twice := _both(slices, holds):
+                raise Refused(_said_twice(op, twice, self.tape[before], before))
+        for handle, number in self.reading.items():
+            if number != op.inputs[1] and self.kept.loaded[number] == key and _both(key[1], holds):
+                flying = next(other for other in self.tape if other.handle == handle)
+                raise Refused(
+                    f"{op}: writes over {self.specs[number]}, whatever copy of it is given, but {flying} (handle "
+                    f"{handle}) is still reading that; wait for it first."
+                )
+        self.moved[key].append((holds, at))
+
+    def _read(self, op: Op, number: int) -> None:
+        for slices, before in self.moved.get(self.kept.loaded[number], ()):
+            if _both(slices, self.specs[number].holds):
+                raise Refused(
+                    f"{op}: {self.specs[number]} is read here, but op {before} {self.tape[before]} was given another "
+                    "copy of it and has written over it; read it before that, or update it itself."
+                )
+
+
+def _both(a: Holds, b: Holds) -> Holds | None:
+    """The slices that are in both; None if there are none."""
+    mine, theirs = common(a, b)
+    mask = mine.mask & theirs.mask
+    return Holds(mask, mine.of) if mask else None
+
+
+def _said_twice(op: Op, twice: Holds, mover: Op, before: int) -> str:
+    what = "all" if twice.complete else f"slices {listed(bits(twice.mask))} of {twice.of}"
+    of = f"{what} of the weights[{op.layer}] that this rank keeps"
+    if mover.kind is OpKind.UPDATE:
+        return (
+            f"{op}: op {before} {mover} has moved {of} one step on already, for another optimizer state; each element "
+            "moves once a step. Load one optimizer state for each slice, and no two that overlap."
+        )
+    return (
+        f"{op}: op {before} {mover} has put the new values of {of} in the old ones' place; this update would move them "
+        "a second step. Update before they arrive, or load no optimizer state of what other ranks update."
+    )

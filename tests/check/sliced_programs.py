@@ -1,0 +1,83 @@
+"""Programs that slice layers in ways of their own: some that ranks can run, and some that are right and cannot."""
+
+from __future__ import annotations
+
+from shardlab.program import LayerKind, Mesh, Rank, Strategy
+
+
+def tp_mesh(ranks: int) -> Mesh:
+    return Mesh(tp=ranks)
+
+
+async def gathered_matrices(rank: Rank) -> None:
+    """Matrices are kept in slices and gathered to compute; each rank has its own microbatches."""
+    norm = LayerKind.NORM
+    for l in rank.layers:
+        cut = (0, 1) if rank.kinds[l] is norm else (rank.index, rank.world)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
+        rank.weights["full", l] = (
+            rank.weights[l] if rank.kinds[l] is norm else await rank.all_gather(rank.weights[l], axis="tp")
+        )
+    rank.activations[0] = rank.load_batch(rank.share())
+    residual = None
+    for l in rank.layers:
+        full = rank.weights["full", l]
+        if rank.kinds[l] is norm:
+            residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], full)
+        else:
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
+    gradient, above = rank.loss(rank.activations.pop(len(rank.layers))), None
+    for l in reversed(rank.layers):
+        x, full = rank.activations.pop(l), rank.weights.pop(("full", l))
+        if rank.kinds[l] is norm:
+            made, gradient, above = rank.backward_norm(l, x, gradient, above, full)
+            rank.grad_weights[l] = await rank.all_reduce(made)
+        else:
+            made, gradient = rank.backward(l, x, gradient, full)
+            rank.grad_weights[l] = await rank.reduce_scatter(made, axis="tp")
+    _update(rank)
+
+
+async def microbatches_together(rank: Rank) -> None:
+    """Each rank has its own microbatches for the norms; for the slices of a matrix all are gathered, and dealt back."""
+    norm = LayerKind.NORM
+    for l in rank.layers:
+        cut = (0, 1) if rank.kinds[l] is norm else (rank.index, rank.world)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
+    value, residual = rank.load_batch(rank.share()), None
+    for l in rank.layers:
+        if rank.kinds[l] is norm:
+            rank.activations[l] = value
+            residual, value = rank.forward_norm(l, residual, value, rank.weights[l])
+        else:
+            rank.activations[l] = await rank.all_gather(value, axis="tp")
+            made = rank.activations["made"] = rank.forward(l, rank.activations[l], rank.weights[l])
+            value = made if l == rank.layers[-1] else await rank.reduce_scatter(made, axis="tp")
+    stats = await rank.all_gather(rank.loss_stats(value), axis="tp")
+    gradient, above = rank.loss(rank.activations.pop("made"), stats), None
+    for l in reversed(rank.layers):
+        x = rank.activations.pop(l)
+        if rank.kinds[l] is norm:
+            made, gradient, above = rank.backward_norm(l, x, gradient, above, rank.weights[l])
+            rank.grad_weights[l] = await rank.all_reduce(made)
+        else:
+            whole = gradient if l == rank.layers[-1] else await rank.all_gather(gradient, axis="tp")
+            rank.grad_weights[l], below = rank.backward(l, x, whole, rank.weights[l])
+            gradient = await rank.reduce_scatter(below, axis="tp") if l else below
+    _update(rank)
+
+
+def _update(rank: Rank) -> None:
+    for l in rank.layers:
+        new = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l])
+        rank.weights[l], rank.opt_states[l] = new
+
+
+def gathers(batches: list[tuple[list[int], list[int]]]) -> Strategy:
+    """A right step, and before it a gather of what each rank loads: microbatches, and slices of their sequences."""
+
+    async def strategy(rank: Rank) -> None:
+        await rank.all_gather(rank.load_batch(*batches[rank.index]))
+        await microbatches_together(rank)
+
+    return strategy

@@ -1,0 +1,138 @@
+"""The weights that a rank keeps: each element moves one step once, and what was written over is not read."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.check import check
+from shardlab.program import OpKind, Program, Rank, Refused, Strategy, trace
+from tests.check import unsound_programs as unsound
+from tests.support.interpreter import Outcome, judge
+from tests.support.refusing import refusal
+
+
+def refused(strategy: Strategy, microbatches: int = 2) -> tuple[Program, str]:
+    program = trace(strategy, 2, 1, microbatches)
+    sentence = refusal(program)
+    assert sentence is not None
+    return program, sentence
+
+
+def test_two_states_do_not_step_the_same_elements() -> None:
+    program, sentence = refused(unsound.two_states_of_one_weight)
+    updates = [at for at, op in enumerate(program.tapes[0]) if op.kind is OpKind.UPDATE]
+    assert sentence == (
+        f"rank 0, op {updates[1]} update(layer 0): op {updates[0]} update(layer 0) has moved slices 0 of 2 of the "
+        "weights[0] that this rank keeps one step on already, for another optimizer state; each element moves once a "
+        "step. Load one optimizer state for each slice, and no two that overlap."
+    )
+    assert judge(program).outcome is Outcome.WRONG
+
+
+def test_what_has_arrived_in_its_place_is_not_stepped_again() -> None:
+    program, sentence = refused(unsound.stepped_after_it_arrived)
+    assert "recv from rank 1 of weights[0] has put the new values of slices 0 of 2" in sentence
+    assert "this update would move them a second step. Update before they arrive" in sentence
+    assert judge(program).outcome is Outcome.WRONG
+
+
+def test_what_arrives_beside_it_leaves_it_to_be_stepped() -> None:
+    program = trace(unsound.stepped_while_it_arrived_apart, 2, 1, 2)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+def test_what_is_being_sent_is_not_written_by_an_update_that_was_given_a_copy() -> None:
+    program, sentence = refused(unsound.sent_while_it_is_written)
+    assert "update(layer 0): writes over weights[0], whatever copy of it is given, but send to rank 1" in sentence
+    assert sentence.endswith("is still reading that; wait for it first.")
+    assert judge(program).outcome is Outcome.BROKEN
+
+
+def updates_a_copy(read: str) -> Strategy:
+    """The update is given a gathered copy of the weight, and what was loaded is read before or after it, or not."""
+
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.index, rank.world)
+        full = rank.weights["full"] = await rank.all_gather(rank.weights[0])
+        rank.activations[0] = rank.load_batch(rank.share())
+        gradient = rank.loss(rank.forward(0, rank.activations[0], full))
+        total = await rank.reduce_scatter(rank.backward(0, rank.activations[0], gradient, full)[0])
+        if read == "before":
+            await rank.all_gather(rank.weights[0])
+        if read == "meanwhile":
+            rank.all_gather(rank.weights[0])
+        rank.weights["new"], rank.opt_states[0] = rank.update(0, total, full, rank.opt_states[0])
+        if read == "after":
+            await rank.all_gather(rank.weights[0])
+
+    return strategy
+
+
+@pytest.mark.parametrize("read", ["never", "before"])
+def test_a_copy_of_a_weight_may_be_updated_in_its_place(read: str) -> None:
+    program = trace(updates_a_copy(read), 2, 1, 2)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+@pytest.mark.parametrize(("read", "why"), [("after", "is read here, but op"), ("meanwhile", "is still reading that")])
+def test_what_an_update_has_written_over_is_not_read(read: str, why: str) -> None:
+    """The specs are right, and so would the numbers be if the old slice still were somewhere."""
+    with pytest.raises(Refused, match=why) as refusal_:
+        check(trace(updates_a_copy(read), 2, 1, 2))
+    assert "weights[0] (shard 0 of 2)" in str(refusal_.value)
+
+
+def halves(order: tuple[int, int]) -> Strategy:
+    """A rank has a whole weight and a state of each half of it, and steps them one after the other."""
+
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weight(0)
+        for half in range(2):
+            rank.opt_states[half] = rank.load_opt_state(0, half, 2)
+        rank.activations[0] = rank.load_batch(rank.share())
+        gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+        made = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
+        total = rank.grad_weights[0] = await rank.all_reduce(made)
+        copy = rank.weights["copy"] = await rank.all_reduce(rank.weights[0], reduction="mean")
+        new = {}
+        for half, old in zip(order, (rank.weights[0], copy), strict=True):
+            rank.weights["new", half], rank.opt_states[half] = rank.update(0, total, old, rank.opt_states[half])
+            new[half] = rank.weights["new", half]
+        rank.weights[0] = await rank.all_gather(new[rank.index])
+
+    return strategy
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_states_of_disjoint_slices_step_one_weight(order: tuple[int, int]) -> None:
+    program = trace(halves(order), 2, 1, 2)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+def loads_both(first: str) -> Strategy:
+    """A half and the whole of one weight, and a state of the half; the whole is read after the half was stepped."""
+
+    async def strategy(rank: Rank) -> None:
+        for which in ("half", "whole") if first == "half" else ("whole", "half"):
+            rank.weights[which] = rank.load_weight(0, *((rank.index, 2) if which == "half" else (0, 1)))
+        rank.opt_states[0] = rank.load_opt_state(0, rank.index, 2)
+        rank.activations[0] = rank.load_batch(rank.share())
+        gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights["whole"]))
+        made = rank.backward(0, rank.activations[0], gradient, rank.weights["whole"])[0]
+        total = await rank.reduce_scatter(made)
+        rank.weights["half"], rank.opt_states[0] = rank.update(0, total, rank.weights["half"], rank.opt_states[0])
+        rank.forward(0, rank.activations.pop(0), rank.weights["whole"])
+        rank.weights["whole"] = await rank.all_gather(rank.weights["half"])
+
+    return strategy
+
+
+def test_a_state_steps_the_first_weight_that_contains_it() -> None:
+    program = trace(loads_both("half"), 2, 1, 2)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+    program, sentence = refused(loads_both("whole"))
+    assert "forward(layer 0): weights[0] is read here, but op" in sentence

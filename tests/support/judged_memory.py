@@ -1,0 +1,64 @@
+"""The weights that a judged rank keeps from step to step: buffers that its loaded weights are views of.
+
+An update writes the first loaded weight that contains its state's slice, whatever copy of the weight it was given. So
+does a new weight that arrives, in the place of one that the rank has loaded and let go.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardlab.program import Op, OpKind
+from tests.support.one_device import initial
+from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape
+
+Name = tuple[int, tuple[int, ...]]
+"""A layer and the elements of it that are kept."""
+
+MOVES_VALUES = (OpKind.ALL_GATHER, OpKind.GATHER, OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER)
+
+
+def elements_of(op: Op) -> tuple[int, ...]:
+    """What a load names; nothing if there are no such slices."""
+    mask, of = op.holds or (0, 0)
+    if of < 1 or ELEMENTS % of or mask <= 0 or mask >> of:
+        return ()
+    return tuple(e for e in range(ELEMENTS) if mask >> e // (ELEMENTS // of) & 1)
+
+
+class KeptWeights:
+    """A rank's buffers, by layer and elements, and how its tape treats the values that are views of them."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        loads = [op for op in ops if op.kind is OpKind.LOAD_WEIGHT and op.outputs]
+        self.number: dict[Name, int] = {(op.layer, elements_of(op)): op.outputs[0] for op in loads}
+        self.buffers = {name: initial(name[0])[0][list(name[1])] for name in self.number}
+        frees = {op.inputs[0]: at for at, op in enumerate(ops) if op.kind is OpKind.FREE and op.inputs}
+        self.ended = frees | {
+            op.inputs[1]: at for at, op in enumerate(ops) if op.kind is OpKind.UPDATE and op.inputs[1:]
+        }
+
+    def step(self, layer: int, where: tuple[int, ...], given: Array, made: Array, in_flight: list[Array]) -> Array:
+        """Move elements on by the step from a given weight to the one made of it; their new values, a view of a run."""
+        owner = next((name for name in self.buffers if name[0] == layer and set(where) <= set(name[1])), None)
+        if owner is None:
+            return made
+        buffer, places = self.buffers[owner], [owner[1].index(element) for element in where]
+        run = slice(places[0], places[0] + len(places))
+        in_one_run = places == list(range(run.start, run.stop))
+        if any(np.shares_memory(buffer[place : place + 1], read) for read in in_flight for place in places):
+            raise BrokenTape("a weight is written over while a communication reads it")
+        # whoever is given other numbers than are here spoils them
+        buffer[places] = (made + 7 * (buffer[places] - given)) % PRIME
+        return buffer[run] if in_one_run else buffer[places]
+
+    def take(self, op: Op, at: int, number: int, where: tuple[int, ...], data: Array) -> Array:
+        """What arrives, in the place of the weight that it is the new value of, if that has ended before op `at`."""
+        old = self.number.get((op.layer, where))
+        if op.kind not in MOVES_VALUES or old is None or number in self.ended or self.ended.get(old, at) >= at:
+            return data
+        room = self.buffers[op.layer, where]
+        if room.shape == data.shape:
+            room[:] = data
+            return room
+        return data
