@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardlab.program import LayerKind, Mesh, Rank, Strategy
 
 
-def tp_mesh(ranks: int) -> Mesh:
+def microbatches_together_mesh(ranks: int) -> Mesh:
     return Mesh(tp=ranks)
 
 

@@ -7,7 +7,7 @@ import pytest
 from shardlab.check import check
 from shardlab.check.runnable import why_not_runnable
 from shardlab.program import Holds, OpKind, Program, Rank, Sizes, Strategy, trace
-from tests.check.sliced_programs import gathered_matrices, gathers, microbatches_together, tp_mesh
+from tests.check.sliced_programs import gathered_matrices, gathers, microbatches_together, microbatches_together_mesh
 from tests.support.interpreter import judge
 from tests.support.mutations import changed
 
@@ -64,7 +64,7 @@ def test_what_can_be_communicated_runs_on_both() -> None:
 
 
 def sliced(strategy: Strategy, ranks: int) -> Program:
-    mesh = tp_mesh(ranks)
+    mesh = microbatches_together_mesh(ranks)
     return trace(strategy, mesh, Sizes.of_puzzle(1, mesh), 4)
 
 

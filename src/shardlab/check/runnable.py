@@ -13,7 +13,7 @@ from shardlab.rules.pieces import bits
 from shardlab.rules.spec import share_of
 
 FORWARDS = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE})
-LOSSES = frozenset({OpKind.LOSS, OpKind.LOSS_STATS})
+LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 
 
 def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> str | None:
@@ -37,12 +37,14 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
             return f"rank {rank}, op {at} {op}: {why}."
     if not program.sizes.kinds:  # nothing is sliced
         return None
+    space = program.rules.space
+    cuts = [math.prod(space.count(index) for index in rules.layer.cut) for rules in program.rules.layers]
     return next(
         (
             f"rank {rank}, op {at} {op}: {why}."
             for rank, tape in enumerate(program.tapes)
             for at, op in enumerate(tape)
-            if (why := _no_tensor(program, op, specs[rank]))
+            if op[0] in LOOKED_AT and (why := _no_tensor(op, specs[rank], cuts))
         ),
         None,
     )
@@ -76,22 +78,22 @@ def _slices(spec: Spec) -> frozenset[int]:
     return frozenset(cell % spec.form.space.sequence for cell in bits(spec.cells))
 
 
-def _no_tensor(program: Program, op: Op, specs: dict[int, Spec]) -> str | None:
-    """Why an op that the rules allow is not computed."""
-    for number in op[3]:
-        spec = specs[number]
-        if spec[0].kind in ROW_KINDS and spec[0].space.sequence > 1 and not _even(spec):
-            return f"{spec} has other slices of some microbatches than of others; load and compute them apart"
+def _no_tensor(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> str | None:
+    """Why an op that the rules allow is not computed; `cuts` says into how many slices each layer is cut."""
     if op[0] in FORWARDS:
-        layer = program.rules.layers[op.layer].layer
-        cut = math.prod(program.rules.space.count(index) for index in layer.cut)
-        holds = specs[op.inputs[1]].holds.simplified()
+        cut, holds = cuts[op[1]], specs[op[2][1]][0].holds
+        if cut > 1 and holds.of != cut:
+            holds = holds.simplified()
         if cut > 1 and (holds.of != cut or holds.pieces != 1):
             return (
                 f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once; "
                 "compute with one slice on each rank"
             )
-    elif op[0] in LOSSES:
+    elif op[0] is OpKind.LOAD_BATCH:  # what is made of batches has the same slices of each, if they have
+        batch = specs[op.outputs[0]]
+        if not _even(batch):
+            return f"{batch} has other slices of some microbatches than of others; load and compute them apart"
+    else:
         logits = specs[op.inputs[0]]
         if any(pieces.bit_count() > 1 for _, pieces in logits.form.slices):
             return f"{logits} has several slices of the logits, but not all; compute the loss of one slice, or of all"
