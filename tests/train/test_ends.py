@@ -39,7 +39,7 @@ elif "RANK" in os.environ:
 
 
 class Training:
-    """A run of 2 ranks that has taken its first steps."""
+    """A run of 2 ranks."""
 
     def __init__(self, folder: Path, start: Sequence[str] = (), stderr: int = subprocess.PIPE) -> None:
         (folder / "program.py").write_text(PROGRAM)
@@ -50,6 +50,9 @@ class Training:
         self.process = subprocess.Popen(
             words, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True
         )
+
+    def take_steps(self) -> None:
+        """Wait for the first ones."""
         metrics, deadline = self.out / "metrics.jsonl", time.monotonic() + 120
         while not metrics.exists() or not metrics.stat().st_size:
             assert time.monotonic() < deadline
@@ -81,6 +84,7 @@ def start(tmp_path: Path) -> Generator[Start]:
 
     def begin(*arguments: Any) -> Training:
         started.append(Training(tmp_path, *arguments))
+        started[-1].take_steps()
         return started[-1]
 
     yield begin
