@@ -19,7 +19,7 @@ SIDE_BY_SIDE = (
     "ranks start with, all messages share one. Issue in one order on all ranks, or put messages that cross into one "
     "exchange."
 )
-"""What is said of a program that several queues let pass, and a single one does not."""
+"""Ends the sentence about a program that several queues let pass and a single one does not."""
 
 
 def decide_models(

@@ -76,7 +76,7 @@ def drifts_of(checked: Checked) -> list[Drift]:
 
 
 def _apart(copies: list[Copy]) -> list[Copy]:
-    """Of all copies, the parts that have other numbers on other ranks, counted in pieces of one size."""
+    """List the parts of all copies that have other numbers on other ranks, in pieces of one size."""
     numbers = {copy.number for copy in copies}
     if len(numbers) == 1:
         return []

@@ -77,7 +77,7 @@ class Numbers:
         return self.joined([(cut, made([self.at(number, cut) for number in numbers])) for cut in cuts])
 
     def of_all(self, what: tuple[object, ...], numbers: Sequence[int]) -> int:
-        """As `of`, with what is done to the numbers left to be given."""
+        """Number what an op makes of `numbers`; with `what` bound, a rule for `element_wise`."""
         return self.of(what, tuple(numbers))
 
     def sum(self, numbers: Sequence[int]) -> int:

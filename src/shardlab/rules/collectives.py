@@ -374,7 +374,7 @@ def replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequen
 
 
 def _figures(gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
-    """What is taken of the ranks' scalars, about all parts of the model that any of them is about."""
+    """Combine scalars that may differ: about every part of the model that any of them is about."""
     mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
     first = specs[0]
     holds = first.holds

@@ -113,5 +113,5 @@ def _want_gradient(node: Node, made: str, indices: str, gradient: Held, joint: M
 
 
 def sorted_slices(slices: Mapping[str, int]) -> Slices:
-    """As a form has them."""
+    """Slices by name, sorted as a form has them."""
     return tuple(sorted(slices.items()))

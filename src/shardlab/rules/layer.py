@@ -291,7 +291,7 @@ class LayerRules:
             )
 
     def _want_all(self, op: str, given: Sequence[Spec], wanted: Sequence[tuple[Kind, int]], verb: str) -> None:
-        """As many values as the layer takes."""
+        """Refuse another number of values than the layer takes."""
         if len(given) == len(wanted):
             return
         names = " and ".join(f"{kind.value}[{layer}]" for kind, layer in wanted)

@@ -30,7 +30,7 @@ class Holds(NamedTuple):
         return self.mask.bit_count()
 
     def refined(self, of: int) -> Holds:
-        """The same slices, counted in `of` pieces (a multiple of the present number)."""
+        """Count the same slices in `of` pieces (a multiple of the present number)."""
         times = of // self.of
         if times == 1 or not self.mask:
             return Holds(self.mask, of)
@@ -38,7 +38,7 @@ class Holds(NamedTuple):
         return Holds(int(digits, 2), of)  # as text, for each of many pieces alone would take the square of their number
 
     def simplified(self) -> Holds:
-        """The same slices, counted in pieces as large as can be."""
+        """Count the same slices in pieces as large as can be."""
         mask, of = self
         if mask == (1 << of) - 1:
             return WHOLE
@@ -72,7 +72,7 @@ WHOLE = Holds(1, 1)
 
 
 def common(a: Holds, b: Holds) -> tuple[Holds, Holds]:
-    """Both, counted in pieces of one size."""
+    """`a` and `b`, counted in pieces of one size."""
     if a.of == b.of:
         return a, b
     of = math.lcm(a.of, b.of)
