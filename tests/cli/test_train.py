@@ -179,3 +179,12 @@ def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(tmp_path
     assert "weights" not in done.stdout
     record = json.loads((out / "run.json").read_text())
     assert record["command"] == shlex.join(["shardlab", *options.split(), str(out)])
+
+
+def test_what_is_no_file_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    program = "import sys; from shardlab.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    words = [sys.executable, "-c", program, "train", "--data", str(tmp_path / "fifo")]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.split() == ["2", "False"]
+    assert "fifo is a pipe, but text is read from random places" in ended.stderr

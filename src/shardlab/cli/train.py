@@ -20,6 +20,7 @@ from shardlab.cli.options import Count, Flag, MaxOps, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
+from shardlab.program.files import want_file
 
 if TYPE_CHECKING:
     from shardlab.models import Model
@@ -90,6 +91,8 @@ class Train:
         from shardlab.train.heartbeat import Heartbeat
         from shardlab.train.place import find_place
 
+        if self.data is not None:
+            want_file(self.data)  # before torch is imported
         place = find_place(os.environ)
         first = place is None or place.rank == 0
         with Heartbeat("start", until=lambda: not first) as heartbeat:

@@ -1,10 +1,32 @@
-"""Files that appear whole or not at all."""
+"""Files that are read from random places, and files that appear whole or not at all."""
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+
+from shardlab.errors import UserError
+
+
+def want_file(path: Path) -> None:
+    """Refuse what is no ordinary file, without opening it: a pipe without a writer would hang.
+
+    Raises:
+        UserError: saying what it is instead.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; name a text file") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); name a text file that can") from error
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{path} is a folder; name a text file")
+    if not stat.S_ISREG(mode):
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a device" if stat.S_ISCHR(mode) else "no ordinary file"
+        raise UserError(f"{path} is {kind}, but text is read from random places; write it to a file and name that")
 
 
 @contextmanager

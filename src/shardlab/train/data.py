@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from shardlab.errors import UserError
 from shardlab.models.tensors import generator_of
+from shardlab.program.files import want_file
 
 DEFAULT_BYTES = 4_000_000
 """The default text ends here at the latest: enough for minutes of training, and read at once."""
@@ -46,18 +46,11 @@ def map_text(path: Path) -> Text:
     Raises:
         UserError: when it is no file, or cannot be read or mapped.
     """
+    want_file(path)
     try:
-        mode = path.stat().st_mode  # a pipe without a writer would hang in open
-        if stat.S_ISDIR(mode):
-            raise UserError(f"{path} is a folder; name a text file")
-        if not stat.S_ISREG(mode):
-            kind = "a pipe" if stat.S_ISFIFO(mode) else "a device" if stat.S_ISCHR(mode) else "no ordinary file"
-            raise UserError(f"{path} is {kind}, but text is read from random places; write it to a file and name that")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; name a text file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); name a text file that can") from error
 
