@@ -80,11 +80,7 @@ def backward_weight(state: RankState, op: Op) -> None:
 
 def add(state: RankState, op: Op) -> None:
     (a, b), (total,) = op[2], op[3]
-    one, other = state.live[a], state.live[b]
-    if one[0] is other[0] and not one[1] & other[1] and one[0].kind is _GRAD_WEIGHT:
-        made = Spec(one[0], one[1] | other[1])
-    else:
-        made = sums.add(f"add({one.name})", (one, other), ("the first value", "the second value"))
+    made = sums.add_two(state.live[a], state.live[b])
     state.want_layer(op, made[0].layer)
     state.make(total, made)
 
@@ -148,8 +144,6 @@ def _said(holds: Holds | None) -> str:
     """What a tape claims to load; it may be no set at all."""
     return str(holds) if holds is None or holds.mask >= 0 else f"bit set {holds.mask} of {holds.of}"
 
-
-_GRAD_WEIGHT = Kind.GRAD_WEIGHT
 
 COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.FORWARD: forward,

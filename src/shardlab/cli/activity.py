@@ -59,7 +59,7 @@ class Activity:
         self.end = end
 
     def shares(self, start: float, end: float, cells: int) -> Shares:
-        """What is done between two moments, in so many cells."""
+        """A row's work between two moments, in so many cells."""
         edges, length = np.linspace(start, end, cells + 1), (end - start) / cells
 
         def of(until: Array) -> Array:

@@ -235,11 +235,7 @@ class ComputeVerbs(Place):
         Terms are what slices of a layer make, and what queries (or keys and values) have met in two parts.
         """
         try:
-            one, other = self._read(a), self._read(b)
-            if one[0] is other[0] and not one[1] & other[1] and one[0].kind is _GRAD_WEIGHT:
-                made = Spec(one[0], one[1] | other[1])
-            else:
-                made = update.add(f"add({one.name})", (one, other), ("the first value", "the second value"))
+            made = update.add_two(self._read(a), self._read(b))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
@@ -277,6 +273,3 @@ class ComputeVerbs(Place):
         self.ops.append(Op(OpKind.UPDATE, layer, inputs, (new_weight.number, new_state.number)))
         self._done_with(gradient, *read[3:])
         return new_weight, new_state
-
-
-_GRAD_WEIGHT = Kind.GRAD_WEIGHT

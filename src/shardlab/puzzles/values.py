@@ -76,8 +76,7 @@ class WeightGrad(Sharded):
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
         with judged():
-            names = ("the first value", "the second value")
-            total = self.summing(update.add(f"add({self.spec.name})", (self.spec, other.spec), names))
+            total = self.summing(update.add_two(self.spec, other.spec))
         return derived(total, self, other)
 
     def summing(self, spec: Spec) -> WeightGrad:

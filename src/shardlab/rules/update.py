@@ -67,6 +67,18 @@ def add(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return _add_terms(op, specs, names)
 
 
+def add_two(one: Spec, other: Spec) -> Spec:
+    """The sum of two values, as ADD makes it; of gradients, which most are, without a look at what may be wrong.
+
+    Raises:
+        Refused: as `add` does.
+    """
+    form = one[0]
+    if form is other[0] and form.kind is Kind.GRAD_WEIGHT and not one[1] & other[1]:
+        return Spec(form, one[1] | other[1])
+    return add(f"add({one.name})", (one, other), ("the first value", "the second value"))
+
+
 def _add_gradients(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     first, total = specs[0], 0
     for spec, name in zip(specs, names, strict=True):
