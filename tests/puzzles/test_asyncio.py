@@ -1,6 +1,7 @@
 """Ranks driven by the user's own asyncio: nothing hangs, and results do not depend on the order of the loop."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -83,12 +84,14 @@ def test_two_full_mailboxes_are_reported() -> None:
         run(solution, 2)
 
 
-def test_a_rank_that_is_not_driven_is_called_missing_after_a_second() -> None:
+def test_a_rank_that_is_not_driven_is_called_missing_after_a_second_and_not_before() -> None:
     async def main() -> None:
         await gathered(lambda model: model.receive(), models_of(3)[:2])
 
+    start = time.monotonic()
     with pytest.raises(PuzzleDeadlock, match=r"Missing: rank 2 .* within 1 s"):
         asyncio.run(main())
+    assert time.monotonic() - start > 0.9
 
 
 def test_a_rank_alone_does_not_wait_for_itself() -> None:
@@ -139,6 +142,17 @@ def test_when_a_rank_raises_the_others_stop_with_an_error_that_names_it() -> Non
 def test_gather_ends_with_the_error_of_the_rank_that_raised() -> None:
     with pytest.raises(ValueError, match="out of cheese"):
         run(third_raises, 4)
+
+
+def test_a_cancelled_rank_stops_the_others() -> None:
+    async def main() -> list[Any]:
+        tasks = [asyncio.ensure_future(model.receive()) for model in models_of(2)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    _, other = asyncio.run(main())
+    assert str(other) == "rank 0 was cancelled; the other ranks stop."
 
 
 # Ways to drive.

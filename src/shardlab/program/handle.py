@@ -43,16 +43,12 @@ class Handle(Generic[Result]):
         """What this handle waits for, in words."""
         raise AssertionError("every kind of handle says what it waits for")
 
-    def __repr__(self) -> str:  # asyncio shows it when a world that drives its ranks itself is awaited by hand
-        return f'<{type(self).__name__} of rank {self.rank.index}; under asyncio, make its World with driver="asyncio">'
+    def __repr__(self) -> str:  # asyncio shows it when a strategy is awaited by hand
+        return f"<{type(self).__name__} of rank {self.rank.index}; only `trace` drives a strategy>"
 
     def __await__(self) -> Generator[Any, None, Result]:
         if not self.ready:
-            watch = self.rank.watch
-            if watch is None:
-                yield self
-            else:
-                yield from watch.block(self.rank.index, self, self.wait).__await__()
+            yield self
         if not self.waited:
             self.rank.emit_wait(self)
         return self.result

@@ -30,7 +30,7 @@ class Place(Recorder):
     """
 
     def __init__(self, index: int, world: World) -> None:
-        super().__init__(index, world.sizes, world.watch, world.count)
+        super().__init__(index, world.sizes, world.count)
         self.world = world.mesh.world
         self.layers = range(world.sizes.layers)
         self.kinds = [world.sizes.kind(layer) for layer in self.layers]

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 from shardlab.errors import Refused
-from shardlab.program.asyncio_watch import AsyncioWatch
 from shardlab.program.bounds import COUNTED, OpCount
 from shardlab.program.handle import Handle
 from shardlab.program.sizes import Sizes
@@ -41,10 +40,9 @@ def wait_of(handle: int) -> Op:
 class Recorder:
     """Writes the tape of one rank and keeps its values' lives."""
 
-    def __init__(self, index: int, sizes: Sizes, watch: AsyncioWatch | None, count: OpCount) -> None:
+    def __init__(self, index: int, sizes: Sizes, count: OpCount) -> None:
         self.index = index
         self.sizes = sizes
-        self.watch = watch
         self.ops: list[Op] = []
         self._values: list[Value | Spec] = []  # by number: once freed its spec, and so of what autograd saves
         self._outstanding: dict[int, Handle[Any]] = {}
@@ -59,9 +57,7 @@ class Recorder:
         raise Refused(text).at(self.index, len(self.ops))
 
     def make(self, spec: Spec) -> Value:
-        """A new value of this rank; every op but a send makes one, so this is where a rank is seen to be alive."""
-        if self.watch is not None:
-            self.watch.enter(self.index)
+        """A new value of this rank."""
         values = self._values
         number = len(values)
         if number > self._next_count:
@@ -134,8 +130,6 @@ class Recorder:
             self.emit_wait(handle)
 
     def _issue(self, op: Op, handle: Handle[Any], read: Value | None) -> None:
-        if self.watch is not None:
-            self.watch.enter(self.index)
         self.ops.append(op)
         self.handles = handles = self.handles + 1
         if handles > self._next_count:

@@ -8,10 +8,9 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Deadlock, Refused, UserError
-from shardlab.program.asyncio_watch import AsyncioWatch
 from shardlab.program.bounds import MAX_OPS, OpCount, max_ops
 from shardlab.program.handle import Handle
 from shardlab.program.layers import rules_of
@@ -42,8 +41,6 @@ class World:
         sizes: elements of every value, or the number of layers of the puzzles' model (of its blocks, where the mesh is
             tensor, context or expert parallel).
         microbatches: how many the global batch is cut into.
-        driver: "shardlab" when `run` drives the ranks; "asyncio" when the caller does, with `asyncio.gather`, a
-            `TaskGroup` or a notebook's `await`, and then calls `finish`.
 
     Attributes:
         trained: the layers of which a rank has loaded an optimizer state so far, as a bit set.
@@ -60,7 +57,6 @@ class World:
         mesh: Mesh | int,
         sizes: Sizes | int,
         microbatches: int,
-        driver: Literal["shardlab", "asyncio"] = "shardlab",
     ) -> None:
         counts = {"microbatches": microbatches}
         counts |= {"ranks": mesh} if isinstance(mesh, int) else {}
@@ -75,7 +71,6 @@ class World:
         self.microbatches = microbatches
         self.rules = rules_of(sizes, sizes.space(self.mesh, microbatches))
         self.trained = 0
-        self.watch = AsyncioWatch(self.mesh.world) if driver == "asyncio" else None
         self.collectives = Collectives(self._wake, self.rules)
         self.channels = Channels(self._wake)
         self.count = OpCount(max_ops(self.most_ops))
@@ -97,10 +92,7 @@ class World:
         Raises:
             Refused: at the line of the program that is wrong.
             Deadlock: when no rank can go on.
-            UserError: in a world that asyncio drives.
         """
-        if self.watch is not None:
-            raise UserError('run() drives the ranks itself; leave out driver="asyncio", or drive them with asyncio')
         coroutines = self._start(strategy)
         self._runnable.extend(range(len(coroutines)))
         with gc_paused():
@@ -157,9 +149,6 @@ class World:
     def _wake(self, handle: Handle[Any]) -> None:
         handle.ready = True
         index = handle.rank.index
-        if self.watch is not None:
-            self.watch.wake(index, handle)
-            return
         place = self.place(index)
         if self._parked.get(place) is handle:
             del self._parked[place]

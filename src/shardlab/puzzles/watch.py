@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardlab.program import Deadlock, Refused
-from shardlab.program.asyncio_watch import AsyncioWatch
 from shardlab.program.waiting import Wait
+from shardlab.puzzles.asyncio_watch import AsyncioWatch
 from shardlab.puzzles.calls import refuse_forgotten
 from shardlab.puzzles.refusal import PuzzleDeadlock, PuzzleRefused
 
