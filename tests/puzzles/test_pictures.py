@@ -7,7 +7,7 @@ import pytest
 
 from shardlab.program import UserError
 from shardlab.puzzles import Activation, ActivationGrad, Model, OptState, Weight, WeightGrad, draw, draw_group
-from shardlab.puzzles.timeline import timeline_of
+from shardlab.puzzles.drawing import timeline_of
 from tests.puzzles import solutions
 from tests.puzzles.drive import figures, run
 

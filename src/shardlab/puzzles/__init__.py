@@ -8,14 +8,15 @@ refused. `PUZZLES` are the eight puzzles, and `grade` runs a solution to one of 
 """
 
 from shardlab.puzzles.dist import Dist
+from shardlab.puzzles.drawing import draw
 from shardlab.puzzles.grader import grade
 from shardlab.puzzles.grades import Grade
-from shardlab.puzzles.log import Event
-from shardlab.puzzles.model import Model
-from shardlab.puzzles.pictures import Picture, draw, draw_group
+from shardlab.puzzles.log import PuzzleEvent as Event
+from shardlab.puzzles.pictures import Picture
+from shardlab.puzzles.puzzle_model import PuzzleModel as Model
 from shardlab.puzzles.refusal import PuzzleDeadlock, PuzzleRefused
 from shardlab.puzzles.statements import PUZZLES, Puzzle, find
-from shardlab.puzzles.values import Activation, ActivationGrad, OptState, Weight, WeightGrad
+from shardlab.puzzles.values import Activation, ActivationGrad, OptState, Weight, WeightGrad, draw_group
 
 __all__ = [
     "PUZZLES",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from shardlab.errors import Deadlock, Refused
+from shardlab.program import Refused
 from shardlab.program.waiting import Wait, explain
+from shardlab.puzzles.lines import Line
+from shardlab.puzzles.refusal import PuzzleDeadlock, PuzzleRefused
 
 GRACE_SECONDS = 1.0
 """How long a rank without any operation may take to start before it is called missing."""
@@ -18,33 +21,54 @@ SETTLING_TURNS = 8
 the next turn, one that awaits it (`gather`, `wait_for`) a few turns later."""
 
 
-class _Waiting(NamedTuple):
+@dataclass(eq=False)
+class Blocked:
+    """A rank that waits until somebody gives `future` its result.
+
+    Attributes:
+        rank, line: who waits, and where.
+        task: the task that waits: the rank's own, or a helper's (`asyncio.gather` inside a program).
+    """
+
     rank: int
-    task: asyncio.Task[Any] | None
-    reason: object
-    describe: Callable[[], Wait]
+    line: Line | None
+    task: asyncio.Task[Any] | None = field(init=False, default_factory=asyncio.current_task)
+    future: asyncio.Future[Any] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def wait(self) -> Wait:
+        """What it waits for, in words."""
+        raise NotImplementedError
+
+    def go_on(self, result: Any = None) -> None:
+        """Let the rank go on, unless it does already."""
+        if not self.future.done():
+            self.future.set_result(result)
 
 
 class AsyncioWatch:
-    """Blocks and wakes ranks on futures of the running loop, and finds deadlocks without sleeping or polling.
+    """Blocks ranks on futures of the running loop, and finds deadlocks without sleeping or polling.
 
     A rank may wait in several operations at once (`asyncio.gather` inside a program), one task may drive several
     ranks one after the other, and one event loop may follow another.
 
     Args:
-        ranks: how many ranks belong to the world.
+        ranks: how many ranks there are.
         when_quiet: called when every rank waits or has ended; returns True if that let somebody go on.
+
+    Attributes:
+        forgotten: communications that were called without an `await`, a sentence about each.
     """
 
-    def __init__(self, ranks: int, when_quiet: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, ranks: int, when_quiet: Callable[[], bool]) -> None:
         self._ranks = ranks
         self._when_quiet = when_quiet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
-        self._waiting: dict[asyncio.Future[None], _Waiting] = {}
-        self._failure: str | None = None
+        self._blocked: dict[asyncio.Future[Any], Blocked] = {}
+        self._failure = ""
         self._moves = 0
         self._settling = False
+        self.forgotten: list[str] = []
 
     def enter(self, rank: int) -> None:
         """Note the task that drives `rank`, if any does; its end is how the rank's end is learnt."""
@@ -56,37 +80,35 @@ class AsyncioWatch:
             return
         if task.get_loop() is not self._loop:
             self._loop = task.get_loop()
-            self._tasks, self._waiting, self._failure, self._settling = {}, {}, None, False
+            self._tasks, self._blocked, self._failure, self._settling = {}, {}, "", False
         self._tasks[rank] = task
         task.add_done_callback(partial(self._ended, rank))
 
-    async def block(self, rank: int, reason: object, describe: Callable[[], Wait]) -> None:
-        """Suspend `rank` until `wake(rank, reason)`; `describe` says what it waits for.
+    async def block(self, blocked: Blocked) -> Any:
+        """Suspend a rank until its future has a result, and give that.
 
         Raises:
-            Deadlock: when no rank can go on.
-            Refused: when another rank raised.
+            PuzzleDeadlock: when no rank can go on.
+            PuzzleRefused: when another rank raised, or somebody forgot an `await`.
         """
-        known = self._tasks.get(rank)
-        if known is None or known.done() or known.get_loop() is not asyncio.get_running_loop():
-            self.enter(rank)  # else a helper task waits here (`gather` in a program): the rank's own has issued already
-        if self._failure is not None:
-            raise Refused(self._failure)
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[future] = _Waiting(rank, asyncio.current_task(), reason, describe)
+        if self._failure:
+            raise PuzzleRefused(self._failure)
+        self._blocked[blocked.future] = blocked
+        blocked.future.add_done_callback(self._over)
         self._moved()
-        try:
-            await future
-        finally:
-            self._waiting.pop(future, None)
+        return await blocked.future
 
-    def wake(self, rank: int, reason: object) -> None:
-        """Let a rank go on that is blocked for `reason`; any other is left alone."""
-        for future in [f for f, waiting in self._waiting.items() if waiting.rank == rank and waiting.reason is reason]:
-            del self._waiting[future]
-            if not future.done():
-                future.set_result(None)
-            self._moved()
+    def waiting(self) -> set[int]:
+        """Ranks that wait in something."""
+        return {blocked.rank for future, blocked in self._blocked.items() if not future.done()}
+
+    def ended(self) -> list[int]:
+        """Ranks whose task is over."""
+        return sorted(rank for rank, task in self._tasks.items() if task.done())
+
+    def _over(self, future: asyncio.Future[Any]) -> None:
+        self._blocked.pop(future, None)
+        self._moved()
 
     def _ended(self, rank: int, task: asyncio.Task[Any]) -> None:
         if self._tasks.get(rank) is not task:
@@ -95,7 +117,7 @@ class AsyncioWatch:
         if task.cancelled() or raised is not None:
             reason = "was cancelled" if raised is None else f"raised {type(raised).__name__}: {raised}"
             self._failure = f"rank {rank} {reason}; the other ranks stop."
-            self._fail(lambda: Refused(self._failure))
+            self._fail(lambda: PuzzleRefused(self._failure))
         else:
             self._moved()
 
@@ -108,55 +130,48 @@ class AsyncioWatch:
 
     def _look(self, moves: int, turns: int) -> None:
         assert self._loop is not None
-        if moves != self._moves:
-            self._loop.call_soon(self._look, self._moves, 0)
-        elif turns < SETTLING_TURNS and self._waiting:
-            self._loop.call_soon(self._look, moves, turns + 1)
+        if moves != self._moves or turns < SETTLING_TURNS:
+            self._loop.call_soon(self._look, self._moves, turns + 1 if moves == self._moves else 0)
+            return
+        self._settling = False
+        running = self._running()
+        if not self.waiting() or (not running and self._when_quiet()):
+            return
+        if running or len(self._tasks) < self._ranks:
+            self._loop.call_later(GRACE_SECONDS, self._give_up, moves)
         else:
-            self._settling = False
-            if self._waiting:
-                self._settle()
+            self._report()
 
     def _running(self) -> list[int]:
         """Ranks that neither wait nor have ended."""
-        ranks = {waiting.rank for waiting in self._waiting.values()}
-        tasks = {waiting.task for waiting in self._waiting.values()}
+        ranks, tasks = self.waiting(), {blocked.task for blocked in self._blocked.values()}
         return [r for r, task in self._tasks.items() if r not in ranks and task not in tasks and not task.done()]
-
-    def _settle(self) -> None:
-        """If nobody can go on: let `when_quiet` help, give absent ranks their second, else report the deadlock."""
-        running = self._running()
-        if not running and self._when_quiet():
-            return
-        if running or len(self._tasks) < self._ranks:
-            assert self._loop is not None
-            self._loop.call_later(GRACE_SECONDS, self._give_up, self._moves)
-        else:
-            self._report()
 
     def _give_up(self, moves: int) -> None:
         """The second is over: unless something has moved since, go on without the ranks that it was given to."""
-        if moves == self._moves and self._waiting and not self._when_quiet():
+        if moves == self._moves and self.waiting() and not self._when_quiet():
             self._report()
 
     def _report(self) -> None:
-        """Report the deadlock to every rank that waits."""
+        """Report the deadlock, or the forgotten `await` behind it, to every rank that waits."""
+        if self.forgotten:
+            self._fail(lambda: PuzzleRefused(self.forgotten[0]))
+            return
         waits: dict[int, Wait] = {}
-        for waiting in self._waiting.values():
-            waits.setdefault(waiting.rank, waiting.describe())
+        for blocked in self._blocked.values():
+            waits.setdefault(blocked.rank, blocked.wait())
         text = explain(waits)
-        missing = [rank for rank in range(self._ranks) if rank not in self._tasks]
+        missing, running = [rank for rank in range(self._ranks) if rank not in self._tasks], self._running()
         if missing:
-            names = ", ".join(str(rank) for rank in missing)
+            names = ", ".join(map(str, missing))
             text += f" Missing: rank {names} started no communication within {GRACE_SECONDS:g} s; is every rank driven?"
-        for rank in self._running():
+        for rank in running:
             text += f" Rank {rank} awaits something else than a communication; await only those."
-        for rank in [*missing, *self._running()]:
+        for rank in [*missing, *running]:
             text = text.replace(f"rank {rank} has ended without it", f"rank {rank} has not come to it")
-        self._fail(lambda: Deadlock(text))
+        self._fail(lambda: PuzzleDeadlock(text))
 
     def _fail(self, error: Callable[[], Refused]) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting:
+        for future in self._blocked:
             if not future.done():
                 future.set_exception(error())

@@ -6,47 +6,38 @@ import re
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from shardlab.puzzles.lines import Line, here
+from shardlab.puzzles.lines import Line
 from shardlab.puzzles.refusal import PuzzleRefused, placed
 
 T = TypeVar("T", covariant=True)
 
-_NEVER_AWAITED = re.compile("coroutine '(.*)' was never awaited")
+_NEVER_AWAITED = re.compile("coroutine '.*' was never awaited")
 
 
-class Call(Coroutine[Any, Any, T]):
+class PuzzleCall(Coroutine[Any, Any, T]):
     """What `model.allreduce(...)` and its like give until they are awaited; asyncio takes it as the coroutine it is.
 
     Args:
-        place: the rank and the op, for messages.
-        verb, argument: what was called, as in `allreduce` and `layer 0`.
-        work: makes the coroutine that communicates, given the line of the call.
+        name: what was called, as in `allreduce(layer 0)`.
+        sentence: what to say if it is never awaited, or used as if it had been.
+        work: makes the coroutine that communicates.
         forgotten: where a call that is thrown away without an `await` says so.
     """
 
     def __init__(
-        self,
-        place: str,
-        verb: str,
-        argument: str,
-        work: Callable[[Line | None], Coroutine[Any, Any, T]],
-        forgotten: list[str],
+        self, name: str, sentence: str, work: Callable[[], Coroutine[Any, Any, T]], forgotten: list[str]
     ) -> None:
-        self._place = place
-        self._verb = verb
-        self._argument = argument
+        self._name = name
+        self._sentence = sentence
         self._work = work
-        self._line = here()
         self._forgotten = forgotten
         self._started: Coroutine[Any, Any, T] | None = None
         self._told = False
 
     def _run(self) -> Coroutine[Any, Any, T]:
-        if self._started is None:
-            self._started = self._work(self._line)
+        self._started = self._started or self._work()
         return self._started
 
     def send(self, value: Any, /) -> Any:
@@ -65,19 +56,15 @@ class Call(Coroutine[Any, Any, T]):
 
     def __del__(self) -> None:
         if self._started is None and not self._told:
-            self._forgotten.append(self._sentence())
-
-    def _sentence(self) -> str:
-        text = f"{self._place} {self._verb}({self._argument}) was called without `await`, so it has not run"
-        return placed(self._line, f"{text}; write `await model.{self._verb}({'...' * bool(self._argument)})`.")
+            self._forgotten.append(self._sentence)
 
     def __repr__(self) -> str:
-        return f"<{self._verb}({self._argument}), not awaited>"
+        return f"<{self._name}, not awaited>"
 
     def refuse(self) -> NoReturn:
         """Say that this is used as if it were what `await` gives."""
         self._told = True
-        raise PuzzleRefused(self._sentence())
+        raise PuzzleRefused(self._sentence)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("_", "cr_", "gi_", "ag_")):  # Python and asyncio look for these
@@ -93,38 +80,33 @@ class Call(Coroutine[Any, Any, T]):
         self.refuse()
 
 
-class Dropped(NamedTuple):
-    """A coroutine of a student's own `async def` that nobody awaited.
-
-    Attributes:
-        sentence: which one, and where.
-        warn: shows Python's warning of it.
-    """
-
-    sentence: str
-    warn: Callable[[], None]
-
-
 @contextmanager
-def dropped_coroutines() -> Generator[list[Dropped]]:
-    """Collect Python's warnings of coroutines that nobody awaited; its other ones are shown as ever."""
-    dropped: list[Dropped] = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
-        show = warnings.showwarning
+def never_awaited() -> Generator[list[warnings.WarningMessage]]:
+    """Collect Python's warnings of coroutines that nobody awaited; at the end its other ones are shown as ever."""
+    caught: list[warnings.WarningMessage] = []
+    dropped: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
+            yield dropped
+    finally:
+        for warning in caught:
+            if _NEVER_AWAITED.match(str(warning.message)):
+                dropped.append(warning)
+            else:
+                show(warning)
 
-        def collect(message: Warning | str, category: type[Warning], file: str, number: int, *rest: Any) -> None:
-            found = _NEVER_AWAITED.match(str(message))
-            if found is None:
-                show(message, category, file, number, *rest)
-                return
-            name = found[1].rpartition(".")[2]
-            text = f"{name}() was called without `await`, so it has not run; write `await {name}(...)`."
-            warn = partial(show, message, category, file, number, *rest)
-            dropped.append(Dropped(placed(Line(file, number), text), warn))
 
-        warnings.showwarning = collect
-        yield dropped
+def show(warning: warnings.WarningMessage) -> None:
+    """Show a warning as Python does."""
+    warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def sentence_of(warning: warnings.WarningMessage) -> str:
+    """Say which coroutine of a student's own `async def` nobody awaited, and where."""
+    name = str(warning.message).split("'")[1].rpartition(".")[2]
+    text = f"{name}() was called without `await`, so it has not run; write `await {name}(...)`."
+    return placed(Line(warning.filename, warning.lineno), text)
 
 
 def refuse_forgotten(forgotten: list[str]) -> None:

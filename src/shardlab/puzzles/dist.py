@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from shardlab.program import UserError
-from shardlab.puzzles.meetings import Meetings
-from shardlab.puzzles.messages import Mail
-from shardlab.puzzles.watch import Watch
+from shardlab.puzzles.asyncio_watch import AsyncioWatch
+from shardlab.puzzles.combining import Meetings
+from shardlab.puzzles.mail import Mail
 
 
-class Run:
+class PuzzleRun:
     """One run of a solution on all ranks: its collectives and its mail."""
 
     def __init__(self, ranks: int) -> None:
-        self.watch = Watch(ranks, lambda: self.meetings.advance() or self.mail.advance())
-        self.mail = Mail(ranks, self.watch)
-        self.meetings = Meetings(ranks, self.watch)
+        self.mail, self.meetings = Mail(), Meetings(ranks)
+        self.watch = AsyncioWatch(ranks, lambda: self.meetings.advance() or self.mail.advance())
         self.members: set[int] = set()
 
 
@@ -29,11 +28,11 @@ class Dist:
         if total < 1:
             raise UserError(f"{total} ranks were asked for; give 1 or more")
         self.ranks = total
-        self._run = Run(total)
+        self._run = PuzzleRun(total)
 
-    def join(self, rank: int) -> Run:
+    def join(self, rank: int) -> PuzzleRun:
         """The run that a new model of this rank belongs to."""
         if rank in self._run.members:
-            self._run = Run(self.ranks)
+            self._run = PuzzleRun(self.ranks)
         self._run.members.add(rank)
         return self._run

@@ -11,11 +11,11 @@ from typing import Any
 from shardlab.program import UserError
 from shardlab.puzzles import native
 from shardlab.puzzles.bounded import Stopped, run_within
-from shardlab.puzzles.calls import dropped_coroutines
+from shardlab.puzzles.calls import never_awaited, sentence_of, show
 from shardlab.puzzles.check import verify
 from shardlab.puzzles.dist import Dist
 from shardlab.puzzles.grades import Grade
-from shardlab.puzzles.model import Model
+from shardlab.puzzles.puzzle_model import PuzzleModel
 from shardlab.puzzles.refusal import PuzzleRefused
 from shardlab.puzzles.statements import Puzzle, find
 
@@ -50,12 +50,12 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     if not seconds > 0:
         raise UserError(f"a solution was given {seconds:g} s to run; give more than 0")
     kind = _grade_strategy if native.is_strategy(_signature(solution)) else _grade_models
-    with dropped_coroutines() as dropped:
+    with never_awaited() as dropped:
         result = kind(task, solution, seconds)
     if dropped and not result.correct:  # it is the likelier reason
-        return replace(result, error=dropped[0].sentence)
-    for coroutine in dropped:
-        coroutine.warn()
+        return replace(result, error=sentence_of(dropped[0]))
+    for warning in dropped:
+        show(warning)
     return result
 
 
@@ -82,7 +82,7 @@ def _grade_strategy(task: Puzzle, strategy: Solution, seconds: float) -> Grade:
 
 def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
     dist = Dist(task.ranks)
-    models = [Model(rank, dist, task.layers, task.batches) for rank in range(task.ranks)]
+    models = [PuzzleModel(rank, dist, task.layers, task.batches) for rank in range(task.ranks)]
     error = ""
     try:
         run_within(seconds, lambda: _run(solution, models))
@@ -103,10 +103,10 @@ def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
     )
 
 
-def _run(solution: Solution, models: list[Model]) -> None:
+def _run(solution: Solution, models: list[PuzzleModel]) -> None:
     """Drive all ranks to their end, in an event loop of their own."""
 
-    async def drive(model: Model) -> None:
+    async def drive(model: PuzzleModel) -> None:
         result = solution(model)
         if inspect.isawaitable(result):
             await result

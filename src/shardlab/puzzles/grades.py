@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from shardlab.program import UserError
-from shardlab.puzzles.model import Model
+from shardlab.puzzles.drawing import timeline_of
+from shardlab.puzzles.pictures import Picture, timeline_picture
+from shardlab.puzzles.puzzle_model import PuzzleModel
 from shardlab.puzzles.statements import Puzzle
 from shardlab.simulate import Timeline
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-    from shardlab.puzzles.pictures import Picture
 
 MOST_DRAWN = 20_000
 """Events in a picture: a solution that was stopped may have far more."""
@@ -37,7 +33,7 @@ class Grade:
     steps: float = 0
     end: float = 0
     peak_memory: float = 0
-    models: list[Model] = field(default_factory=lambda: [])
+    models: list[PuzzleModel] = field(default_factory=lambda: [])
     timeline: Timeline | None = None
 
     @property
@@ -56,27 +52,16 @@ class Grade:
         Raises:
             UserError: if there is nothing to draw, or too much.
         """
-        from shardlab.puzzles.pictures import Picture
-        from shardlab.puzzles.timeline import timeline_of
-
         count = sum(len(model.log) for model in self.models)
         if self.timeline is None and not count:
             raise UserError("nothing was timed before the solution ended, so there is nothing to draw")
-        timeline = self.timeline or timeline_of(self.models)
         if count > MOST_DRAWN:
             raise UserError(f"{count:,} events are too many for a picture of at most {MOST_DRAWN:,}")
-
-        def make() -> str:
-            from shardlab.draw import timeline_svg
-
-            return timeline_svg(timeline, f"Puzzle {self.puzzle.number}: {self.puzzle.title}", note=self._note())
-
-        return Picture(make)
-
-    def _note(self) -> str:
-        """The verdict, and what was reached, in a line."""
-        reached = "; ".join(f"{what} {got}, goal {goal}" for what, got, goal in self.rows())
-        return f"{self.verdict} {reached.capitalize()}." if self.correct else self.verdict
+        note = self.verdict
+        if self.correct:
+            note += f" {'; '.join(f'{what} {got}, goal {goal}' for what, got, goal in self.rows()).capitalize()}."
+        title = f"Puzzle {self.puzzle.number}: {self.puzzle.title}"
+        return timeline_picture(self.timeline or timeline_of(self.models), title, note)
 
     def _repr_svg_(self) -> str | None:
         try:
@@ -107,17 +92,3 @@ class Grade:
         if self.correct:
             lines += [f"  {what:<12}{got:>10}   goal {goal:>10}" for what, got, goal in self.rows()]
         return "\n".join([*lines, self.verdict])
-
-    def __rich__(self) -> Group:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        parts: list[Text | Table] = [Text(self.puzzle.headline, style="bold")]
-        if self.correct:
-            table = Table("", "yours", "goal")
-            for row in self.rows():
-                table.add_row(*(Text(cell, justify="left" if cell == row[0] else "right") for cell in row))
-            parts.append(table)
-        parts.append(Text(self.verdict, style="bold green" if self.solved else "bold red"))
-        return Group(*parts)

@@ -8,24 +8,20 @@ from dataclasses import dataclass
 from shardlab.program import OpKind
 from shardlab.simulate.costs import UNIT_COSTS
 
-KINDS = {
-    "forward": OpKind.FORWARD,
-    "backward": OpKind.BACKWARD,
-    "loss": OpKind.LOSS,
-    "update": OpKind.UPDATE,
+COLLECTIVES = {
     "allreduce": OpKind.ALL_REDUCE,
     "allgather": OpKind.ALL_GATHER,
     "scatterreduce": OpKind.REDUCE_SCATTER,
 }
-"""The kind of op that each type of event is; a "pass" is a send or a receive."""
+"""The kind of op that each collective is in the vocabulary of `shardlab.program`."""
 
 
 @dataclass
-class Event:
+class PuzzleEvent:
     """One thing that a rank did.
 
     Attributes:
-        typ: forward, backward, loss, update, allreduce, allgather, scatterreduce or pass.
+        typ: forward, backward, loss, update, allreduce, allgather, scatterreduce or pass (a send or a receive).
         layer: the layer worked on; None for update and pass, the number of layers for loss.
         rank: who did it.
         time, length: when it started and how long it took, in forward passes of one microbatch through one layer.
@@ -49,19 +45,15 @@ class Event:
         """What the event is in the vocabulary of `shardlab.program`."""
         if self.typ == "pass":
             return OpKind.RECV if self.to is None else OpKind.SEND
-        return KINDS[self.typ]
+        return COLLECTIVES.get(self.typ) or OpKind(self.typ)
+
+    @property
+    def cost(self) -> float:
+        """How long such an event takes: forward and backward by the microbatch, the others a constant."""
+        duration = UNIT_COSTS.duration(self.kind, len(self.batches))
+        return int(duration) if duration.is_integer() else duration
 
     @property
     def end(self) -> float:
-        return later(self.time, self.length)
-
-
-def length(kind: OpKind, batches: Set[int]) -> float:
-    """What an op costs: forward and backward by the microbatch, the others a constant. Whole numbers stay `int`."""
-    duration = UNIT_COSTS.duration(kind, len(batches))
-    return int(duration) if duration.is_integer() else duration
-
-
-def later(time: float, duration: float) -> float:
-    """The sum as the decimals that both are: 19.9, not 19.900000000000002."""
-    return round(time + duration, 6)
+        """When it ended, as the decimals that both summands are: 19.9, not 19.900000000000002."""
+        return round(self.time + self.length, 6)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sized
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardlab.program import Deadlock, Refused
 from shardlab.puzzles.lines import Line, here
+from shardlab.puzzles.log import COLLECTIVES
+
+if TYPE_CHECKING:
+    from shardlab.puzzles.stores import Stores
 
 T = TypeVar("T")
 
@@ -21,33 +25,19 @@ class PuzzleDeadlock(PuzzleRefused, Deadlock):
     """Ranks wait for one another for ever; the message names the whole cycle."""
 
 
-class Place(Protocol):
-    """Where a refusal happens: a rank, and the number of the event that it is about to log."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def log(self) -> Sized: ...
-
-    def derive(self, made: Any, *read: Any) -> None: ...
+_here: ContextVar[Stores | None] = ContextVar("shardlab_puzzle_rank", default=None)
 
 
-_here: ContextVar[Place | None] = ContextVar("shardlab_puzzle_rank", default=None)
-
-_WORDS = {"all_reduce": "allreduce", "all_gather": "allgather", "reduce_scatter": "scatterreduce"}
-
-
-def stand(place: Place) -> None:
+def stand(rank: Stores) -> None:
     """Note which rank runs in this task: `a + b` and `.combine` do not say."""
-    _here.set(place)
+    _here.set(rank)
 
 
 def derived(made: T, *read: Any) -> T:
     """A value that was made of others without an op; the rank that runs is told, for its memory."""
-    place = _here.get()
-    if place is not None:
-        place.derive(made, *read)
+    rank = _here.get()
+    if rank is not None:
+        rank.derive(made, *read)
     return made
 
 
@@ -57,11 +47,11 @@ def placed(line: Line | None, text: str) -> str:
 
 
 @contextmanager
-def judged(place: Place | None = None, line: Line | None = None) -> Generator[None]:
+def judged(rank: Stores | None = None, line: Line | None = None) -> Generator[None]:
     """Turn a refusal of the shared rules into the face's own, in the puzzles' words and with the place before it.
 
     Args:
-        place: the rank (None: the one that runs in this task).
+        rank: whose op it is (None: of the rank that runs in this task).
         line: the student's line (None: the one that runs).
     """
     try:
@@ -70,11 +60,11 @@ def judged(place: Place | None = None, line: Line | None = None) -> Generator[No
         raise
     except Refused as refusal:
         text = str(refusal)
-        for ours, theirs in _WORDS.items():
-            text = text.replace(ours, theirs)
-        place = place or _here.get()
+        for published, kind in COLLECTIVES.items():
+            text = text.replace(kind.value, published)
+        rank = rank or _here.get()
         mine = PuzzleRefused(text)
-        if place is not None:
-            mine.at(place.rank, len(place.log))
+        if rank is not None:
+            mine.at(rank.rank, len(rank.log))
         mine.args = (placed(line or here(), str(mine)),)
         raise mine from None

@@ -7,8 +7,8 @@ from typing import Any
 
 from shardlab.program import Holds, Kind, Refused, Spec
 from shardlab.rules import update as sums
+from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits, common, listed, microbatches_text
-from shardlab.rules.spec import Space
 
 
 def spec_of(op: str, what: str, value: Any) -> Spec:
@@ -19,23 +19,12 @@ def spec_of(op: str, what: str, value: Any) -> Spec:
     return spec
 
 
-def lowest_terms(holds: Holds) -> Holds:
-    """The same slices counted in as few pieces as can be."""
-    for of in range(1, holds.of):
-        if holds.of % of == 0:
-            times = holds.of // of
-            coarse = Holds(sum(1 << i for i in range(of) if holds.mask >> i * times & 1), of)
-            if coarse.refined(holds.of) == holds:
-                return coarse
-    return holds
-
-
 def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Pieces of one value, put together. Replicas are accepted, and pieces need not adjoin."""
     first = specs[0]
     holds = first.holds
     for spec, who in zip(specs, names, strict=True):
-        if spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION):
+        if spec.kind in ROW_KINDS:
             raise Refused(f"{op}: {who} gave {spec}; activations are not cut into shards.")
         if spec.form.but(holds=first.holds) is not first.form or spec.cells != first.cells:
             why = "of one value" if spec.cells == first.cells else "that sum the same microbatches"
@@ -45,30 +34,23 @@ def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return first._replace(form=first.form.but(holds=holds))
 
 
-def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """The sum of weight gradients of one layer and slice; each microbatch may come once."""
-    return sums.add(op, specs, names)
-
-
-def update(layer: int, gradient: Spec, weight: Spec, state: Spec, microbatches: int) -> None:
+def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
     """Refuse an update that is not of the whole batch; the optimizer state may hold more than the weight."""
-    cells = (1 << microbatches) - 1
-    surplus = gradient.cells & ~cells
+    step = sums.full_sum(gradient.form)
+    surplus = gradient.cells & ~step
     if surplus and gradient.layer == layer:
         raise Refused(
             f"update(layer {layer}): {gradient} has {microbatches_text(surplus)} in it, but the step's microbatches "
-            f"are 0-{microbatches - 1}."
+            f"are {listed(bits(step))}."
         )
     if state.layer == weight.layer == layer and not state.holds.contains(weight.holds):
         raise Refused(
             f"update(layer {layer}): the weight holds slices {weight.holds}, but the optimizer state only "
             f"{state.holds}; give the state of the same slices."
         )
-    given = state
     if gradient.holds.contains(state.holds):
-        given = state._replace(form=state.form.but(holds=weight.holds))
-    step = gradient._replace(form=gradient.form.but(space=Space(microbatches)))
-    sums.update(layer, step, weight, given)
+        state = state._replace(form=state.form.but(holds=weight.holds))
+    sums.update(layer, gradient, weight, state)
 
 
 def fresh(op: str, weight: Spec, updated: Mapping[int, Holds]) -> None:

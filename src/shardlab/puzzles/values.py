@@ -6,66 +6,163 @@ slices are equal, however many shards they are counted in.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import index
+from typing import Any, ClassVar, Self, cast
 
-from shardlab.program import Kind, Spec
-from shardlab.puzzles.pieces import ONE, Rows, Sharded, Value
+from shardlab.program import Holds, Kind, Refused, Spec
+from shardlab.program.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
+from shardlab.puzzles import rules
+from shardlab.puzzles.pictures import Picture, network_picture
 from shardlab.puzzles.refusal import derived, judged
 from shardlab.rules import update
+from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits, mask_of
 from shardlab.rules.spec import Space, form_of
 
-__all__ = ["Activation", "ActivationGrad", "OptState", "Rows", "Sharded", "Value", "Weight", "WeightGrad"]
+ONE: frozenset[int] = frozenset({0})
+
+
+class PuzzleValue:
+    """A value of one layer; what a kind of value has no field for is the same for all of its values.
+
+    Attributes:
+        kind: what it is in the vocabulary of `shardlab.program`.
+        layer, layers: which layer, and how many the network has.
+        step: how often it was updated.
+        batches, total_batches: its microbatches, and how many there are.
+        shards, total: which of so many shards of the layer it holds.
+    """
+
+    kind: ClassVar[Kind]
+    layer: int
+    layers: int
+    step: int = 0
+    batches: Set[int] = frozenset()
+    total_batches: int = 0
+    shards: Set[int] = ONE
+    total: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("shards", "batches"):
+            given = getattr(self, name)
+            try:
+                numbers = frozenset(map(index, given))
+            except TypeError:
+                numbers = frozenset({-1})
+            if min(numbers, default=0) < 0:
+                self._refuse(f"{name} are {given!r}; give a collection of numbers, which count from 0.")
+            object.__setattr__(self, name, numbers)
+        if not self.shards or max(self.shards) >= self.total:
+            given = f"shards {sorted(self.shards)} of {self.total}"
+            self._refuse(f"{given} were given; a value has at least one shard, and they count from 0.")
+
+    def _refuse(self, text: str) -> None:
+        with judged():
+            raise Refused(f"{type(self).__name__} of layer {self.layer}: {text}")
+
+    @cached_property
+    def spec(self) -> Spec:
+        """What is known of the value, in the terms of `shardlab.program`."""
+        layer = self.layer + (self.kind is Kind.GRAD_ACTIVATION)
+        holds = Holds(mask_of(self.shards), self.total)
+        return Spec(form_of(self.kind, layer, self.step, Space(self.total_batches), holds), mask_of(self.batches))
+
+    def memory(self) -> float:
+        """Elements that it takes."""
+        if self.kind in ROW_KINDS:
+            return len(self.batches) * PUZZLE_HIDDEN * PUZZLE_LENGTH
+        return (len(self.shards) / self.total) * PUZZLE_HIDDEN * PUZZLE_HIDDEN
+
+    def draw(self) -> Picture:
+        """The network with this value filled in."""
+        return draw_group({0: self})
+
+    def _repr_svg_(self) -> str:
+        return self.draw().svg
+
+    def _key(self) -> tuple[object, ...]:
+        form = self.spec.form
+        return self.layers, self.spec._replace(form=form.but(holds=form.holds.simplified()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PuzzleValue) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+class Sharded(PuzzleValue):
+    """A value that can be cut into shards and put together again: a weight, an optimizer state, a weight gradient."""
+
+    def is_complete(self) -> bool:
+        """Whether every shard of the layer is here."""
+        return len(self.shards) == self.total
+
+    def combine(self, other: Self) -> Self:
+        """Both put together: the shards of either.
+
+        Raises:
+            PuzzleRefused: if they are not pieces of one value.
+        """
+        with judged():
+            op = f"combine({self.spec.name})"
+            specs = [self.spec, rules.spec_of(op, "other value", other)]
+            whole = self.holding(rules.gather(op, specs, ["the first value", "the second value"]).holds)
+        return derived(whole, self, other)
+
+    def shard(self, shard: int, total: int) -> Self:
+        """Piece `shard` of `total` equal ones.
+
+        Raises:
+            PuzzleRefused: if the value is not complete, or the piece does not exist.
+        """
+        with judged():
+            if not self.is_complete():
+                raise Refused(f"shard({self.spec.name}): {self.spec} is partial; only a complete value is cut.")
+            return derived(self.holding(Holds(mask_of([shard]), total)), self)
+
+    def holding(self, holds: Holds) -> Self:
+        """The same value with other slices of the layer."""
+        return replace(cast(Any, self), shards=frozenset(bits(holds.mask)), total=holds.of)
 
 
 @dataclass(frozen=True, eq=False)
-class Weight(Sharded):
+class Parameters(Sharded):
+    """What a layer's parameters are, or the optimizer keeps for them, or some shards of it."""
+
+    layer: int
+    layers: int
+    step: int = field()
+    shards: Set[int] = ONE
+    total: int = 1
+
+
+class Weight(Parameters):
     """The weight of one layer, or some shards of it; `step` counts its updates."""
 
-    layer: int
-    layers: int
-    step: int
-    shards: Set[int] = ONE
-    total: int = 1
-
-    def _spec(self) -> Spec:
-        return Spec(form_of(Kind.WEIGHT, self.layer, self.step, Space(0), self.holds))
+    kind = Kind.WEIGHT
 
 
-@dataclass(frozen=True, eq=False)
-class OptState(Sharded):
+class OptState(Parameters):
     """What the optimizer keeps for one layer, or some shards of it; `step` counts its updates."""
 
-    layer: int
-    layers: int
-    step: int
-    shards: Set[int] = ONE
-    total: int = 1
-
-    def _spec(self) -> Spec:
-        return Spec(form_of(Kind.OPT_STATE, self.layer, self.step, Space(0), self.holds))
+    kind = Kind.OPT_STATE
 
 
 @dataclass(frozen=True, eq=False)
 class WeightGrad(Sharded):
     """The gradient of one layer's weight, or some shards of it, with the microbatches summed into it."""
 
+    kind = Kind.GRAD_WEIGHT
     layer: int
     layers: int
-    batches: Set[int]
-    total_batches: int
+    batches: Set[int] = field()
+    total_batches: int = field()
     shards: Set[int] = ONE
     total: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.keep("batches", self.batches)
-
-    def _spec(self) -> Spec:
-        return Spec(
-            form_of(Kind.GRAD_WEIGHT, self.layer, 0, Space(self.total_batches), self.holds), mask_of(self.batches)
-        )
 
     def __add__(self, other: WeightGrad) -> WeightGrad:
         """The sum of two gradients of one layer and slice, of different microbatches.
@@ -81,31 +178,35 @@ class WeightGrad(Sharded):
 
     def summing(self, spec: Spec) -> WeightGrad:
         """The same gradient with the microbatches of `spec` in it."""
-        batches = frozenset(bits(spec.cells))
-        return WeightGrad(self.layer, self.layers, batches, self.total_batches, self.shards, self.total)
+        return replace(self, batches=frozenset(bits(spec.cells)))
 
 
 @dataclass(frozen=True, eq=False)
+class Rows(PuzzleValue):
+    """A value of some microbatches."""
+
+    layer: int
+    layers: int
+    batches: Set[int] = field()
+    total_batches: int = field()
+
+
 class Activation(Rows):
     """Activation l, which enters layer l, for some microbatches."""
 
-    layer: int
-    layers: int
-    batches: Set[int]
-    total_batches: int
-
-    def _spec(self) -> Spec:
-        return Spec(form_of(Kind.ACTIVATION, self.layer, 0, Space(self.total_batches)), mask_of(self.batches))
+    kind = Kind.ACTIVATION
 
 
-@dataclass(frozen=True, eq=False)
 class ActivationGrad(Rows):
     """The gradient of activation l, for some microbatches. Its `layer` is l - 1, whose backward pass it enters."""
 
-    layer: int
-    layers: int
-    batches: Set[int]
-    total_batches: int
+    kind = Kind.GRAD_ACTIVATION
 
-    def _spec(self) -> Spec:
-        return Spec(form_of(Kind.GRAD_ACTIVATION, self.layer + 1, 0, Space(self.total_batches)), mask_of(self.batches))
+
+def draw_group(group: Mapping[Any, PuzzleValue]) -> Picture:
+    """All values of a store, laid over the network that they belong to."""
+    values = group.values()
+    layers = max((max(value.layers, value.layer + 1) for value in values), default=1)
+    batches = max((value.total_batches for value in values), default=1)
+    elements = sum(value.memory() for value in values)
+    return network_picture([value.spec for value in values], layers, max(batches, 1), elements)

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 from shardlab.program import Holds, Refused, Sizes, Spec, UserError
 from shardlab.program.layers import rules_of
 from shardlab.puzzles import rules
-from shardlab.puzzles.calls import Call, refuse_forgotten
+from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten
 from shardlab.puzzles.dist import Dist
 from shardlab.puzzles.lines import here
-from shardlab.puzzles.refusal import judged, placed, stand
+from shardlab.puzzles.refusal import derived, judged, placed, stand
 from shardlab.puzzles.stores import Storage, Stores
-from shardlab.puzzles.values import Activation, ActivationGrad, OptState, Value, Weight, WeightGrad
+from shardlab.puzzles.values import Activation, ActivationGrad, OptState, PuzzleValue, Weight, WeightGrad
 from shardlab.rules import update as sums
 from shardlab.rules.layer import LayerRules
 from shardlab.rules.pieces import common
 from shardlab.rules.spec import Space
 
 
-class Compute(Stores):
-    """A rank that computes; `Model` adds communication.
+class PuzzleCompute(Stores):
+    """A rank that computes; `PuzzleModel` adds communication.
 
     Attributes:
         LAYERS, BATCHES, RANKS: how many layers, microbatches and ranks there are.
         dist: the ranks.
+        final_weights: what `set_final_weight` was given.
+        forgotten: communications of the run that were called without an `await`, a sentence about each.
+        fakes: gradients made up by `fake_grad`, but for zeros, a sentence about each.
     """
 
     def __init__(self, rank: int = 1, dist: Dist | None = None, layers: int = 2, batches: int = 1) -> None:
@@ -37,6 +41,8 @@ class Compute(Stores):
         self.RANKS = self.dist.ranks
         self.LAYERS = layers
         self.BATCHES = batches
+        self.final_weights: dict[int, Weight] = {}
+        self.fakes: list[str] = []
         self._run = self.dist.join(rank)
         self.forgotten = self._run.watch.forgotten
         self._updated: dict[int, Holds] = {}
@@ -51,13 +57,13 @@ class Compute(Stores):
     def load_weights(self, layer: int, shard: int = 0, total: int = 1) -> tuple[Weight, OptState]:
         """The layer's weight and optimizer state before the step, or shard `shard` of `total` of both."""
         self.begin()
-        weight = Weight(layer, self.LAYERS, 0, frozenset({shard}), total)
-        return self.derive((weight, OptState(layer, self.LAYERS, 0, frozenset({shard}), total)))
+        loaded = layer, self.LAYERS, 0, frozenset({shard}), total
+        return derived((Weight(*loaded), OptState(*loaded)))
 
     def get_activation(self, batches: Iterable[int]) -> Activation:
         """Activation 0 of some microbatches: the input."""
         self.begin()
-        return self.derive(Activation(0, self.LAYERS, frozenset(batches), self.BATCHES))
+        return derived(Activation(0, self.LAYERS, frozenset(batches), self.BATCHES))
 
     def fake_grad(self, layer: int, batches: Iterable[int] = ()) -> WeightGrad:
         """A gradient that nobody has computed; of no microbatches it is zero."""
@@ -66,35 +72,32 @@ class Compute(Stores):
         if gradient.batches:
             fake = f"rank {self.rank}, op {len(self.log)} fake_grad(layer {layer}): {gradient.spec}"
             self.fakes.append(placed(here(), fake))
-        return self.derive(gradient)
+        return derived(gradient)
 
     def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
         """Activation l and the complete weight of layer l: activation l + 1."""
-        op = self.begin(f"forward(layer {layer})", inp, weight)
-        with judged(self):
+        with self._judging(f"forward(layer {layer})", inp, weight) as op:
             self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
         self.note("forward", inp, weight, layer=layer, batches=inp.batches)
-        return self.derive(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
+        return derived(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def loss(self, inp: Activation) -> ActivationGrad:
         """The last activation's gradient."""
-        op = self.begin("loss", inp)
-        with judged(self):
+        with self._judging("loss", inp) as op:
             sums.loss(self.LAYERS, self._spec(op, "activation", inp))
         self.note("loss", inp, layer=self.LAYERS)
-        return self.derive(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
+        return derived(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def backward(
         self, layer: int, inp: Activation, grad: ActivationGrad, weight: Weight
     ) -> tuple[WeightGrad, ActivationGrad]:
         """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
-        op = self.begin(f"backward(layer {layer})", inp, grad, weight)
-        with judged(self):
+        with self._judging(f"backward(layer {layer})", inp, grad, weight) as op:
             specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
             self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
         self.note("backward", inp, grad, weight, layer=layer, batches=inp.batches)
-        weight_grad = WeightGrad(layer, self.LAYERS, inp.batches, self.BATCHES)
-        return self.derive((weight_grad, ActivationGrad(layer - 1, self.LAYERS, inp.batches, self.BATCHES)))
+        of = self.LAYERS, inp.batches, self.BATCHES
+        return derived((WeightGrad(layer, *of), ActivationGrad(layer - 1, *of)))
 
     def update(
         self, layer: int, weight_grad: WeightGrad, weight: Weight, opt_state: OptState, shard: int = 0
@@ -104,37 +107,41 @@ class Compute(Stores):
         A complete gradient may update a shard. `shard` is not used.
         """
         del shard
-        op = self.begin(f"update(layer {layer})", weight_grad, weight, opt_state)
-        with judged(self):
+        with self._judging(f"update(layer {layer})", weight_grad, weight, opt_state) as op:
             grad = self._spec(op, "gradient", weight_grad)
             state = self._spec(op, "optimizer state", opt_state)
-            rules.update(layer, grad, self._weight(op, weight), state, self.BATCHES)
-        done, mine = common(self._updated.get(layer, Holds(0, 1)), weight.holds)
+            rules.update(layer, grad, self._weight(op, weight), state)
+        done, mine = common(self._updated.get(layer, Holds(0, 1)), weight.spec.holds)
         self._updated[layer] = Holds(done.mask | mine.mask, mine.of)
         self.note("update", weight_grad, weight, opt_state)
         new = Weight(layer, self.LAYERS, weight.step + 1, weight.shards, weight.total)
-        return self.derive((new, OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total)))
+        return derived((new, OptState(layer, self.LAYERS, opt_state.step + 1, opt_state.shards, opt_state.total)))
 
     def set_final_weight(self, layer: int, weight: Weight) -> None:
         """Hand in this rank's part of a layer's new weight."""
-        self.begin(f"set_final_weight(layer {layer})", weight)
-        self.final_weights[layer] = self.derive(weight)
+        self.begin(weight)
+        self.final_weights[layer] = derived(weight)
 
-    def begin(self, op: str = "", *values: Any) -> str:
+    def begin(self, *values: Any) -> None:
         """Note who runs where; refuse values that have not been awaited."""
         stand(self)
         for value in values:
-            if isinstance(value, Call):
+            if isinstance(value, PuzzleCall):
                 value.refuse()
         try:
             refuse_forgotten(self.forgotten)
         finally:
             self.forgotten.clear()  # whoever goes on after this message has read it
-        if self.RANKS > 1:
-            self._run.watch.enter(self.rank)
-        return op
+        self._run.watch.enter(self.rank)
 
-    def _spec(self, op: str, what: str, value: Value) -> Spec:
+    @contextmanager
+    def _judging(self, op: str, *values: Any) -> Generator[str]:
+        """Begin an op, and name it in what is refused of it."""
+        self.begin(*values)
+        with judged(self):
+            yield op
+
+    def _spec(self, op: str, what: str, value: PuzzleValue) -> Spec:
         """A value's spec; microbatches are compared as numbers, whatever total they were made with."""
         spec = rules.spec_of(op, what, value)
         return spec._replace(form=spec.form.but(space=self._space))
@@ -145,6 +152,6 @@ class Compute(Stores):
         return self._rules.layers[layer]
 
     def _weight(self, op: str, weight: Weight) -> Spec:
-        spec = rules.spec_of(op, "weight", weight)
+        spec = self._spec(op, "weight", weight)
         rules.fresh(op, spec, self._updated)
         return spec

@@ -1,0 +1,121 @@
+"""Collectives: the k-th that each rank joins is one meeting of them all."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+from shardlab.program import Holds, Refused
+from shardlab.program.waiting import Wait
+from shardlab.puzzles import rules
+from shardlab.puzzles.asyncio_watch import Blocked
+from shardlab.puzzles.lines import at
+from shardlab.puzzles.values import PuzzleValue, WeightGrad
+from shardlab.rules import update
+
+
+@dataclass(eq=False)
+class Share(Blocked):
+    """What one rank brings to a meeting.
+
+    Attributes:
+        name, layer, value: of the call.
+        time: when the rank came.
+        meeting: every rank's share, None until it comes.
+    """
+
+    name: str
+    layer: int
+    value: Any
+    time: float
+    meeting: dict[int, Share | None]
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.value.spec if isinstance(self.value, PuzzleValue) else f'layer {self.layer}'})"
+
+    def wait(self) -> Wait:
+        missing = [rank for rank, share in self.meeting.items() if share is None]
+        names = ", ".join(map(str, missing))
+        return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}{at(self.line)}", missing)
+
+
+class Meetings:
+    """All collectives of a run."""
+
+    def __init__(self, ranks: int) -> None:
+        self._turns: Counter[int] = Counter()
+        self._open: defaultdict[int, dict[int, Share | None]] = defaultdict(lambda: dict.fromkeys(range(ranks)))
+
+    def next_of(self, rank: int) -> dict[int, Share | None]:
+        """The first meeting that this rank has not joined yet."""
+        self._turns[rank] += 1
+        return self._open[self._turns[rank]]
+
+    def advance(self) -> bool:
+        """Let the ranks of a meeting go on, the lowest first, if all have come or two do not fit; False if none may."""
+        for turn, meeting in self._open.items():
+            shares = [share for share in meeting.values() if share is not None]
+            waiting = [share for share in shares if not share.future.done()]
+            complete = len(shares) == len(meeting)
+            if not waiting or not (complete or any(share.name != shares[0].name for share in shares)):
+                continue
+            if complete:
+                del self._open[turn]
+            try:
+                results = combine(shares)
+            except Exception as error:  # also one of a student's own objects
+                for share in waiting:
+                    share.future.set_exception(error)
+            else:
+                time = max(share.time for share in shares)
+                for share, result in zip(shares, results, strict=True):
+                    share.go_on((result, time))
+            return True
+        return False
+
+
+def combine(shares: list[Share]) -> list[Any]:
+    """What each rank takes away; the shares stand in the order of the ranks.
+
+    Raises:
+        Refused: if they do not fit.
+    """
+    first, values = shares[0], [share.value for share in shares]
+    op = f"{first.name}(layer {first.layer})"
+    other = next((share for share in shares if share.name != first.name), None)
+    if other is not None:
+        raise Refused(
+            f"{op}: rank {first.rank} meets with {first} and rank {other.rank} with {other}; all ranks must call the "
+            "same collectives in the same order."
+        )
+    if not any(isinstance(value, PuzzleValue) for value in values):
+        return _of_anything(first, values)
+    names = [f"rank {rank}" for rank in range(len(values))]
+    specs = [rules.spec_of(op, f"value of {name}", value) for name, value in zip(names, values, strict=True)]
+    op = f"{first.name}({specs[0].name})"
+    if first.name == "allgather":
+        whole = rules.gather(op, specs, names)
+        return [values[0].holding(whole.holds)] * len(values)
+    total = update.add(op, specs, names)
+    gradient: WeightGrad = values[0].summing(total)
+    if first.name == "allreduce":
+        return [gradient] * len(values)
+    if not gradient.is_complete():
+        raise Refused(f"{op}: rank 0 gave {specs[0]}, which is partial; only whole gradients are summed and scattered.")
+    return [gradient.holding(Holds(1 << rank, len(values))) for rank in range(len(values))]
+
+
+def _of_anything(share: Share, values: list[Any]) -> list[Any]:
+    """The same of objects that are no values of the puzzles: whatever can be added, combined, sharded."""
+    try:
+        if share.name == "allgather":
+            return [reduce(lambda a, b: a.combine(b), values)] * len(values)
+        total = reduce(add, values)
+        if share.name == "allreduce":
+            return [total] * len(values)
+        return [total.shard(rank, len(values)) for rank in range(len(values))]
+    except (TypeError, AttributeError) as error:
+        raise Refused(f"{share}: these objects cannot be put together: {error}.") from None

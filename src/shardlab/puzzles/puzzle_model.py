@@ -1,0 +1,114 @@
+"""One rank of the puzzles, with the published names, arguments and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from shardlab.program import Refused
+from shardlab.puzzles import rules
+from shardlab.puzzles.asyncio_watch import Blocked
+from shardlab.puzzles.calls import PuzzleCall
+from shardlab.puzzles.check import verify
+from shardlab.puzzles.combining import Share
+from shardlab.puzzles.lines import Line, here
+from shardlab.puzzles.mail import Letter, Reader
+from shardlab.puzzles.puzzle_compute import PuzzleCompute
+from shardlab.puzzles.refusal import derived, judged, placed, stand
+from shardlab.puzzles.values import PuzzleValue, Weight
+
+T = TypeVar("T")
+
+
+class PuzzleModel(PuzzleCompute):
+    """One rank of a network that several ranks train together for one optimizer step.
+
+    Args:
+        rank: this rank's number, from 0; it is looked at when the rank first communicates.
+        dist: the ranks; without it there is one.
+        layers, batches: sizes of the network and of the global batch, the same on every rank.
+    """
+
+    def allreduce(self, v: T, layer: int) -> PuzzleCall[T]:
+        """The sum over all ranks, on every rank."""
+        return self._call("allreduce", f"layer {layer}", partial(self._meet, "allreduce", v, layer, here()))
+
+    def allgather(self, v: T, layer: int) -> PuzzleCall[T]:
+        """The pieces of all ranks put together, on every rank."""
+        return self._call("allgather", f"layer {layer}", partial(self._meet, "allgather", v, layer, here()))
+
+    def scatterreduce(self, v: T, layer: int) -> PuzzleCall[T]:
+        """The sum over all ranks, shard r of it on rank r."""
+        return self._call("scatterreduce", f"layer {layer}", partial(self._meet, "scatterreduce", v, layer, here()))
+
+    def pass_to(self, rank: int, v: Any) -> PuzzleCall[None]:
+        """Put anything into a rank's mailbox, once there is room."""
+        return self._call("pass_to", f"rank {rank}", partial(self._pass, rank, v, here()))
+
+    def receive(self) -> PuzzleCall[Any]:
+        """The earliest message to this rank, whoever sent it."""
+        return self._call("receive", "", partial(self._receive, here()))
+
+    def _call(self, verb: str, argument: str, work: Callable[[], Coroutine[Any, Any, T]]) -> PuzzleCall[T]:
+        name = f"{verb}({argument})"
+        sentence = placed(
+            here(),
+            f"rank {self.rank}, op {len(self.log)} {name} was called without `await`, so it has not run; write `await "
+            f"model.{verb}({'...' * bool(argument)})`.",
+        )
+        return PuzzleCall(name, sentence, work, self.forgotten)
+
+    async def _meet(self, name: str, v: T, layer: int, line: Line | None) -> T:
+        self.begin(v)
+        with judged(self, line):
+            self._check_rank(name, self.rank)
+            if isinstance(v, Weight):
+                rules.fresh(f"{name}(layer {layer})", v.spec, self._updated)
+            meeting = self._run.meetings.next_of(self.rank)
+            meeting[self.rank] = share = Share(self.rank, line, name, layer, v, self.time, meeting)
+            result, time = await self._wait(share)
+        self.time = max(self.time, time)
+        self.note(name, v, layer=layer)
+        return derived(result)
+
+    async def _pass(self, rank: int, v: Any, line: Line | None) -> None:
+        self.begin(v)
+        with judged(self, line):
+            self._check_rank("pass_to", self.rank)
+            self._check_rank(f"pass_to(rank {rank})", rank)
+        self.note("pass", v, to=rank)
+        about = str(v.spec) if isinstance(v, PuzzleValue) else repr(v)[:40]
+        letter = Letter(self.rank, line, rank, v, self.time, about)
+        self._run.mail.letters.append(letter)
+        await self._wait(letter)
+
+    async def _receive(self, line: Line | None) -> Any:
+        self.begin()
+        with judged(self, line):
+            self._check_rank("receive", self.rank)
+        reader = Reader(self.rank, line, self.time, self._run.watch, self.RANKS)
+        self._run.mail.readers.append(reader)
+        letter: Letter = await self._wait(reader)
+        self.time = max(self.time, letter.sent)
+        self.note("pass", source=letter.rank)
+        return derived(letter.value)
+
+    async def _wait(self, blocked: Blocked) -> Any:
+        result = await self._run.watch.block(blocked)
+        stand(self)
+        return result
+
+    def _check_rank(self, op: str, rank: int) -> None:
+        if not 0 <= rank < self.RANKS:
+            raise Refused(f"{op}: rank {rank} does not exist; the Dist has {self.RANKS}, counted from 0.")
+
+    @staticmethod
+    def check(models: Sequence[PuzzleModel]) -> None:
+        """Print "Correct!" if every layer was updated once, on all ranks together.
+
+        Raises:
+            PuzzleRefused: naming the layer, and the rank or the elements at fault.
+        """
+        verify(models, models[0].LAYERS if models else 0)
+        print("Correct!")
