@@ -1,6 +1,7 @@
 """The rules of the face: what it lets pass so that published solutions keep running."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -196,3 +197,16 @@ def test_anything_that_can_be_added_and_combined_is_reduced_and_gathered() -> No
     assert results(lambda model: model.allreduce(model.rank, 0), 4) == [6] * 4
     with pytest.raises(PuzzleRefused, match=r"allgather\(layer 0\): these objects cannot be put together"):
         results(lambda model: model.allgather(model.rank, 0), 2)
+
+
+class Grumpy:
+    def __add__(self, other: object) -> object:
+        raise KeyError("not with me")
+
+
+def test_what_objects_raise_as_they_are_added_is_raised_on_every_rank() -> None:
+    async def main() -> list[Any]:
+        calls = [model.allreduce(Grumpy(), 0) for model in models_of(3)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [repr(outcome) for outcome in asyncio.run(main())] == ["KeyError('not with me')"] * 3

@@ -60,7 +60,7 @@ class AsyncioWatch:
     """
 
     def __init__(self, ranks: int, when_quiet: Callable[[], bool]) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._when_quiet = when_quiet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
@@ -137,7 +137,7 @@ class AsyncioWatch:
         running = self._running()
         if not self.waiting() or (not running and self._when_quiet()):
             return
-        if running or len(self._tasks) < self._ranks:
+        if running or len(self._tasks) < self.ranks:
             self._loop.call_later(GRACE_SECONDS, self._give_up, moves)
         else:
             self._report()
@@ -161,7 +161,7 @@ class AsyncioWatch:
         for blocked in self._blocked.values():
             waits.setdefault(blocked.rank, blocked.wait())
         text = explain(waits)
-        missing, running = [rank for rank in range(self._ranks) if rank not in self._tasks], self._running()
+        missing, running = [rank for rank in range(self.ranks) if rank not in self._tasks], self._running()
         if missing:
             names = ", ".join(map(str, missing))
             text += f" Missing: rank {names} started no communication within {GRACE_SECONDS:g} s; is every rank driven?"

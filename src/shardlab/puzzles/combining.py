@@ -18,26 +18,26 @@ from shardlab.rules import update
 
 
 @dataclass(eq=False)
-class Share(Blocked):
+class Brought(Blocked):
     """What one rank brings to a meeting.
 
     Attributes:
         name, layer, value: of the call.
         time: when the rank came.
-        meeting: every rank's share, None until it comes.
+        meeting: every rank's part, None until the rank comes.
     """
 
     name: str
     layer: int
     value: Any
     time: float
-    meeting: dict[int, Share | None]
+    meeting: dict[int, Brought | None]
 
     def __str__(self) -> str:
         return f"{self.name}({self.value.spec if isinstance(self.value, PuzzleValue) else f'layer {self.layer}'})"
 
     def wait(self) -> Wait:
-        missing = [rank for rank, share in self.meeting.items() if share is None]
+        missing = [rank for rank, part in self.meeting.items() if part is None]
         names = ", ".join(map(str, missing))
         return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}{at(self.line)}", missing)
 
@@ -47,9 +47,9 @@ class Meetings:
 
     def __init__(self, ranks: int) -> None:
         self._turns: Counter[int] = Counter()
-        self._open: defaultdict[int, dict[int, Share | None]] = defaultdict(lambda: dict.fromkeys(range(ranks)))
+        self._open: defaultdict[int, dict[int, Brought | None]] = defaultdict(lambda: dict.fromkeys(range(ranks)))
 
-    def next_of(self, rank: int) -> dict[int, Share | None]:
+    def next_of(self, rank: int) -> dict[int, Brought | None]:
         """The first meeting that this rank has not joined yet."""
         self._turns[rank] += 1
         return self._open[self._turns[rank]]
@@ -57,35 +57,35 @@ class Meetings:
     def advance(self) -> bool:
         """Let the ranks of a meeting go on, the lowest first, if all have come or two do not fit; False if none may."""
         for turn, meeting in self._open.items():
-            shares = [share for share in meeting.values() if share is not None]
-            waiting = [share for share in shares if not share.future.done()]
-            complete = len(shares) == len(meeting)
-            if not waiting or not (complete or any(share.name != shares[0].name for share in shares)):
+            parts = [part for part in meeting.values() if part is not None]
+            waiting = [part for part in parts if not part.future.done()]
+            complete = len(parts) == len(meeting)
+            if not waiting or not (complete or any(part.name != parts[0].name for part in parts)):
                 continue
             if complete:
                 del self._open[turn]
             try:
-                results = combine(shares)
+                results = combine(parts)
             except Exception as error:  # also one of a student's own objects
-                for share in waiting:
-                    share.future.set_exception(error)
+                for part in waiting:
+                    part.future.set_exception(error)
             else:
-                time = max(share.time for share in shares)
-                for share, result in zip(shares, results, strict=True):
-                    share.go_on((result, time))
+                time = max(part.time for part in parts)
+                for part, result in zip(parts, results, strict=True):
+                    part.go_on((result, time))
             return True
         return False
 
 
-def combine(shares: list[Share]) -> list[Any]:
-    """What each rank takes away; the shares stand in the order of the ranks.
+def combine(parts: list[Brought]) -> list[Any]:
+    """What each rank takes away; the parts stand in the order of the ranks.
 
     Raises:
         Refused: if they do not fit.
     """
-    first, values = shares[0], [share.value for share in shares]
+    first, values = parts[0], [part.value for part in parts]
     op = f"{first.name}(layer {first.layer})"
-    other = next((share for share in shares if share.name != first.name), None)
+    other = next((part for part in parts if part.name != first.name), None)
     if other is not None:
         raise Refused(
             f"{op}: rank {first.rank} meets with {first} and rank {other.rank} with {other}; all ranks must call the "
@@ -108,14 +108,14 @@ def combine(shares: list[Share]) -> list[Any]:
     return [gradient.holding(Holds(1 << rank, len(values))) for rank in range(len(values))]
 
 
-def _of_anything(share: Share, values: list[Any]) -> list[Any]:
+def _of_anything(part: Brought, values: list[Any]) -> list[Any]:
     """The same of objects that are no values of the puzzles: whatever can be added, combined, sharded."""
     try:
-        if share.name == "allgather":
+        if part.name == "allgather":
             return [reduce(lambda a, b: a.combine(b), values)] * len(values)
         total = reduce(add, values)
-        if share.name == "allreduce":
+        if part.name == "allreduce":
             return [total] * len(values)
         return [total.shard(rank, len(values)) for rank in range(len(values))]
     except (TypeError, AttributeError) as error:
-        raise Refused(f"{share}: these objects cannot be put together: {error}.") from None
+        raise Refused(f"{part}: these objects cannot be put together: {error}.") from None

@@ -12,10 +12,9 @@ from shardlab.program import UserError
 from shardlab.puzzles import native
 from shardlab.puzzles.bounded import Stopped, run_within
 from shardlab.puzzles.calls import never_awaited, sentence_of, show
-from shardlab.puzzles.check import verify
 from shardlab.puzzles.dist import Dist
 from shardlab.puzzles.grades import Grade
-from shardlab.puzzles.puzzle_model import PuzzleModel
+from shardlab.puzzles.puzzle_model import PuzzleModel, verify
 from shardlab.puzzles.refusal import PuzzleRefused
 from shardlab.puzzles.statements import Puzzle, find
 
@@ -86,7 +85,7 @@ def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
     error = ""
     try:
         run_within(seconds, lambda: _run(solution, models))
-        verify(models, task.layers)
+        verify(models)
         fakes = [fake for model in models for fake in model.fakes]
         if fakes:
             raise PuzzleRefused(f"{fakes[0]} was made up; a solution computes its gradients.")

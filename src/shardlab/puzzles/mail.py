@@ -36,11 +36,10 @@ class Reader(Blocked):
 
     since: float
     watch: AsyncioWatch
-    ranks: int
 
     def wait(self) -> Wait:
         """Any other rank could send: those are named first that wait themselves."""
-        others = [r for r in range(self.ranks) if r != self.rank] or [self.rank]
+        others = [r for r in range(self.watch.ranks) if r != self.rank] or [self.rank]
         waiting, ended = self.watch.waiting(), [r for r in self.watch.ended() if r != self.rank]
         over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""
         what = f"receive() for a message from any rank{over}{at(self.line)}"

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 from shardlab.program import Refused
 from shardlab.puzzles import rules
 from shardlab.puzzles.asyncio_watch import Blocked
-from shardlab.puzzles.calls import PuzzleCall
-from shardlab.puzzles.check import verify
-from shardlab.puzzles.combining import Share
+from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten
+from shardlab.puzzles.combining import Brought
 from shardlab.puzzles.lines import Line, here
 from shardlab.puzzles.mail import Letter, Reader
 from shardlab.puzzles.puzzle_compute import PuzzleCompute
-from shardlab.puzzles.refusal import derived, judged, placed, stand
+from shardlab.puzzles.refusal import PuzzleRefused, derived, judged, placed, stand
 from shardlab.puzzles.values import PuzzleValue, Weight
 
 T = TypeVar("T")
@@ -60,23 +59,19 @@ class PuzzleModel(PuzzleCompute):
         return PuzzleCall(name, sentence, work, self.forgotten)
 
     async def _meet(self, name: str, v: T, layer: int, line: Line | None) -> T:
-        self.begin(v)
+        self._enter(name, line, [self.rank], v)
         with judged(self, line):
-            self._check_rank(name, self.rank)
             if isinstance(v, Weight):
                 rules.fresh(f"{name}(layer {layer})", v.spec, self._updated)
             meeting = self._run.meetings.next_of(self.rank)
-            meeting[self.rank] = share = Share(self.rank, line, name, layer, v, self.time, meeting)
-            result, time = await self._wait(share)
+            meeting[self.rank] = mine = Brought(self.rank, line, name, layer, v, self.time, meeting)
+            result, time = await self._wait(mine)
         self.time = max(self.time, time)
         self.note(name, v, layer=layer)
         return derived(result)
 
     async def _pass(self, rank: int, v: Any, line: Line | None) -> None:
-        self.begin(v)
-        with judged(self, line):
-            self._check_rank("pass_to", self.rank)
-            self._check_rank(f"pass_to(rank {rank})", rank)
+        self._enter(f"pass_to(rank {rank})", line, [self.rank, rank], v)
         self.note("pass", v, to=rank)
         about = str(v.spec) if isinstance(v, PuzzleValue) else repr(v)[:40]
         letter = Letter(self.rank, line, rank, v, self.time, about)
@@ -84,10 +79,8 @@ class PuzzleModel(PuzzleCompute):
         await self._wait(letter)
 
     async def _receive(self, line: Line | None) -> Any:
-        self.begin()
-        with judged(self, line):
-            self._check_rank("receive", self.rank)
-        reader = Reader(self.rank, line, self.time, self._run.watch, self.RANKS)
+        self._enter("receive", line, [self.rank])
+        reader = Reader(self.rank, line, self.time, self._run.watch)
         self._run.mail.readers.append(reader)
         letter: Letter = await self._wait(reader)
         self.time = max(self.time, letter.sent)
@@ -99,9 +92,13 @@ class PuzzleModel(PuzzleCompute):
         stand(self)
         return result
 
-    def _check_rank(self, op: str, rank: int) -> None:
-        if not 0 <= rank < self.RANKS:
-            raise Refused(f"{op}: rank {rank} does not exist; the Dist has {self.RANKS}, counted from 0.")
+    def _enter(self, op: str, line: Line | None, ranks: list[int], *values: Any) -> None:
+        """Begin to communicate, between ranks that must exist."""
+        self.begin(*values)
+        for rank in ranks:
+            if not 0 <= rank < self.RANKS:
+                with judged(self, line):
+                    raise Refused(f"{op}: rank {rank} does not exist; the Dist has {self.RANKS}, counted from 0.")
 
     @staticmethod
     def check(models: Sequence[PuzzleModel]) -> None:
@@ -110,5 +107,26 @@ class PuzzleModel(PuzzleCompute):
         Raises:
             PuzzleRefused: naming the layer, and the rank or the elements at fault.
         """
-        verify(models, models[0].LAYERS if models else 0)
+        verify(models)
         print("Correct!")
+
+
+def verify(models: Sequence[PuzzleModel]) -> None:
+    """Refuse final weights that are missing, of another layer, or not updated exactly once.
+
+    Replicas are accepted, and the shards of a layer may lie on any ranks.
+
+    Raises:
+        PuzzleRefused: naming the layer, and the rank or the elements at fault.
+    """
+    if not models:
+        raise PuzzleRefused("Model.check: no models were given; give those of all ranks.")
+    for model in models:
+        refuse_forgotten(model.forgotten)
+        model.memory()  # refuses what is no value, such as a call that was not awaited
+    for layer in range(models[0].LAYERS):
+        given = {model.rank: model.final_weights[layer] for model in models if layer in model.final_weights}
+        try:
+            rules.updated_once(layer, given)
+        except Refused as refusal:
+            raise PuzzleRefused(str(refusal)) from None

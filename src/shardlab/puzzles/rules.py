@@ -64,3 +64,28 @@ def fresh(op: str, weight: Spec, updated: Mapping[int, Holds]) -> None:
                 "already updated on this rank. Finish every use of a weight before its update. "
                 "A new Model starts a new run."
             )
+
+
+def updated_once(layer: int, given: Mapping[int, Any]) -> None:
+    """Refuse final weights of a layer, by rank, that are not all of it, updated exactly once."""
+    op = "Model.check"
+    if not given:
+        raise Refused(f"{op}: no rank has set the final weight of layer {layer} (set_final_weight).")
+    names = [f"rank {rank}" for rank in given]
+    specs = [
+        spec_of(f"{op}: {name}", f"final weight of layer {layer}", weight)
+        for name, weight in zip(names, given.values(), strict=True)
+    ]
+    for name, spec in zip(names, specs, strict=True):
+        if spec.layer != layer or spec.step != 1:
+            raise Refused(
+                f"{op}: {name}'s final weight of layer {layer} is {spec}, of optimizer step {spec.step}; it must be "
+                f"weights[{layer}] of step 1: updated exactly once."
+            )
+    holds = gather(op, specs, names).holds
+    if not holds.complete:
+        missing = listed(bits(~holds.mask & ((1 << holds.of) - 1)))
+        raise Refused(
+            f"{op}: the final weights[{layer}] of ranks {listed(given)} are not complete; slice {missing} of "
+            f"{holds.of} is missing."
+        )
