@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from shardlab.puzzles.lines import Line
@@ -13,7 +14,7 @@ from shardlab.puzzles.refusal import PuzzleRefused, placed
 
 T = TypeVar("T", covariant=True)
 
-_NEVER_AWAITED = re.compile("coroutine '.*' was never awaited")
+_NEVER_AWAITED = re.compile("coroutine '(.*)' was never awaited")
 
 
 class PuzzleCall(Coroutine[Any, Any, T]):
@@ -81,32 +82,27 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
 
 @contextmanager
-def never_awaited() -> Generator[list[warnings.WarningMessage]]:
-    """Collect Python's warnings of coroutines that nobody awaited; at the end its other ones are shown as ever."""
-    caught: list[warnings.WarningMessage] = []
-    dropped: list[warnings.WarningMessage] = []
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
-            yield dropped
-    finally:
-        for warning in caught:
-            if _NEVER_AWAITED.match(str(warning.message)):
-                dropped.append(warning)
+def never_awaited() -> Generator[list[tuple[str, Callable[[], None]]]]:
+    """Collect, for each coroutine of a student's own that nobody awaited, a sentence and what shows Python's warning.
+
+    Other warnings are shown as ever.
+    """
+    dropped: list[tuple[str, Callable[[], None]]] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
+        show = warnings.showwarning
+
+        def collect(message: Warning | str, category: type[Warning], file: str, number: int, *rest: Any) -> None:
+            warn = partial(show, message, category, file, number, *rest)
+            if found := _NEVER_AWAITED.match(str(message)):
+                name = found[1].rpartition(".")[2]
+                text = f"{name}() was called without `await`, so it has not run; write `await {name}(...)`."
+                dropped.append((placed(Line(file, number), text), warn))
             else:
-                show(warning)
+                warn()
 
-
-def show(warning: warnings.WarningMessage) -> None:
-    """Show a warning as Python does."""
-    warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-def sentence_of(warning: warnings.WarningMessage) -> str:
-    """Say which coroutine of a student's own `async def` nobody awaited, and where."""
-    name = str(warning.message).split("'")[1].rpartition(".")[2]
-    text = f"{name}() was called without `await`, so it has not run; write `await {name}(...)`."
-    return placed(Line(warning.filename, warning.lineno), text)
+        warnings.showwarning = collect
+        yield dropped
 
 
 def refuse_forgotten(forgotten: list[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from shardlab.program import UserError
 from shardlab.puzzles import native
 from shardlab.puzzles.bounded import Stopped, run_within
-from shardlab.puzzles.calls import never_awaited, sentence_of, show
+from shardlab.puzzles.calls import never_awaited
 from shardlab.puzzles.dist import Dist
 from shardlab.puzzles.grades import Grade
 from shardlab.puzzles.puzzle_model import PuzzleModel, verify
@@ -52,9 +52,9 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     with never_awaited() as dropped:
         result = kind(task, solution, seconds)
     if dropped and not result.correct:  # it is the likelier reason
-        return replace(result, error=sentence_of(dropped[0]))
-    for warning in dropped:
-        show(warning)
+        return replace(result, error=dropped[0][0])
+    for _, warn in dropped:
+        warn()
     return result
 
 

@@ -71,18 +71,16 @@ def updated_once(layer: int, given: Mapping[int, Any]) -> None:
     op = "Model.check"
     if not given:
         raise Refused(f"{op}: no rank has set the final weight of layer {layer} (set_final_weight).")
-    names = [f"rank {rank}" for rank in given]
-    specs = [
-        spec_of(f"{op}: {name}", f"final weight of layer {layer}", weight)
-        for name, weight in zip(names, given.values(), strict=True)
-    ]
-    for name, spec in zip(names, specs, strict=True):
+    specs: list[Spec] = []
+    for rank, weight in given.items():
+        spec = spec_of(f"{op}: rank {rank}", f"final weight of layer {layer}", weight)
         if spec.layer != layer or spec.step != 1:
             raise Refused(
-                f"{op}: {name}'s final weight of layer {layer} is {spec}, of optimizer step {spec.step}; it must be "
-                f"weights[{layer}] of step 1: updated exactly once."
+                f"{op}: rank {rank}'s final weight of layer {layer} is {spec}, of optimizer step {spec.step}; it must "
+                f"be weights[{layer}] of step 1: updated exactly once."
             )
-    holds = gather(op, specs, names).holds
+        specs.append(spec)
+    holds = gather(op, specs, [f"rank {rank}" for rank in given]).holds
     if not holds.complete:
         missing = listed(bits(~holds.mask & ((1 << holds.of) - 1)))
         raise Refused(
