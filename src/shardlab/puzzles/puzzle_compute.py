@@ -152,6 +152,6 @@ class PuzzleCompute(Stores):
         return self._rules.layers[layer]
 
     def _weight(self, op: str, weight: Weight) -> Spec:
-        spec = self._spec(op, "weight", weight)
+        spec = rules.spec_of(op, "weight", weight)
         rules.fresh(op, spec, self._updated)
         return spec
