@@ -41,6 +41,35 @@ async def keeps(rank):
 def endless(rank, ranks, microbatches, stages_per_rank):
     for i in count():
         yield Forward(rank, 0)
+
+
+def search():
+    while True:
+        pass
+
+
+async def spins(rank):
+    rank.activations[0] = rank.load_batch([0])
+    search()
+
+
+async def catches_all(rank):
+    while True:
+        try:
+            search()
+        except BaseException:
+            pass
+
+
+async def awaits(rank):
+    done = rank.barrier()
+    while True:
+        await done
+
+
+def stuck(rank, ranks, microbatches, stages_per_rank):
+    yield Forward(rank, 0)
+    search()
 """
 
 
@@ -83,6 +112,35 @@ def test_a_schedule_that_never_ends_is_refused_at_the_line_that_repeats(
     assert "yield" in PROGRAMS.splitlines()[25 - 1]
     for command in ("schedule user.py:endless", "simulate --pp 2 --schedule user.py:endless"):
         assert "rank 0, line 25, goes on after 12 actions" in refused(command, capsys, 2)
+
+
+@pytest.mark.parametrize("command", ["simulate ", "verify ", "train --strategy "])
+def test_a_program_that_loops_without_an_op_is_refused_at_its_innermost_line(
+    command: str, user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "while True" in PROGRAMS.splitlines()[29 - 1]
+    said = refused(f"{command}user.py:spins --max-seconds-per-op 0.2", capsys, 1)
+    assert said.startswith(("shardlab: user.py:29: rank 0, op 1 ", "shardlab: user.py:30: rank 0, op 1 "))
+    assert "has not come within 0.2 s of CPU time; let the loop end, or raise --max-seconds-per-op" in said
+
+
+@pytest.mark.parametrize(("name", "place"), [("catches_all", "rank 0, op 0"), ("awaits", "rank 3, op ")])
+def test_a_loop_that_catches_all_or_awaits_what_is_done_is_refused_too(
+    name: str, place: str, user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(f"simulate user.py:{name} --max-seconds-per-op 0.2", capsys, 1)
+    assert place in said
+    assert "has not come within 0.2 s" in said
+
+
+def test_a_schedule_that_loops_without_an_action_is_refused(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused("schedule user.py:stuck --max-seconds-per-op 0.2", capsys, 2)
+    assert ": action 1 of rank 0 has not come within 0.2 s of CPU time" in said
+    refused("simulate --pp 2 --schedule user.py:stuck --max-seconds-per-op 0.2", capsys, 1)
+
+
+def test_no_time_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give more than 0" in refused("simulate ddp --max-seconds-per-op 0", capsys, 2)
 
 
 @pytest.mark.parametrize(

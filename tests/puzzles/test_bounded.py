@@ -12,7 +12,6 @@ import pytest
 
 from shardlab.program import Rank, UserError
 from shardlab.puzzles import Model, grade
-from shardlab.puzzles.bounded import run_within
 from tests.puzzles import solutions
 
 
@@ -93,17 +92,6 @@ def test_a_solution_may_have_any_time() -> None:
     for seconds in (0, -1, math.nan):
         with pytest.raises(UserError, match="give more than 0"):
             grade("ddp", solutions.ddp, seconds=seconds)
-
-
-def test_an_error_of_the_work_is_raised_as_it_is() -> None:
-    error = TimeoutError("mine")
-
-    def work() -> None:
-        raise error
-
-    with pytest.raises(TimeoutError, match="mine") as caught:
-        run_within(5, work)
-    assert caught.value is error
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise")

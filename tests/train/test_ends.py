@@ -130,8 +130,18 @@ def test_a_rank_that_is_killed_ends_all_and_nothing_is_said_to_be_saved(start: S
     said = training.said()
     assert not training.saves
     assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
-    assert "rank 1 was killed (SIGKILL; out of memory?)" in said
+    assert said.rstrip().endswith("shardlab: rank 1 was killed (SIGKILL; out of memory?), and the run ended with it.")
+    assert "Traceback" not in said
     assert training.process.returncode == 1
+
+
+def test_what_a_killed_rank_was_writing_does_not_stay(start: Start) -> None:
+    training = start()
+    for name in ("loss.svg.part", ".tmpAbCdEf"):  # the second is safetensors' own
+        (training.out / name).write_text("half")
+    training.kill(0, signal.SIGKILL)
+    training.said()
+    assert {file.name for file in training.out.iterdir()} == {"run.json", "strategy.svg", "metrics.jsonl"}
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["Ctrl-C once", "Ctrl-C twice"])

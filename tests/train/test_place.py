@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from shardlab.program import UserError
-from shardlab.train.place import Place, find_place
+from shardlab.train.place import Place, find_place, require_port
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
+
+
+NO_TORCH = "import sys; from shardlab.cli import main; print(main({words}), 'torch' in sys.modules)"
+
+
+@pytest.mark.parametrize("command", ["train", "verify ddp", "collectives show barrier", "bench collectives"])
+def test_a_port_in_use_is_said_before_torch_is_imported(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {**TORCHRUN, "RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}
+        code = NO_TORCH.format(words=command.split())
+        environment = {**os.environ, "PYTHONPATH": "src", **place}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "2 False\n"
+    assert "is the port in use? Choose another in MASTER_PORT (Address already in use)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_torchruns_own_port_is_in_use_by_its_agent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {**TORCHRUN, "RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}
+        require_port({**place, "TORCHELASTIC_RUN_ID": "1"})
+        require_port({**place, "RANK": "1"})  # only rank 0 listens
+        with pytest.raises(UserError, match="MASTER_PORT"):
+            require_port(place)
 
 
 def test_without_a_launcher_there_is_no_place() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from shardlab.check import Checked, check
 from shardlab.program import Deadlock, Mesh, Op, Rank, Refused, Sizes, Strategy, World, trace
 from shardlab.program.bounds import Endless
+from shardlab.program.stoppable import Stalled
 from shardlab.rules.pieces import listed
 
 
@@ -38,6 +39,8 @@ class Blame:
         """
         try:
             return check(trace(self.program, mesh, layers, microbatches))
+        except Stalled:  # it names the line, and would take as long again
+            raise
         except Endless as refusal:  # running it again would take as long again
             raise Refused(f"{self.file}:{line_of(refusal.__traceback__, self.file)}: {refusal}") from None
         except Refused as refusal:

@@ -23,7 +23,7 @@ from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.program import Refused, UserError
-from shardlab.program.bounds import ops_bounded
+from shardlab.program.bounds import bounded
 from shardlab.starting import INTERRUPTED, loaded
 from shardlab.train.streams import unbroken
 
@@ -74,7 +74,7 @@ def _run(argv: Sequence[str] | None) -> int:
         except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
             return end.code if isinstance(end.code, int) else 0
         check_counts(command)
-        with ops_bounded(getattr(command, "max_ops", None)):
+        with bounded(getattr(command, "max_ops", None), getattr(command, "max_seconds_per_op", None)):
             status = command.run()
         sys.stdout.flush()
         return status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json as json_format
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ import tyro
 from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Count, Flag
 from shardlab.program import Reduction, UserError
+from shardlab.train.place import require_port
 
 if TYPE_CHECKING:
     from shardlab.execute.show import Shown
@@ -72,6 +74,7 @@ class Collectives:
         self._want_ranks()
         if self.reduction != "sum" and not REDUCING.intersection(names):
             raise UserError(f"--reduction {self.reduction}: {names[0]} has none; reduce and all_reduce have, and all")
+        require_port(os.environ)
         from shardlab.cli.ranks import failures_as_exit
         from shardlab.execute.show import show_rank
         from shardlab.train.launch import run_ranks

@@ -10,7 +10,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from shardlab.program import UserError
-from shardlab.program.bounds import MAX_FOLDED, MAX_OPS
+from shardlab.program.bounds import MAX_FOLDED, MAX_OPS, MAX_SECONDS
 from shardlab.program.picture import ColorBy
 
 
@@ -68,6 +68,9 @@ MaxOps = Annotated[
     tyro.conf.arg(help_behavior_hint=f"(default: {MAX_OPS:,}; {MAX_FOLDED:,} where alike ranks are folded)"),
 ]
 """The most ops that are traced; a module's `main` sees to it (see `shardlab.program.bounds`)."""
+
+MaxSeconds = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint=f"(default: {MAX_SECONDS:g})")]
+"""The most CPU time until a user's next op; a module's `main` sees to it (see `shardlab.program.bounds`)."""
 
 Norm = Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="")]
 """The largest norm of a gradient, or none."""

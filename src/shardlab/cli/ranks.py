@@ -13,8 +13,8 @@ from shardlab.program import OpKind, Refused, UserError
 from shardlab.starting import INTERRUPTED
 from shardlab.train.launch import backend_of, pick_device
 from shardlab.train.place import find_place, restarts
-from shardlab.train.processes import RankFailed
-from shardlab.train.saved import saved_in
+from shardlab.train.processes import RankFailed, is_lost
+from shardlab.train.saved import saved_in, sweep
 
 
 def refuse_hanging(checked: Checked) -> None:
@@ -69,17 +69,23 @@ def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
         yield
     except RankFailed as failure:
         if out is not None:
+            sweep(out)
             print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
         print(f"shardlab: {failure}", file=sys.stderr)
         raise SystemExit(1) from None
     except (UserError, Refused):
         raise
-    except Exception:  # in a launcher's world this process is a rank
+    except Exception as error:  # in a launcher's world this process is a rank
         place = find_place(os.environ)
         if out is not None and place is not None and place.rank == 0:
             print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
-        raise
+        if place is None or not is_lost(error):
+            raise
+        print(f"shardlab: rank {place.rank} lost its connection, since another rank has ended", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt as interrupt:
+        if out is not None and find_place(os.environ) is None:  # else a launcher's other ranks may still write
+            sweep(out)
         tell_interrupted(out, str(interrupt))
         raise SystemExit(INTERRUPTED) from None
 

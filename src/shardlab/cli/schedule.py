@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from shardlab.cli.options import Flag, MaxOps, NewFile, OptionalCount
+from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount
 from shardlab.cli.picture import check_new_file
 from shardlab.program import LayerKind, Mesh, UserError
 from shardlab.program.files import write_whole
@@ -40,6 +40,9 @@ class Schedule:
 
     max_ops: MaxOps = None
     """Passes at most, messages not counted."""
+
+    max_seconds_per_op: MaxSeconds = None
+    """CPU time until the schedule's next pass: more is refused, as that of a loop that never ends."""
 
     form: Form = "compute_comms"
     """Passes alone, or also messages and the steps of sharded stages."""

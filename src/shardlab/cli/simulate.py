@@ -8,7 +8,18 @@ from typing import Any
 
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.costs import CostsText, costs_of
-from shardlab.cli.options import Colors, Flag, Layers, MaxOps, Name, NewFile, OptionalCount, Ranks, StrategyName
+from shardlab.cli.options import (
+    Colors,
+    Flag,
+    Layers,
+    MaxOps,
+    MaxSeconds,
+    Name,
+    NewFile,
+    OptionalCount,
+    Ranks,
+    StrategyName,
+)
 from shardlab.cli.picture import check_new_files, save_picture, save_trace
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
@@ -75,6 +86,9 @@ class Simulate:
 
     max_ops: MaxOps = None
     """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
+
+    max_seconds_per_op: MaxSeconds = None
+    """CPU time until a program's or a schedule's next op: more is refused, as that of a loop that never ends."""
 
     json: Flag = False
     """Print JSON alone."""

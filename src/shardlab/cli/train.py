@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, MaxOps, Norm, Ranks
+from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
@@ -80,6 +80,9 @@ class Train:
     max_ops: MaxOps = None
     """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
 
+    max_seconds_per_op: MaxSeconds = None
+    """CPU time until a program's or a schedule's next op: more is refused, as that of a loop that never ends."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -89,10 +92,11 @@ class Train:
 
     def run(self) -> int:
         from shardlab.train.heartbeat import Heartbeat
-        from shardlab.train.place import find_place
+        from shardlab.train.place import find_place, require_port
 
         if self.data is not None:
             want_file(self.data)  # before torch is imported
+        require_port(os.environ)
         place = find_place(os.environ)
         first = place is None or place.rank == 0
         with Heartbeat("start", until=lambda: not first) as heartbeat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import time
 from dataclasses import asdict, dataclass, replace
 
@@ -11,12 +12,13 @@ from rich.table import Table
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, MaxOps, Norm, Ranks, StrategyName
+from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_drifts
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError
 from shardlab.rules.pieces import counted
+from shardlab.train.place import require_port
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Verify:
     max_ops: MaxOps = None
     """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
 
+    max_seconds_per_op: MaxSeconds = None
+    """CPU time until a program's or a schedule's next op: more is refused, as that of a loop that never ends."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -58,6 +63,7 @@ class Verify:
     def run(self) -> int:
         if self.all:
             return self._all()
+        require_port(os.environ)
         import torch
 
         from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging

@@ -128,7 +128,10 @@ def _other_order(name: str) -> str | None:
     nodes, each = int(found[1] or found[5] or 1), int(found[2] or found[6])
     usual = NODES[device].devices
     if each == usual or (nodes == 1 and (each < usual or each % usual == 0)):
-        return f"write DEVICExCOUNT, {device}x{nodes * each}, on nodes of {min(usual, each)}"
+        size = min(usual, each)
+        count = nodes * each // size
+        made_of = f"{count} nodes of {size}" if count > 1 else f"one node of {size}" if size > 1 else "one device"
+        return f"write {device}x{nodes * each}, which is {made_of}"
     return (
         f"nodes of {device} usually have {usual} devices; for {nodes} of {each}, write a .toml file with "
         f'device = "{device}", nodes = {nodes} and per_node = {each}'

@@ -1,4 +1,5 @@
-"""How many ops are traced: a program may never end, and an input of a few digits may ask for more than memory holds."""
+"""How many ops are traced, and how long one may take: a program may never end, and an input of a few digits may ask for
+more than memory holds."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ MAX_OPS = 500_000
 MAX_FOLDED = 4_000_000
 """Ops on the tapes of a plan whose alike ranks are folded, if nobody says: a plan ends, so these may be more."""
 
+MAX_SECONDS = 2.0
+"""CPU seconds that a user's program may take until its next op, if nobody says."""
+
 COUNTED = 256
 """A rank counts its ops whenever it has made so many more values, or issued so many more communications."""
 
-_asked: ContextVar[int | None] = ContextVar("max_ops", default=None)
+_asked: ContextVar[tuple[int | None, float | None]] = ContextVar("bounds", default=(None, None))
 
 
 class Endless(Refused):
@@ -25,9 +29,15 @@ class Endless(Refused):
 
 
 @contextmanager
-def ops_bounded(most: int | None) -> Generator[None, None, None]:
-    """Let programs have so many ops (None: as many as if nobody said)."""
-    token = _asked.set(most)
+def bounded(ops: int | None = None, seconds: float | None = None) -> Generator[None, None, None]:
+    """Let programs have so many ops, and so many CPU seconds for each (None: as if nobody said).
+
+    Raises:
+        UserError: for no time at all.
+    """
+    if seconds is not None and not seconds > 0:
+        raise UserError(f"--max-seconds-per-op: {seconds:g} is too little; give more than 0")
+    token = _asked.set((ops, seconds))
     try:
         yield
     finally:
@@ -36,7 +46,12 @@ def ops_bounded(most: int | None) -> Generator[None, None, None]:
 
 def max_ops(default: int = MAX_OPS) -> int:
     """How many ops a traced program may have on all its tapes."""
-    return _asked.get() or default
+    return _asked.get()[0] or default
+
+
+def max_seconds() -> float:
+    """How many CPU seconds a user's program may take until its next op."""
+    return _asked.get()[1] or MAX_SECONDS
 
 
 def require_ops(least: int, what: str, default: int = MAX_OPS) -> None:

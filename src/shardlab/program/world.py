@@ -18,6 +18,7 @@ from shardlab.program.meetings import Channels, Collectives
 from shardlab.program.mesh import Mesh
 from shardlab.program.rank import Rank
 from shardlab.program.sizes import Sizes
+from shardlab.program.stoppable import run_stepwise
 from shardlab.program.tape import Program
 from shardlab.program.waiting import explain
 
@@ -50,7 +51,7 @@ class World:
     """
 
     most_ops = MAX_OPS
-    """Ops on all tapes, unless `ops_bounded` says otherwise."""
+    """Ops on all tapes, unless `bounded` says otherwise."""
 
     def __init__(
         self,
@@ -77,6 +78,8 @@ class World:
         self.ranks = self.make_ranks()
         self._parked: dict[int, Handle[Any]] = {}
         self._runnable: deque[int] = deque()
+        self._turns = 0
+        self._turn = self.ranks[0]
 
     def make_ranks(self) -> list[Rank]:
         """The ranks that are traced: all of them."""
@@ -92,19 +95,27 @@ class World:
         Raises:
             Refused: at the line of the program that is wrong.
             Deadlock: when no rank can go on.
+            Stalled: when a rank's next op does not come.
         """
         coroutines = self._start(strategy)
-        self._runnable.extend(range(len(coroutines)))
         with gc_paused():
-            try:
-                while self._runnable:
-                    self._resume(self._runnable.popleft(), coroutines)
-                if self._parked:
-                    raise Deadlock(explain({handle.rank.index: handle.wait() for handle in self._parked.values()}))
-                return self.finish()
-            finally:
-                for coroutine in coroutines:
-                    _close(coroutine)
+            return run_stepwise(
+                lambda: self._drive(coroutines),
+                lambda: self._turns + sum(len(rank.ops) for rank in self.ranks),
+                lambda: f"rank {self._turn.index}, op {len(self._turn.ops)}",
+            )
+
+    def _drive(self, coroutines: list[Coroutine[Any, Any, object]]) -> Program:
+        self._runnable.extend(range(len(coroutines)))
+        try:
+            while self._runnable:
+                self._resume(self._runnable.popleft(), coroutines)
+            if self._parked:
+                raise Deadlock(explain({handle.rank.index: handle.wait() for handle in self._parked.values()}))
+            return self.finish()
+        finally:
+            for coroutine in coroutines:
+                _close(coroutine)
 
     def finish(self) -> Program:
         """Close every rank's tape, once all have ended."""
@@ -129,7 +140,8 @@ class World:
         return [strategy(rank) for rank in self.ranks]
 
     def _resume(self, index: int, coroutines: list[Coroutine[Any, Any, object]]) -> None:
-        rank = self.ranks[index]
+        rank = self._turn = self.ranks[index]
+        self._turns += 1
         try:
             handle = coroutines[index].send(None)
         except StopIteration:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from shardlab.program import Refused
+from shardlab.program.lines import Line
 from shardlab.program.waiting import Wait, explain
-from shardlab.puzzles.lines import Line
 from shardlab.puzzles.refusal import PuzzleDeadlock, PuzzleRefused
 
 GRACE_SECONDS = 1.0

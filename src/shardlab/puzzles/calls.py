@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from shardlab.puzzles.lines import Line
+from shardlab.program.lines import Line
 from shardlab.puzzles.refusal import PuzzleRefused, placed
 
 T = TypeVar("T", covariant=True)

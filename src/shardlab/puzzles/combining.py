@@ -9,10 +9,10 @@ from operator import add
 from typing import Any
 
 from shardlab.program import Holds, Refused
+from shardlab.program.lines import at
 from shardlab.program.waiting import Wait
 from shardlab.puzzles import rules
 from shardlab.puzzles.asyncio_watch import Blocked
-from shardlab.puzzles.lines import at
 from shardlab.puzzles.values import PuzzleValue, WeightGrad
 from shardlab.rules import update
 

@@ -6,17 +6,20 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlab.program import UserError
+from shardlab.program.lines import line_of
+from shardlab.program.stoppable import Stoppable, Stopped, run_stoppable
 from shardlab.puzzles import native
-from shardlab.puzzles.bounded import Stopped, run_within
 from shardlab.puzzles.calls import never_awaited
 from shardlab.puzzles.dist import Dist
 from shardlab.puzzles.grades import Grade
 from shardlab.puzzles.puzzle_model import PuzzleModel, verify
 from shardlab.puzzles.refusal import PuzzleRefused
 from shardlab.puzzles.statements import Puzzle, find
+
+T = TypeVar("T")
 
 Solution = Callable[[Any], Any]
 """`async def solution(model: Model)`, `def solution(model: Model)` where nothing is communicated, or a strategy,
@@ -73,7 +76,7 @@ def _signature(solution: Solution) -> inspect.Signature:
 
 def _grade_strategy(task: Puzzle, strategy: Solution, seconds: float) -> Grade:
     try:
-        timeline = run_within(seconds, lambda: native.timeline_of(strategy, task))
+        timeline = _run_within(seconds, lambda: native.timeline_of(strategy, task))
     except PuzzleRefused as refusal:
         return Grade(task, str(refusal))
     return Grade(task, "", timeline.steps, timeline.end, timeline.peak_memory, timeline=timeline)
@@ -84,7 +87,7 @@ def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
     models = [PuzzleModel(rank, dist, task.layers, task.batches) for rank in range(task.ranks)]
     error = ""
     try:
-        run_within(seconds, lambda: _run(solution, models))
+        _run_within(seconds, lambda: _run(solution, models))
         verify(models)
         fakes = [fake for model in models for fake in model.fakes]
         if fakes:
@@ -100,6 +103,24 @@ def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
         peak_memory=max((event.memory for event in events), default=0),
         models=models,
     )
+
+
+def _run_within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns.
+
+    Raises:
+        PuzzleRefused: when it has not ended after so many seconds; it names the line that ran.
+    """
+
+    def refusal(program: Stoppable) -> PuzzleRefused:
+        line = line_of(program.frame())
+        where = f", and was at {line}" if line else ""
+        return PuzzleRefused(
+            f"the solution had not ended after {seconds:g} s{where}. Make its loops end, or give it more time: "
+            f"grade(..., seconds={10 * seconds:g})."
+        )
+
+    return run_stoppable(work, seconds, refusal)
 
 
 def _run(solution: Solution, models: list[PuzzleModel]) -> None:

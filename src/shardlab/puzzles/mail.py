@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardlab.program.lines import at
 from shardlab.program.waiting import Wait
 from shardlab.puzzles.asyncio_watch import AsyncioWatch, Blocked
-from shardlab.puzzles.lines import at
 from shardlab.rules.pieces import listed
 
 

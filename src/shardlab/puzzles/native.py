@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlab.check.blame import Blame
 from shardlab.program import Mesh, Refused, Strategy, UserError
-from shardlab.puzzles.lines import shown
+from shardlab.program.lines import shown
 from shardlab.puzzles.refusal import PuzzleRefused
 from shardlab.puzzles.statements import Puzzle
 from shardlab.simulate import Timeline, simulate

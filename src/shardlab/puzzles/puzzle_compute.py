@@ -8,10 +8,10 @@ from typing import Any
 
 from shardlab.program import Holds, Refused, Sizes, Spec, UserError
 from shardlab.program.layers import rules_of
+from shardlab.program.lines import here
 from shardlab.puzzles import rules
 from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten
 from shardlab.puzzles.dist import Dist
-from shardlab.puzzles.lines import here
 from shardlab.puzzles.refusal import derived, judged, placed, stand
 from shardlab.puzzles.stores import Storage, Stores
 from shardlab.puzzles.values import Activation, ActivationGrad, OptState, PuzzleValue, Weight, WeightGrad

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shardlab.program import Refused
+from shardlab.program.lines import Line, here
 from shardlab.puzzles import rules
 from shardlab.puzzles.asyncio_watch import Blocked
 from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten
 from shardlab.puzzles.combining import Brought
-from shardlab.puzzles.lines import Line, here
 from shardlab.puzzles.mail import Letter, Reader
 from shardlab.puzzles.puzzle_compute import PuzzleCompute
 from shardlab.puzzles.refusal import PuzzleRefused, derived, judged, placed, stand

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardlab.program import Deadlock, Refused
-from shardlab.puzzles.lines import Line, here
+from shardlab.program.lines import Line, here
 from shardlab.puzzles.log import COLLECTIVES
 
 if TYPE_CHECKING:

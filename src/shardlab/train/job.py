@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from shardlab.check import Checked, check
 from shardlab.models import Blocks, Model
 from shardlab.models.fit import cut_for
 from shardlab.program import Sizes, trace
-from shardlab.program.bounds import ops_bounded
+from shardlab.program.bounds import bounded
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 from shardlab.train.checksum import COMPARED, checksum
@@ -59,7 +60,7 @@ class Job:
             UserError: when there is no such strategy, or sizes do not fit it.
         """
         entry = load(self.strategy)
-        unbounded = ops_bounded(sys.maxsize)  # whoever made the job has traced it within bounds
+        unbounded = bounded(sys.maxsize, math.inf)  # whoever made the job has traced it within bounds
         with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
             return check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
 

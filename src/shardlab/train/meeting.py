@@ -12,7 +12,7 @@ import time
 import torch.distributed as dist
 
 from shardlab.program import UserError
-from shardlab.train.place import Place
+from shardlab.train.place import Place, port_in_use
 
 ANSWER = 5.0
 """Seconds in which rank 0's store answers, once something listens there; torch waits for ever for what is no store."""
@@ -29,11 +29,7 @@ def store_of(place: Place) -> dist.Store:
         try:
             return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False)
         except dist.DistNetworkError as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"rank 0 could not meet the others at {where}: is the port in use? "
-                f"Choose another in MASTER_PORT ({reason})"
-            ) from error
+            raise port_in_use(place, str(error).splitlines()[0]) from error
     _wait_for_listener(place)
     found: list[dist.Store] = []
     thread = threading.Thread(target=lambda: found.append(_client(place)), daemon=True)

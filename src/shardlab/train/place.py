@@ -1,7 +1,9 @@
-"""Whether this process already belongs to a world: torchrun's, SLURM's or mpiexec's."""
+"""Whether this process already belongs to a world, torchrun's, SLURM's or mpiexec's, and whether it can meet there."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,6 +62,31 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
             raise UserError(f"{launcher} started {world} processes on several hosts; name one of them in MASTER_ADDR")
         return Place(rank, world, numbers[local_name], address or "127.0.0.1", numbers["MASTER_PORT"])
     return None
+
+
+def require_port(environment: Mapping[str, str]) -> None:
+    """Refuse a port that is in use, before the seconds that importing torch takes, on the rank that will listen there.
+
+    Under torchrun its agent listens.
+
+    Raises:
+        UserError: if so.
+    """
+    place = find_place(environment)
+    if place is None or place.rank or place.world == 1 or "TORCHELASTIC_RUN_ID" in environment:
+        return
+    try:
+        socket.create_server(("", place.port)).close()
+    except OSError as error:
+        raise port_in_use(place, os.strerror(error.errno or 0)) from None
+
+
+def port_in_use(place: Place, reason: str) -> UserError:
+    """What rank 0 says when it cannot listen."""
+    return UserError(
+        f"rank 0 could not meet the others at {place.address}:{place.port}: is the port in use? "
+        f"Choose another in MASTER_PORT ({reason})"
+    )
 
 
 def restarts(environment: Mapping[str, str]) -> int:

@@ -30,6 +30,11 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", 
 """What torch.distributed says when another rank has gone."""
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether a rank failed only since another one has gone."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+
+
 class RankFailed(Exception):
     """A rank failed; the message ends with that rank's own traceback, if it raised."""
 
@@ -121,9 +126,8 @@ def _work(
     try:
         answer = _Answer(function(rank, *arguments))
     except Exception as error:
-        lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
         sentence = str(error) if isinstance(error, UserError) else ""
-        answer = _Answer(time=time.time_ns(), lost=lost, sentence=sentence, trace=traceback.format_exc())
+        answer = _Answer(time=time.time_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
     try:
         answers.send(answer)
     except BrokenPipeError:  # the process that started this one has gone
@@ -214,10 +218,11 @@ class _Ranks:
         for rank in silent:
             if -self._ended[rank] in ASKING:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
-        rank = next((rank for rank in silent if self._ended[rank] < 0), (silent or [0])[0])
-        first = min(failed, key=lambda rank: failed[rank].time, default=None)
-        trace = "" if first is None else f" Rank {first} lost its connection.\n\n{failed[first].trace}"
-        raise RankFailed(f"rank {rank} {_ending(self._ended[rank])}, and the run ended with it.{trace}")
+        if silent:  # what the others then lost explains nothing
+            rank = next((rank for rank in silent if self._ended[rank] < 0), silent[0])
+            raise RankFailed(f"rank {rank} {_ending(self._ended[rank])}, and the run ended with it.")
+        rank = min(failed, key=lambda rank: failed[rank].time)
+        raise RankFailed(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
 
 
 def _late(ranks: Sequence[int]) -> str:

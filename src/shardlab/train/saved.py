@@ -10,6 +10,12 @@ WEIGHTS = "weights.safetensors"
 METRICS = "metrics.jsonl"
 
 
+def sweep(out: Path) -> None:
+    """Remove the files that were being written when a run's processes were killed: safetensors has its own name."""
+    for part in (*out.glob("*.part"), *out.glob(".tmp*")):
+        part.unlink(missing_ok=True)
+
+
 def saved_in(out: Path) -> str:
     """A sentence on what there is in an output folder, and what is lost."""
     weights, metrics = out / WEIGHTS, out / METRICS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, product
@@ -12,6 +12,7 @@ from types import GeneratorType
 
 from shardlab.program import UserError
 from shardlab.program.bounds import require_ops
+from shardlab.program.stoppable import Stalled, run_stepwise
 from shardlab.rules.pieces import counted
 from shardlab.strategies.schedules.actions import (
     Action,
@@ -69,10 +70,19 @@ def _actions(
     name, microbatches = f"the schedule {schedule.name}", sizes[1]
     actions: list[Action] = []
     most = 3 * sum(place == rank for place in ranks_of_stages) * microbatches  # F, I and W
+    given: list[object] = []
+
+    def take() -> Iterator[Action]:
+        coming = iter(schedule.actions(rank, *sizes))
+        given.extend(islice(coming, most + 1))
+        return coming
+
     try:
-        given = list[object](islice(coming := iter(schedule.actions(rank, *sizes)), most + 1))
+        coming = run_stepwise(take, given.__len__, lambda: f"action {len(given)} of rank {rank}")
     except UserError:
         raise
+    except Stalled as stalled:
+        raise UserError(f"{name}: {stalled}") from None
     except Exception as error:
         inside = traceback.extract_tb(error.__traceback__)[1:]  # without the call above
         place = f"line {inside[-1].lineno}" if inside else "called with (rank, ranks, microbatches, stages_per_rank)"

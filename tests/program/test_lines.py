@@ -7,8 +7,8 @@ from types import FrameType, SimpleNamespace
 
 import pytest
 
+from shardlab.program.lines import Line, line_of
 from shardlab.puzzles import Model, PuzzleRefused
-from shardlab.puzzles.lines import Line, line_of
 
 
 def test_a_file_is_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
