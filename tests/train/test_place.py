@@ -18,7 +18,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n
 NO_TORCH = "import sys; from shardlab.cli import main; print(main({words}), 'torch' in sys.modules)"
 
 
-@pytest.mark.parametrize("command", ["train", "verify ddp", "collectives show barrier", "bench collectives"])
+@pytest.mark.parametrize("command", ["train", "verify ddp", "collectives show barrier"])
 def test_a_port_in_use_is_said_before_torch_is_imported(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = {**TORCHRUN, "RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}

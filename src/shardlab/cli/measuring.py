@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import tyro
 from shardlab.cli.options import Flag, NewFile
 from shardlab.program import UserError
 from shardlab.starting import INTERRUPTED
-from shardlab.train.place import require_port
 
 if TYPE_CHECKING:
     from shardlab.measure.points import Point
@@ -68,7 +66,6 @@ class Measuring:
                 is the one that tells.
             show, draw: print the points, with or without each of them, and draw them into a file.
         """
-        require_port(os.environ)
         from shardlab.measure.points import read_points
         from shardlab.measure.saving import profile_to_update
         from shardlab.train.launch import run_ranks
