@@ -192,3 +192,10 @@ def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: S
     assert "(restart 1), but there are no checkpoints to go on from" in said
     assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
     assert not training.saves
+
+
+def test_a_command_does_not_collect_all_of_torch_before_it_ends() -> None:
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); import shardlab.cli"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -53,6 +55,9 @@ COMMANDS: dict[str, type[Command]] = {
     "compare": Compare,
 }
 """A module that torch is imported for imports it inside `run`, so that the other commands need no torch."""
+
+
+atexit.register(gc.freeze)  # or the interpreter's last collection would walk all of torch, for most of a second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
