@@ -30,6 +30,9 @@ Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
 
 AWAITED_SOMETHING_ELSE = "the program awaited something else than a communication of its own rank; await only those."
 
+NO_LOOP = ("no running event loop", "no current event loop")
+"""What asyncio's own functions say (sleep, gather), since ranks are driven without a loop."""
+
 CLOSING_TRIES = 100
 """How many awaits in `finally` clauses are closed one after the other before a program is left as it is."""
 
@@ -149,7 +152,7 @@ class World:
         except (Refused, UserError):
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if isinstance(error, RuntimeError) and "no running event loop" in str(error):  # asyncio.sleep and the like
+            if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_LOOP):
                 rank.refuse(AWAITED_SOMETHING_ELSE)
             raise Refused(f"the program raised {type(error).__name__}: {error}").at(
                 rank.index, len(rank.ops)
