@@ -37,7 +37,7 @@ MAY_IMPORT = {
 TORCH = ("models/tensors", "execute", "train", "measure", "cli")
 """Only these import torch; what a command line without training runs is tried without torch below."""
 
-LONGEST = {"src": 400, "tests": 500, "benchmarks": 400, "examples": 400}
+LONGEST = {"src": 400, "tests": 500, "benchmarks": 400, "examples": 400, "docs": 400}
 """Lines of a file, by the folder at the top."""
 
 
@@ -158,7 +158,9 @@ def test_each_package_can_be_imported_alone_and_without_torch(package: str) -> N
 
 def test_nothing_generated_is_tracked() -> None:
     generated = {".svg", ".png", ".pdf", ".jsonl", ".safetensors", ".pt", ".pyc", ".so", ".log", ".ipynb"}
-    assert not [path for path in tracked() if path.suffix in generated or "__pycache__" in path.parts]
+    kept = ROOT / "docs" / "pictures"  # which a test draws again
+    found = [path for path in tracked() if path.suffix in generated or "__pycache__" in path.parts]
+    assert not [path for path in found if path.parent != kept]
 
 
 def test_no_file_is_longer_than_a_reader_bears() -> None:

@@ -1,39 +1,29 @@
-"""The README is true: its commands print what it shows, and its Python runs.
+"""The README and the pages of docs/ are true: commands print what is shown, Python runs, pictures are drawn alike.
 
-A comment before a console block says how much of its output is fixed: `test: the same`, `test: the same up to
-numbers` (which differ between machines), `test: the same where it is shown` (`...` stands for the rest), or `test: it
-runs`.
+A comment before a console block says how much of its output is fixed: `test: the same`, with `up to numbers` (which
+differ between machines) or `where it is shown` (`...` stands for the rest) if need be; or `test: it runs`. The commands
+of a block run one after the other in one folder.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-class Block(NamedTuple):
-    """A fenced block, and what the comment before it says."""
-
-    comment: str
-    language: str
-    text: str
-
-
-FENCE = re.compile(r"(?:<!-- (?P<comment>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)
-BLOCKS = [Block(m["comment"] or "", m["language"], m["text"]) for m in FENCE.finditer(README)]
-CONSOLE = [block for block in BLOCKS if block.language == "console"]
-PYTHON = [block for block in BLOCKS if block.language == "python"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PICTURES = ROOT / "docs" / "pictures"
+COMMENTS = ("it runs", "the same", "the same up to numbers", "the same where it is shown")
 
 
 class Command(NamedTuple):
@@ -41,16 +31,35 @@ class Command(NamedTuple):
 
     line: str
     output: str
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, and what the comment before it says."""
+
+    page: str
     comment: str
+    language: str
+    text: str
+
+    @property
+    def commands(self) -> list[Command]:
+        parts = re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]
+        return [Command(line, output) for line, _, output in (part.partition("\n") for part in parts)]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.commands[0].line if self.language == 'console' else self.comment or 'python'}"
 
 
-def commands() -> list[Command]:
-    found: list[Command] = []
-    for block in CONSOLE:
-        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
-            line, _, output = part.partition("\n")
-            found.append(Command(line, output, block.comment))
-    return found
+FENCE = re.compile(r"(?:<!-- (?P<comment>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+BLOCKS = [
+    Block(page, m["comment"] or "", m["language"], m["text"])
+    for page, text in TEXTS.items()
+    for m in FENCE.finditer(text)
+]
+CONSOLE = [block for block in BLOCKS if block.language == "console"]
+COMMANDS = [block for block in CONSOLE if block.commands[0].line.startswith("shardlab")]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
 
 
 def squeezed(text: str) -> str:
@@ -63,58 +72,87 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder like a fresh checkout, to write into."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c.line.startswith("shardlab")], ids=lambda c: c.line)
-def test_a_command_prints_what_the_readme_shows(command: Command, elsewhere: Path) -> None:
+def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command of this checkout, in a terminal of 80 columns."""
     environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    environment["XDG_CACHE_HOME"] = str(elsewhere)  # the machine's own profile stays as it is
-    words = [sys.executable, "-m", *shlex.split(command.line)]
-    done = subprocess.run(words, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
-    if command.comment == "test: it runs":
-        assert done.returncode == 0, done.stderr
-        return
-    printed = "".join(line.rstrip() + "\n" for line in (done.stdout + done.stderr).splitlines())
-    if command.comment == "test: the same up to numbers":
-        assert squeezed(printed) == squeezed(command.output)
-    elif command.comment == "test: the same where it is shown":
-        rest = printed
-        for shown in command.output.split("...\n"):
-            before, found, rest = rest.partition(shown)
-            assert found == shown, f"{shown!r} is not in what follows {before!r}"
-    else:
-        assert command.comment == "test: the same"
-        assert printed == command.output
+    environment["XDG_CACHE_HOME"] = str(folder)  # the machine's own profile stays as it is
+    words = [sys.executable, "-m", *shlex.split(line)]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_main_job_prints_what_the_readme_shows(elsewhere: Path) -> None:
-    """`make train` in a folder of its own, shortened to 20 steps."""
-    (shown,) = [command for command in commands() if command.line == "make train"]
-    recipe = re.search(r"^train:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert recipe
-    assert shown.output.startswith(f".venv/bin/{recipe[1]}\n")
-    environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    words = [sys.executable, "-m", *recipe[1].replace("--steps 200", "--steps 20").split()]
-    done = subprocess.run(words, cwd=elsewhere, env=environment, capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_a_command_prints_what_the_page_shows(block: Block, elsewhere: Path) -> None:
+    how = block.comment.removeprefix("test: ")
+    assert how in COMMENTS
+    for command in block.commands:
+        done = run(command.line, elsewhere)
+        assert "Traceback" not in done.stderr
+        if how == "it runs":
+            assert done.returncode == 0, done.stderr
+            assert not command.output.strip()
+            continue
+        printed = "".join(line.rstrip() + "\n" for line in (done.stdout + done.stderr).splitlines())
+        if how == "the same":
+            assert printed == command.output
+        elif how == "the same up to numbers":
+            assert squeezed(printed) == squeezed(command.output)
+        else:
+            rest = printed
+            for shown in filter(None, command.output.split("...\n")):
+                before, found, rest = rest.partition(shown)
+                assert found == shown, f"{shown!r} is not in what follows {before!r}"
+
+
+def shown_by_make(target: str) -> list[str]:
+    """What the README shows that `make` prints for a target."""
+    (shown,) = [c.output for block in CONSOLE for c in block.commands if c.line == f"make {target}"]
+    return shown.splitlines()
+
+
+def recipe(target: str) -> list[str]:
+    """A target's lines in the Makefile, as `make` prints them."""
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found
+    return found[1].replace("\t", "").replace("$(BIN)", ".venv/bin").splitlines()
+
+
+def test_make_train_prints_what_the_readme_shows(elsewhere: Path) -> None:
+    """In a folder of its own, shortened to 20 steps."""
+    (line,) = recipe("train")
+    echoed, *shown = shown_by_make("train")
+    assert echoed == line
+    done = run(line.removeprefix(".venv/bin/").replace("--steps 200", "--steps 20"), elsewhere)
+    assert done.returncode == 0, done.stderr
     printed = squeezed(done.stderr + done.stdout).splitlines()
-    for line in shown.output.splitlines()[1:]:
+    for line in shown:
         if line != "...":
             assert squeezed(line).strip() in map(str.strip, printed)
 
 
+def test_make_test_prints_what_the_readme_shows() -> None:
+    """But for pyright and pytest, which take minutes: their lines are `...`."""
+    lines = shown_by_make("test")
+    assert [line for line in lines if line.startswith(".venv")] == recipe("test")
+    for line, printed in pairwise(lines):
+        if line.startswith(".venv") and printed != "...":
+            words = [sys.executable, "-m", *shlex.split(line.removeprefix(".venv/bin/"))]
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert squeezed(done.stdout) == squeezed(printed) + "\n"
+
+
 def test_other_commands_are_targets_of_the_makefile() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for command in commands():
-        if not command.line.startswith("shardlab"):
-            assert command.line in ("make train", "make test", "make verify-all")
-            assert f"\n{command.line.split()[1]}:" in makefile
+    for text in TEXTS.values():
+        for target in re.findall(r"`(?:\$ )?make ([\w-]+)`", text):
+            recipe(target)
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.comment or "python")
+@pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_runs(block: Block, elsewhere: Path) -> None:
-    exec(compile(block.text, "README.md", "exec"), {"__name__": "readme"})
+    exec(compile(block.text, block.page, "exec"), {"__name__": "page"})
 
 
 def test_an_example_is_the_file_that_it_says() -> None:
@@ -131,6 +169,45 @@ def test_the_mistake_is_the_strategy_without_its_reduction() -> None:
     assert wrong == without
 
 
+def test_the_pictures_are_what_is_drawn_today(tmp_path: Path) -> None:
+    """Up to a tenth of a point, and to the names that matplotlib makes of what it draws."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    assert set(pictures.PICTURES) == {path.name for path in PICTURES.iterdir()}
+    line = f"shardlab {' '.join(pictures.TIMELINE)} --svg timeline.svg"
+    assert line in [command.line for block in COMMANDS for command in block.commands]
+    for name, draw in pictures.PICTURES.items():
+        draw(tmp_path / name)
+        words, numbers = parts(tmp_path / name)
+        kept_words, kept_numbers = parts(PICTURES / name)
+        assert words == kept_words, f"{name} has changed: python docs/pictures.py draws it again"
+        assert numbers == pytest.approx(kept_numbers, abs=0.1)
+
+
+def parts(svg: Path) -> tuple[list[str], list[float]]:
+    """The words of a picture and, apart from them, its numbers."""
+    text = re.sub(r"\b[a-z][0-9a-f]{10}\b", "name", svg.read_text(encoding="utf-8"))
+    number = r"(?<![\w#])-?\d+(?:\.\d+)?"
+    return re.split(number, text), [float(found) for found in re.findall(number, text)]
+
+
 def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", text):
+            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+def test_the_index_names_every_page() -> None:
+    index = TEXTS["docs/README.md"]
+    for page in PAGES[1:]:
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_prose_is_wrapped() -> None:
+    """At 120 columns, but for tables, links to pictures and what a command prints."""
+    for page, text in TEXTS.items():
+        for line in FENCE.sub("", text).splitlines():
+            assert len(line) <= 120 or line.startswith(("|", "![")), f"{page}: {line}"
