@@ -102,8 +102,8 @@ def layer(path: Path) -> None:
     with style():
         page = Page(9.6, 3.9)
         say(page, 0.2, 0.25, "A layer: a run of primitives, and what follows from them", size=13, weight="bold")
-        given = f"This rank has slice {listed(bits(SLICE))} of {SLICES} of both weights.  "
-        say(page, 0.2, 0.5, given + "All else on this page is derived from the indices in brackets.", color=FAINT)
+        given = f"Given x and the gradient of y whole, and slice {listed(bits(SLICE))} of {SLICES} of both weights, "
+        say(page, 0.2, 0.5, given + "all else follows from the indices in brackets.", color=FAINT)
         for place, (name, of) in enumerate(indices.items()):
             left = 0.35 + 2.5 * place
             _tensor(page, (left, 1.0, left + 1.0, 1.6), f"{name}[{of}]", held[name], FORWARD[0])

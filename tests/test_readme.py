@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import pytest
 
+from shardlab.cli import main
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PICTURES = ROOT / "docs" / "pictures"
@@ -27,7 +29,7 @@ COMMENTS = ("it runs", "the same", "the same up to numbers", "the same where it 
 
 
 class Command(NamedTuple):
-    """A line of a console block that starts with `$`, and what follows it."""
+    """A line of a console block that starts with `$` (`\\` carries it on), and what follows it."""
 
     line: str
     output: str
@@ -43,7 +45,7 @@ class Block(NamedTuple):
 
     @property
     def commands(self) -> list[Command]:
-        parts = re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]
+        parts = re.split(r"^\$ ", re.sub(r" \\\n +", " ", self.text), flags=re.MULTILINE)[1:]
         return [Command(line, output) for line, _, output in (part.partition("\n") for part in parts)]
 
     def __str__(self) -> str:
@@ -69,33 +71,31 @@ def squeezed(text: str) -> str:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder like a fresh checkout, to write into."""
+    """A folder like a fresh checkout, to write into, and a terminal of 80 columns."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the machine's own profile stays as it is
     return tmp_path
 
 
-def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command of this checkout, in a terminal of 80 columns."""
-    environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    environment["XDG_CACHE_HOME"] = str(folder)  # the machine's own profile stays as it is
-    words = [sys.executable, "-m", *shlex.split(line)]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("block", COMMANDS, ids=str)
-def test_a_command_prints_what_the_page_shows(block: Block, elsewhere: Path) -> None:
+@pytest.mark.usefixtures("elsewhere")
+def test_a_command_prints_what_the_page_shows(block: Block, capfd: pytest.CaptureFixture[str]) -> None:
+    """In this process, so that all commands share one import of torch and one server that forks ranks."""
     how = block.comment.removeprefix("test: ")
     assert how in COMMENTS
     for command in block.commands:
-        done = run(command.line, elsewhere)
-        assert "Traceback" not in done.stderr
+        status = main(shlex.split(command.line)[1:])
+        written = capfd.readouterr()
+        assert "Traceback" not in written.err
         if how == "it runs":
-            assert done.returncode == 0, done.stderr
+            assert status == 0, written.err
             assert not command.output.strip()
             continue
-        printed = "".join(line.rstrip() + "\n" for line in (done.stdout + done.stderr).splitlines())
+        printed = "".join(line.rstrip() + "\n" for line in (written.out + written.err).splitlines())
         if how == "the same":
             assert printed == command.output
         elif how == "the same up to numbers":
@@ -121,11 +121,15 @@ def recipe(target: str) -> list[str]:
 
 
 def test_make_train_prints_what_the_readme_shows(elsewhere: Path) -> None:
-    """In a folder of its own, shortened to 20 steps."""
+    """In a process and a folder of its own, shortened to 20 steps."""
     (line,) = recipe("train")
     echoed, *shown = shown_by_make("train")
     assert echoed == line
-    done = run(line.removeprefix(".venv/bin/").replace("--steps 200", "--steps 20"), elsewhere)
+    words = shlex.split(line.removeprefix(".venv/bin/").replace("--steps 200", "--steps 20"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     printed = squeezed(done.stderr + done.stdout).splitlines()
     for line in shown:
