@@ -17,17 +17,17 @@ from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
 from shardlab.rules.pieces import mask_of
 
 STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
-"""The kinds of value that a program can hold, by the name of the store."""
+"""Every kind of value that a program can hold, by the name of its store."""
 
 Expected = tuple[str, int, "int | Iterable[int] | None"]
-"""(store's name, layer, microbatch or microbatches): the message that a receive means."""
+"""The message that a receive means: (store's name, layer, microbatch or microbatches)."""
 
 By = Literal["sum", "mean", "min", "max"]
-"""What a reduction makes of the members' values.
+"""How a reduction combines the members' values.
 
-A sum is what gradients and partial results want: each contribution once. A mean, least or largest is taken of weights
-or gradients that are the same on all members, and is that value; gradients are shares of the step's mean already, so
-the mean of different ones is refused. Of scalars all four are taken; only their sum is a norm that an update takes.
+Gradients and partial results are summed: each contribution once. `mean`, `min` and `max` take weights or gradients that
+are equal on all members, and give that value; gradients are shares of the step's mean already, so a mean of different
+ones is refused. Scalars take all four; only their sum is a norm that `update` takes.
 """
 
 
@@ -36,7 +36,15 @@ _MAY_GIVE_NONE = ROOT_GIVES | {OpKind.BARRIER}
 
 
 class CommunicationVerbs(Place):
-    """Collectives over an axis of the mesh, and messages between two ranks."""
+    """Collectives over an axis of the mesh, and messages between two ranks.
+
+    Each verb issues a communication and returns a handle; `await` it for the result. What it reads may not be updated
+    before that. All members of a group issue its collectives in one order.
+
+    Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
+    rank or that is still a handle, and for an axis that the mesh does not have. What the members' values must have in
+    common is checked when the last member has come.
+    """
 
     def all_reduce(
         self,
@@ -46,70 +54,113 @@ class CommunicationVerbs(Place):
         among: Sequence[int] | None = None,
         reduction: By = "sum",
     ) -> Handle[Value]:
-        """The sum of the members' gradients, on every member.
+        """Sum the members' values; every member receives the sum.
 
         Args:
-            axis: along which the members lie (None: all ranks).
-            among: instead of an axis, the members' numbers; all of them name the same ones in the same order.
-            reduction: what is made of the values (see `By`).
+            value: a gradient, a term of an activation, or a scalar.
+            axis: the mesh axis along which the members lie (None: all ranks).
+            among: the members' numbers, in place of an axis; all of them name the same ones in the same order.
+            reduction: how the values are combined (see `By`).
+
+        Raises:
+            Refused: when a contribution would be counted twice, when the members hold different slices, and for a mean
+                of different gradients.
         """
         call = Call(OpKind.ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
         return self._on_all(call, value, self.group(axis) if among is None else self._among("all_reduce", axis, among))
 
     def all_gather(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
-        """The members' pieces side by side, on every member."""
+        """Put the members' pieces side by side; every member receives the whole.
+
+        Args:
+            value: a slice of parameters, some microbatches, or some slices of an index.
+            axis: the mesh axis along which the members lie (None: all ranks).
+
+        Raises:
+            Refused: when two members hold the same piece, for pieces of different values, and for a term of a sum.
+        """
         return self._on_all(_ALL_GATHER, value, self.group(axis))
 
     def reduce_scatter(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
-        """The sum of the members' gradients, slice i of it on the group's i-th member."""
+        """Sum the members' values; the group's i-th member receives slice i of the sum.
+
+        Args:
+            value: a weight's gradient, or a term of an activation.
+            axis: the mesh axis along which the members lie (None: all ranks).
+
+        Raises:
+            Refused: as `all_reduce` does, and when the sum does not divide among the members.
+        """
         return self._on_all(_REDUCE_SCATTER, value, self.group(axis))
 
     def all_to_all(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
-        """From every expert's buffers of a rank's microbatches to its own experts' of all members', or back again.
+        """Exchange the members' pieces: each sends every other one its share.
 
-        Which way follows from the value: complete buffers are dispatched, those of some experts are returned, in the
-        group's order of microbatches.
+        The value says which way. Buffers of all experts for a rank's microbatches become buffers of its own experts for
+        all members' microbatches; buffers of some experts return, in the group's order of microbatches.
+
+        Args:
+            value: an activation or its gradient.
+            axis: the mesh axis along which the members lie (None: all ranks).
+
+        Raises:
+            Refused: when the pieces do not divide among the members, or do not belong together.
         """
         return self._on_all(Call(OpKind.ALL_TO_ALL), value, self.group(axis))
 
     def broadcast(
         self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
     ) -> Handle[Value]:
-        """The root's value, on every member.
+        """Give the root's value to every member.
 
         Args:
             value: on the root, which gets this very value back; None on the others.
             root: the number of the rank that gives it, one of the group's.
-            axis: along which the members lie (None: all ranks).
-            expect: on the others, what is meant, as in `recv`.
+            axis: the mesh axis along which the members lie (None: all ranks).
+            expect: on the others, the value that is meant, as in `recv`.
+
+        Raises:
+            Refused: for a root that is no member, without a value on the root, with one on another member, and when the
+                value is not the expected one.
         """
         return self._from_root(Call(OpKind.BROADCAST, root), value, axis, expect)
 
     def scatter(
         self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
     ) -> Handle[Value]:
-        """Slice i of the root's value on the group's i-th member: of parameters, or whole microbatches.
+        """Deal the root's value: the group's i-th member receives slice i of parameters, or run i of microbatches.
 
         Args:
             value: on the root; None on the others.
             root, axis: as in `broadcast`.
             expect: on the others, the slice that is meant, as in `recv`.
+
+        Raises:
+            Refused: as `broadcast` does, and when the value does not divide among the members.
         """
         return self._from_root(Call(OpKind.SCATTER, root), value, axis, expect)
 
     def gather(self, value: Value, *, root: int, axis: str | None = None) -> Handle[Value | None]:
-        """The members' pieces side by side, on the root; None on the others."""
+        """Put the members' pieces side by side; the root receives the whole, the others None.
+
+        Raises:
+            Refused: for a root that is no member, and as `all_gather` does.
+        """
         return self._collective(Call(OpKind.GATHER, root), value, self.group(axis))
 
     def reduce(
         self, value: Value, *, root: int, axis: str | None = None, reduction: By = "sum"
     ) -> Handle[Value | None]:
-        """The sum of the members' gradients, or what else is made of their values (see `By`), on the root alone."""
+        """Sum the members' values, or combine them otherwise (see `By`); the root receives the result, the others None.
+
+        Raises:
+            Refused: for a root that is no member, and as `all_reduce` does.
+        """
         call = Call(OpKind.REDUCE, root, self._reduction("reduce", reduction))
         return self._collective(call, value, self.group(axis))
 
     def barrier(self, *, axis: str | None = None) -> Handle[None]:
-        """Awaiting it waits until every member has come; no value is moved."""
+        """Wait, when awaited, until every member has come; no value is moved."""
         return cast("Handle[None]", self._collective(Call(OpKind.BARRIER), None, self.group(axis)))
 
     def _on_all(self, call: Call, value: Value, group: Group) -> Handle[Value]:
@@ -151,7 +202,7 @@ class CommunicationVerbs(Place):
             self.refuse(f"{op}: there is no reduction {by!r}; give one of {names}.")
 
     def _among(self, op: str, axis: str | None, ranks: Sequence[int]) -> Group:
-        """The group of the ranks named."""
+        """Find the group of the ranks named."""
         if axis is not None:
             self.refuse(f"{op}: both axis {axis!r} and among={ranks!r} were given; give one of them.")
         try:
@@ -169,27 +220,42 @@ class CommunicationVerbs(Place):
         """Send a value to another rank.
 
         On gloo and NCCL awaiting the handle waits for the peer's receive; in unit costs a send ends by itself.
+
+        Args:
+            to: the receiver's number.
+
+        Raises:
+            Refused: for a rank that does not exist, and for this rank itself.
         """
         handle = self._send(value, to, -1)
         self._world.channels.deliver(self.index, to)
         return handle
 
     def recv(self, *, source: int, expect: Expected | None = None) -> Handle[Value]:
-        """Receive the next value that `source` sends here.
+        """Receive the next value that `source` sends here. Messages between two ranks keep their order.
 
         Args:
             source: the sender's number.
-            expect: the message that is meant, as (store's name, layer, microbatch or microbatches); another one is
-                refused by name.
+            expect: the message that is meant, as (store's name, layer, microbatch or microbatches).
+
+        Raises:
+            Refused: for a rank that does not exist, for this rank itself, and when another message comes than the
+                expected one.
         """
         handle = self._recv(source, expect, -1)
         self._world.channels.deliver(source, self.index)
         return handle
 
     def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
-        """A send and a receive that cross, issued as one group so that neither must come first.
+        """Send to one rank and receive from one, issued together so that neither must come first.
 
-        Awaiting the handle waits for both and gives the value received.
+        Awaiting the handle waits for both, and gives the value received.
+
+        Args:
+            to, source, expect: as in `send` and `recv`.
+
+        Raises:
+            Refused: as `send` and `recv` do.
         """
         self._batches += 1
         sent = self._send(value, to, self._batches - 1)

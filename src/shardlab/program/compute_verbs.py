@@ -19,23 +19,49 @@ Values = tuple[Value, ...]
 
 
 class ComputeVerbs(Place):
-    """Loading, forward and backward passes, sums, updates.
+    """Verbs that load, compute forward and backward passes, add and update.
 
-    A layer takes as many values as it has inputs. Given one value, a verb gives one; given a tuple, it gives a tuple.
+    A layer takes as many values as it has inputs. Given one value, a verb makes one; given a tuple, it makes a tuple.
+    Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
+    rank or that is still a handle, and for a layer that does not exist.
     """
 
     def load_weights(self, layer: int, shard: int = 0, of: int = 1) -> tuple[Value, Value]:
-        """This step's weight and optimizer state of a layer: slice `shard` of `of` equal ones."""
+        """Load this step's weight and optimizer state of a layer.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+
+        Returns:
+            The weight and the optimizer state.
+
+        Raises:
+            Refused: as `load_weight` does.
+        """
         return self.load_weight(layer, shard, of), self.load_opt_state(layer, shard, of)
 
     def load_weight(self, layer: int, shard: int = 0, of: int = 1) -> Value:
-        """This step's weight alone."""
+        """Load this step's weight of a layer, or one slice of it.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+
+        Raises:
+            Refused: for a slice that does not exist or was loaded before, and for a layer that uses another one's
+                weight.
+        """
         return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of)
 
     def load_opt_state(self, layer: int, shard: int = 0, of: int = 1) -> Value:
-        """This step's optimizer state alone; its slice may be smaller than the weight's.
+        """Load this step's optimizer state of a layer; its slice may be smaller than the weight's.
 
-        A layer of which no rank loads one is frozen: its weight stays as it is, and it counts in no norm.
+        A layer whose optimizer state no rank loads is frozen: its weight stays as it is, and no norm counts it.
+
+        Args:
+            shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+
+        Raises:
+            Refused: as `load_weight` does.
         """
         return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of)
 
@@ -60,9 +86,15 @@ class ComputeVerbs(Place):
         return value
 
     def load_batch(self, microbatches: Iterable[int], slices: Iterable[int] | None = None) -> Value:
-        """Activation 0 of some microbatches: the input rows; of their sequences only some slices, if these are named.
+        """Load activation 0, the input rows of some microbatches.
 
-        In how many slices sequences are counted is the mesh's matter: two for each context-parallel rank.
+        Args:
+            microbatches: their numbers.
+            slices: the slices of these microbatches' sequences (None: whole sequences). The mesh says how many there
+                are: two for each context-parallel rank.
+
+        Raises:
+            Refused: for no microbatch or slice, for one that does not exist, and for one that is named twice.
         """
         numbers = list(microbatches)
         total = len(self.microbatches)
@@ -88,10 +120,22 @@ class ComputeVerbs(Place):
     def forward(self, layer: int, inputs: Values, weight: Value, *, save: bool = True) -> Values: ...
 
     def forward(self, layer: int, inputs: Value | Values, weight: Value, *, save: bool = True) -> Value | Values:
-        """Activation l through layer l: activation l + 1, and what else the layer takes and makes.
+        """Compute a layer's outputs: of activation l, activation l + 1.
 
-        What autograd needs for the backward pass is kept with the first input; with `save=False` it is not, and
-        `backward` computes it again, or the layer itself must be computed again before that.
+        What autograd needs for the backward pass is kept with the first input.
+
+        Args:
+            inputs: the layer's input; a tuple if it has several.
+            weight: the layer's weight, complete or a slice along which the layer can be cut.
+            save: keep what autograd needs. Otherwise `backward` computes it again, if the layer has one input and one
+                output; any other layer's `forward` must be called again before its backward pass.
+
+        Returns:
+            The output; a tuple if `inputs` is one.
+
+        Raises:
+            Refused: for a stale or incomplete weight, for inputs of another layer, for inputs that do not belong
+                together, and for one that is a term of a sum.
         """
         self._check_layer("forward", layer)
         read = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -117,19 +161,33 @@ class ComputeVerbs(Place):
         return outputs[0]
 
     def loss(self, activation: Value, stats: Value | None = None) -> Value:
-        """The gradient of the loss with respect to the last activation.
+        """Compute the gradient of the loss with respect to the last activation.
 
-        Slices of it take the gathered `loss_stats` of all slices as well, and give these slices of the gradient.
+        Args:
+            activation: the last layer's output, or slices of its vocabulary.
+            stats: for slices, the `loss_stats` of all slices, gathered.
+
+        Returns:
+            The gradient; of as many slices as were given.
+
+        Raises:
+            Refused: for another activation, for a term of a sum, and for slices without the statistics of all.
         """
         read = (activation,) if stats is None else (activation, stats)
         return self._one(OpKind.LOSS, len(self.layers), read, update.loss)
 
     def loss_stats(self, logits: Value) -> Value:
-        """What the loss needs of some slices of the logits: all_gather it over the ranks that have the others."""
+        """Compute what the loss needs of some slices of the logits: three numbers a token.
+
+        `all_gather` the result over the ranks that have the other slices, and give it to `loss`.
+
+        Raises:
+            Refused: for anything but slices of the last activation.
+        """
         return self._one(OpKind.LOSS_STATS, len(self.layers), (logits,), update.loss_stats)
 
     def _one(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
-        """An op that makes one value of the values that it reads."""
+        """Record an op that makes one value of the values that it reads."""
         try:
             made = rule(layer, *[self._read(value) for value in read])
         except Refused as refusal:
@@ -145,7 +203,22 @@ class ComputeVerbs(Place):
     def backward(self, layer: int, activation: Value, gradients: Values, weight: Value) -> Values: ...
 
     def backward(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Values:
-        """The first input, the gradients of the outputs and the weight: (weight's gradient, the inputs' gradients)."""
+        """Compute a layer's backward pass.
+
+        What `forward` kept is used up. If it kept nothing, the layer is computed again first, where that can be done.
+
+        Args:
+            activation: the first input of the forward pass.
+            gradients: the gradient of the layer's output; a tuple if it has several.
+            weight: the weight of the forward pass, or the same slices of it.
+
+        Returns:
+            The weight's gradient, then the gradient of each input.
+
+        Raises:
+            Refused: when no forward pass came before or it used other slices of the weight; for a stale or incomplete
+                weight; for a gradient of other microbatches or another layer, and for one that is a term of a sum.
+        """
         made, _, inputs, read = self._backward("backward", layer, activation, gradients, weight)
         outputs = tuple([self.make(spec) for spec in made])
         self.ops.append(Op(OpKind.BACKWARD, layer, inputs, tuple([value.number for value in outputs])))
@@ -158,9 +231,19 @@ class ComputeVerbs(Place):
     def backward_input(self, layer: int, activation: Value, gradients: Values, weight: Value) -> Values: ...
 
     def backward_input(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Value | Values:
-        """The half of `backward` that the layer below waits for: the gradients of the inputs.
+        """Compute the first half of a backward pass, for which the layer below waits: the gradients of the inputs.
 
-        The other half, `backward_weight`, reads the same activation and gradient: keep both in their stores until then.
+        `backward_weight` is the second half. It reads the same activation and gradient: keep both in their stores until
+        then.
+
+        Args:
+            activation, gradients, weight: as in `backward`.
+
+        Returns:
+            The gradient of the input; a tuple if `gradients` is one.
+
+        Raises:
+            Refused: as `backward` does.
         """
         made, half, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
         outputs = [self.make(spec) for spec in made[1:]]
@@ -174,7 +257,12 @@ class ComputeVerbs(Place):
     def _backward(
         self, op: str, layer: int, activation: Value, gradients: Value | Values, weight: Value
     ) -> tuple[list[Spec], Spec, tuple[int, ...], list[Value]]:
-        """What both halves make, what the first leaves for the second, and the values that are read."""
+        """Derive a backward pass.
+
+        Returns:
+            The specs that both halves make, what the first half leaves for the second, the numbers of the values that
+            the op reads, and the values themselves.
+        """
         self._check_layer(op, layer)
         given = gradients if isinstance(gradients, tuple) else (gradients,)
         rules = self._rules.layers[layer]
@@ -202,10 +290,14 @@ class ComputeVerbs(Place):
         return made, Spec(follows.half, spec.cells), numbers, [activation, weight, *given]
 
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
-        """The other half of `backward`, at any time after `backward_input`: the weight's gradient.
+        """Compute the second half of a backward pass, at any time after `backward_input`: the weight's gradient.
 
         Args:
-            activation, gradient: the first input, and the gradient of the first output.
+            activation: the first input of the forward pass.
+            gradient: the gradient of the first output.
+
+        Raises:
+            Refused: when no `backward_input` of this activation came before, and for a gradient of other microbatches.
         """
         self._check_layer("backward_weight", layer)
         spec, given = self._read(activation), self._read(gradient)
@@ -230,9 +322,12 @@ class ComputeVerbs(Place):
         return grad_weight
 
     def add(self, a: Value, b: Value) -> Value:
-        """The sum of two weight gradients, of two scalars, or of two terms of one value; also written `a + b`.
+        """Add two weight gradients, two scalars, or two terms of one value; also written `a + b`.
 
-        Terms are what slices of a layer make, and what queries (or keys and values) have met in two parts.
+        Terms are partial results: of slices of a layer, or of attention to some of the keys and values.
+
+        Raises:
+            Refused: for values of different layers, kinds or slices, and when a contribution would be counted twice.
         """
         try:
             made = update.add_two(self._read(a), self._read(b))
@@ -244,9 +339,12 @@ class ComputeVerbs(Place):
         return output
 
     def norm(self, layer: int, gradient: Value) -> Value:
-        """The sum of the squares of a finished gradient, a scalar: this layer's, or slice's, part of the model's.
+        """Compute the sum of the squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
 
-        Add the parts up over layers, and over the ranks that have others; `update` takes the whole.
+        Add the parts of all layers, and `all_reduce` them over the ranks that have others; `update` takes the sum.
+
+        Raises:
+            Refused: for a gradient that lacks a microbatch, and for what is no weight's gradient.
         """
         self._check_layer("norm", layer)
         return self._one(OpKind.NORM, layer, (gradient,), partial(update.norm, len(self.layers)))
@@ -254,11 +352,20 @@ class ComputeVerbs(Place):
     def update(
         self, layer: int, gradient: Value, weight: Value, opt_state: Value, norm: Value | None = None
     ) -> tuple[Value, Value]:
-        """The optimizer's step on a slice: the new (weight, optimizer state). The old ones end here, in place.
+        """Take the optimizer's step on one slice. The old weight and optimizer state end here, in place.
 
-        Weight and gradient may hold more than the state's slice; the new weight is that slice alone. With the squared
-        `norm` of the whole model's gradient, the gradient is clipped to the optimizer's limit, and the update is left
-        out if the norm is not finite.
+        Args:
+            gradient, weight: of the optimizer state's slice, or of more.
+            opt_state: this step's optimizer state.
+            norm: the sum of squares of the whole model's gradient (None: no clipping). The gradient is clipped to the
+                optimizer's limit; if the norm is not finite, weight and optimizer state stay as they are.
+
+        Returns:
+            The new weight, of the optimizer state's slice alone, and the new optimizer state.
+
+        Raises:
+            Refused: when a microbatch is missing from the gradient, for values of different layers, slices or steps,
+                and for a norm that lacks a part of the model.
         """
         self._check_layer("update", layer)
         read = (gradient, weight, opt_state) if norm is None else (gradient, weight, opt_state, norm)

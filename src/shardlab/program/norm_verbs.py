@@ -8,16 +8,24 @@ from shardlab.program.value import Value
 
 
 class NormVerbs(ComputeVerbs):
-    """Passes through norms, which carry the residual from one to the next."""
+    """Verbs of layers that carry the residual from one norm to the next."""
 
     def forward_norm(
         self, layer: int, residual: Value | None, branch: Value, weight: Value, *, save: bool = True
     ) -> tuple[Value | None, Value]:
-        """A norm of a model in half-blocks: (the residual for the next norm, the normalised activation l + 1).
+        """Add the residual to a branch, and normalise the sum.
 
-        The branch, activation l, is added to the residual that the norm before has handed on. The first norm is given
-        no residual, the last one hands none on. With `save=False` nothing is kept for the backward pass; before that
-        the norm must be computed again.
+        Args:
+            residual: what the norm before has handed on (None: this is the first norm).
+            branch: activation l.
+            weight: the norm's weight.
+            save: keep what autograd needs. Otherwise the norm must be computed again before its backward pass.
+
+        Returns:
+            The residual for the next norm (None: this is the last one), and the normalised activation l + 1.
+
+        Raises:
+            Refused: for a layer that carries no residual, and as `forward` does.
         """
         self._want_carrying("forward_norm", layer)
         given = (branch,) if residual is None else (branch, residual)
@@ -27,9 +35,20 @@ class NormVerbs(ComputeVerbs):
     def backward_norm(
         self, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
     ) -> tuple[Value, Value, Value | None]:
-        """A norm's backward pass: the gradients of (its weight, its branch, the residual that it was given).
+        """Compute a norm's backward pass.
 
-        `gradient` is that of activation l + 1, `grad_residual` that of the residual that it has handed on.
+        Args:
+            branch: activation l, as in the forward pass.
+            gradient: the gradient of activation l + 1.
+            grad_residual: the gradient of the residual that the norm has handed on (None: it is the last one).
+            weight: the norm's weight.
+
+        Returns:
+            The gradients of the weight, of the branch, and of the residual that the norm was given (None: it is the
+            first).
+
+        Raises:
+            Refused: for a layer that carries no residual, and as `backward` does.
         """
         self._want_carrying("backward_norm", layer)
         given = (gradient,) if grad_residual is None else (gradient, grad_residual)
@@ -39,14 +58,24 @@ class NormVerbs(ComputeVerbs):
     def backward_norm_input(
         self, layer: int, branch: Value, gradient: Value, grad_residual: Value | None, weight: Value
     ) -> tuple[Value, Value | None]:
-        """The half of `backward_norm` that others wait for; `backward_weight` is the other half."""
+        """Compute the first half of `backward_norm`; `backward_weight` is the second.
+
+        Args:
+            branch, gradient, grad_residual, weight: as in `backward_norm`.
+
+        Returns:
+            The gradients of the branch, and of the residual that the norm was given (None: it is the first).
+
+        Raises:
+            Refused: as `backward_norm` does.
+        """
         self._want_carrying("backward_norm_input", layer)
         given = (gradient,) if grad_residual is None else (gradient, grad_residual)
         made = self.backward_input(layer, branch, given, weight)
         return made[0], made[1] if len(made) > 1 else None
 
     def _want_carrying(self, verb: str, layer: int) -> None:
-        """Refuse these verbs for a layer that carries no residual: the plain ones are for it."""
+        """Refuse a layer that carries no residual: the plain verbs are for it."""
         self._check_layer(verb, layer)
         if (kind := self.sizes.kind(layer)) not in CARRYING:
             plain = verb.replace("_norm", "")

@@ -1,4 +1,4 @@
-"""Where a rank stands, what it keeps, and its share of the work."""
+"""A rank's place in its world, its stores, and its share of the work."""
 
 from __future__ import annotations
 
@@ -55,11 +55,19 @@ class Place(Recorder):
         self._batches = 0
 
     def coordinate(self, axis: str) -> int:
-        """Where this rank stands along a mesh axis."""
+        """Find where this rank stands along a mesh axis, from 0.
+
+        Raises:
+            Refused: for an axis that the mesh does not have.
+        """
         return self.group(axis).ranks.index(self.index)
 
     def group(self, axis: str | None = None) -> Group:
-        """The ranks along an axis that this rank meets; without one, all ranks."""
+        """Find the ranks that this rank meets along an axis (None: all ranks).
+
+        Raises:
+            Refused: for an axis that the mesh does not have.
+        """
         group = self._groups.get(axis)
         if group is None:
             assert axis is not None
@@ -70,11 +78,19 @@ class Place(Recorder):
         return group
 
     def share(self, axis: str | None = None) -> range:
-        """This rank's microbatches when they are dealt evenly, in order, to the ranks along an axis."""
+        """Deal the microbatches evenly, in order, to the ranks along an axis, and return this rank's.
+
+        Raises:
+            UserError: when they do not divide among these ranks.
+        """
         return self._deal(self.microbatches, "microbatch", axis)
 
     def stage_layers(self, axis: str | None = None) -> range:
-        """This rank's layers when they are dealt evenly, in order, to the ranks along an axis: a pipeline's stage."""
+        """Deal the layers evenly, in order, to the ranks along an axis, and return this rank's: its pipeline stage.
+
+        Raises:
+            UserError: when they do not divide among these ranks.
+        """
         return self._deal(self.layers, "layer", axis)
 
     def _deal(self, numbers: range, noun: str, axis: str | None) -> range:
