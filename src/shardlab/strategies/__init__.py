@@ -1,4 +1,4 @@
-"""The built-in strategies: read the short files in the order of this table; the rest are plans, rows of one program."""
+"""Built-in strategies: read the short files in the order of this table; the rest are plans, rows of one program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's steps compute on one microbatch and layer: whole layers, or half-blocks with tensor parallelism.
+"""Computation of a plan on one microbatch and layer: whole layers, or half-blocks with tensor parallelism.
 
 Both keep the same keys: activations[l, m] enters layer l, grad_activations[l, m] is its gradient.
 """
@@ -91,7 +91,10 @@ class Halves:
             rank.activations[layer + 1, m] = terms if is_head else await self._reduced(terms)
 
     def _residual(self, layer: int, m: int, keeps: Keeps) -> Value | None:
-        """What the norm before has handed on; it stays if it is the input of what is computed again."""
+        """Take the residual that the norm before has handed on.
+
+        Keep it if it is the input of what is computed again.
+        """
         if layer == 1:
             return None
         return self.rank.residuals[layer, m] if keeps == "input" else self.rank.residuals.pop((layer, m))
@@ -168,7 +171,7 @@ class Halves:
 
 
 def computing(rank: Rank, plan: Plan) -> Compute:
-    """What suits the model's layers."""
+    """Choose the computation that suits the model's layers."""
     if LayerKind.EXPERTS in rank.kinds:
         return Mixture(rank, plan)
     return Halves(rank, plan) if LayerKind.NORM in rank.kinds else Whole(rank, plan)

@@ -1,4 +1,4 @@
-"""Attention as a step of its own, between a PROJECT layer and a row: what a plan's steps do with it.
+"""Attention as a step of its own between a PROJECT layer and a row, for plans that cut sequences or recompute it.
 
 It keeps queries, keys and values and computes scores and softmax again in the backward pass, which is what selective
 recomputation means (Korthikanti et al. 2022, arXiv 2205.05198, section 5). Sequences may be cut over `cp`.

@@ -15,17 +15,17 @@ from shardlab.strategies.presets import Preset
 
 
 def data_parallel_mesh(ranks: int) -> Mesh:
-    """All ranks on the axis that shards data."""
+    """Put all ranks on the axis that shards data."""
     return Mesh(dp_shard=ranks)
 
 
 def pipeline_mesh(ranks: int) -> Mesh:
-    """All ranks on the pipeline axis."""
+    """Put all ranks on the pipeline axis."""
     return Mesh(pp=ranks)
 
 
 def expert_parallel_mesh(ranks: int) -> Mesh:
-    """All ranks on the axis that shards experts.
+    """Put all ranks on the axis that shards experts.
 
     Raises:
         UserError: for one rank, where there is nothing to exchange.
@@ -36,7 +36,7 @@ def expert_parallel_mesh(ranks: int) -> Mesh:
 
 
 def one_device_mesh(ranks: int) -> Mesh:
-    """One rank, and no more.
+    """Make a mesh of one rank.
 
     Raises:
         UserError: for any other number.
@@ -76,7 +76,7 @@ class Entry:
     columns: bool = False
 
     def for_job(self, ranks: int) -> str | Plan:
-        """What every process can make the same strategy of."""
+        """A description from which every process can make this strategy."""
         return self.name if self.plan is None else self.plan(ranks)
 
     def title(self, ranks: int) -> str:
@@ -86,7 +86,7 @@ class Entry:
         return self.name if schedule in self.name else f"{self.name} ({schedule})"
 
     def default_layers(self, ranks: int, at_least: int = 4) -> int:
-        """How many layers a model has if nobody says: 4, or for a pipeline one a stage and `at_least` so many."""
+        """Layers of a model if nobody says: 4, or for a pipeline one for each stage and `at_least` so many."""
         plan = self.plan and self.plan(ranks)
         if plan is None or not (plan.mesh.pp > 1 or plan.layers_per_stage):
             return 4
@@ -143,6 +143,6 @@ def preset_entry(name: str, plan: Preset, splits: str, memory: str, source: str,
 
 
 def planned_entry(plan: Plan, name: str) -> Entry:
-    """One plan."""
+    """Make the entry of one plan."""
     mesh = plan.mesh
     return Entry(name, planned(plan), "as the plan says", "a plan", lambda _: mesh, mesh.world, lambda _: plan)

@@ -1,4 +1,4 @@
-"""What a plan's steps compute of a model in dense layers and experts, on one microbatch of each `ep` rank at a time."""
+"""Computation of a plan on a model of dense layers and experts: one microbatch of each `ep` rank at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a plan's sharded weights are gathered and freed: decided from the order in which a rank will use them."""
+"""Gathering and freeing of a plan's sharded weights, decided from the order in which a rank will use them."""
 
 from __future__ import annotations
 

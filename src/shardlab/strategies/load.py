@@ -1,4 +1,4 @@
-"""Finding a strategy by what a user calls it: a built-in name, a function in a file, or a plan."""
+"""Look-up of a strategy by what a user calls it: a built-in name, a function in a file, or a plan."""
 
 from __future__ import annotations
 

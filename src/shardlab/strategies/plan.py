@@ -31,7 +31,7 @@ Kinds = Sequence[LayerKind]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is split over which axis, and when it is put together.
+    """A choice of what is split over which axis, and when it is put together.
 
     The three mappings make the rows of one table. Over an axis of n data-parallel ranks:
 
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def attention_apart(self) -> bool:
-        """Whether the model must be cut so that attention is a step of its own, between two layers of half-blocks."""
+        """Whether attention must be a step of its own, between two layers of half-blocks."""
         return self.mesh.cp > 1 or self.recompute == "selective"
 
     @property
@@ -161,7 +161,7 @@ class Plan:
         return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
 
     def steps(self, kinds: Kinds, microbatches: int) -> Steps:
-        """What each pipeline rank does with its share of the microbatches.
+        """Steps of each pipeline rank on its share of the microbatches.
 
         Raises:
             UserError: when they do not divide among the data-parallel ranks, or do not fit the schedule.
@@ -185,7 +185,7 @@ class Plan:
         return order
 
     def bounds(self, kinds: Kinds, blocks: int = 0) -> list[int]:
-        """Where the stages begin, and where the last one ends: stage s has layers bounds[s] up to bounds[s + 1].
+        """Layers at which stages begin, and the end of the last one: stage s has layers bounds[s] up to bounds[s + 1].
 
         Args:
             blocks: of how many blocks half-blocks are, to be said.
@@ -232,7 +232,7 @@ class Plan:
         require_ops(least, sizes, MAX_FOLDED if folded else MAX_OPS)
 
     def natural_layers(self) -> int:
-        """How many layers a model has that gives each stage one, or as many as the plan says.
+        """Layers of a model that gives each stage one, or as many as the plan says.
 
         Raises:
             UserError: if there is no such schedule, or it must have another number of stages than was asked for.

@@ -1,4 +1,4 @@
-"""The one program that follows any plan: a schedule says in which order, this says what each step does."""
+"""The one program that follows any plan: a schedule gives the order, and this file says what each step does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def planned(plan: Plan) -> Strategy:
 
 
 class Follower:
-    """One rank that follows a plan."""
+    """A rank that follows a plan."""
 
     def __init__(self, rank: Rank, plan: Plan) -> None:
         if rank.mesh != plan.mesh:
@@ -147,7 +147,7 @@ class Follower:
         self.left[stage] -= 1
 
     async def gradient_of_output(self, stage: int, m: int) -> None:
-        """What the backward pass of a stage begins with: the loss's gradient, or the next stage's."""
+        """Get the gradient with which a stage's backward pass begins: the loss's, or the next stage's."""
         after = self.bounds[stage + 1]
         if after == len(self.rank.layers):
             await self.compute.loss(m)

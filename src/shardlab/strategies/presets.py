@@ -1,4 +1,4 @@
-"""Plans by name: what a number of ranks is made into."""
+"""Plans by name, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOTH = ("dp_shard", "dp_replicate")
 
 
 def pipelined(schedule: str) -> Preset:
-    """All ranks in one pipeline."""
+    """Make a plan of one pipeline of all ranks."""
     return lambda ranks: Plan(Mesh(pp=ranks), schedule)
 
 
@@ -42,7 +42,7 @@ def hsdp(ranks: int) -> Plan:
 
 
 def partially_sharded(ranks: int) -> Plan:
-    """As hsdp, with the optimizer's state cut over all ranks."""
+    """Cut as `hsdp` does, with the optimizer's state over all ranks."""
     return Plan(_two_replicas(ranks), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=BOTH)
 
 
@@ -52,7 +52,7 @@ def pipeline_fsdp(ranks: int) -> Plan:
 
 
 def breadth_first_fsdp(ranks: int) -> Plan:
-    """The same with looped stages that take all microbatches at once, so that weights are gathered once a visit."""
+    """A breadth-first pipeline on such a grid, its stages fully sharded: weights are gathered once a visit."""
     return _fully_sharded(_square(ranks), "breadth-first")
 
 

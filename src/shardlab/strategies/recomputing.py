@@ -1,4 +1,4 @@
-"""Which layers a plan computes again in the backward pass, instead of keeping what their forward pass made.
+"""Layers that a plan computes again in the backward pass, instead of keeping what their forward pass made.
 
 Of each run of such layers only the input is kept (of half-blocks the residual and the branch at the run's first norm, a
 slice of the sequence if the plan cuts them so). Before its backward pass a run is computed forward again, with all

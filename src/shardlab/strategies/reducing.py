@@ -1,4 +1,4 @@
-"""How a plan's gradients are summed over microbatches and data-parallel ranks, and what then updates the weights."""
+"""Sums of a plan's gradients over microbatches and data-parallel ranks, and the updates that follow."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Gradients:
             self._sum(layer, gradient)
 
     async def finish(self, layer: int) -> None:
-        """All microbatches of a layer are in: reduce the sum over the axes that are reduced once a step."""
+        """Reduce the sum of all microbatches over the axes that are reduced once a step."""
         layer = self._owner(layer)
         self._uses[layer] -= 1
         if self._uses[layer]:

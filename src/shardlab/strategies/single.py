@@ -4,7 +4,7 @@ from shardlab.program import Rank
 
 
 async def single(rank: Rank) -> None:
-    """Every rank would compute the same step; run it on one."""
+    """Train on one rank; every other one would compute the same step."""
     last = len(rank.layers)
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)

@@ -4,7 +4,7 @@ from shardlab.program import LayerKind, Mesh, Rank, UserError
 
 
 def tensor_parallel_mesh(ranks: int) -> Mesh:
-    """All ranks on the axis that cuts layers.
+    """Put all ranks on the axis that cuts layers.
 
     Raises:
         UserError: for one rank, which has nothing to cut.

@@ -15,7 +15,7 @@ from shardlab.program import UserError
 
 
 def file_and_function(name: str) -> tuple[Path | None, str]:
-    """What `path/to/file.py:function` is made of; no file for a built-in name."""
+    """Split `path/to/file.py:function`; a built-in name has no file."""
     path, colon, function = name.rpartition(":")
     if colon:
         return Path(path), function
@@ -23,7 +23,7 @@ def file_and_function(name: str) -> tuple[Path | None, str]:
 
 
 def member(module: ModuleType, path: Path, function: str, what: str, is_one: Callable[[Any], bool]) -> Any:
-    """What a file has under a name.
+    """Get what a file has under a name.
 
     Args:
         what: the kind of thing that is wanted, in the plural; `is_one` knows it.

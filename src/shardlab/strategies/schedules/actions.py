@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of: which work one rank does, in which order, and where the stages are."""
+"""Parts of a pipeline schedule: what one rank does, in which order, and where the stages are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """What a stage does with a microbatch."""
+    """Work of a stage on one microbatch."""
 
     stage: int
     microbatch: int

@@ -8,7 +8,7 @@ from shardlab.strategies.schedules.actions import Action, Backward, Forward
 
 
 def breadth_first(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """All microbatches pass a stage before the next one begins, so sharded weights are gathered once a stage."""
+    """Let all microbatches pass a stage before the next one begins, so sharded weights are gathered once a stage."""
     stages = range(rank, ranks * stages_per_rank, ranks)
     yield from (Forward(stage, i) for stage in stages for i in range(microbatches))
     yield from (Backward(stage, i) for stage in reversed(stages) for i in range(microbatches))

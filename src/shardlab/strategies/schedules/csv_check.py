@@ -1,4 +1,4 @@
-"""Whether the words of a pipeline CSV are one whole schedule, and if not, which row and column is at fault and why."""
+"""Check that the words of a pipeline CSV are one whole schedule; if not, name the row and column at fault."""
 
 from __future__ import annotations
 

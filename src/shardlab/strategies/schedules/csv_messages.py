@@ -1,4 +1,4 @@
-"""Whether the sends and receives of a pipeline CSV fit together.
+"""Check that the sends and receives of a pipeline CSV fit together.
 
 Two ranks' messages must stand in one order at both ends, sends and receives together, so that a queue such as NCCL's
 cannot hang. What torch 2.13 writes with its option `defer_pp_recv` crosses sends, and is refused.

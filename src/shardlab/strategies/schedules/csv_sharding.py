@@ -1,4 +1,4 @@
-"""Whether a pipeline CSV gathers weights before they are used and reduces gradients when they are whole.
+"""Check that a pipeline CSV gathers weights before they are used and reduces gradients when they are whole.
 
 A file that never says UNSHARD, or never REDUCE_GRAD, leaves that to whoever runs it.
 """

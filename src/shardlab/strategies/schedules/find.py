@@ -1,4 +1,4 @@
-"""Finding a schedule by what a user calls it: a built-in name, a generator in a file, or PyTorch's CSV."""
+"""Look-up of a schedule by what a user calls it: a built-in name, a generator in a file, or PyTorch's CSV."""
 
 from __future__ import annotations
 

@@ -8,6 +8,6 @@ from shardlab.strategies.schedules.actions import Action, Backward, Forward
 
 
 def gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """All forward, then all backward: every microbatch is held at once."""
+    """Yield all forward passes, then all backward passes: every microbatch is held at once."""
     yield from (Forward(rank, i) for i in range(microbatches))
     yield from (Backward(rank, i) for i in range(microbatches))

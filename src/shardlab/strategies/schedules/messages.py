@@ -11,7 +11,7 @@ from shardlab.strategies.schedules.actions import Action, BackwardWeight, Forwar
 
 @dataclass(frozen=True)
 class Message(Work):
-    """What a stage hands on to a neighbouring one (`stage` is the one at this end of the message).
+    """An activation or gradient for a neighbouring stage (`stage` is the one at this end of the message).
 
     Attributes:
         forward: whether it is the stage's output, on its way up, or the gradient of its input, on its way down.
@@ -36,7 +36,7 @@ Step = Action | Send | Recv
 def with_messages(
     todo: Sequence[Sequence[Action]], stages: int, rank_of: Callable[[int], int], name: str = "the schedule"
 ) -> list[list[Step]]:
-    """Every rank's actions and messages.
+    """Place the messages among every rank's actions.
 
     The actions of all ranks are put into one order, each after what it needs; right after an action that feeds another
     rank stand its send and the receive. So all ranks' messages follow one order, and whoever waits for a message waits

@@ -1,4 +1,4 @@
-"""How a schedule on a V is written: phase after phase, each some passes taken in turn, as its figure is read."""
+"""Phases of a schedule on a V: each is some passes taken in turn, as its figure is read."""
 
 from __future__ import annotations
 

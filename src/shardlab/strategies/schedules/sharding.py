@@ -1,4 +1,4 @@
-"""When a rank of a pipeline holds the whole weights of its stages, where these are sharded, and reduces gradients."""
+"""Gathers and reductions of a pipeline whose stages' weights are sharded, placed among a rank's actions."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from shardlab.strategies.schedules.sharding import ShardedStep
 
 @dataclass(frozen=True)
 class Steps:
-    """What each rank of a pipeline does.
+    """Steps of each rank of a pipeline.
 
     Attributes:
         of_ranks: each rank's steps, in order.
