@@ -1,4 +1,4 @@
-"""Which ops of a tape may write over what they read, because nobody reads it any more.
+"""Ops of a tape that may write over what they read, because nobody reads it any more.
 
 Autograd adds a gradient to one that is there already; so a BACKWARD or BACKWARD_WEIGHT whose gradient is only added to
 an older one does the ADD itself, and the new gradient never takes room of its own: simulated memory and the executor
@@ -19,7 +19,7 @@ WRITING = frozenset({OpKind.ADD, OpKind.ALL_REDUCE, OpKind.REDUCE})
 
 
 class InPlace:
-    """What may be done in place on one tape.
+    """Ops of one tape that may be done in place.
 
     Attributes:
         first_input: indices of the ALL_REDUCEs and ADDs that may write over their first input, and REDUCEs.

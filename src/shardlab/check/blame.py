@@ -1,4 +1,4 @@
-"""Which line of a user's file is at fault when its program is refused."""
+"""The line of a user's file that is at fault when its program is refused."""
 
 from __future__ import annotations
 

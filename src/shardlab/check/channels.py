@@ -25,7 +25,7 @@ SIDE_BY_SIDE = (
 def decide_models(
     program: Program, meetings: list[Meeting], meeting_of: list[dict[int, int]]
 ) -> dict[ChannelModel, str | None]:
-    """For each model None, or the deadlock; the program has passed the dataflow check, so it passes the lenient two."""
+    """Find, for each model, the deadlock or None; the program has passed the dataflow check, and so the lenient two."""
 
     def deadlock(model: ChannelModel) -> str | None:
         return Replay(program, meetings, meeting_of, model).deadlock()

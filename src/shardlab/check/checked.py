@@ -1,4 +1,4 @@
-"""What the check knows of a program once it has passed."""
+"""A program that has passed the check, and what the check knows of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ChannelModel(Enum):
-    """What a channel promises, from the most lenient to the strictest; each passes whatever the next one passes.
+    """A promise that a channel makes, from the most lenient to the strictest; each passes whatever the next one passes.
 
     There is one exception: a message between an exchange and a single call may pass QUEUED, and never QUEUED_PER_PAIR.
 
@@ -40,7 +40,7 @@ BACKENDS = {"gloo": ChannelModel.RENDEZVOUS, "nccl": ChannelModel.QUEUED}
 
 
 class Member(NamedTuple):
-    """One rank's part in a communication: its handle, and the index of the op that issues it."""
+    """A rank's part in a communication: its handle, and the index of the op that issues it."""
 
     rank: int
     handle: int

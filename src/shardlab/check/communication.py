@@ -59,7 +59,7 @@ class Communication:
             state.make(source[3][0], spec)
 
     def waiting(self, state: RankState) -> Wait:
-        """What a blocked rank waits for."""
+        """Say what a blocked rank waits for."""
         op = state.ops[state.flying[state.waits_for]]
         if op[0] is OpKind.RECV:
             return Wait(str(op), [op.peer])
@@ -75,7 +75,7 @@ class Communication:
         return Wait(f"{said(_call(op), spec)} on {op.group} for rank{'s' * (len(missing) > 1)} {names}", missing)
 
     def finish(self) -> None:
-        """Every message has been received.
+        """Refuse a message that nobody has received.
 
         Raises:
             Refused: naming the first that was not.
@@ -128,7 +128,7 @@ class Communication:
             self._meet(Meeting(group, [other for other, _, _ in members]), specs)
 
     def _want_expected(self, member: Member, call: Call, received: Spec) -> None:
-        """What comes from a root must be what the receiving rank's op says."""
+        """Refuse what comes from a root if the receiving rank's op expects another value."""
         expect = self.states[member.rank].ops[member.op].expect
         assert expect is not None, "it is looked at when it is issued"
         try:
@@ -193,7 +193,7 @@ def _call(op: Op) -> Call:
 
 
 def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
-    """What this rank gives; the op must read and make what its part in the call says."""
+    """Get what this rank gives; the op must read and make what its part in the call says."""
     rooted.want_sound(call, group.ranks)
     reads, makes = rooted.values_of(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):

@@ -1,4 +1,4 @@
-"""The rules of compute on a tape, one function an op: inputs must be live here and now, outputs must be new."""
+"""Rules of compute on a tape, one function for each op: inputs must be live here and now, outputs must be new."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def backward_input(state: RankState, op: Op) -> None:
 
 
 def _backward(state: RankState, op: Op) -> tuple[list[Spec], Backward]:
-    """What both halves of a backward pass make, whichever of it the op keeps, and what it follows from."""
+    """Derive what both halves of a backward pass make, whichever the op keeps, and what it follows from."""
     activation, gradient, weight, saved, *others = op[2]
     live, rules = state.live, state.layer(op)
     spec = live[activation]
@@ -141,7 +141,7 @@ def _load(kind: Kind, state: RankState, op: Op) -> None:
 
 
 def _said(holds: Holds | None) -> str:
-    """What a tape claims to load; it may be no set at all."""
+    """Get the slices that a tape claims to load; they may be no set at all."""
     return str(holds) if holds is None or holds.mask >= 0 else f"bit set {holds.mask} of {holds.of}"
 
 

@@ -34,7 +34,7 @@ class Drift(NamedTuple):
     cause: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields, and the whole sentence, for JSON."""
+        """Get its fields and the whole sentence, for JSON."""
         return {**self._asdict(), "text": str(self)}
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Copy(NamedTuple):
 
 
 def drifts_of(checked: Checked) -> list[Drift]:
-    """All replicas of a program that may drift, layer by layer; those that drift alike are told together."""
+    """List all replicas of a program that may drift, layer by layer; those that drift alike are listed together."""
     with gc_paused():
         numbering = Numbering(checked)
     copies: dict[tuple[Kind, int], list[Copy]] = defaultdict(list)
@@ -105,7 +105,7 @@ def _groups(apart: list[Copy]) -> tuple[tuple[int, ...], ...]:
 
 
 def _cause(numbers: Numbers, drifting: list[int]) -> str:
-    """What the copies were updated from, and how to make it the same."""
+    """Say what the copies were updated from, and how to make it the same."""
     how, given = zip(*[numbers.keys[number] for number in drifting], strict=True)
     if any(each[0] is not OpKind.UPDATE for each in how):
         return "they were made alike again on some ranks only; do so on all, by an all_reduce by mean or a broadcast"

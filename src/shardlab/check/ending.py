@@ -1,4 +1,4 @@
-"""What must be true when a step ends: every slice loaded is one step on, or frozen, and nothing else is left."""
+"""Conditions at the end of a step: every slice loaded is one step on, or frozen, and nothing else is left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardlab.rules.spec import form_of
 
 
 def trained_layers(program: Program) -> int:
-    """The layers of which a rank loads an optimizer state, as a bit set; the others are frozen.
+    """Find the layers whose optimizer state a rank loads, as a bit set; the others are frozen.
 
     They are all of them where no rank loads any: such a program trains nothing, and is refused for it.
     """
@@ -23,7 +23,7 @@ def trained_layers(program: Program) -> int:
 
 
 def check_rank_ending(state: RankState) -> None:
-    """Nothing is in flight, and live are exactly the slices that the rank loaded, updated once or frozen.
+    """Want nothing in flight, and alive exactly the slices that the rank loaded, updated once or frozen.
 
     Raises:
         Refused: naming what is missing or left over.
@@ -62,7 +62,7 @@ def check_rank_ending(state: RankState) -> None:
 
 
 def check_coverage(states: Sequence[RankState], layers: int) -> None:
-    """Together the ranks load every slice of every layer, and all clip its gradient or none does.
+    """Want the ranks together to load every slice of every layer, and all to clip its gradient or none.
 
     Raises:
         Refused: naming the first slice that nobody loads, or an update that does not clip as others do.

@@ -1,4 +1,4 @@
-"""The weights that a rank keeps from step to step: who writes them, and whether each element moves one step once.
+"""Weights that a rank keeps from step to step: who writes them, and whether each element moves one step once.
 
 A loaded weight is a view of memory that the rank keeps. An update writes there whatever copy of the weight it is
 given, and so does a new weight that arrives after the loaded value has ended. So two optimizer states of one weight
@@ -22,7 +22,7 @@ _SUMS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE})
 
 
 class Kept:
-    """What one rank keeps, and what its tape puts there.
+    """Memory of one rank that lasts from step to step, and what its tape puts there.
 
     Attributes:
         loaded: number of a loaded weight to the memory that it is a view of, in the tape's order.
@@ -57,7 +57,7 @@ _ENDS = frozenset({OpKind.FREE, OpKind.UPDATE})
 
 
 def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
-    """Each element of a kept weight moves one step once, and nothing reads a value that was written over.
+    """Want each element of a kept weight to move one step once, and nobody to read a value that was written over.
 
     Raises:
         Refused: for a second update of some elements, an update after their new values have arrived, and a read of a
@@ -77,7 +77,7 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None
 
 
 class Memory:
-    """What has moved on, up to an op of the tape."""
+    """Kept memory that has moved on, up to an op of the tape."""
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], kept: Kept) -> None:
         self.tape = tape

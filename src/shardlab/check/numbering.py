@@ -1,4 +1,4 @@
-"""All tapes replayed for the numbers of their values: which values on which ranks have equal bits."""
+"""Numbers of the values of all tapes: which values on which ranks have equal bits."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Numbering:
         return len(ops)
 
     def _compute(self, rank: int, op: Op, specs: dict[int, Spec], live: dict[int, int]) -> None:
-        """The numbers of loads, passes, norms and losses: the same for the same op on equal values of one form."""
+        """Number the results of loads, passes, norms and losses: equal for one op on equal values of one form."""
         kind, layer, inputs, outputs = op[:4]
         given = tuple([live[number] for number in inputs])
         what: tuple[object, ...] = (OpKind.FORWARD if kind is OpKind.RECOMPUTE else kind, layer)
@@ -97,7 +97,7 @@ class Numbering:
             live[number] = self.numbers.of((*what, specs[number][0]), given)
 
     def _give(self, rank: int, op: Op, meeting: int, number: int) -> None:
-        """One member gives its value; the last one to do so wakes those that wait."""
+        """Give one member's value; the last one to do so wakes those that wait."""
         given, members = self._given[meeting], self.checked.meetings[meeting].members
         given[rank] = number
         if op.kind in _ONE_GIVES:
@@ -109,7 +109,7 @@ class Numbering:
         self._runnable.extend(self._waiting.pop(meeting, ()))
 
     def _united(self, op: Op, meeting: Meeting, given: Sequence[int]) -> int:
-        """What a collective makes of all that is given, in the group's order: one number for all members."""
+        """Number what a collective makes of all that is given, in the group's order: one number for all members."""
         tapes, numbers = self.checked.program.tapes, self.numbers
         if len(given) == 1:
             return given[0]

@@ -86,7 +86,7 @@ class Numbers:
         return self.of((OpKind.ADD,), (one, other) if one < other else (other, one))
 
     def terms(self, number: int) -> list[int]:
-        """What was added up, in whatever order."""
+        """Get what was added up, in whatever order."""
         left, found = [number], list[int]()
         while left:
             what, numbers = self.keys[number := left.pop()]
@@ -95,12 +95,12 @@ class Numbers:
 
 
 def positions(spec: Spec) -> Holds:
-    """Where a value has elements: cells of the batch, or slices of a layer's flat parameters."""
+    """Positions at which a value has elements: cells of the batch, or slices of a layer's flat parameters."""
     form, cells, _ = spec
     return Holds(cells, form.space.cells) if form.kind in ROW_KINDS else form.holds
 
 
 def overlap(one: Holds, other: Holds) -> Holds:
-    """What both hold."""
+    """Find what both hold."""
     mine, theirs = common(one, other)
     return Holds(mine.mask & theirs.mask, mine.of)

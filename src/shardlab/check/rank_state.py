@@ -12,7 +12,7 @@ from shardlab.rules.layer import LayerRules
 
 
 class RankState:
-    """What is live, in flight and loaded on a rank, up to the op at hand.
+    """State of a rank up to the op at hand: what is live, in flight and loaded.
 
     Attributes:
         trained: the program's layers whose weights are updated, as a bit set.

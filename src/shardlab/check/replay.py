@@ -25,7 +25,7 @@ class Slot:
 
 
 class Replay:
-    """One run of a program under RENDEZVOUS or a model that queues.
+    """A run of a program under RENDEZVOUS or a model that queues.
 
     How NCCL queues follows from ProcessGroupNCCL::pointToPoint (torch 2.9 to 2.13) and from what NCCL says of itself:
 
@@ -108,7 +108,7 @@ class Replay:
         return True
 
     def _issue(self, rank: int, meeting: int, batch: int) -> None:
-        """One member has come."""
+        """Note that one member has come."""
         self.came[meeting] += 1
         if self.queued:
             queue = self.queues[rank][self.lanes[meeting]]
@@ -144,7 +144,7 @@ class Replay:
     # What is said of a deadlock.
 
     def _wait(self, rank: int, meeting: int) -> Wait:
-        """What a blocked rank waits for: absent members, or in the end of the operations queued before its own."""
+        """Say what a blocked rank waits for: absent members, or in the end the operations queued before its own."""
         text = self._op(rank, meeting)
         joined = self.joining.get(self.lanes[meeting], ())
         if rank in joined:

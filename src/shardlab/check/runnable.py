@@ -1,4 +1,4 @@
-"""What no torch.distributed backend can carry out, however right the program is."""
+"""Ops that no torch.distributed backend can carry out, however right the program is."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _no_gather(given: Sequence[Spec]) -> str | None:
 
 
 def _share(spec: Spec) -> Fraction:
-    """How much of the whole a value holds, of parameters, or of the batch and the indices that it is cut along."""
+    """Share of the whole that a value holds: of parameters, or of the batch and the indices that it is cut along."""
     if spec.kind in ROW_KINDS:
         return Fraction(spec.cells.bit_count(), spec.form.space.cells) * share_of(spec.form)
     return Fraction(spec.holds.pieces, spec.holds.of)

@@ -1,4 +1,4 @@
-"""How much of any stretch of time a rank spends on each kind of op."""
+"""Shares of any stretch of time that a rank spends on each kind of op."""
 
 from __future__ import annotations
 

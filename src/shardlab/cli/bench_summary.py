@@ -1,4 +1,4 @@
-"""What the benches print: one screen, and with --verbose every point before it (see `bench_tables`)."""
+"""Output of the benches: one screen, and with --verbose every point before it (see `bench_tables`)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PASSES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 
 def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
-    """Every collective at every size, called again and again."""
+    """Print every collective at every size, called again and again."""
     table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", left=1)
     for point, before in zip(measured, [None, *measured], strict=False):
         if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
@@ -37,7 +37,7 @@ def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
 
 
 def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
-    """What every collective adds to a step that computes, and how much of it compute hides."""
+    """Print what every collective adds to a step that computes, and how much of it compute hides."""
     if not points:
         return
     table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", left=1)
@@ -58,7 +58,7 @@ def hidden_text(share: float) -> str:
 
 
 def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tuple[str, int], PeakPoint]) -> None:
-    """Every layer that has a forward pass, at every size."""
+    """Print every layer that has a forward pass, at every size."""
     console.print(
         f"[bold]{layers[0].processes} at once[/], in microseconds, and as a share of the peak; a backward pass also in "
         "halves, for the input and for the weight"
@@ -90,7 +90,7 @@ def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tup
 
 
 def print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
-    """What each kind of kernel was found to reach, and how far that is from each layer's timings."""
+    """Print what each kind of kernel was found to reach, and how far that is from each layer's timings."""
     rates = fit_kernels(layers)
     table = table_of(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", left=2)
     for (family, dtype), rate in sorted(rates.items()):

@@ -1,4 +1,4 @@
-"""What `shardlab collectives show` prints: a row for each rank, with lines from who gives to who receives."""
+"""Table of `shardlab collectives show`: a row for each rank, with lines from who gives to who receives."""
 
 from __future__ import annotations
 

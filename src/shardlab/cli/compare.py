@@ -113,7 +113,7 @@ class Compare:
 
 
 def as_json(job: dict[str, Any], checked: Checked, comparison: Comparison, measured: Measured) -> dict[str, Any]:
-    """All figures, for other programs; times in seconds, memory in bytes."""
+    """Describe all figures for other programs; times in seconds, memory in bytes."""
     return {
         "job": job,
         "fingerprint": checked.program.fingerprint(),

@@ -1,4 +1,4 @@
-"""Where commands print: the terminal, or a pipe, in which a table's last column is not filled up with blanks."""
+"""Console of the commands: the terminal, or a pipe, where a table's last column is not filled up with blanks."""
 
 from __future__ import annotations
 

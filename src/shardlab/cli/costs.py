@@ -1,4 +1,4 @@
-"""`--costs NAME=TIME,...`: what ops take, in any unit."""
+"""Option `--costs NAME=TIME,...`: what ops take, in any unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a priced step's global batch is, and how it is cut: the same for every plan, unless options say more."""
+"""Global batch of a priced step and its microbatches: equal for every plan, unless options say more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardlab.rules.pieces import counted
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What the command line says of the global batch; None for what it leaves out.
+    """Options about the global batch; None for those that the command line leaves out.
 
     Attributes:
         sequences: of the global batch.

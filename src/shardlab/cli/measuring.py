@@ -1,4 +1,4 @@
-"""What both benches share: their options, and that what was measured is told and kept however they end."""
+"""Options that both benches share, and an ending that says and keeps what was measured."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def check_seconds(seconds: float) -> float:
 
 
 def default_ranks() -> int:
-    """One for each GPU, or each core if there is none; or as many as a launcher started."""
+    """Ranks if nobody says: one for each GPU, or each core if there is none; or as many as a launcher started."""
     from shardlab.measure.saving import this_machine
     from shardlab.train.launch import ranks_here
 

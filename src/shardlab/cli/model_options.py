@@ -1,4 +1,4 @@
-"""The flags that say which model, and what they change of it."""
+"""Flags that choose a model, and change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of option that several commands share."""
+"""Kinds of option that several commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags that lay a model over a mesh, and what they make of a strategy's name."""
+"""Flags that lay a model over a mesh, and what they make of a strategy's name."""
 
 from __future__ import annotations
 

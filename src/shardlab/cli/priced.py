@@ -160,7 +160,7 @@ def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
 
 
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
-    """What a reader of the figures should know."""
+    """List what a reader of the figures should know."""
     said = list(map(str, estimate.traced.drifts)) if isinstance(estimate.traced, Checked) else []
     if idle := workload.cluster.size - workload.mesh.world:
         said.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
@@ -185,7 +185,7 @@ def _ranks(request: Request, size: int) -> int | None:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """What is known of the step, for other programs; seconds, bytes and shares."""
+    """Describe the step for other programs; in seconds, bytes and shares."""
     workload, estimate, entry = result.workload, result.estimate, result.entry
     program, step = estimate.traced.program, estimate.step
     return {

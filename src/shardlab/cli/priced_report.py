@@ -1,4 +1,4 @@
-"""What a priced simulation says to a reader."""
+"""Report of a priced simulation, for a reader."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _exposed(result: Result) -> str:
 
 
 def _simulated(result: Result) -> str:
-    """How many ranks, and which stand for which."""
+    """Say how many ranks were simulated, and which stand for which."""
     program, ranks = result.estimate.traced.program, result.workload.mesh.world
     if program.ranks == ranks:
         return counted(ranks, "rank")

@@ -1,4 +1,4 @@
-"""What the command line makes of processes that fail or are interrupted."""
+"""Messages about ranks that fail or are interrupted."""
 
 from __future__ import annotations
 

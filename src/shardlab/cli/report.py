@@ -1,4 +1,4 @@
-"""What `shardlab simulate` says to a reader: the figures, what the channel models say, and the ranks' timelines."""
+"""Report of `shardlab simulate`: the figures, what the channel models say, and the timelines of the ranks."""
 
 from __future__ import annotations
 

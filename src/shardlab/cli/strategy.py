@@ -1,4 +1,4 @@
-"""STRATEGY on the command line: checking it so that a refusal names the user's own line."""
+"""Check of STRATEGY on the command line, in which a refusal names the user's own line."""
 
 from __future__ import annotations
 

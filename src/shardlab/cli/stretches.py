@@ -1,4 +1,4 @@
-"""Which stretches of a step the rows of a timeline show, so that what they show is what is done."""
+"""Stretches of a step that the rows of a timeline show, so that what they show is what is done."""
 
 from __future__ import annotations
 

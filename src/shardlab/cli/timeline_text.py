@@ -53,7 +53,7 @@ GAP = 3
 
 
 def rank_row(activity: Activity, start: float, end: float, width: int) -> Text:
-    """What a rank does between two moments, in so many cells; each shows what takes most of it, or that none does."""
+    """Row of signs for a rank between two moments; each shows what takes most of its cell, or that nothing does."""
     return _row(activity.shares(start, end, width))
 
 

@@ -61,7 +61,7 @@ class Validate:
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """One run; what is not known is null."""
+    """Describe one run; what is not known is null."""
     predicted, measured = outcome.prediction, outcome.measured
     return {
         "id": outcome.id,
@@ -102,7 +102,7 @@ def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool
 
 
 def _print_room(outcomes: Sequence[Outcome], console: Console) -> None:
-    """How many runs out of memory were predicted so, and whose room was misjudged."""
+    """Print how many runs out of memory were predicted so, and whose room was misjudged."""
     ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
     wrong = misjudged(outcomes)
     if ended:
@@ -120,7 +120,7 @@ def _print_room(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool) -> None:
-    """What predictions take for granted, each thing with how many runs leave it open, or with their names."""
+    """Print what predictions take for granted, each thing with how many runs leave it open, or with their names."""
     runs = assumed_by(outcomes)
     if not runs:
         return

@@ -1,4 +1,4 @@
-"""What `shardlab verify --all` prints: the worst error of every strategy and of every pair."""
+"""Table of `shardlab verify --all`: the worst error of every strategy and of every pair."""
 
 from __future__ import annotations
 

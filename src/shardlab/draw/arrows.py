@@ -1,4 +1,4 @@
-"""Which event made which other one possible: a message's send its receive, a collective's last member the others."""
+"""Arrows from one event to another that it made possible: a message's send and receive, a collective's last member."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Place = tuple[int, int]
 
 
 class Arrow(NamedTuple):
-    """From the event at one place to that at another; it is a `message` or a `join`."""
+    """An arrow from the event at one place to that at another; a `message` or a `join`."""
 
     name: str
     source: Place
@@ -24,7 +24,7 @@ class Arrow(NamedTuple):
 
 
 def arrows(timeline: Timeline) -> Iterator[Arrow]:
-    """All arrows between the rows of a timeline; of folded ranks, those whose peers have rows of their own."""
+    """List all arrows between the rows of a timeline; of folded ranks, those whose peers have rows of their own."""
     yield from _messages(timeline)
     yield from _joins(timeline)
 

@@ -1,4 +1,4 @@
-"""Which model chunk of its rank each layer belongs to, as the tapes show it, and which layer of the model it is in."""
+"""Model chunks: the one of its rank that each layer belongs to, and the model's layer that it is part of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chunks_of(timeline: Timeline) -> Chunks | None:
 
 
 def _runs(layers: list[int]) -> list[int]:
-    """For each layer the run of successive ones that it stands in."""
+    """Find for each layer the run of successive ones that it stands in."""
     found = [0] * len(layers)
     for place, (one, other) in enumerate(pairwise(layers)):
         found[place + 1] = found[place] + (other != one + 1)
@@ -38,7 +38,7 @@ def _spread(runs: list[int], most: int) -> list[int]:
 
 
 def model_layers(sizes: Sizes) -> int:
-    """How many layers the model has, in a reader's words: a program may cut each into several."""
+    """Layers of the model in a reader's words: a program may cut each into several."""
     if sizes.blocks:
         return len(sizes.blocks) - 1
     return sizes.kinds.count(LayerKind.EXPERTS) or sizes.layers

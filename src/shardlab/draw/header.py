@@ -51,7 +51,7 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
 
 
 def _folded(ranks: int, rows: int, drawn: int) -> str:
-    """How the rows stand for the ranks, where they are fewer."""
+    """Say how the rows stand for the ranks, where they are fewer."""
     if rows == 1 < ranks:
         return " in one row, all alike"
     alike = f" in {rows} rows, alike ones together" if rows < ranks else ""

@@ -40,7 +40,7 @@ Boxes = dict[tuple[str, str, bool], list[Box]]
 
 @dataclass(frozen=True)
 class Panel:
-    """What is drawn between two moments.
+    """A panel: what is drawn between two moments.
 
     Attributes:
         rows: from the top.
@@ -166,7 +166,7 @@ def _draw_messages(axes: Axes, panel: Panel) -> None:
 
 
 def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
-    """Every send with its receive; one whose sender is not in the timeline is left out."""
+    """Pair every send with its receive; one whose sender is not in the timeline is left out."""
     program = timeline.program
     sent: dict[tuple[int, int], deque[Event]] = defaultdict(deque)
     for events in timeline.events:

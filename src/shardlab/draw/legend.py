@@ -1,4 +1,4 @@
-"""What the looks of a timeline mean, in rows above it."""
+"""Legend of a timeline: what its looks mean, in rows above it."""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.
@@ -32,7 +32,7 @@ class Item(NamedTuple):
 
 
 def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
-    """What occurs in these panels, as it is usually met; `numbered` if boxes name their microbatches."""
+    """List what occurs in these panels, in the usual order; `numbered` if boxes name their microbatches."""
     looks = panels[0].looks
     seen = {event.kind: event for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
     items = [Item(text, _swatch(looks, kind)) for kind, text in COMPUTE.items() if kind in seen]
@@ -156,7 +156,7 @@ def _share(page: Page, box: Box) -> None:
 
 
 def _places(looks: Looks) -> list[Item]:
-    """What a colour's lightness tells, or the layers' colours."""
+    """Explain what a colour's lightness tells, or the layers' colours."""
     if looks.by == "pass" and looks.chunks:
         of, what = looks.chunks, "model chunk of the rank"
     else:

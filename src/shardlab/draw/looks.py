@@ -16,7 +16,7 @@ HATCHES = {OpKind.RECOMPUTE: "////", OpKind.ATTEND: "....", OpKind.ATTEND_BACKWA
 
 
 class Paint(NamedTuple):
-    """One look of many boxes.
+    """A look that many boxes share.
 
     Attributes:
         color, hatch: of the whole box.

@@ -41,14 +41,14 @@ NUMBERED_ROWS = 16
 
 
 def value_svg(value: Value) -> str:
-    """One value, in the network that it belongs to."""
+    """Draw one value, in the network that it belongs to."""
     state = "" if value.alive else ", freed"
     title = f"{value.spec} on rank {value.rank.index}{state}"
     return network_svg([value.spec], *_size(value), title, f"{value.elements:,} elements, {value.bytes:,} bytes")
 
 
 def store_svg(store: Store) -> str | None:
-    """All values of a store laid over one network; an empty store knows no network and shows nothing."""
+    """Draw all values of a store over one network; an empty store knows no network, and gives None."""
     values = list({value.number: value for value in store.values()}.values())
     if not values:
         return None
@@ -64,7 +64,7 @@ def _size(value: Value) -> tuple[int, int]:
 
 
 def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: str = "", note: str = "") -> str:
-    """Any values of one network, as an SVG document.
+    """Draw any values of one network, as an SVG document.
 
     >>> half = Spec(form_of(Kind.WEIGHT, 1, 0, Space(4), Holds(0b01, 2)))
     >>> network_svg([half], layers=3, microbatches=4, title="half of layer 1")
@@ -87,7 +87,7 @@ def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: st
 
 
 class _Network:
-    """Where each piece of each value lies on the page."""
+    """Places on the page for each piece of each value."""
 
     def __init__(self, layers: int, microbatches: int) -> None:
         self.layers = layers

@@ -1,4 +1,4 @@
-"""What each op looks like.
+"""Colours and letters of every op.
 
 Passes have the colours of the field's figures (Qi et al. 2023, arXiv 2401.10241): forward blue, input gradient teal,
 weight gradient green, full backward orange. Layers take the viridis map, which keeps its order for every kind of colour
@@ -43,7 +43,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Look:
-    """How a communication is drawn: its colour, the letters on it and the word for it in the legend."""
+    """A look of a communication: its colour, the letters on it and the word for it in the legend."""
 
     color: str
     letters: str

@@ -22,7 +22,7 @@ LONGEST_NAME = 24
 
 
 class Row(NamedTuple):
-    """One row of a picture.
+    """A row of a picture.
 
     Attributes:
         row: of the timeline.

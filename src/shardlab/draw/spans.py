@@ -1,4 +1,4 @@
-"""What is drawn of a row, as finely as can be read: every op, every pass of a microbatch, or shares of time.
+"""A row's boxes, as fine as can be read: every op, every pass of a microbatch, or shares of time.
 
 A pass is what a rank does in a row with one microbatch in one direction, through the layers of a stage. A span that
 stands for several ops is as high as the share of its time that they take, so that its area is their time.
@@ -23,7 +23,7 @@ from shardlab.simulate import Event
 
 
 class Detail(Enum):
-    """What one box stands for."""
+    """Meaning of one box."""
 
     OPS = "op"
     PASSES = "pass"
@@ -89,7 +89,7 @@ def detail_of(rows: Sequence[Row], looks: Looks, points: float) -> Detail:
 def tracks(
     rows: Sequence[Row], looks: Looks, detail: Detail, points: float, letters: Callable[[Row, Event], str]
 ) -> list[Track]:
-    """What is drawn of each row; `letters` are those of a communication."""
+    """Boxes of each row; `letters` are those of a communication."""
     if detail is Detail.OPS:
         return [_ops(row, looks, letters) for row in rows]
     if detail is Detail.PASSES:

@@ -36,7 +36,7 @@ RIGHT = 1.3
 def timeline_svg(
     timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass", note: str = ""
 ) -> str:
-    """What happened when, and how much memory was live, as an SVG document.
+    """Draw what happened when, and how much memory was live, as an SVG document.
 
     Args:
         title: what the picture is of, such as the strategy's name.

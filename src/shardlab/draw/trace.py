@@ -49,7 +49,7 @@ Shown = tuple[Timeline, Sequence[Counter] | None]
 
 
 class Span(NamedTuple):
-    """Where an event stands in the trace: its process and thread, and its nanoseconds."""
+    """Place of an event in the trace: its process and thread, and its nanoseconds."""
 
     process: int
     thread: int
