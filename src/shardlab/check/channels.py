@@ -43,7 +43,7 @@ def decide_models(
 
 
 def _two_communicators(program: Program, meetings: list[Meeting]) -> str | None:
-    """A message of which one end is part of an exchange and the other is not: on two communicators they never meet."""
+    """Find a message with one end in an exchange and the other not: on two communicators they never meet."""
     for meeting in meetings:
         if meeting.group is None:
             sender, receiver = ((m.rank, m.op, program.tapes[m.rank][m.op]) for m in meeting.members)

@@ -60,10 +60,10 @@ def refuse_restart(out: Path | None) -> None:
 
 @contextmanager
 def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
-    """A rank's failure prints its traceback, last, and exits with 1; a signal that asked for the end exits with 130.
+    """Print a failed rank's traceback, last, and exit with 1; after a signal that asked for the end, exit with 130.
 
     Args:
-        out: the folder of a run that saves; what is there is told.
+        out: the folder of a run that saves; the message says what is there.
     """
     try:
         yield

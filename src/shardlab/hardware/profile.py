@@ -76,7 +76,7 @@ class Profile:
             "_backward" at the end; and "op:NAME", whose launch is what each op of that name takes beside its kernels.
         memory: bytes that all ranks have together, or each device.
         layers: the raw points that the kernels were fitted to, as measured.
-        alone: the same as `kernels`, while one place is busy and has the memory to itself.
+        alone: `kernels` while one place is busy and has the memory to itself.
         interference: seconds that compute loses for each second in which a collective is in flight: 0 if they do not
             meet, 1 if they take turns.
     """

@@ -54,7 +54,7 @@ def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[st
 
 
 def errors_of(points: Sequence[LayerPoint], rates: Rates) -> Errors:
-    """The same for all of them together."""
+    """How well the rates predict all points together."""
     return Errors.between([predict(point, rates) for point in points], [point.seconds for point in points])
 
 

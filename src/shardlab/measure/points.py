@@ -109,7 +109,7 @@ class LayerPoint:
         dtype: of weights and activations.
         processes: that computed at once, each on its own device or core.
         seconds: of one call, the median over steps, mean over processes.
-        fastest: the same of the fastest calls: far below `seconds` if the machine was busy with something else.
+        fastest: seconds of the fastest calls: far below `seconds` if the machine was busy with something else.
         kernels: what it runs: (family, FLOPs, bytes) of each.
     """
 

@@ -116,7 +116,7 @@ def _gathered_pieces(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Sp
 
 
 def _index_apart(op: str, specs: Sequence[Spec], names: Sequence[str]) -> str:
-    """The one index of which members hold other pieces, while all else is the same."""
+    """Find the one index along which the members hold different pieces; all else must be equal."""
     first = specs[0]
     for spec, name in zip(specs, names, strict=True):
         if spec.cells != first.cells or spec.form.but(slices=()) is not first.form.but(slices=()):

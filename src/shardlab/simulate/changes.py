@@ -35,7 +35,7 @@ class Change:
 
     @property
     def short(self) -> Workload:
-        """The same with no more microbatches than are held at a time: what comes after adds nothing to the peak."""
+        """This workload with no more microbatches than are held at a time: later ones add nothing to the peak."""
         plan, microbatches = self.workload.plan, self.workload.microbatches
         if self.workload.trace is accumulating:
             return replace(self.workload, microbatches=min(4, microbatches))
@@ -115,7 +115,7 @@ def _on_idle_devices(workload: Workload) -> Iterator[Change]:
 
 
 def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
-    """The same with other plans: one change at a time, then those that go before together with each that follows."""
+    """Try other plans: one change at a time, then the changes before it together with each that follows."""
     cheap: dict[str, Any] = {}
     if plan.mesh.tp > 1 and not plan.sequence_parallel:
         cheap["sequence_parallel"] = True

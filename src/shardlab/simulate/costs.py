@@ -97,9 +97,9 @@ class Costs:
 
 
 def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-    """Of half-blocks, which part of a microbatch's work a piece is.
+    """Share of a microbatch's work that an op on half-blocks does.
 
-    A norm's is none, a body's that of its slices; attention's is told by the pairs of slices that meet.
+    A norm counts as none, a body by its slices, and attention by the pairs of slices that meet.
     """
     if sizes.kind(op.layer) is LayerKind.NORM:
         return 0.0

@@ -37,7 +37,7 @@ class Framework:
         scatters_messages: whether tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al.
             2021, arXiv 2104.04473, section 4.1).
         carries_sum: whether a pipeline's message is the residual stream alone, the branch already added to it.
-        all_reduces: whether a gradient of which each rank keeps a slice is all-reduced all the same.
+        all_reduces: whether gradients that ZeRO shards are all-reduced, instead of reduce-scattered.
         one_card: whether collectives leave a node through one of its cards only.
         interference: seconds that compute loses in a second in which a communication is in flight beside it.
         attends: what the busiest rank along `cp` attends to, against their mean: 1 where slices are balanced, and

@@ -52,7 +52,7 @@ class RankMemory:
         peak_op: index of the first op with which the peak is reached.
         by_category: the peak, in the order of `CATEGORIES`.
         counters: for each op what is live while it runs, by category (empty unless asked for).
-        at_starts: the same of `before`.
+        at_starts: for each op what is live when it starts, by category (empty unless asked for).
     """
 
     before: list[int]

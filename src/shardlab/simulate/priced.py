@@ -182,7 +182,7 @@ class ClusterPrices:
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
-    """Into how many slices a layer's parameters are cut, of which one is computed here (1: all are)."""
+    """Slices that a layer's parameters are cut into; one of them is computed here (1: the whole layer is)."""
     if op.kind is OpKind.FORWARD or op.kind is OpKind.RECOMPUTE:
         told = specs[op.outputs[0]]
     elif op.kind is OpKind.BACKWARD_WEIGHT:

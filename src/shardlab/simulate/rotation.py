@@ -57,7 +57,7 @@ class Rotation:
         return Spec(form if holds == form.holds else form.but(holds=holds), summed)
 
     def _joined(self, joined: tuple[Joined, ...], axis: str, by: int) -> tuple[Joined, ...]:
-        """The pieces of which a value was put together: those of its neighbour, or its own where all have the same."""
+        """Pieces that a value was put together from: its neighbour's, or its own where all ranks have equal ones."""
         moved = tuple([(self._rows(cells, axis, by), self._joined(inner, axis, by)) for cells, inner in joined])
         return joined if {cells for cells, _ in moved} == {cells for cells, _ in joined} else moved
 

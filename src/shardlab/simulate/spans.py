@@ -18,7 +18,7 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
 
     Compute is as it was seen. A communication ends when this rank's part was over, and starts when its last member had
     come, or when the one that was over just before it on the same communicator was, if that is later: what a group has
-    in flight at the same time shares its links, and is told one after the other, as on a stream.
+    in flight at the same time shares its links, and is listed one after the other, as on a stream.
 
     Args:
         steps: one step, by rank.

@@ -34,7 +34,7 @@ class TraceFile:
         job: what was trained, in words (see `shardlab.train.described`).
         fingerprint: of the tapes that ran.
         records: what the ranks saw, by rank.
-        lost: a sentence for each file of which not all can be read.
+        lost: a sentence for each file that cannot be read to its end.
     """
 
     job: dict[str, Any]

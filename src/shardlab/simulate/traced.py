@@ -10,7 +10,7 @@ from shardlab.program import Program, Spec
 
 
 class Traced(Protocol):
-    """A checked program, or one of which only the ranks that are not alike were traced (see `folding`).
+    """A checked program, or a folded one, whose unlike ranks alone were traced (see `folding`).
 
     A tape's place among the tapes is its row; a member of a meeting names its row.
     """

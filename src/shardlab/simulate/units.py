@@ -9,7 +9,7 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def bytes_text(bytes: float, digits: int = 2) -> str:
-    """In the largest unit of which there is one.
+    """Write bytes in the largest unit that they fill.
 
     >>> bytes_text(3 * 2**29), bytes_text(5_000_000), bytes_text(80 * 2**30, digits=0)
     ('1.50 GiB', '4.77 MiB', '80 GiB')
@@ -19,7 +19,7 @@ def bytes_text(bytes: float, digits: int = 2) -> str:
 
 
 def unit_of(bytes: float) -> tuple[str, int]:
-    """The largest unit of which there is one, and how many bytes it has."""
+    """Find the largest unit that so many bytes fill, and its size in bytes."""
     return next((unit for unit in UNITS if bytes >= unit[1]), UNITS[-1])
 
 

@@ -71,7 +71,7 @@ class Plan:
         sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
         recompute: what the backward pass computes again instead of keeping it: nothing; of attention the scores and
             what is made of them, from queries, keys and values (selective: Korthikanti et al. 2022, arXiv 2205.05198,
-            section 5); all blocks, of which then only the input is kept (full), or the blocks that are numbered, from 0
+            section 5); all blocks, whose input alone is then kept (full), or the blocks that are numbered, from 0
             as the layers of the uncut model are. Of half-blocks the embedding and the head keep what they need, of a
             mixture the dense layers.
         context: how queries meet the keys and values of other slices of the sequence over `cp`, which has an early and

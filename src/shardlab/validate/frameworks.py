@@ -80,7 +80,7 @@ class Stack:
     gradients_stand: bool = False
 
     def running(self, **choices: Any) -> Stack:
-        """The same with other choices of its framework, by their names (see `Framework`)."""
+        """This stack with other choices of its framework, by their names (see `Framework`)."""
         return replace(self, framework=replace(self.framework, **choices))
 
 

@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def memory_error(self) -> float | None:
-        """The same of bytes."""
+        """Predicted bytes over measured ones, less 1; None without both."""
         predicted = self.prediction and self.prediction.bytes
         return predicted / self.measured.bytes - 1 if predicted and self.measured.bytes else None
 
