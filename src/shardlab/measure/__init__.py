@@ -1,1 +1,1 @@
-"""What this machine does in how many seconds: collectives, and the models' layers; fitted, for the simulator."""
+"""Measurement of this machine: seconds of collectives and of the models' layers; fitted, for the simulator."""

@@ -1,4 +1,4 @@
-"""What a collective costs a step of training: between computations, and beside them.
+"""Cost of a collective to a step of training: between computations, and beside them.
 
 Alone, again and again, a collective finds its threads awake and a core for each. In a step the ranks compute between
 two of them, and a rank that has what it waited for computes at once, on a core that the other one's communication may

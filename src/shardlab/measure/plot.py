@@ -1,4 +1,4 @@
-"""What was measured, drawn: bus bandwidth against size, and what layers reach against their arithmetic."""
+"""Drawing of measurements: bus bandwidth against size, and what layers reach against their arithmetic."""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own annotations leave **kwargs untyped.

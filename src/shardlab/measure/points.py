@@ -1,4 +1,4 @@
-"""What is measured, point by point, and the file that it is written into at once: an interrupted bench keeps it."""
+"""Measured points, and the file that each is written into at once: an interrupted bench keeps it."""
 
 from __future__ import annotations
 

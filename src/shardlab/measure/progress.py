@@ -1,4 +1,4 @@
-"""What a bench shows on stderr while it runs: one live line in a terminal, a line now and then in a pipe."""
+"""Progress of a bench on stderr: one live line in a terminal, a line now and then in a pipe."""
 
 from __future__ import annotations
 

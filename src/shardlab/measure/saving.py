@@ -1,4 +1,4 @@
-"""What was measured, as this machine's profile: it replaces what an older one says of the same, and leaves the rest."""
+"""Profile of this machine, updated: new measurements replace older ones of the same kind, and leave the rest."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.

@@ -1,4 +1,4 @@
-"""What is computed to time the layers: small models of each width, whole and in halves, for one rank."""
+"""Models that are computed to time layers: small ones of each width, whole and in halves, for one rank."""
 
 from __future__ import annotations
 

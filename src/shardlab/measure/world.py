@@ -1,4 +1,4 @@
-"""What the measuring ranks share: teams of every size, and common decisions."""
+"""World of the measuring ranks: teams of every size, and common decisions."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch leaves some of its annotations out.

@@ -1,4 +1,4 @@
-"""What a strategy is written in: values, the mesh, the rank's verbs, and the tape that tracing makes of them."""
+"""The language of strategies: values, the mesh, the rank's verbs, and the tape that tracing makes of them."""
 
 from shardlab.errors import Deadlock, Refused, UserError
 from shardlab.program.handle import Handle

@@ -13,7 +13,7 @@ from shardlab.rules.spec import Space
 
 
 def rules_of(sizes: Sizes, space: Space) -> Rules:
-    """The rules of a model of these sizes; the same object for all programs of one shape."""
+    """Find the rules of a model of these sizes; all programs of one shape share one object."""
     return _rules_of(sizes.kinds or (LayerKind.WHOLE,) * sizes.layers, sizes.tied, space)
 
 
@@ -23,7 +23,7 @@ def _rules_of(kinds: tuple[LayerKind, ...], tied: bool, space: Space) -> Rules:
 
 
 def layers_of(kinds: Sequence[LayerKind], *, tied: bool) -> list[Layer]:
-    """Every layer of a model."""
+    """Describe every layer of a model by its primitives."""
     count = len(kinds)
     made: list[Layer] = []
     for l, kind in enumerate(kinds):
@@ -48,7 +48,7 @@ def layers_of(kinds: Sequence[LayerKind], *, tied: bool) -> list[Layer]:
 
 
 def _nodes(kind: LayerKind, l: int, count: int, before: LayerKind | None) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """A layer's primitives, and the indices that its parameters are cut along."""
+    """List a layer's primitives, and the indices that its parameters are cut along."""
     last = l == count - 1
     match kind:
         case LayerKind.WHOLE:

@@ -1,4 +1,4 @@
-"""Where ranks meet while they are traced: collectives by group and turn, messages by channel and order."""
+"""Meetings of ranks while they are traced: collectives by group and turn, messages by channel and order."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Meeting = dict[int, CollectiveHandle]
 
 
 class Collectives:
-    """The k-th collective that each member of a group issues on it is one meeting."""
+    """Collectives under way: the k-th that each member of a group issues on it is one meeting."""
 
     def __init__(self, wake: Wake, rules: Rules) -> None:
         self._wake = wake
@@ -65,7 +65,7 @@ class Collectives:
         self._open: dict[tuple[Group, int], Meeting] = {}
 
     def issue(self, rank: Recorder, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
-        """This rank's part in the group's next collective that it has not joined yet."""
+        """Issue this rank's part in the group's next collective that it has not joined yet."""
         turn = self._turns[rank.index, group]
         self._turns[rank.index, group] = turn + 1
         meeting = self._open.setdefault((group, turn), {})
@@ -83,7 +83,7 @@ class Collectives:
         return handle
 
     def meet(self, handle: CollectiveHandle) -> None:
-        """If all members have come, give each its result."""
+        """Give each member its result, if all have come."""
         meeting, group = handle.meeting, handle.group
         if len(meeting) < len(group.ranks):
             return

@@ -33,12 +33,12 @@ class Group:
 
 @cache
 def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
-    """The group of these ranks along this axis."""
+    """Find the group of these ranks along this axis."""
     return Group(axis, ranks)
 
 
 def group_among(ranks: tuple[int, ...]) -> Group:
-    """The group of some ranks that lie along no axis."""
+    """Find the group of some ranks that lie along no axis."""
     return group_of(f"ranks {', '.join(map(str, ranks))}", ranks)
 
 
@@ -70,7 +70,7 @@ class Mesh:
         return math.prod(self.sizes().values())
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where `rank` stands along `axis`, from 0."""
+        """Find where `rank` stands along `axis`, from 0."""
         return rank // self._stride(axis) % getattr(self, axis)
 
     def group(self, rank: int, axis: str) -> Group:

@@ -1,4 +1,4 @@
-"""How a thing shows itself in a notebook. Nothing is drawn here: whoever can draw registers how."""
+"""Registry of pictures that things show in a notebook. Nothing is drawn here: whoever can draw registers how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy is written in: one rank, with all its verbs."""
+"""One rank with all its verbs: the object that a strategy is written with."""
 
 from __future__ import annotations
 

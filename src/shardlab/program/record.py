@@ -1,4 +1,4 @@
-"""What was seen of one rank's tape while it really ran, in plain numbers."""
+"""Record of one rank's tape while it really ran, in plain numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large each value is: a table of elements, filled by the puzzles' constants or by a real model."""
+"""Sizes of values: a table of elements, filled by the puzzles' constants or by a real model."""
 
 from __future__ import annotations
 

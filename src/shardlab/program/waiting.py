@@ -1,4 +1,4 @@
-"""Who waits for whom, as a sentence that names the whole cycle."""
+"""Deadlocks in words: who waits for whom, in a sentence that names the whole cycle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Wait(NamedTuple):
-    """A rank that cannot go on: what it waits in, and the ranks that would have to act."""
+    """A rank that cannot go on: the op that it waits in, and the ranks that would have to act."""
 
     what: str
     blockers: Sequence[int]

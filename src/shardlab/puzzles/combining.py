@@ -109,7 +109,7 @@ def combine(parts: list[Brought]) -> list[Any]:
 
 
 def _of_anything(part: Brought, values: list[Any]) -> list[Any]:
-    """The same of objects that are no values of the puzzles: whatever can be added, combined, sharded."""
+    """Combine objects that are no values of the puzzles: whatever can be added, combined, sharded."""
     try:
         if part.name == "allgather":
             return [reduce(lambda a, b: a.combine(b), values)] * len(values)

@@ -49,12 +49,12 @@ class Puzzle:
 
     @property
     def goal_steps(self) -> float:
-        """What a solution must reach: the target, but no more than is known to be possible."""
+        """Steps that a solution must reach: the target, but no fewer than are known to be possible."""
         return max(self.target_steps, self.known_steps)
 
     @property
     def goal_memory(self) -> int:
-        """The same for memory."""
+        """Memory that a solution must reach: the target, but no less than is known to be possible."""
         return max(self.target_memory, self.known_memory)
 
 

@@ -1,4 +1,4 @@
-"""How long each op takes."""
+"""Unit costs: how long each op takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replay in seconds and bytes comes to: the figures of a step."""
+"""Figures of a step, from its replay in seconds and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: computing, communication that nothing hides, and waiting."""
+"""Shares of a rank's time: computing, communication that nothing hides, and waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to say of a step that does not fit into memory: by how much, what dominates, and which change helps."""
+"""Advice on a step that does not fit into memory: by how much, what dominates, and which change helps."""
 
 from __future__ import annotations
 

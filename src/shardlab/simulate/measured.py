@@ -1,4 +1,4 @@
-"""What really happened, from the ranks' records, in the form that simulation produces."""
+"""Timeline of what really happened, from the ranks' records, in the form that simulation produces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What simulation asks of whoever knows how long things take."""
+"""Interface through which simulation asks how long things take."""
 
 from __future__ import annotations
 

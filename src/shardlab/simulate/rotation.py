@@ -1,4 +1,4 @@
-"""What ranks that behave alike hold: one rank's slices, rotated along an axis of the mesh.
+"""Values of ranks that behave alike: one rank's slices, rotated along an axis of the mesh.
 
 A bit set counts pieces in mixed radix, one digit for each axis that cuts; the rank one further along an axis has the
 same pieces with that digit one further, and the last one has the first one's.

@@ -1,4 +1,4 @@
-"""When each op of a recorded step started and ended, on one clock, by the rules that simulated clocks follow."""
+"""Start and end of each op of a recorded step, on one clock, by the rules that simulated clocks follow."""
 
 from __future__ import annotations
 

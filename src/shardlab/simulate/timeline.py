@@ -1,4 +1,4 @@
-"""What happened when, and how much memory was live: the form that both simulation and measurement produce."""
+"""Timeline: what happened when, and how much memory was live; simulation and measurement both produce it."""
 
 from __future__ import annotations
 

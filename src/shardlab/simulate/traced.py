@@ -1,4 +1,4 @@
-"""What can be simulated: tapes, and what is known of their values and meetings."""
+"""Interface of whatever can be simulated: tapes, and what is known of their values and meetings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much each rank sends in a step: how often, and how many bytes."""
+"""Messages and bytes that each rank sends in a step."""
 
 from __future__ import annotations
 

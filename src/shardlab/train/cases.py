@@ -1,4 +1,4 @@
-"""What `shardlab verify --all` verifies: every strategy alone, and every sharding with every pipeline schedule."""
+"""Cases of `shardlab verify --all`: every strategy alone, and every sharding with every pipeline schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process is asked to end: by a signal, or since the process that started it has gone."""
+"""Requests to end: a signal, or the end of the process that started this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained: a strategy, a model and the shape of a step; every process turns it into the same tapes."""
+"""Job of a training run: a strategy, a model and the shape of a step; every process makes the same tapes of it."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.

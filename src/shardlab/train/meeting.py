@@ -1,4 +1,4 @@
-"""Where the ranks of a launcher meet: rank 0 holds a store, and the others find it."""
+"""Meeting place of a launcher's ranks: rank 0 holds a store, and the others find it."""
 
 # pyright: reportPrivateImportUsage=false
 # torch does not mark its stores as exported.

@@ -1,4 +1,4 @@
-"""What a training run shows while it goes on: one live line in a terminal, a line now and then in a pipe."""
+"""Progress of a training run: one live line in a terminal, a line now and then in a pipe."""
 
 from __future__ import annotations
 

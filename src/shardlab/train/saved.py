@@ -1,4 +1,4 @@
-"""What a run that ended early has left, read off its files."""
+"""Remains of a run that ended early, read off its files."""
 
 from __future__ import annotations
 
