@@ -53,11 +53,11 @@ class Recorder:
         self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # to the index of the op
 
     def refuse(self, text: str) -> NoReturn:
-        """Refuse what the program is doing now."""
+        """Raise `Refused` for what the program is doing now."""
         raise Refused(text).at(self.index, len(self.ops))
 
     def make(self, spec: Spec) -> Value:
-        """A new value of this rank."""
+        """Make a new value of this rank."""
         values = self._values
         number = len(values)
         if number > self._next_count:
@@ -75,7 +75,7 @@ class Recorder:
         self._counted, self._next_count = ops, max(len(self._values), self.handles) + COUNTED
 
     def _read(self, value: Value) -> Spec:
-        """The spec of a value that may be used here and now."""
+        """Get the spec of a value that may be used here and now."""
         if value.__class__ is not Value or not value.alive or value.rank is not self:
             self._refuse_value(value)
         return value.spec
@@ -104,13 +104,13 @@ class Recorder:
         self._refuse_value(value)
 
     def forget_key(self, value: Value) -> None:
-        """One key less names the value; free it with the last."""
+        """Count one key less that names the value; free it with the last."""
         value.keys -= 1
         if not value.keys and value.alive:
             self._free(value)
 
     def _done_with(self, *values: Value) -> None:
-        """An op has read these values: those that no key names go."""
+        """Free these values, which an op has read, unless a key names them."""
         for value in values:
             if not value.keys and value.alive and not value.reading:
                 self._free(value)
@@ -123,7 +123,7 @@ class Recorder:
         self._values[value.number] = value.spec
 
     def _end_in_place(self, value: Value) -> None:
-        """An update ends the value that it replaces, once nothing reads it any more."""
+        """End a value that an update replaces, once nothing reads it any more."""
         value.alive = False  # first, or the last wait would free it
         value.replaced = True
         for handle in value.reading:
@@ -157,7 +157,7 @@ class Recorder:
         self.ops, self._values = [], []
 
     def end(self, frozen: int) -> None:
-        """The step's end: wait for what is in flight, then free everything but one of each slice that was loaded.
+        """End the step: wait for what is in flight, then free everything but one of each slice that was loaded.
 
         Args:
             frozen: the layers whose weights stay as they were loaded, as a bit set.
@@ -179,7 +179,7 @@ class Recorder:
 
 
 def _verb() -> str:
-    """The verb that the program called, with its layer, for a refusal: `update(layer 3): `."""
+    """Find the verb that the program called, with its layer, for a refusal: `update(layer 3): `."""
     frame = inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardlab.program."):
         name, layer = frame.f_code.co_name, frame.f_locals.get("layer")

@@ -28,7 +28,7 @@ _REDUCES = frozenset({OpKind.REDUCE, OpKind.ALL_REDUCE})
 
 
 class Call(NamedTuple):
-    """What the members of a collective must agree on, besides the value.
+    """Properties of a collective on which its members must agree, besides the value.
 
     Attributes:
         kind: of the op.
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 def said(call: Call, spec: Spec | None) -> str:
-    """A member's part, with what it gives: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
+    """Write a member's part, with what it gives: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
     return str(call) if spec is None else f"{call.kind.value}({spec}){call.how}"
 
 
@@ -70,7 +70,7 @@ def want_sound(call: Call, ranks: Sequence[int]) -> None:
 
 
 def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool:
-    """Whether two members can meet: in one call, for values of one kind and layer."""
+    """Whether two members can meet: in one call, with values of one kind and layer."""
     if one != other:
         return False
     if gave is None or gives is None or gave[0] is gives[0]:
@@ -79,7 +79,7 @@ def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool
 
 
 def values_of(call: Call, rank: int) -> tuple[int, int]:
-    """How many values a member gives, and how many it receives."""
+    """Count the values that a member gives, and those that it receives."""
     kind = call.kind
     if kind in _ALIKE:
         return 1, 1
@@ -92,7 +92,7 @@ def values_of(call: Call, rank: int) -> tuple[int, int]:
 
 
 def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], rules: Rules) -> Sequence[Spec | None]:
-    """What each member receives, in group order, of what each has given as `values_of` says.
+    """Derive what each member receives, in group order, from what each has given as `values_of` says.
 
     Raises:
         Refused: when the values do not belong together, or a contribution would be lost or counted twice.
@@ -119,7 +119,7 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
 
 
 def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
-    """What all members of a group make together, before a REDUCE_SCATTER deals it out.
+    """Derive what all members of a group make together, before a REDUCE_SCATTER deals it out.
 
     Raises:
         Refused: as `collective` does.
@@ -133,7 +133,7 @@ def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
 
 
 class Names(Sequence[str]):
-    """What the members of a group are called in a refusal, made only if there is one."""
+    """Names of the members of a group in a refusal, made only if there is one."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
@@ -151,7 +151,7 @@ class Names(Sequence[str]):
 
 
 def _scattered(spec: Spec, parts: int) -> list[Spec]:
-    """Equal slices of parameters, or equal runs of microbatches."""
+    """Cut parameters into equal slices, or a batch into equal runs of microbatches."""
     op = f"scatter({spec.name})"
     if spec.kind in _CUT:
         return collectives.scatter(op, spec, parts)

@@ -15,7 +15,7 @@ PUZZLE_LENGTH = 256
 
 
 class LayerKind(Enum):
-    """What a layer makes of its input when tensor or expert parallelism slices the model.
+    """Kinds of layer, by what they make of their input when tensor or expert parallelism slices the model.
 
     - WHOLE: not for slicing; activation to activation.
     - NORM: (residual, branch) to (residual, normalised); parameters replicated, any slice of the sequence alone.
@@ -115,7 +115,7 @@ class Sizes:
 
     @classmethod
     def half_blocks(cls, blocks: int, *, tied: bool = False) -> Sizes:
-        """The same layer in half-blocks, for tensor parallelism: each body is a matrix, each norm a vector.
+        """The puzzles' layer in half-blocks, for tensor parallelism: each body is a matrix, each norm a vector.
 
         A block has two bodies, of attention and of an MLP; before and after the blocks are the embedding's and the
         head's, one matrix if they are `tied`.
@@ -158,7 +158,8 @@ class Sizes:
 
     @classmethod
     def context_blocks(cls, blocks: int) -> Sizes:
-        """The same in half-blocks for context parallelism: each block's body is an attention, of two such layers.
+        """The puzzles' layer in half-blocks, for context parallelism: a block's body is an attention, of two such
+        layers.
 
         So it is for selective recomputation, which computes again what lies between the two.
         """
@@ -180,7 +181,7 @@ class Sizes:
         )
 
     def space(self, mesh: Mesh, microbatches: int) -> Space:
-        """In what a program counts on a mesh: only half-blocks and experts are ever sliced.
+        """Pieces in which a program counts on a mesh: only half-blocks and experts are ever sliced.
 
         Each context-parallel rank has two slices of every sequence: an early one, and a late one (see `balanced`).
         """
@@ -192,7 +193,7 @@ class Sizes:
         return Space(microbatches, slices, ((HEAD, mesh.tp), (SLICE, mesh.tp)), 2 if self.tied else 1)
 
     def next_carrying(self, layer: int) -> int:
-        """The first layer after this one that reads the residual that a norm or dense layer hands on; -1: none."""
+        """Find the first later layer that reads the residual that a norm or dense layer hands on (-1: none)."""
         return self._carrying_after[layer + 1]
 
     @cached_property
@@ -204,11 +205,11 @@ class Sizes:
         return after[::-1]
 
     def weight_of(self, layer: int) -> int:
-        """The layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        """Find the layer whose weight a layer computes with: its own, or the one that it is tied to."""
         return 0 if self.tied and layer == self.layers - 1 else layer
 
     def layers_of_weight(self, layer: int) -> int:
-        """The layers that compute with a layer's weight, as a bit set."""
+        """Find the layers that compute with a layer's weight, as a bit set."""
         return 1 << layer | (1 << self.layers - 1 if self.tied and layer == 0 else 0)
 
     def kind(self, layer: int) -> LayerKind:

@@ -18,7 +18,7 @@ from shardlab.rules.spec import Spec, microbatches_of
 
 
 class OpKind(Enum):
-    """What an entry of the tape does."""
+    """Kinds of entry of a tape."""
 
     LOAD_WEIGHT = "load_weight"
     LOAD_OPT_STATE = "load_opt_state"
@@ -110,7 +110,7 @@ NO_WEIGHT = "the head is tied to the embedding and has no weight of its own; it 
 
 
 class Message(NamedTuple):
-    """What a receive must deliver: the value's kind, layer and microbatches (a bit set)."""
+    """A message that a receive means: the value's kind, layer and microbatches (a bit set)."""
 
     kind: Kind
     layer: int
@@ -215,7 +215,7 @@ class Program:
 
     @cached_property
     def rules(self) -> Rules:
-        """What its ops make of values."""
+        """Rules of what its ops make of values."""
         return rules_of(self.sizes, self.sizes.space(self.mesh, self.microbatches))
 
     def fingerprint(self) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Value:
-    """A value on one rank while the program is traced: what it is, never its data."""
+    """A value on one rank while the program is traced: it knows what it is, and has no data."""
 
     keys = 0
     """How many store keys name it."""

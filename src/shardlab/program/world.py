@@ -85,11 +85,11 @@ class World:
         self._turn = self.ranks[0]
 
     def make_ranks(self) -> list[Rank]:
-        """The ranks that are traced: all of them."""
+        """Make the ranks that are traced: all of them."""
         return [Rank(index, self) for index in range(self.mesh.world)]
 
     def place(self, rank: int) -> int:
-        """Where a rank stands among those that are traced."""
+        """Find where a rank stands among those that are traced."""
         return rank
 
     def run(self, strategy: Strategy) -> Program:
@@ -179,7 +179,7 @@ def _close(coroutine: Coroutine[Any, Any, object]) -> None:
 
 
 def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:
-    """Run a strategy once on symbolic values: the tapes of all ranks.
+    """Run a strategy once on symbolic values, and get the tapes of all ranks.
 
     >>> program = trace(fsdp, ranks=4, layers=6, microbatches=4)
 
@@ -196,7 +196,7 @@ def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatch
 
 @contextmanager
 def gc_paused() -> Generator[None, None, None]:
-    """Tracing only makes objects that stay; letting the collector walk them again and again would cost a third.
+    """Pause the garbage collector: tracing only makes objects that stay, and walking them again would cost a third.
 
     At the end they count as old, or the collector would walk them all at once.
     """
