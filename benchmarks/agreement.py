@@ -146,15 +146,18 @@ def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
     for row in compared.kinds:
         before = ops[row.kind.value]
         ops[row.kind.value] = before[0] + (row.seconds.predicted or 0), before[1] + (row.seconds.measured or 0)
-    state, passing = (
-        tuple(
+
+    def both(kept: bool) -> tuple[float, float]:
+        """Predicted and measured bytes: of state that is kept, or of all else."""
+        predicted, seen = (
             sum(bytes for name, bytes in each.items() if (name in STATE) == kept)
             for each in (told, measured.live[rank])
         )
-        for kept in (True, False)
-    )
+        return predicted, seen
+
     step = predicted.step, median(measured.steps)
-    return Row(job.title, type(job.model).__name__, job.model.width, job.ranks, step, state, passing, dict(ops))
+    model = type(job.model).__name__
+    return Row(job.title, model, job.model.width, job.ranks, step, both(True), both(False), dict(ops))
 
 
 def error(pair: tuple[float, float]) -> float:
@@ -194,7 +197,8 @@ def show(rows: Sequence[Row], options: Options) -> None:
         errors.add_row(words[name], f"{found['median']:.2%}", f"{found['worst']:.2%}")
     ops = table(("op",), ("predicted, ms", "measured", "error"))
     for kind in dict.fromkeys(kind for row in rows for kind in row.ops):
-        pair = tuple(sum(row.ops[kind][side] for row in rows if kind in row.ops) for side in (0, 1))
+        left, right = (sum(row.ops[kind][side] for row in rows if kind in row.ops) for side in (0, 1))
+        pair = left, right
         ops.add_row(kind, *(f"{1000 * each:,.1f}" for each in pair), f"{error(pair):+.1%}" if pair[1] else "-")
     for each in (cases, errors, *([ops] if options.ops else [])):
         console.print(each)

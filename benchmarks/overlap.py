@@ -8,6 +8,9 @@ in flight, as plans have it. Times are medians over the steps of rank 0; `ratio`
 second's time by the first's, and `middle half` what half of the turns lie between.
 """
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import json
@@ -69,7 +72,7 @@ def executor_of(job: Job, rank: int, device: torch.device, steps: int) -> Execut
 def on_a_rank(rank: int, device: torch.device, options: Options) -> list[tuple[float, float]]:
     """Seconds of each turn's two steps."""
     job, steps = job_of(options), WARM_UP + options.turns
-    with patch.object(Gradients, "_largest_block", lambda self, layers: 0):  # no room beside the one under way
+    with patch.object(Gradients, "_largest_block", return_value=0):  # no room beside the one under way
         one = executor_of(job, rank, device, steps)
     executors = (one, executor_of(job, rank, device, steps))
     turns: list[tuple[float, float]] = []

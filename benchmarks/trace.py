@@ -73,7 +73,9 @@ def main(options: Options) -> None:
         axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1)
         cases.append((axes, planned(plan), plan.mesh, blocks, microbatches))
     for name, program_of, mesh, layers, microbatches in cases:
-        tracing, checking, entries = [], [], 0
+        tracing: list[float] = []
+        checking: list[float] = []
+        entries = 0
         for _ in range(options.repeat):
             start = time.perf_counter()
             program = trace(program_of, mesh, layers, microbatches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -52,8 +53,8 @@ def test_no_plan_at_random_drifts(shape: Planned) -> None:
 
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([random_attention, random_experts]))
-def test_attention_and_experts_dealt_at_random_do_not_drift(seed: int, random: type[Program]) -> None:
-    assert check(random(seed)).drifts == []  # type: ignore[arg-type]
+def test_attention_and_experts_dealt_at_random_do_not_drift(seed: int, random: Callable[[int], Program]) -> None:
+    assert check(random(seed)).drifts == []
 
 
 @settings(max_examples=150)

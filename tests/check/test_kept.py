@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import check
-from shardlab.program import OpKind, Program, Rank, Refused, Strategy, trace
+from shardlab.program import OpKind, Program, Rank, Refused, Strategy, Value, trace
 from tests.check import unsound_programs as unsound
 from tests.support.interpreter import Outcome, judge
 from tests.support.refusing import refusal
@@ -96,7 +96,7 @@ def halves(order: tuple[int, int]) -> Strategy:
         made = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
         total = rank.grad_weights[0] = await rank.all_reduce(made)
         copy = rank.weights["copy"] = await rank.all_reduce(rank.weights[0], reduction="mean")
-        new = {}
+        new: dict[int, Value] = {}
         for half, old in zip(order, (rank.weights[0], copy), strict=True):
             rank.weights["new", half], rank.opt_states[half] = rank.update(0, total, old, rank.opt_states[half])
             new[half] = rank.weights["new", half]

@@ -176,7 +176,7 @@ async def early_update(rank: Rank) -> None:
 async def update_before_the_reduction_has_come(rank: Rank) -> None:
     gradients(rank, [rank.index])
     handle = rank.all_reduce(rank.grad_weights[0])
-    rank.update(0, handle, rank.weights[0], rank.opt_states[0])  # type: ignore[arg-type]
+    rank.update(0, handle, rank.weights[0], rank.opt_states[0])  # pyright: ignore[reportArgumentType]
 
 
 async def stale_weight(rank: Rank) -> None:

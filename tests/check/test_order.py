@@ -40,7 +40,7 @@ def two_groups(shard_first: set[int], again: str = "dp_shard") -> Strategy:
 MESH = Mesh(dp_replicate=2, dp_shard=2)
 
 
-@pytest.mark.parametrize("shard_first", [set(), {0, 1, 2, 3}])
+@pytest.mark.parametrize("shard_first", [set[int](), {0, 1, 2, 3}])
 def test_groups_that_share_ranks_pass_in_one_order(shard_first: set[int]) -> None:
     program = trace(two_groups(shard_first), MESH, 1, 4)
     assert not any(check(program).models.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from shardlab.program import OpKind
 from tests.support.judged_collectives import combined
 from tests.support.one_device import initial
-from tests.support.pieces import BUFFERS, ELEMENTS, KEYS_VALUES, PRIME, WIDTH, Piece, owned
+from tests.support.pieces import BUFFERS, ELEMENTS, KEYS_VALUES, PRIME, WIDTH, Array, Piece, owned
 from tests.support.toy_layers import batch_rows
 from tests.support.toy_network import CARRYING, Network
 
@@ -90,15 +90,20 @@ def test_a_backward_pass_is_the_derivative_of_the_forward(name: str, layer: int)
 
 def test_attentions_backward_pass_is_the_derivative_of_what_the_next_layer_reads() -> None:
     network, layer = NETWORKS["context"], 2
-    given = [some(2 * TOKENS, WIDTH, 1), some(2 * TOKENS, 2 * WIDTH, 2, KEYS_VALUES)]
+    queries, block = some(2 * TOKENS, WIDTH, 1), some(2 * TOKENS, 2 * WIDTH, 2, KEYS_VALUES)
 
     def read(pieces: list[Piece]) -> list[Piece]:
         both = network.attend(layer, *pieces)
         return [Piece(both.where, both.data[:, :WIDTH] * both.data[:, WIDTH:] % PRIME)]
 
     above = some(2 * TOKENS, WIDTH, 3)
-    made = network.attend_backward(layer, *given, network.attend(layer, *given), above)
-    assert_derivative(read, given, [above], list(made))
+    made = network.attend_backward(layer, queries, block, network.attend(layer, queries, block), above)
+    assert_derivative(read, [queries, block], [above], list(made))
+
+
+def total(pieces: Iterable[Piece]) -> Array:
+    """The sum of equally placed numbers."""
+    return np.sum([piece.data for piece in pieces], axis=0) % PRIME
 
 
 def cut(piece: Piece, rows: list[int]) -> Piece:
@@ -113,16 +118,16 @@ def test_queries_that_meet_all_blocks_in_any_order_have_attended_to_all() -> Non
     attended = network.attend(layer, queries, block)
     whole = network.attend_backward(layer, queries, block, attended, gradient)
     parts = [[i for i in range(2 * TOKENS) if i % TOKENS in places] for places in ((3,), (0, 2), (1,))]
-    assert (sum(network.attend(layer, queries, cut(block, part)).data for part in parts) % PRIME == attended.data).all()
+    assert (total(network.attend(layer, queries, cut(block, part)) for part in parts) == attended.data).all()
     met = [network.attend_backward(layer, queries, cut(block, part), attended, gradient) for part in parts]
-    assert (sum(dq.data for dq, _ in met) % PRIME == whole[0].data).all()
+    assert (total(dq for dq, _ in met) == whole[0].data).all()
     for part, (_, dkv) in zip(parts, met, strict=True):
         assert (dkv.data == whole[1].data[part]).all()
     met = [
         network.attend_backward(layer, cut(queries, part), block, cut(attended, part), cut(gradient, part))
         for part in parts
     ]
-    assert (sum(dkv.data for _, dkv in met) % PRIME == whole[1].data).all()
+    assert (total(dkv for _, dkv in met) == whole[1].data).all()
 
 
 def test_no_query_sees_a_later_key_or_another_sequence() -> None:
@@ -153,8 +158,8 @@ def test_slices_of_half_blocks_add_up_to_the_whole() -> None:
     for layer in (0, 2):
         y, dx = through(layer, weight)
         terms = [through(layer, part) for part in slices_of(weight, 3)]
-        assert (sum(term.data for term, _ in terms) % PRIME == y.data).all()
-        assert (sum(term.data for _, term in terms) % PRIME == dx.data).all()
+        assert (total(term for term, _ in terms) == y.data).all()
+        assert (total(term for _, term in terms) == dx.data).all()
     logits, _ = through(6, weight)
     parts = [through(6, part)[0] for part in slices_of(weight, 3)]
     (stats, *_) = combined(OpKind.ALL_GATHER, [network.stats(part) for part in parts], TOKENS)
@@ -169,7 +174,10 @@ def test_slices_of_columns_lie_side_by_side_and_rows_take_them_as_they_are() -> 
     (y,), kept = column.forward([x, weight])
     (made,), _ = row.forward([y, other])
     (dx,), _ = column.backward_input([x, dy, weight], kept)
-    slices, terms, below, (between,) = [], [], [], row.backward_input([y, dy, other], kept)[0]
+    (between,), _ = row.backward_input([y, dy, other], kept)
+    slices: list[Piece] = []
+    terms: list[Piece] = []
+    below: list[Piece] = []
     for part, after in zip(slices_of(weight, 3), slices_of(other, 3), strict=True):
         (slice_,), kept = column.forward([x, part])
         slices.append(slice_)
@@ -177,12 +185,13 @@ def test_slices_of_columns_lie_side_by_side_and_rows_take_them_as_they_are() -> 
         (term,), kept = row.forward([slice_, after])
         terms.append(term)
         (gradient,), _ = row.backward_input([slice_, dy, after], kept)
-        assert (gradient.data == between.data[:, list(gradient.columns)]).all()  # type: ignore[index]
+        columns = np.array(gradient.columns, np.int64)
+        assert (gradient.data == between.data[:, columns]).all()
     gathered = combined(OpKind.ALL_GATHER, slices[::-1], TOKENS)[0]
     assert gathered.columns == y.columns
     assert (gathered.data == y.data).all()
-    assert (sum(term.data for term in terms) % PRIME == made.data).all()
-    assert (sum(term.data for term in below) % PRIME == dx.data).all()
+    assert (total(terms) == made.data).all()
+    assert (total(below) == dx.data).all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -196,7 +205,9 @@ def test_experts_on_many_ranks_make_what_they_make_on_one(ranks: int) -> None:
     own = experts.backward_weight(x, dy, half)
     to = combined(OpKind.ALL_TO_ALL, [cut(x, part) for part in mine], 1)
     of = combined(OpKind.ALL_TO_ALL, [cut(dy, part) for part in mine], 1)
-    made, below, grads = [], [], []
+    made: list[Piece] = []
+    below: list[Piece] = []
+    grads: list[Piece] = []
     for inbox, gradient, part in zip(to, of, slices_of(weight, ranks), strict=True):
         (results,), kept = experts.forward([inbox, part])
         (lower,), half = experts.backward_input([inbox, gradient, part], kept)

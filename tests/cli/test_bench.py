@@ -159,9 +159,9 @@ def collectives(ranks: int = 2) -> list[Point]:
 
 
 def printed(show: Callable[..., None], points: list[Point], verbose: bool = False, width: int = 80) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    show(points, verbose, console)
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    text = io.StringIO()
+    show(points, verbose, Console(file=text, width=width, highlight=False))
+    return text.getvalue().splitlines()
 
 
 def test_collectives_are_told_on_one_screen_and_at_every_size_on_demand() -> None:

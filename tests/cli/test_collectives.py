@@ -11,11 +11,11 @@ from rich.console import Console
 from shardlab.cli import main
 from shardlab.cli.collectives import NAMES, SAME, same_as
 from shardlab.cli.collectives_table import diagram, print_same, print_shown, short
-from shardlab.execute.show import ACTS, BARRIER, Shown
+from shardlab.execute.show import ACTS, BARRIER, Numbers, Shown
 
 Captured = pytest.CaptureFixture[str]
 
-WHOLE = [[0.0, 1.0], [10.0, 11.0]]
+WHOLE: list[Numbers] = [[0.0, 1.0], [10.0, 11.0]]
 REDUCED = Shown(("all_reduce",), [WHOLE, [[10.0, 12.0], [10.0, 12.0]]])
 
 
@@ -108,7 +108,7 @@ def test_in_little_room_the_middle_gives_way(room: int) -> None:
 def printed(width: int, encoding: str = "utf-8", count: int = 16) -> list[str]:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
     console = Console(file=stream, width=width, highlight=False)
-    tensors = [[100.0 * rank + place for place in range(count)] for rank in range(count)]
+    tensors: list[Numbers] = [[100.0 * rank + place for place in range(count)] for rank in range(count)]
     print_shown(console, Shown(("all_reduce",), [tensors, tensors]), "what it does", 0, "sum")
     print_same(console, "all_reduce", Shown(("reduce_scatter", "all_gather"), [tensors] * 3), same=True)
     stream.seek(0)

@@ -1,5 +1,8 @@
 """Files that commands write: what Shardlab wrote may be written again, what others wrote only by force."""
 
+# pyright: reportUnknownMemberType=false
+# matplotlib leaves some of its annotations out.
+
 from __future__ import annotations
 
 import itertools

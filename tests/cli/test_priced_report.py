@@ -23,9 +23,9 @@ def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = Pla
 
 
 def printed(result: Result, width: int = 80) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    print_priced(result, [], console)
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    text = io.StringIO()
+    print_priced(result, [], Console(file=text, width=width, highlight=False))
+    return text.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])

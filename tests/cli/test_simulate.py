@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -30,7 +31,7 @@ TWO_STAGES = {"interleaved-1f1b", "breadth-first", "zb-v", "dualpipe-v"}
 Captured = pytest.CaptureFixture[str]
 
 
-def json_of(capsys: Captured, *arguments: str) -> dict[str, object]:
+def json_of(capsys: Captured, *arguments: str) -> dict[str, Any]:
     assert main(["simulate", *arguments, "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -131,7 +132,7 @@ def test_replicas_that_may_drift_are_a_warning(capsys: Captured) -> None:
     assert main(["simulate", DRIFTING, "--ranks", "3", "--microbatches", "3"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "warning equal only up to rounding replicas of weights[0-3] on ranks 0-2 may drift: their gradients" in out
-    (drift,) = json_of(capsys, DRIFTING, "--ranks", "3", "--microbatches", "3")["drifts"]  # type: ignore[misc]
+    (drift,) = json_of(capsys, DRIFTING, "--ranks", "3", "--microbatches", "3")["drifts"]
     assert drift["layers"] == [0, 1, 2, 3]
     assert drift["groups"] == [[0], [1], [2]]
     assert drift["text"].startswith("replicas of weights[0-3] on ranks 0-2 may drift: " + drift["cause"])
@@ -141,7 +142,7 @@ def test_replicas_that_may_drift_are_a_warning(capsys: Captured) -> None:
 def test_a_priced_step_warns_of_replicas_that_may_drift(capsys: Captured) -> None:
     priced = ("--model", "gpt2", "--cluster", "h100x8", "--ranks", "3", "--microbatches", "3", "--layers", "2")
     notes = json_of(capsys, DRIFTING, *priced)["notes"]
-    assert any("replicas of weights[0-1] on ranks 0-2 may drift" in note for note in notes)  # type: ignore[attr-defined]
+    assert any("replicas of weights[0-1] on ranks 0-2 may drift" in note for note in notes)
 
 
 def test_svg_draws_the_timeline_into_a_file(tmp_path: Path, capsys: Captured) -> None:
@@ -165,10 +166,9 @@ def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:
     entry = STRATEGIES[name]
     program = trace(entry.program, entry.mesh(ranks), 16 if ranks > 4 else 4, 64 if ranks > 4 else 4)
     checked = check(program)
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    print_report(name, checked, simulate(checked), console=console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return text.splitlines()
+    text = io.StringIO()
+    print_report(name, checked, simulate(checked), console=Console(file=text, width=width, highlight=False))
+    return text.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("width", [80, 160])

@@ -19,9 +19,9 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_table_says_of_every_strategy_what_it_splits_sends_and_keeps_and_fits_the_terminal(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    print_table(console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    stream = io.StringIO()
+    print_table(Console(file=stream, width=width, highlight=False))
+    text = stream.getvalue()
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii()
     for entry in STRATEGIES.values():

@@ -143,10 +143,11 @@ def test_any_row_is_true(ops: list[tuple[OpKind, int, int, bool]], width: int) -
 
 
 def printed(timeline: Timeline, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
+    text = io.StringIO()
+    console = Console(file=text, width=width, highlight=False)
     memory = [f"{memory:,}" for memory in timeline.peak_memory_by_rank]
     print_timeline(console, timeline, lambda row: row, [("peak memory", memory)], 4)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return text.getvalue()
 
 
 def test_a_step_of_more_ops_than_cells_is_shown_in_parts_with_their_places() -> None:

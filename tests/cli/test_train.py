@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_json_stands_alone_on_stdout_whatever_the_program_prints(command: str, u
 
 
 def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(verifying, "verify", lambda job, steps, clip: Verdict(0.0, 3e-7, 2, 0.0, 0))
+    monkeypatch.setattr(verifying, "verify", Mock(return_value=Verdict(0.0, 3e-7, 2, 0.0, 0)))
     assert main(["verify", "ddp", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert {"loss_error", "gradient_error", "weight_error", "ok"} <= set(result)
@@ -75,7 +76,7 @@ def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.Monk
 
 def test_verify_warns_of_replicas_that_may_drift(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """In float64 and for a few steps they are as good as equal."""
-    monkeypatch.setattr(verifying, "verify", lambda job, steps, clip: Verdict(0.0, 0.0, 0, 0.0, 0))
+    monkeypatch.setattr(verifying, "verify", Mock(return_value=Verdict(0.0, 0.0, 0, 0.0, 0)))
     words = ["verify", f"{ROOT}/tests/check/drifting.py:drifting", "--ranks", "3", "--microbatches", "3"]
     assert main(words) == 0
     assert "on ranks 0-2 may drift: their gradients" in " ".join(capsys.readouterr().out.split())
@@ -128,7 +129,7 @@ def test_what_cannot_be_run_is_one_sentence_before_any_rank_starts(
 ) -> None:
     (user / "short.txt").write_text("only twenty letters.")
     before = sorted(user.iterdir())
-    monkeypatch.setattr("shardlab.train.launch._start_local", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("shardlab.train.launch._start_local", Mock(side_effect=AssertionError("ranks were started")))
     assert main(shlex.split(command)) == 2
     printed = capsys.readouterr()
     assert sentence in " ".join(printed.err.replace("│", " ").split())
@@ -140,7 +141,7 @@ def test_what_cannot_be_run_is_one_sentence_before_any_rank_starts(
 def test_a_program_that_can_hang_on_this_backend_is_refused_before_any_rank_starts(
     command: str, user: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardlab.train.launch._start_local", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("shardlab.train.launch._start_local", Mock(side_effect=AssertionError("ranks were started")))
     assert main([*command.split(), "--ranks", "2"]) == 1
     assert "on gloo this program can hang: deadlock: rank 0 waits in send" in capsys.readouterr().err
     assert not (user / "runs").exists()

@@ -1,5 +1,8 @@
 """The picture of a timeline: what is in it, that it is the same every time, and that it stays small."""
 
+# pyright: reportUnknownMemberType=false
+# matplotlib leaves some of its annotations out.
+
 from __future__ import annotations
 
 import re

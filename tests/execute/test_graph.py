@@ -1,5 +1,8 @@
 """A layer's graph outlives the weights that it was made with."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import gc

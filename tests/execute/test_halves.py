@@ -1,5 +1,8 @@
 """A backward pass in two halves is the whole one, and what it keeps between them is known."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,5 +1,8 @@
 """AdamW on a slice is AdamW on the parameters that lie in it."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import pytest

@@ -45,8 +45,8 @@ def numbers_of(spec: Spec | None, kind: OpKind, ranks: int) -> Numbers:
     return [float(sum(10 * rank + place for rank in bits(spec.cells))) for place in places]
 
 
-BY_RULE = [OpKind.BROADCAST, OpKind.SCATTER, OpKind.GATHER, OpKind.REDUCE]
-BY_RULE += [OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER]
+ROOTS = (OpKind.BROADCAST, OpKind.SCATTER, OpKind.GATHER, OpKind.REDUCE)
+BY_RULE = [*ROOTS, OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

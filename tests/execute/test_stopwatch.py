@@ -1,10 +1,14 @@
 """The host's stopwatch knows when a communication was over, however late the rank waits for it."""
 
+# pyright: reportUnknownMemberType=false, reportDeprecated=false
+# torch leaves some of its annotations out, and marks a function as deprecated that is not.
+
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,9 +26,9 @@ def watched(rank: int) -> list[tuple[str, bool, bool]]:
     stopwatch, seen = HostStopwatch(), list[tuple[str, bool, bool]]()
     whole, piece = torch.ones(64), torch.empty(32)
     starts: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, async_op=True),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(piece, whole, async_op=True),
-        "message": lambda: dist.isend(whole, 1) if rank == 0 else dist.irecv(whole, 0),
+        "all_reduce": partial(dist.all_reduce, whole, async_op=True),
+        "reduce_scatter": partial(dist.reduce_scatter_tensor, piece, whole, async_op=True),
+        "message": partial(dist.isend, whole, 1) if rank == 0 else partial(dist.irecv, whole, 0),
     }
     for name, start in starts.items():
         wait, over = stopwatch.watch(start())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +20,12 @@ GROUPS = st.sampled_from([range(8), range(4), range(64), range(0, 64, 8), range(
 
 
 @given(KIND, BYTES, GROUPS)
-def test_more_bytes_take_no_less_time(kind: str, bytes: float, group) -> None:
+def test_more_bytes_take_no_less_time(kind: str, bytes: float, group: Sequence[int]) -> None:
     assert 0 < CLUSTER.collective_seconds(kind, bytes, group) <= CLUSTER.collective_seconds(kind, 2 * bytes, group)
 
 
 @given(KIND.filter(lambda kind: kind not in ("barrier", "gather", "scatter")), st.floats(1e6, 1e11), GROUPS)
-def test_no_bus_bandwidth_exceeds_the_links(kind: str, bytes: float, group) -> None:
+def test_no_bus_bandwidth_exceeds_the_links(kind: str, bytes: float, group: Sequence[int]) -> None:
     crosses = len({rank // 8 for rank in group}) > 1
     seconds = CLUSTER.collective_seconds(kind, bytes, group)
     # a node's eight cards together, for the part that leaves it

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.hardware import DEVICES, find_device
-from shardlab.hardware.device import BYTES
+from shardlab.hardware.device import BYTES, Device
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.program import UserError
 
@@ -18,7 +18,7 @@ SIZE = st.integers(1, 40_000)
 
 
 @given(DEVICE, SIZE, SIZE, SIZE, st.integers(1, 64))
-def test_no_product_is_faster_than_the_data_sheet(device, m: int, n: int, k: int, batch: int) -> None:
+def test_no_product_is_faster_than_the_data_sheet(device: Device, m: int, n: int, k: int, batch: int) -> None:
     kernel = Matmul(m, n, k, batch)
     dtype = "bfloat16" if "bfloat16" in device.flops else "float16"
     seconds = device.seconds(kernel, dtype)
@@ -27,7 +27,7 @@ def test_no_product_is_faster_than_the_data_sheet(device, m: int, n: int, k: int
 
 
 @given(DEVICE, st.floats(1, 1e10))
-def test_no_pointwise_kernel_is_faster_than_the_memory(device, elements: float) -> None:
+def test_no_pointwise_kernel_is_faster_than_the_memory(device: Device, elements: float) -> None:
     dtype = next(iter(device.flops))
     assert device.seconds(Pointwise("gelu", elements, elements), dtype) >= BYTES[dtype] * elements / device.bandwidth
 

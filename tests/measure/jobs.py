@@ -1,5 +1,8 @@
 """What the tests of measuring run on every rank."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from pathlib import Path

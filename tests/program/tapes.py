@@ -42,7 +42,7 @@ def together(strategy: Strategy, ranks: Mesh | int = 2, layers: int = 2, microba
     return [words(tape) for tape in trace(strategy, ranks, layers, microbatches).tapes]
 
 
-def refusal(strategy: Strategy, ranks: Mesh | int = 2, layers: int = 2, microbatches: int = 2) -> Refused:
+def refusal(strategy: Strategy, ranks: Mesh | int = 2, layers: Sizes | int = 2, microbatches: int = 2) -> Refused:
     """The refusal of a strategy."""
     with pytest.raises(Refused) as caught:
         trace(strategy, ranks, layers, microbatches)

@@ -22,7 +22,9 @@ def start(rank: Rank) -> tuple[Value, Value]:
     for l in range(4):
         rank.weights[l] = rank.load_weight(l)
     rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
-    rank.residuals[0], rank.activations[2] = rank.forward_norm(1, None, rank.activations[1], rank.weights[1])
+    residual, rank.activations[2] = rank.forward_norm(1, None, rank.activations[1], rank.weights[1])
+    assert residual is not None
+    rank.residuals[0] = residual
     rank.queries[0], rank.keys_values[0] = rank.project(2, rank.activations[2], rank.weights[2])
     return rank.queries[0], rank.keys_values[0]
 

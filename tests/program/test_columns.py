@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from shardlab.program import LayerKind, Mesh, Rank, Sizes, Value, trace
+from shardlab.program import LayerKind, Mesh, Rank, Sizes, Strategy, Value, trace
 from tests.program.tapes import refusal, says
 
 COLUMN, ROW, SLICED = LayerKind.COLUMN, LayerKind.ROW, LayerKind.SLICED
@@ -103,7 +101,7 @@ async def summed_a_rows_gradients(rank: Rank) -> None:
     await rank.all_reduce(slices, axis="tp")
 
 
-MISTAKES: dict[Callable[[Rank], object], str] = {
+MISTAKES: dict[Strategy, str] = {
     forgot_to_gather: "forward(layer 1): the activation given is activations[1] (microbatch 0, slice",
     summed_slices: "slice 0 of 2), slices of the whole and no term of a sum",
     scattered_slices: "slices of the whole and no term of a sum",
@@ -119,8 +117,8 @@ MISTAKES: dict[Callable[[Rank], object], str] = {
 }
 
 
-@pytest.mark.parametrize("strategy", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_with_slices_is_refused_at_its_line(strategy: Callable[[Rank], object]) -> None:
+@pytest.mark.parametrize("strategy", MISTAKES, ids=[mistake.__name__ for mistake in MISTAKES])
+def test_a_mistake_with_slices_is_refused_at_its_line(strategy: Strategy) -> None:
     says(refusal(strategy, Mesh(tp=2), SIZES, 1), MISTAKES[strategy])
 
 

@@ -21,7 +21,9 @@ def traced(what: Callable[[Rank], Awaitable[object]]) -> None:
 async def dispatched(rank: Rank) -> Value:
     rank.weights[0] = rank.load_weight(0)
     tokens = rank.load_batch([rank.index])
-    rank.residuals[2], made = rank.forward_dense(0, None, tokens, rank.weights[0])
+    residual, made = rank.forward_dense(0, None, tokens, rank.weights[0])
+    assert residual is not None
+    rank.residuals[2] = residual
     return made
 
 

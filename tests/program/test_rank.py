@@ -159,8 +159,8 @@ def test_shares_and_stages_are_dealt_evenly_in_order() -> None:
 @pytest.mark.parametrize(
     ("ask", "sentence"),
     [
-        (lambda rank: rank.share(), "5 microbatches do not divide among 2 ranks; give a multiple of 2 microbatches"),
-        (lambda rank: rank.stage_layers(), "3 layers do not divide among 2 ranks; give a multiple of 2 layers"),
+        (Rank.share, "5 microbatches do not divide among 2 ranks; give a multiple of 2 microbatches"),
+        (Rank.stage_layers, "3 layers do not divide among 2 ranks; give a multiple of 2 layers"),
     ],
 )
 def test_what_does_not_divide_is_one_sentence(ask: Callable[[Rank], object], sentence: str) -> None:

@@ -282,8 +282,8 @@ def test_a_value_knows_its_size_and_says_what_it_is() -> None:
 class Book:
     """What the keys of one store name, kept with plain dictionaries."""
 
-    named: dict[int, int] = field(default_factory=dict)
-    loose: set[int] = field(default_factory=set)
+    named: dict[int, int] = field(default_factory=dict[int, int])
+    loose: set[int] = field(default_factory=set[int])
     """Made or popped, and not used since."""
 
 

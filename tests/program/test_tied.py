@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Deadlock, Holds, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, trace
+from shardlab.program import Deadlock, Holds, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Value, trace
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from tests.program.tapes import says
@@ -27,7 +27,8 @@ def alone(verbs: Verbs) -> Program:
         rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
         for l in rank.layers[1:-1]:
             rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-        x, residual, inputs = rank.load_batch([0]), None, []
+        x, residual = rank.load_batch([0]), None
+        inputs: list[Value] = []
         for l in rank.layers:
             weight = rank.weights[0 if l == LAST else l]
             rank.activations[l] = x
@@ -77,9 +78,7 @@ def test_one_rank_adds_both_gradients_and_updates_the_weight_once() -> None:
     assert not [op for op in program.tapes[0] if op.kind is OpKind.UPDATE and op.layer == LAST]
 
 
-@pytest.mark.parametrize(
-    ("verbs", "said"),
-    [
+MISTAKES: list[tuple[Verbs, str]] = [
         (lambda r: update(r, "embedding"), "microbatch 0 as the head is missing from grad_weights[0] (microbatch 0"),
         (lambda r: update(r, "head"), "microbatch 0 as the embedding is missing from grad_weights[0] (microbat"),
         (lambda r: r.norm(0, r.grad_weights["embedding"]), "microbatch 0 as the head missing from grad_weights[0]"),
@@ -88,8 +87,10 @@ def test_one_rank_adds_both_gradients_and_updates_the_weight_once() -> None:
         (lambda r: r.load_opt_state(LAST), f"load_opt_state(layer {LAST}): the head is tied to the embedding"),
         (lambda r: r.forward(LAST, r.activations[LAST], r.weights[2]), f"layer {LAST} computes with weights[0]"),
         (lambda r: r.forward(0, r.activations[0], r.weights[2]), "layer 0 computes with weights[0]"),
-    ],
-)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verbs", "said"), MISTAKES)
 def test_what_is_missing_doubled_or_not_there_is_said_by_its_use(verbs: Verbs, said: str) -> None:
     with pytest.raises(Refused) as refused:
         alone(verbs)

@@ -104,7 +104,7 @@ def test_an_exception_of_the_program_is_a_refusal_with_its_cause() -> None:
     async def strategy(rank: Rank) -> None:
         rank.load_batch([0])
         if rank.index == 1:
-            print({}["absent"])
+            raise KeyError("absent")
 
     error = refusal(strategy)
     says(error, "rank 1, op 1 the program raised KeyError: 'absent'")

@@ -4,6 +4,7 @@ import asyncio
 import io
 import re
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -34,7 +35,11 @@ def test_an_unknown_puzzle_is_refused_with_the_nearest_name() -> None:
 
 
 def test_a_solution_is_a_function() -> None:
-    for thing in ("ddp", None, dict, lambda: None, lambda model, more: None):
+    def of_nothing() -> None: ...
+    def of_two(model: Model, more: object) -> None: ...
+
+    things: list[Any] = ["ddp", None, dict, of_nothing, of_two]
+    for thing in things:
         with pytest.raises(UserError, match=r"is not a solution; write it as `async def solution\(model\)"):
             grade("ddp", thing)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from shardlab.puzzles import Model, grade
-from shardlab.puzzles.values import Weight
+from shardlab.puzzles.values import Weight, WeightGrad
 from tests.puzzles import solutions
 from tests.puzzles.drive import figures, run
 
@@ -20,7 +20,7 @@ def in_variables(model: Model) -> None:
     for l in range(depth):
         acts.append(model.forward(l, acts[l], loaded[l][0]))
     grad = model.loss(acts[depth])
-    grad_weights = []
+    grad_weights: list[WeightGrad] = []
     for l in reversed(range(depth)):
         grad_weight, grad = model.backward(l, acts[l], grad, loaded[l][0])
         grad_weights.append(grad_weight)

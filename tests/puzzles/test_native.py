@@ -116,9 +116,10 @@ def test_an_argument_called_rank_is_a_rank() -> None:
     async def strategy(rank: Any) -> None:
         del rank
 
-    async def bare(rank):  # type: ignore[no-untyped-def]  # as a student would write it
+    async def bare(rank: Rank) -> None:
         rank.load_batch([0])
 
+    bare.__annotations__.clear()  # as a student would write it
     assert "no rank has set the final weight" in grade("ddp", strategy).error
     assert "no rank loads slice" in grade("ddp", bare).error
 

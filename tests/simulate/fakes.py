@@ -31,7 +31,8 @@ class FakePrices:
         return self.start + bytes / 2**20 + len(group.ranks) / 8
 
     def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
-        return (self.start + bytes / 2**20,) * 2
+        seconds = self.start + bytes / 2**20
+        return seconds, seconds
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from shardlab.simulate.rotation import Rotation, cycled
 from shardlab.simulate.traced import rank_of
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import planned_entry
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan import Plan, Recompute
 from shardlab.strategies.planned import planned
 from shardlab.strategies.reducing import Gradients
 from tests.simulate.fakes import FakePrices
@@ -77,7 +77,9 @@ def plans(draw: st.DrawFn) -> Plan:
     cut = draw(st.sampled_from([("tp",), ("cp",), ("tp", "cp"), ("ep",), ()]))
     axes = {"pp": draw(st.sampled_from([1, 2])), "dp_replicate": draw(size), "dp_shard": draw(size)}
     axes |= {axis: draw(st.sampled_from([2, 4] if len(cut) == 1 else [2, 3])) for axis in cut}
-    again = ["none", "full", (0,)] + ["selective"] * ("ep" not in cut)
+    again: list[Recompute | tuple[int, ...]] = ["none", "full", (0,)]
+    if "ep" not in cut:
+        again.append("selective")
     optimizer = draw(st.sampled_from([(), SHARD, BOTH, ("dp_replicate",)]))
     count = draw(st.integers(0, len(optimizer)))
     gradients = optimizer[: draw(st.integers(0, count))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardlab.program import OpKind, Rank
+from shardlab.program import OpKind, Rank, Strategy
 from shardlab.simulate import Costs
 from shardlab.strategies import STRATEGIES
 from tests.simulate.runs import event, events, run
@@ -50,8 +50,8 @@ async def _two_stages(rank: Rank, awaits: bool) -> None:
 
 
 @pytest.mark.parametrize("program", [sends_all_forward, sends_and_goes_on])
-def test_a_message_arrives_its_latency_after_it_was_issued_however_many_travel(program: object) -> None:
-    timeline = run(program, 2, 2, 3, COSTS)  # type: ignore[arg-type]
+def test_a_message_arrives_its_latency_after_it_was_issued_however_many_travel(program: Strategy) -> None:
+    timeline = run(program, 2, 2, 3, COSTS)
     assert [(e.start, e.end) for e in events(timeline, OpKind.SEND, 0)] == [(1, 6), (2, 7), (3, 8)]
     assert [e.start for e in events(timeline, OpKind.FORWARD, 0)] == [0, 1, 2]
     assert [(e.start, e.end) for e in events(timeline, OpKind.RECV, 1)] == [(6, 6), (7, 7), (8, 8)]

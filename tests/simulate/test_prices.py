@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Mesh, OpKind, Rank, UserError, trace
+from shardlab.program import Mesh, Op, OpKind, Rank, Sizes, Spec, UserError, trace
 from shardlab.program.mesh import group_of
 from shardlab.simulate import Costs
 from shardlab.simulate.clocks import Clocks
@@ -100,7 +101,7 @@ def test_alike_work_is_priced_once() -> None:
     asked: list[OpKind] = []
 
     class Counting(FakePrices):
-        def compute_time(self, op, specs, sizes):  # type: ignore[no-untyped-def]
+        def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
             asked.append(op.kind)
             return 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -114,9 +115,8 @@ def changed(program: Program, rank: int, at: int, op: Op) -> Program:
 
 
 @pytest.mark.parametrize("mistake", [attend_the_same_again, send_home_too_early])
-def test_a_tape_with_a_mistake_is_refused(mistake: object) -> None:
+def test_a_tape_with_a_mistake_is_refused(mistake: Callable[[Program], Program]) -> None:
     program = checked(Plan(Mesh(cp=3))).program
-    assert callable(mistake)
     with pytest.raises((Refused, Deadlock)):
         check(mistake(program))
 

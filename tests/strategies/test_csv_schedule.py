@@ -22,7 +22,7 @@ from shardlab.strategies.schedules import (
 )
 from shardlab.strategies.schedules.csv_format import write_csv
 from shardlab.strategies.schedules.csv_schedule import Form, import_csv
-from shardlab.strategies.schedules.messages import Recv, Send, with_messages
+from shardlab.strategies.schedules.messages import Recv, Send, Step, with_messages
 from shardlab.strategies.schedules.sharding import ReduceGrad, Reshard, ShardedStep, Unshard, with_sharding
 from shardlab.strategies.schedules.steps import Steps
 from tests.strategies.csv_files import csv_of, read_csv
@@ -82,13 +82,13 @@ def test_messages_follow_from_the_actions_as_they_are_exported(sized: tuple[Sche
     schedule, ranks, *sizes = sized
     actions = import_csv(csv_of(schedule, ranks, *sizes, form="compute_only"))
     everything = import_csv(csv_of(schedule, ranks, *sizes, form="compute_comms"))
-    assert [with_sharding([step for step in row if not sharded(step)]) for row in actions.of_ranks] == [
+    assert [with_sharding(without_sharding(row)) for row in actions.of_ranks] == [
         list(row) for row in everything.of_ranks
     ]
 
 
-def sharded(step: ShardedStep) -> bool:
-    return isinstance(step, Unshard | Reshard | ReduceGrad)
+def without_sharding(steps: Sequence[ShardedStep]) -> list[Step]:
+    return [step for step in steps if not isinstance(step, Unshard | Reshard | ReduceGrad)]
 
 
 @given(random_schedules())
@@ -164,9 +164,8 @@ def follow(imported: Steps) -> None:
 
     def step_of(rank: int, step: ShardedStep) -> bool:
         """Whether the step could be done. A value is (forward?, the stage that reads it, microbatch)."""
-        if sharded(step) or isinstance(step, BackwardWeight):
+        if isinstance(step, Unshard | Reshard | ReduceGrad | BackwardWeight):
             return True
-        assert isinstance(step, Forward | Backward | BackwardInput | Send | Recv)
         s, m = step.stage, step.microbatch
         if isinstance(step, Recv):
             asked[step.peer, rank].append((step.forward, s, m))

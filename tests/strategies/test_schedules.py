@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -29,7 +28,7 @@ Case = tuple[Schedule, int, int, int]
 
 
 @st.composite
-def cases(draw: Callable[..., int]) -> Case:
+def cases(draw: st.DrawFn) -> Case:
     schedule = SCHEDULES[draw(st.sampled_from(list(SCHEDULES)))]
     ranks, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 20))
     return schedule, ranks, microbatches, schedule.stages_per_rank or draw(st.integers(1, 4))

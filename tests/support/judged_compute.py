@@ -78,15 +78,14 @@ def backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> N
     layer, read = network.layer(op.layer), [rank.read(n) for n in (activation, gradient, weight, *others)]
     made, half = layer.backward_input(read, rank.take(rank.saved, saved, activation, op.layer))
     made = owned(made, read[0])
-    numbers = op.outputs
     if op.kind is OpKind.BACKWARD:
+        numbers = op.outputs
         made = [layer.backward_weight(read[0], read[1], half), *made]
     else:
         *numbers, last = op.outputs
+        rank.keep(rank.halves, last, activation, half, op.layer)
     for number, piece in zip(numbers, made, strict=True):
         rank.write(number, piece)
-    if op.kind is OpKind.BACKWARD_INPUT:
-        rank.keep(rank.halves, last, activation, half, op.layer)
 
 
 def backward_weight(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from shardlab.program import Deadlock, Handle, Program, Rank, trace
 
@@ -50,7 +51,8 @@ def chatter(seed: int) -> Program | None:
         rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
         made, _ = rank.backward(0, rank.activations[0], rank.loss(rank.activations[1]), rank.weights[0])
         rank.grad_weights[0] = made
-        choice, loose = Random(seed * 100 + rank.index), []
+        choice = Random(seed * 100 + rank.index)
+        loose: list[Handle[Any]] = []
         for call in calls[rank.index]:
             loose.append(call(rank))
             while loose and choice.random() > patience:

@@ -10,7 +10,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from shardlab.program import Mesh, Program, Sizes, trace
-from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Plan, cuts
+from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Plan, Recompute, cuts
 from shardlab.strategies.planned import planned
 from shardlab.strategies.schedules import SCHEDULES
 
@@ -70,7 +70,13 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     gradients = axes[: random.randint(0, len(axes))]
     each = (*known, "ep") if model == "mixture" else known
     most = 2 * mesh.pp if schedule.name == "dualpipe-v" else 1
-    recompute = random.choice(["none", "none", "full", (random.randrange(max(blocks, 1)),) * (blocks > 0)])
+    again: list[Recompute | tuple[int, ...]] = [
+        "none",
+        "none",
+        "full",
+        (random.randrange(max(blocks, 1)),) * (blocks > 0),
+    ]
+    recompute = random.choice(again)
     if model == "context" and random.random() < 0.3:
         recompute = "selective"
     plan = Plan(

@@ -7,6 +7,7 @@ do the weight's half of a backward pass) from a seed of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from shardlab.program import Handle, Program, Rank, Strategy, Value, trace
@@ -80,7 +81,7 @@ class Writer:
 
     # Weights.
 
-    def slice_of(self, cut: list[str | None]) -> tuple[int, int]:
+    def slice_of(self, cut: Sequence[str | None]) -> tuple[int, int]:
         """This rank's slice of what is cut along some axes, one after the other."""
         shard, of = 0, 1
         for axis in cut:
@@ -88,7 +89,7 @@ class Writer:
             shard, of = shard * len(group) + group.index(self.rank.index), of * len(group)
         return shard, of
 
-    async def gather(self, value: Value, cut: list[str | None]) -> Handle[Value]:
+    async def gather(self, value: Value, cut: Sequence[str | None]) -> Handle[Value]:
         """Back from the finest slices; the last gather is left in flight."""
         for axis in reversed(cut[1:]):
             value = await (await self.calls.all_gather(value, axis))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -40,7 +40,7 @@ def _summed(pieces: list[Piece]) -> Piece:
 
 
 @contextmanager
-def _rounding() -> Iterator[None]:
+def _rounding() -> Generator[None, None, None]:
     users = (judged_compute, judged_collectives, judged_roots)
     patches = [patch.object(user, "summed", _summed) for user in users]
     for each in patches:

@@ -1,5 +1,8 @@
 """What the launch tests run on every rank."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,8 @@
 """The text and its microbatches."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
 import os
 import subprocess
 import sys

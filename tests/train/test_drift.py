@@ -1,5 +1,8 @@
 """In float32 on real processes, replicas that are said to drift do, and the others stay equal bit by bit."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,7 +24,7 @@ PROGRAMS = Path(__file__).parents[1] / "check" / "drifting.py"
 STEPS = 3
 
 
-def kept(rank: int, job: Job) -> dict[tuple[int, int, int], bytes]:
+def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
     """The bits of the weights that a rank keeps after some steps, by layer and slices."""
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.block)
     batches = Batches(corpus, job.model.block, job.rows, job.seed)

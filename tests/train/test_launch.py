@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -156,16 +157,20 @@ def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.M
     assert launch.backend_of(launch.pick_device(2)) == "gloo"
 
 
+def own_device(_: int, device: launch.torch.device) -> launch.torch.device:
+    return device
+
+
 def test_gpus_meet_with_the_device_id_for_which_messages_were_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it two ranks' messages would have a communicator of their own, which is another channel model."""
     for name, value in {**LAUNCHERS["torchrun's variables"](0, "29500"), "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    given: dict[str, object] = {}
+    given = Mock()
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(launch.torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(launch, "store_of", lambda _: None)
-    monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend))
+    monkeypatch.setattr(launch.torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(launch, "store_of", Mock())
+    monkeypatch.setattr(launch.dist, "init_process_group", given)
     monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
-    device = run_ranks(1, lambda _, device: device)
+    device = run_ranks(1, own_device)
     assert device == launch.torch.device("cuda", 0)
-    assert (given["backend"], given["device_id"]) == ("nccl", device)
+    assert (given.call_args.args, given.call_args.kwargs["device_id"]) == (("nccl",), device)

@@ -1,5 +1,8 @@
 """A training run: the same numbers under every strategy, and a folder with everything in it."""
 
+# pyright: reportUnknownVariableType=false
+# safetensors leaves some of its annotations out.
+
 from __future__ import annotations
 
 import json

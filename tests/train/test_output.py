@@ -1,5 +1,8 @@
 """The folder of a run, also where there is no room for it."""
 
+# pyright: reportUnknownVariableType=false
+# safetensors leaves some of its annotations out.
+
 from __future__ import annotations
 
 import json
@@ -7,7 +10,7 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +30,7 @@ FLATS = [torch.ones(MODEL.layout(layer).numel) for layer in range(2)]
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
+def files_of_at_most(size: int) -> Generator[None, None, None]:
     """A longer file is refused by the system, as by a full disk; Python ignores the signal that comes with it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

@@ -6,6 +6,7 @@ import hashlib
 import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from shardlab.execute import AdamW
 from shardlab.models import GPT
@@ -22,7 +23,9 @@ def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> Non
     record = json.loads(json.dumps(run.record(run.text(), JOB.checked(), "cpu")))
     assert job_of(record) == JOB
     assert (record["command"], record["seed"], record["strategy"]) == ("shardlab train", 7, "ddp")
-    assert AdamW(**{**record["optimizer"], "betas": tuple(record["optimizer"]["betas"])}) == run.optimizer
+    optimizer: dict[str, Any] = record["optimizer"]
+    optimizer["betas"] = tuple(optimizer["betas"])
+    assert AdamW(**optimizer) == run.optimizer
     assert record["data"] == {
         "source": str(tmp_path / "text"),
         "bytes": 256,

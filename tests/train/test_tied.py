@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -23,18 +24,18 @@ from tests.train.tied_plans import batches_of, trained, verdict
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
 SHARD = ("dp_shard",)
-FSDP = {"shard_parameters": SHARD, "shard_gradients": SHARD, "shard_optimizer": SHARD}
+FSDP = Plan(Mesh(dp_shard=2), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
 
 PLANS = {
     "one device": Plan(),
     "ddp": Plan(Mesh(dp_shard=2)),
-    "fsdp": Plan(Mesh(dp_shard=2), reshard_after="step", **FSDP),
+    "fsdp": replace(FSDP, reshard_after="step"),
     "tp": Plan(Mesh(tp=2)),
     "1f1b": Plan(Mesh(pp=2)),
     "zb-h1": Plan(Mesh(pp=2), "zb-h1"),
     "zb-v": Plan(Mesh(pp=2), "zb-v", recompute="full"),
     "1f1b of 4 stages": Plan(Mesh(pp=4)),
-    "1f1b and fsdp": Plan(Mesh(pp=2, dp_shard=2), **FSDP),
+    "1f1b and fsdp": replace(FSDP, mesh=Mesh(pp=2, dp_shard=2)),
     "zb-v and zero-2": Plan(Mesh(pp=2, dp_shard=2), "zb-v", shard_gradients=SHARD, shard_optimizer=SHARD),
     "zb-h1 and sp": Plan(Mesh(pp=2, tp=2), "zb-h1", sequence_parallel=True),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
+from typing import Any, cast
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,11 +36,12 @@ PLACES = sorted(
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_an_odd_row_has_a_prediction_or_a_reason(name: str, changes: list[tuple[tuple[str, str], Any, bool]]) -> None:
-    row: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in ROWS[name].items()}
+    row = deepcopy(ROWS[name])
     for (part, key), value, absent in changes:
-        place = row.get(part) if part else row
+        place: Any = row.get(part) if part else row
         if not isinstance(place, dict):
             continue
+        place = cast(dict[str, Any], place)
         if absent:
             place.pop(key, None)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_a_block_takes_what_table_4_of_korthikanti_measured(
     sequence_parallel: bool, recompute: str, milliseconds: float
 ) -> None:
     """Korthikanti et al. 2022, arXiv 2205.05198, table 4: a block of the 22B model, forward and backward."""
-    row = deepcopy(ROWS["korthikanti-t5-22B-full"]) | {"recompute": recompute}
+    row: dict[str, Any] = deepcopy(ROWS["korthikanti-t5-22B-full"]) | {"recompute": recompute}
     row["parallelism"]["sequence_parallel"] = sequence_parallel
     row["measured"] = {"layer_forward_ms": milliseconds / 3, "layer_backward_ms": milliseconds * 2 / 3}
     outcome = outcome_of(row)

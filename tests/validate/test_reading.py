@@ -41,7 +41,7 @@ def test_sequence_parallel_selective_recomputation_is_read() -> None:
 
 
 def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
-    row = ROWS["titan-t1-8B-8gpu-eager"] | {"derived": {}}
+    row: dict[str, Any] = ROWS["titan-t1-8B-8gpu-eager"] | {"derived": {}}
     assert measured_of(row).seconds == pytest.approx(16 * 8192 / (5762 * 8))
     assert measured_of(row).bytes == 82.4 * GIB
 
