@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardlab.execute import AdamW
-from shardlab.models import GPT
+from shardlab.models import GPT, MoE
 from shardlab.program import UserError
 from shardlab.train.data import Corpus, default_text
 from shardlab.train.job import Job, agree
@@ -38,6 +38,16 @@ def run(world: World, strategy: str, ranks: int, out: Path, steps: int = 12) -> 
 
 def train_rank_quietly(rank: int, plan: Run) -> Summary | None:
     return train_rank(rank, torch.device("cpu"), plan)
+
+
+def test_a_run_of_cut_experts_leaves_all_of_them_and_lowers_the_loss(ranks: World, tmp_path: Path) -> None:
+    model = MoE(layers=2, width=16, heads=2, block=8, auxiliary=0.1)
+    job = Job("expert-parallel", 2, 4, model, 2)
+    plan = Run(job, AdamW(learning_rate=1e-2, steps=20, warmup=2), None, tmp_path / "run")
+    summary = ranks(2).call(train_rank_quietly, plan)[0]
+    assert summary.validation_after < summary.validation_before - 0.3
+    weights = load_file(tmp_path / "run" / "weights.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) == model.parameter_count
 
 
 def losses(folder: Path) -> list[float]:

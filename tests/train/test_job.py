@@ -1,0 +1,22 @@
+"""What cannot be trained together is refused in one sentence before any process starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.models import GPT, Blocks
+from shardlab.program import Mesh, UserError
+from shardlab.strategies.plan import Plan
+from shardlab.train.job import Job
+
+MISTAKES: list[tuple[str | Plan, Blocks, str]] = [
+    ("column-parallel", GPT(), "column-parallel layers are matrices one after the other, but GPT has more"),
+    (Plan(Mesh(ep=2)), GPT(layers=2), "ep 2, which cuts mixtures of experts, but GPT has none; train a MoE"),
+    (Plan(Mesh(cp=2)), GPT(layers=1, block=10), r"sequences of 10 tokens do not divide into 4 slices \(remainder 2\)"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "model", "sentence"), MISTAKES)
+def test_a_model_that_a_strategy_cannot_cut_is_refused(strategy: str | Plan, model: Blocks, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Job(strategy, 2, 2, model, 2).checked()
