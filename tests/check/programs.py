@@ -33,6 +33,11 @@ def fits(name: str, ranks: int) -> bool:
     return True
 
 
+def layers_for(name: str, ranks: int) -> int:
+    """Layers with which each pipeline rank has two; without a pipeline, four are as good as more."""
+    return 2 * max(2, STRATEGIES[name].mesh(ranks).pp)
+
+
 @cache
 def built_in(name: str, ranks: int = 0, layers: int = 0, microbatches: int = 0) -> Program:
     """A built-in strategy's tapes; what is not given is as small as it can be, but of at least 2 layers and batches.

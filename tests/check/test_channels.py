@@ -9,7 +9,7 @@ import pytest
 from shardlab.check import BACKENDS, ChannelModel, check
 from shardlab.program import Deadlock, Handle, Mesh, Op, OpKind, Program, Rank, Refused, Strategy, Value, trace
 from shardlab.strategies import STRATEGIES
-from tests.check.programs import built_in, exchanged, fits, gradients_swapped, two_microbatches_ahead
+from tests.check.programs import built_in, exchanged, fits, gradients_swapped, layers_for, two_microbatches_ahead
 from tests.support.interpreter import judge
 from tests.support.mutations import with_tape
 
@@ -236,7 +236,7 @@ RANKS_AND_TIMES = [(1, 1), (1, 4), (2, 3), (3, 2), (4, 4), (6, 1), (8, 2)]
 )
 def test_built_in_strategies_pass_every_model(name: str, size: tuple[int, int]) -> None:
     ranks, times = size
-    assert passed(built_in(name, ranks, 2 * ranks, times * ranks)) == list(ChannelModel)
+    assert passed(built_in(name, ranks, layers_for(name, ranks), times * ranks)) == list(ChannelModel)
 
 
 def test_the_backends_follow_from_the_models() -> None:

@@ -18,7 +18,7 @@ from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES
 from tests.check import drifting
 from tests.check.drifting import added, computed, data_parallel, turned
-from tests.check.programs import built_in, fits
+from tests.check.programs import built_in, fits, layers_for
 from tests.check.test_mutations import PLANS
 from tests.support.random_attention import random_attention
 from tests.support.random_experts import random_experts
@@ -37,7 +37,7 @@ def test_no_built_in_strategy_drifts(name: str) -> None:
     assert check(built_in(name)).drifts == []
     for ranks in (4, 8):
         if fits(name, ranks):
-            assert check(built_in(name, ranks, layers=16, microbatches=16)).drifts == []
+            assert check(built_in(name, ranks, layers_for(name, ranks), 2 * ranks)).drifts == []
 
 
 @pytest.mark.parametrize("name", PLANS)

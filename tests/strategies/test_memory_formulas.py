@@ -22,7 +22,9 @@ UNITS = {"W": Kind.WEIGHT, "G": Kind.GRAD_WEIGHT, "O": Kind.OPT_STATE}
 def checked(name: str) -> Checked:
     entry = STRATEGIES[name]
     mesh = entry.grid(entry.ranks)
-    return check(trace(entry.program, mesh, entry.puzzle(entry.ranks, LAYERS if mesh.tp == 1 else BLOCKS), 16))
+    return check(
+        trace(entry.program, mesh, entry.puzzle(entry.ranks, LAYERS if mesh.tp == mesh.cp == 1 else BLOCKS), 16)
+    )
 
 
 def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0) -> float:

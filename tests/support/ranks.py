@@ -10,13 +10,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+PRELOAD = ["shardlab.train.verify", "shardlab.train.loop", "torch._dynamo"]
+"""What all ranks import, once for all of them; the last is what torch's optimizers import at their first use."""
+
 
 class Ranks:
     """A world of `size` processes; `call` runs a function on every rank and gives the results in rank order."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["shardlab.train.verify", "shardlab.train.loop"])
+        context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         meeting = Path(self._folder.name, "store").as_uri()
         self._pipes: list[Connection] = []

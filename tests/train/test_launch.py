@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +18,7 @@ from shardlab.program import UserError
 from shardlab.train import launch
 from shardlab.train.launch import run_ranks
 from shardlab.train.processes import RankFailed
+from tests.support.ranks import PRELOAD
 from tests.train import jobs
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -56,14 +59,26 @@ def test_a_rank_that_is_asked_to_end_ends_what_saves_nothing() -> None:
         run_ranks(2, jobs.die_on, 1, signal.SIGTERM)
 
 
-def world_of_subprocesses(environments: list[dict[str, str]], code: str) -> list[str]:
-    """Run the code in one process for each environment; gives what each printed."""
-    base = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], env={**base, **more}, stdout=subprocess.PIPE, text=True)
-        for more in environments
-    ]
-    return [process.communicate(timeout=120)[0].strip() for process in processes]
+def launched(environments: list[dict[str, str]]) -> list[float | str]:
+    """What `run_ranks` gives, or says is wrong, in one process for each environment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    pipes: list[Connection] = []
+    for more in environments:
+        ours, theirs = context.Pipe()
+        context.Process(target=_join, args=(theirs, {**os.environ, **more}), daemon=True).start()
+        pipes.append(ours)
+    assert all(pipe.poll(120) for pipe in pipes)
+    return [pipe.recv() for pipe in pipes]
+
+
+def _join(pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        pipe.send(run_ranks(2, jobs.sum_of_ranks, 5))
+    except UserError as error:
+        pipe.send(str(error))
 
 
 def free_port() -> int:
@@ -71,13 +86,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
-
-IMPORTS = """
-from shardlab.program import UserError
-from shardlab.train.launch import run_ranks
-from tests.train import jobs
-"""
-JOIN = f"{IMPORTS}print(run_ranks(2, jobs.sum_of_ranks, 5))"
 
 Environment = Callable[[int, str], dict[str, str]]
 LAUNCHERS: dict[str, Environment] = {
@@ -107,8 +115,7 @@ LAUNCHERS: dict[str, Environment] = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_under_a_launcher_the_process_joins_its_world(launcher: str) -> None:
     port = str(free_port())
-    printed = world_of_subprocesses([LAUNCHERS[launcher](rank, port) for rank in range(2)], JOIN)
-    assert printed == ["6.0", "6.0"]
+    assert launched([LAUNCHERS[launcher](rank, port) for rank in range(2)]) == [6, 6]
 
 
 def test_torchrun_itself_can_start_the_training_command(tmp_path: os.PathLike[str]) -> None:
@@ -141,9 +148,9 @@ def test_a_port_in_use_is_one_sentence_from_every_rank() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        code = f"{IMPORTS}try: run_ranks(2, jobs.sum_of_ranks, 5)\nexcept UserError as error: print(error)"
-        printed = world_of_subprocesses([LAUNCHERS["torchrun's variables"](rank, port) for rank in range(2)], code)
-    for rank, sentence in enumerate(printed):
+        said = launched([LAUNCHERS["torchrun's variables"](rank, port) for rank in range(2)])
+    for rank, sentence in enumerate(said):
+        assert isinstance(sentence, str)
         assert sentence.startswith(f"rank {rank} ")
         assert f"127.0.0.1:{port}" in sentence
         assert "MASTER_PORT" in sentence

@@ -16,6 +16,7 @@ from shardlab.execute import Executor
 from shardlab.execute.communicator import Groups
 from shardlab.execute.optimizer import Slice
 from shardlab.models import GPT, MLP, Llama, Mixtral, MoE
+from shardlab.program import Mesh, UserError
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.plan import DATA_AXES, Context, Recompute, ReduceAt, Reshard
 from shardlab.strategies.schedules import SCHEDULES
@@ -90,7 +91,7 @@ def test_the_table_has_every_strategy_schedule_and_sharding() -> None:
 def test_the_table_has_every_axis_with_every_other_that_it_goes_with() -> None:
     axes = {frozenset(axis for axis, size in plan.mesh.sizes().items() if size > 1) for plan in PLANS}
     pairs = {frozenset(pair) for mesh in axes for pair in combinations(mesh, 2)}
-    never = {frozenset(pair) for pair in (("ep", "tp"), ("ep", "cp"))}
+    never = {frozenset(pair) for pair in (("ep", "tp"), ("ep", "cp"))}  # `Plan` refuses them
     assert pairs | never == {frozenset(pair) for pair in combinations(PLANS[0].mesh.sizes(), 2)}
 
 
@@ -132,6 +133,19 @@ def test_every_case_shows_something_of_its_own() -> None:
 
 
 # What is wrong is noticed.
+
+
+def refused(rank: int, job: Job) -> str:
+    with pytest.raises(UserError) as error:
+        verify_rank(rank, CPU, job, 1)
+    return str(error.value)
+
+
+@on_ranks
+def test_sequences_that_do_not_divide_are_refused(ranks: World) -> None:
+    job = Job(Plan(Mesh(cp=2)), 2, 1, GPT(layers=1, block=10), 2)
+    said = ranks(2).call(refused, job)
+    assert all("sequences of 10 tokens do not divide into 4 slices (remainder 2)" in each for each in said), said
 
 
 small = partial(GPT, width=16, heads=2, block=8)
