@@ -1,9 +1,8 @@
-"""A model whose head is tied to its embedding gives one device's numbers under every kind of plan."""
+"""A model whose head is tied to its embedding: its copies, its norm, and what is left of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -23,35 +22,12 @@ from tests.train.tied_plans import batches_of, trained, verdict
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
-SHARD = ("dp_shard",)
-FSDP = Plan(Mesh(dp_shard=2), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
-
-PLANS = {
-    "one device": Plan(),
-    "ddp": Plan(Mesh(dp_shard=2)),
-    "fsdp": replace(FSDP, reshard_after="step"),
-    "tp": Plan(Mesh(tp=2)),
-    "1f1b": Plan(Mesh(pp=2)),
-    "zb-h1": Plan(Mesh(pp=2), "zb-h1"),
-    "zb-v": Plan(Mesh(pp=2), "zb-v", recompute="full"),
-    "1f1b of 4 stages": Plan(Mesh(pp=4)),
-    "1f1b and fsdp": replace(FSDP, mesh=Mesh(pp=2, dp_shard=2)),
-    "zb-v and zero-2": Plan(Mesh(pp=2, dp_shard=2), "zb-v", shard_gradients=SHARD, shard_optimizer=SHARD),
-    "zb-h1 and sp": Plan(Mesh(pp=2, tp=2), "zb-h1", sequence_parallel=True),
-}
+ENDS, HALVES, FOUR = Plan(Mesh(pp=2)), Plan(Mesh(pp=2), "zb-h1"), Plan(Mesh(pp=4))
+"""The embedding's copy is on the first stage and the head's on the last."""
 
 
-def model(dropout: float = 0.0) -> GPT:
-    return GPT(layers=3, width=16, heads=2, block=8, vocabulary=51, dropout=dropout, tied=True)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_a_tied_model_gives_the_numbers_of_one_device(ranks: World, name: str) -> None:
-    """Every gradient is clipped, so that a norm that counts the shared matrix twice gives other weights."""
-    plan = PLANS[name]
-    for each, dropout in ((1, 0.2), (3, 0.0)):
-        said = ranks(plan.mesh.world).call(verdict, plan, each * plan.data_ranks, model(dropout))[0]
-        assert said.ok, said
+def model() -> GPT:
+    return GPT(layers=3, width=16, heads=2, block=8, vocabulary=51, tied=True)
 
 
 def doubled(state: State, at: int, op: Op) -> Callable[[], None]:
@@ -72,25 +48,25 @@ def verdict_with_a_norm_that_counts_twice(rank: int, plan: Plan, microbatches: i
 
 
 def test_a_norm_that_counts_the_shared_matrix_twice_is_noticed(ranks: World) -> None:
-    said = ranks(2).call(verdict_with_a_norm_that_counts_twice, PLANS["1f1b"], 2)[0]
+    said = ranks(2).call(verdict_with_a_norm_that_counts_twice, ENDS, 2)[0]
     assert said.gradient_error > 1e-6
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_both_copies_of_the_weight_stay_equal_to_the_last_bit(ranks: World, name: str) -> None:
-    (first, _), (last, _) = ranks(2).call(trained, PLANS[name], 2, model())
+@pytest.mark.parametrize("plan", [ENDS, HALVES], ids=["1f1b", "zb-h1"])
+def test_both_copies_of_the_weight_stay_equal_to_the_last_bit(ranks: World, plan: Plan) -> None:
+    (first, _), (last, _) = ranks(2).call(trained, plan, 2, model())
     assert torch.equal(first, last)
 
 
 def test_stages_without_embedding_and_head_keep_no_copy(ranks: World) -> None:
-    copies = [copy for copy, _ in ranks(4).call(trained, PLANS["1f1b of 4 stages"], 2, model())]
+    copies = [copy for copy, _ in ranks(4).call(trained, FOUR, 2, model())]
     assert [copy is not None for copy in copies] == [True, False, False, True]
     assert torch.equal(copies[0], copies[3])
 
 
 def test_the_trained_blocks_are_put_together_judged_and_sampled(ranks: World) -> None:
     whole = model()
-    (embedding, blocks), _ = ranks(2).call(trained, PLANS["1f1b"], 2, whole)
+    (embedding, blocks), _ = ranks(2).call(trained, ENDS, 2, whole)
     matrix = named_views(whole.layout(0), blocks[0])["wte.weight"]
     assert torch.equal(matrix.flatten(), embedding[: matrix.numel()])
     assert validate(whole, batches_of(whole), blocks) > 0
