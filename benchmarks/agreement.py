@@ -232,7 +232,7 @@ def main(options: Options) -> None:
         print(
             f"{machine.processor}, {machine.places} cores, torch {machine.torch}; {time.perf_counter() - began:.0f} s"
         )
-        print(f"a second of communication takes {profile.interference:.2f} s from compute beside it")
+        print(f"a second of communication takes {profile.contention:.2f} s from compute beside it")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
-from shardlab.hardware import Line, Machine, Profile, Rate
+from shardlab.hardware import AlphaBeta, Machine, Profile, Rate
 from shardlab.measure.saving import this_machine
 
 Captured = pytest.CaptureFixture[str]
@@ -24,10 +24,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def profile_of(machine: Machine) -> Profile:
     """A machine whose kernels and collectives take more than a second each."""
-    collectives = {(kind, 2): Line(1.0, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    collectives = {(kind, 2): AlphaBeta(1.0, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
     families = ("matmul", "attention", "pointwise", "update")
     return Profile(
-        machine, collectives, Line(1.0, 0.0), {(family, "float32"): Rate(1.0, 1e12, 1e12) for family in families}, 1e12
+        machine,
+        collectives,
+        AlphaBeta(1.0, 0.0),
+        {(family, "float32"): Rate(1.0, 1e12, 1e12) for family in families},
+        1e12,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.check import Checked
 from shardlab.cli import main
-from shardlab.hardware import Line, Machine, Profile, Rate
+from shardlab.hardware import AlphaBeta, Machine, Profile, Rate
 from shardlab.measure.saving import this_machine
 from shardlab.models import GPT
 from shardlab.program import Mesh
@@ -36,9 +36,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_profile(machine: Machine | None = None, path: Path | None = None) -> None:
     """A machine on which ops take, in seconds, what they take in unit costs."""
-    collectives = {(kind, 2): Line(0.3, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    collectives = {(kind, 2): AlphaBeta(0.3, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
     kernels = {(family, "float32"): Rate(launch, 0.0, 0.0) for family, launch in LAUNCHES.items()}
-    Profile(machine or this_machine(), collectives, Line(0.2, 0.0), kernels, 1e9).write(path)
+    Profile(machine or this_machine(), collectives, AlphaBeta(0.2, 0.0), kernels, 1e9).write(path)
 
 
 def written(folder: Path, *, whole: bool = True) -> Checked:

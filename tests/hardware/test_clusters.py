@@ -11,7 +11,7 @@ from shardlab.hardware import DEVICES, LINKS, Device, Link, find_cluster
 from shardlab.hardware.clusters import NODES, what_else
 from shardlab.program import UserError
 
-DEVICE_NUMBERS = ("memory", "bandwidth", "units")
+DEVICE_NUMBERS = ("memory", "bandwidth", "sms")
 
 
 def test_a_name_is_a_device_and_a_count() -> None:
@@ -22,12 +22,12 @@ def test_a_name_is_a_device_and_a_count() -> None:
 
 def test_fewer_devices_than_a_node_are_part_of_one() -> None:
     cluster = find_cluster("a100-40gbx4")
-    assert (cluster.per_node, cluster.nodes, cluster.cards) == (4, 1, 4)
+    assert (cluster.per_node, cluster.nodes, cluster.nics) == (4, 1, 4)
 
 
 def test_every_device_has_a_node_of_known_links() -> None:
     assert set(NODES) == set(DEVICES)
-    assert {node.inside for node in NODES.values()} | {node.outside for node in NODES.values()} <= set(LINKS)
+    assert {node.intra_node for node in NODES.values()} | {node.inter_node for node in NODES.values()} <= set(LINKS)
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,16 @@ def test_a_mesh_larger_than_the_cluster_is_refused() -> None:
 def test_a_file_changes_the_figures_that_it_names(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
-        'nodes = 4\nper_node = 4\noutside = "ethernet-25"\n'
-        '[device]\nbase = "h100"\nmemory = 96e9\n[inside]\nbase = "nvlink3"\nefficiency = 0.5\n'
+        'nodes = 4\nper_node = 4\ninter_node = "ethernet-25"\n'
+        '[device]\nbase = "h100"\nmemory = 96e9\n[intra_node]\nbase = "nvlink3"\nefficiency = 0.5\n'
     )
     cluster = find_cluster(str(path))
     assert cluster.size == 16
-    assert cluster.cards == 4
+    assert cluster.nics == 4
     assert cluster.device.memory == 96e9
     assert cluster.device.bandwidth == DEVICES["h100"].bandwidth
-    assert cluster.inside.speed == 0.5 * LINKS["nvlink3"].bandwidth
-    assert cluster.outside is LINKS["ethernet-25"]
+    assert cluster.intra_node.speed == 0.5 * LINKS["nvlink3"].bandwidth
+    assert cluster.inter_node is LINKS["ethernet-25"]
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,28 @@ def test_a_file_changes_the_figures_that_it_names(tmp_path: Path) -> None:
         ('device = "h100"\nnods = 2', "'nods' is no entry of a cluster; did you mean nodes"),
         ('device = "h100"\nnodes = 0', "nodes is 0, not a whole number of at least 1"),
         ('device = "h100"\nnodes = "2"', "nodes is '2', not a whole number"),
-        ('device = "h100"\ninside = "nvlink"', "no link is called 'nvlink'; did you mean nvlink"),
-        ('device = "h100"\ninside = 5', "inside is 5, not a link's name"),
+        ('device = "h100"\nintra_node = "nvlink"', "no link is called 'nvlink'; did you mean nvlink"),
+        ('device = "h100"\nintra_node = 5', "intra_node is 5, not a link's name"),
         ("[device]\nmemory = 1", r'\[device\] has no base; write base = "h100"'),
         ('[device]\nbase = "h100"\nmemry = 1', "h100 has no number called 'memry'; did you mean memory"),
         ('[device]\nbase = "h100"\nmemory = "1"', "memory of h100 is '1', not a number"),
         ("device = ", "is not a cluster file"),
-        ('device = "h100"\ncards = 0', "cards is 0, not a whole number of at least 1"),
+        ('device = "h100"\nnics = 0', "nics is 0, not a whole number of at least 1"),
         ('device = "h100"\nper_node = 0', "per_node is 0, not a whole number of at least 1"),
         *((f'[device]\nbase = "h100"\n{key} = 0', f"{key} of h100 is 0; give") for key in DEVICE_NUMBERS),
-        ('[device]\nbase = "h100"\nunits = 1.5', "units of h100 is 1.5; give a whole number of at least 1"),
-        ('device = "h100"\n[inside]\nefficiency = 0', "efficiency of nvlink4 is 0; give the share of its bandwidth"),
-        ('device = "h100"\n[inside]\nefficiency = 50', "is 50; give the share .* above 0 and at most 1.1"),
-        ('device = "h100"\n[outside]\nbandwidth = 0', "bandwidth of infiniband-ndr is 0; give a number above 0"),
-        ('device = "h100"\n[outside]\nbandwidth = inf', "bandwidth of infiniband-ndr is inf; give a number above 0"),
-        ('device = "h100"\n[outside]\nlatency = -1e-6', "latency of infiniband-ndr is -1e-06; give seconds, 0 or more"),
-        ('device = "h100"\n[outside]\nlatency = nan', "latency of infiniband-ndr is nan; give seconds, 0 or more"),
+        ('[device]\nbase = "h100"\nsms = 1.5', "sms of h100 is 1.5; give a whole number of at least 1"),
+        (
+            'device = "h100"\n[intra_node]\nefficiency = 0',
+            "efficiency of nvlink4 is 0; give the share of its bandwidth",
+        ),
+        ('device = "h100"\n[intra_node]\nefficiency = 50', "is 50; give the share .* above 0 and at most 1.1"),
+        ('device = "h100"\n[inter_node]\nbandwidth = 0', "bandwidth of infiniband-ndr is 0; give a number above 0"),
+        ('device = "h100"\n[inter_node]\nbandwidth = inf', "bandwidth of infiniband-ndr is inf; give a number above 0"),
+        (
+            'device = "h100"\n[inter_node]\nlatency = -1e-6',
+            "latency of infiniband-ndr is -1e-06; give seconds, 0 or more",
+        ),
+        ('device = "h100"\n[inter_node]\nlatency = nan', "latency of infiniband-ndr is nan; give seconds, 0 or more"),
     ],
 )
 def test_a_file_that_describes_no_cluster_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -113,5 +119,5 @@ def test_every_figure_of_the_tables_could_stand_in_a_file() -> None:
 
 def test_a_link_without_latency_is_one(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text('device = "h100"\n[inside]\nlatency = 0\n')
-    assert find_cluster(str(path)).inside.latency == 0
+    path.write_text('device = "h100"\n[intra_node]\nlatency = 0\n')
+    assert find_cluster(str(path)).intra_node.latency == 0

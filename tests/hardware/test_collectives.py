@@ -28,8 +28,8 @@ def test_more_bytes_take_no_less_time(kind: str, bytes: float, group: Sequence[i
 def test_no_bus_bandwidth_exceeds_the_links(kind: str, bytes: float, group: Sequence[int]) -> None:
     crosses = len({rank // 8 for rank in group}) > 1
     seconds = CLUSTER.collective_seconds(kind, bytes, group)
-    # a node's eight cards together, for the part that leaves it
-    limit = max(CLUSTER.inside.speed, 8 * CLUSTER.outside.speed) if crosses else CLUSTER.inside.speed
+    # a node's eight NICs together, for the part that leaves it
+    limit = max(CLUSTER.intra_node.speed, 8 * CLUSTER.inter_node.speed) if crosses else CLUSTER.intra_node.speed
     assert bus_bandwidth(kind, bytes, len(group), seconds) < limit
 
 
@@ -56,12 +56,12 @@ def test_a_small_all_reduce_over_many_nodes_goes_by_tree() -> None:
 
 
 def test_eight_groups_with_a_member_on_each_node_share_its_cards() -> None:
-    """One card for each GPU: the group has its own. Two cards for eight GPUs: it has a quarter of one."""
+    """One NIC for each GPU: the group has its own. Two NICs for eight GPUs: it has a quarter of one."""
     own = find_cluster("h100x16")
-    assert own.span([0, 8]).outside == own.outside.speed
-    assert own.span([0, 1, 8, 9]).ring == 2 * own.outside.speed
-    shared = type(own)(own.device, 8, 2, own.inside, own.outside, cards=2)
-    assert shared.span([0, 8]).outside == own.outside.speed / 4
+    assert own.span([0, 8]).inter_node == own.inter_node.speed
+    assert own.span([0, 1, 8, 9]).ring == 2 * own.inter_node.speed
+    shared = type(own)(own.device, 8, 2, own.intra_node, own.inter_node, nics=2)
+    assert shared.span([0, 8]).inter_node == own.inter_node.speed / 4
 
 
 def test_a_message_to_another_node_is_slower() -> None:
@@ -71,7 +71,7 @@ def test_a_message_to_another_node_is_slower() -> None:
 def test_without_a_switch_a_message_has_only_the_lanes_to_its_target() -> None:
     cluster = find_cluster("v100x8")
     message = 1e9 / cluster.message_seconds(1e9, 0, 1)
-    assert message < cluster.inside.bandwidth / 2
+    assert message < cluster.intra_node.bandwidth / 2
 
 
 @pytest.mark.parametrize(

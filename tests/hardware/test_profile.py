@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.hardware import Cluster, Line, Machine, Profile, Rate, find_cluster
+from shardlab.hardware import AlphaBeta, Cluster, Machine, Profile, Rate, find_cluster
 from shardlab.models.kernels import FusedAttention, Matmul, Pointwise
 from shardlab.program import UserError
 
 MACHINE = Machine("a CPU", places=2, torch="2.9", backend="gloo")
 PROFILE = Profile(
     machine=MACHINE,
-    collectives={("all_reduce", 2): Line(1e-4, 1e-9), ("all_reduce", 4): Line(3e-4, 3e-9)},
-    messages=Line(5e-5, 2e-10),
+    collectives={("all_reduce", 2): AlphaBeta(1e-4, 1e-9), ("all_reduce", 4): AlphaBeta(3e-4, 3e-9)},
+    messages=AlphaBeta(5e-5, 2e-10),
     kernels={
         ("matmul", "float32"): Rate(1e-5, 1e11, 1e10),
         ("pointwise", "float32"): Rate(1e-5, 0, 1e10),
@@ -26,7 +26,7 @@ PROFILE = Profile(
     memory=8e9,
     layers=[{"name": "block", "seconds": 0.1}],
     alone={("op:backward", "float32"): Rate(9e-5, 0, 0)},
-    interference=0.75,
+    contention=0.75,
 )
 
 
@@ -42,7 +42,7 @@ def test_one_rank_alone_has_the_memory_to_itself() -> None:
 
 
 def test_communication_slows_compute_as_was_measured() -> None:
-    assert (Cluster.of_profile(PROFILE).interference, find_cluster("h100x8").interference) == (0.75, 0)
+    assert (Cluster.of_profile(PROFILE).contention, find_cluster("h100x8").contention) == (0.75, 0)
 
 
 def test_it_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_a_profile_from_another_machine_is_refused_unless_forced(tmp_path: Path)
     assert Profile.read(path, here=here, force=True) == PROFILE
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 1, "machine": {"x": 1}}', '"text"'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 2, "machine": {"x": 1}}', '"text"'])
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -89,8 +89,8 @@ def test_a_profile_with_figures_that_cannot_be_is_refused(tmp_path: Path, figure
 
 def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     path = PROFILE.write(tmp_path / "profile.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
-    with pytest.raises(UserError, match="version 99, not 1; run shardlab bench again"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
+    with pytest.raises(UserError, match="version 1, not 2; run shardlab bench again"):
         Profile.read(path)
 
 

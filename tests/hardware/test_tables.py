@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from shardlab.hardware import DEVICES, LINKS, Device, Link, find_cluster, find_device, find_link
-from shardlab.hardware.clusters import NODES, Node
+from shardlab.hardware.clusters import NODES, NodeType
 from shardlab.hardware.device import BYTES
 from shardlab.hardware.devices import ALIASES
 
@@ -35,7 +35,7 @@ def test_a_devices_figures_are_in_their_units(device: Device) -> None:
     assert all(1e12 <= peak <= 1e16 for peak in device.flops.values())
     assert 8 * 2**30 <= device.memory <= 512 * 2**30
     assert 100e9 <= device.bandwidth <= 20e12
-    assert 1 <= device.units <= 512
+    assert 1 <= device.sms <= 512
 
 
 @ALL_DEVICES
@@ -63,10 +63,10 @@ def test_a_links_figures_are_in_their_units(link: Link) -> None:
 
 
 @pytest.mark.parametrize("node", NODES.values(), ids=NODES)
-def test_a_nodes_inside_is_no_slower_than_its_share_of_the_outside(node: Node) -> None:
-    inside, outside = find_link(node.inside), find_link(node.outside)
-    assert inside.bandwidth >= outside.bandwidth * node.cards / node.devices
-    assert 1 <= node.cards <= node.devices
+def test_links_inside_a_node_are_no_slower_than_its_share_of_the_network(node: NodeType) -> None:
+    intra_node, inter_node = find_link(node.intra_node), find_link(node.inter_node)
+    assert intra_node.bandwidth >= inter_node.bandwidth * node.nics / node.devices
+    assert 1 <= node.nics <= node.devices
 
 
 @pytest.mark.parametrize("what", SOURCES)

@@ -12,7 +12,7 @@ import torch
 from shardlab.measure.cases import CASES, exchange, make_case
 from shardlab.measure.collectives import CollectiveBench, measure_collectives
 from shardlab.measure.layers import ComputeBench, measure_compute
-from shardlab.measure.world import World
+from shardlab.measure.world import MeasuringRanks
 
 
 def collectives(rank: int, bench: CollectiveBench, file: Path) -> bool:
@@ -25,7 +25,7 @@ def compute(rank: int, bench: ComputeBench, file: Path) -> bool:
 
 def wrong_elements(rank: int, size: int) -> dict[str, tuple[int, int]]:
     """Of every collective: wrong elements as it is, and when one of those that are expected is another."""
-    team = World(rank, torch.device("cpu")).team(size)
+    team = MeasuringRanks(rank, torch.device("cpu")).team(size)
     found: dict[str, tuple[int, int]] = {}
     for kind in CASES:
         if kind == "send_recv" and size != 2:
@@ -40,12 +40,12 @@ def wrong_elements(rank: int, size: int) -> dict[str, tuple[int, int]]:
 
 def wrongly_exchanged(rank: int, size: int) -> int:
     """Elements that are wrong after an exchange of messages."""
-    return exchange(size, World(rank, torch.device("cpu")).team(2)).wrong()
+    return exchange(size, MeasuringRanks(rank, torch.device("cpu")).team(2)).wrong()
 
 
 def teams(rank: int) -> list[tuple[int, ...]]:
     """The teams of two of this rank's world, and the sum over it of its members' ranks."""
-    team = World(rank, torch.device("cpu")).team(2)
+    team = MeasuringRanks(rank, torch.device("cpu")).team(2)
     x = torch.tensor([rank])
     torch.distributed.all_reduce(x, group=team.group)
     return [team.ranks, (int(x),)]

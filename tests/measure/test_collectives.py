@@ -13,10 +13,10 @@ from tests.measure import jobs
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
-World = Callable[[int], Ranks]
+MeasuringRanks = Callable[[int], Ranks]
 
 
-def test_every_result_is_right_and_one_that_is_not_is_counted(ranks: World) -> None:
+def test_every_result_is_right_and_one_that_is_not_is_counted(ranks: MeasuringRanks) -> None:
     for found in ranks(2).call(jobs.wrong_elements, 2):
         assert set(found) == set(KINDS)
         assert not any(right for right, _ in found.values())
@@ -25,7 +25,7 @@ def test_every_result_is_right_and_one_that_is_not_is_counted(ranks: World) -> N
     assert {kind for kind in KINDS if second[kind][1] == 1} == set(KINDS) - {"barrier", "reduce", "gather"}
 
 
-def test_teams_of_neighbours_work_at_once(ranks: World) -> None:
+def test_teams_of_neighbours_work_at_once(ranks: MeasuringRanks) -> None:
     assert ranks(4).call(jobs.teams) == [[(0, 1), (1,)]] * 2 + [[(2, 3), (5,)]] * 2
 
 
@@ -34,7 +34,7 @@ def test_groups_are_the_divisors() -> None:
     assert group_sizes(7) == (7,)
 
 
-def test_every_kind_is_measured_at_every_size(ranks: World, tmp_path: Path) -> None:
+def test_every_kind_is_measured_at_every_size(ranks: MeasuringRanks, tmp_path: Path) -> None:
     bench = CollectiveBench(KINDS, (64, 1024), (2,), seconds=1e-4, warmup=1, quiet=True)
     assert ranks(2).call(jobs.collectives, bench, tmp_path / "points") == [True, False]
     points = read_points(tmp_path / "points")
@@ -54,11 +54,11 @@ def test_a_point_takes_the_seconds_that_were_asked_for_in_all() -> None:
     assert CollectiveBench(KINDS, (64,), (2,), seconds=0.2, overlap=False).each == pytest.approx(0.2)
 
 
-def test_what_is_exchanged_arrives(ranks: World) -> None:
+def test_what_is_exchanged_arrives(ranks: MeasuringRanks) -> None:
     assert ranks(2).call(jobs.wrongly_exchanged, 96) == [0, 0]
 
 
-def test_messages_are_measured_between_two_and_the_rest_in_every_group(ranks: World, tmp_path: Path) -> None:
+def test_messages_are_measured_between_two_and_the_rest_in_every_group(ranks: MeasuringRanks, tmp_path: Path) -> None:
     bench = CollectiveBench(("all_reduce", "send_recv"), (64,), (2, 4), seconds=1e-4, overlap=False, quiet=True)
     ranks(4).call(jobs.collectives, bench, tmp_path / "points")
     points = read_points(tmp_path / "points")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.hardware import Cluster, Line, Machine, Profile, Rate
+from shardlab.hardware import AlphaBeta, Cluster, Machine, Profile, Rate
 from shardlab.measure.kernel_fit import BESIDE, Rates, errors_by_layer, errors_of, fit_kernels, predict
 from shardlab.measure.points import LayerPoint
 from shardlab.measure.shapes import MEASURED, Shape, subjects
@@ -63,7 +63,7 @@ def test_every_kernel_of_a_layer_has_a_rate_in_every_dtype() -> None:
 def test_a_profile_of_the_fit_prices_a_layer_as_the_fit_predicts_it() -> None:
     rates: Rates = {(family, "float32"): Rate(1e-5, 1e11, 1e10) for family in FAMILIES}
     rates["op:forward", "float32"] = Rate(5e-5, 0, 0)
-    profile = Profile(Machine("a CPU", 2, "2.9", "gloo"), {}, Line(0, 0), rates, 1e9)
+    profile = Profile(Machine("a CPU", 2, "2.9", "gloo"), {}, AlphaBeta(0, 0), rates, 1e9)
     device = Cluster.of_profile(profile).device
     subject = subjects(Shape(64, 2, 32), "float32", 256)[1]
     assert isinstance(subject.model, Halves)

@@ -16,14 +16,14 @@ from shardlab.program import UserError
 from tests.measure import jobs
 from tests.support.ranks import Ranks
 
-World = Callable[[int], Ranks]
+MeasuringRanks = Callable[[int], Ranks]
 WHOLE = {"first block", "block", "last block"}
 HALVES = {"embedding", "norm", "attention", "mlp", "head"}
 PASSES = {"forward", "backward", "backward_input", "backward_weight", "update"}
 
 
 @pytest.mark.xdist_group("ranks")
-def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: World, tmp_path: Path) -> None:
+def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: MeasuringRanks, tmp_path: Path) -> None:
     bench = ComputeBench((Shape(16, 2, 8),), vocabulary=32, seconds=1e-4, quiet=True)
     assert ranks(2).call(jobs.compute, bench, tmp_path / "points") == [True, False]
     points = read_points(tmp_path / "points")

@@ -50,10 +50,10 @@ def test_a_message_has_the_bandwidth_of_its_link() -> None:
 
 
 def test_what_is_hidden_is_a_share_of_the_shorter() -> None:
-    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=2.0).hidden == 1
-    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=3.0).hidden == 0
-    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=2.25).hidden == 0.75
-    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=4.0).hidden == -1
+    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=2.0).overlap == 1
+    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=3.0).overlap == 0
+    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=2.25).overlap == 0.75
+    assert OverlapPoint("all_reduce", 2, 8, 1.0, 2.0, together=4.0).overlap == -1
 
 
 def test_a_layers_flops_are_its_kernels() -> None:

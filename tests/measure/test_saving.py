@@ -55,7 +55,7 @@ def test_kernels_are_those_of_a_busy_machine_and_apart_those_of_one_process() ->
 def test_the_usual_loss_beside_compute_is_kept() -> None:
     """Of what could be hidden, 0 %, 25 % and all was."""
     points = [OverlapPoint("all_reduce", 2, 1024, 2.0, 1.0, together) for together in (3.0, 2.75, 2.0)]
-    assert updated_profile(points).interference == 0.75
+    assert updated_profile(points).contention == 0.75
 
 
 def test_a_profile_without_messages_says_so(tmp_path: Path) -> None:

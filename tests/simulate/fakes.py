@@ -18,8 +18,8 @@ class FakePrices:
     start: float = 0.25
     one_stream: bool = False
     messages: Messages = "rendezvous"
-    sends_block: float = 0.0
-    interference: float = 0.0
+    blocking_p2p: float = 0.0
+    contention: float = 0.0
     adds_in_backward: bool = False
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
@@ -54,7 +54,7 @@ class FakeCluster:
     """A collective takes a second for each byte and member, a message two for each byte."""
 
     device: FakeDevice = FakeDevice()
-    interference: float = 0.0
+    contention: float = 0.0
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:
         return bytes * len(ranks)

@@ -81,7 +81,7 @@ def test_counters_reach_the_peak_and_rise_in_time() -> None:
 
 def test_where_communication_takes_the_cores_time_nothing_is_hidden() -> None:
     """Compute and communication that take turns on one core take the sum of their times, however they overlap."""
-    free, turns = (of_program("ddp", 2, 4, 2, FakePrices(interference=share)) for share in (0.0, 1.0))
+    free, turns = (of_program("ddp", 2, 4, 2, FakePrices(contention=share)) for share in (0.0, 1.0))
     tape = turns.traced.program.tapes[0]
     work = sum(
         turns.times.ends[0][at] - turns.times.starts[0][at] for at, op in enumerate(tape) if op.kind is not OpKind.WAIT

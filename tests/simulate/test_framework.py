@@ -30,10 +30,10 @@ def step(
 LONGER: dict[str, Framework] = {
     "attention": Framework(attention="flash1"),
     "passes": Framework(passes={"layer_norm": (3.0, 3.0)}),
-    "sends_block": Framework(sends_block=1.0),
+    "blocking_p2p": Framework(blocking_p2p=1.0),
     "all_reduces": Framework(all_reduces=True),
     "one_card": Framework(one_card=True),
-    "interference": Framework(interference=0.5),
+    "contention": Framework(contention=0.5),
     "update_bytes": Framework(update_bytes=200.0),
 }
 SHORTER: dict[str, Framework] = {

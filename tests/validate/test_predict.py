@@ -90,7 +90,7 @@ def test_a_few_microbatches_tell_the_time_of_many(
 ) -> None:
     plan, each = Plan(Mesh(pp=4), schedule, stages_per_rank=chunks), 44
     layers = 4 * chunks
-    prices = StagePrices(last=layers - 1, ends=ends, sends_block=blocks)
+    prices = StagePrices(last=layers - 1, ends=ends, blocking_p2p=blocks)
 
     def step(microbatches: int) -> float:
         return estimate(fold(plan, Sizes.puzzle(layers), microbatches), prices).step

@@ -19,10 +19,10 @@ from shardlab.cli.bench_tables import (
     table_of,
 )
 from shardlab.cli.console import stdout_console
-from shardlab.measure.fit import Errors
 from shardlab.measure.kernel_fit import errors_of, fit_kernels
 from shardlab.measure.lines import FittedLine, fit_lines
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
+from shardlab.measure.regression import FitErrors
 from shardlab.measure.report import crowds
 from shardlab.measure.sizes import size_text
 
@@ -46,7 +46,7 @@ def print_collectives(points: Sequence[Point], verbose: bool = False, console: C
         table = table_of(f"{ranks} ranks", *times, "bus GB/s", "latency us", "GB/s", "error", "hidden", left=1)
         for kind in dict.fromkeys(point.kind for point in measured if point.ranks == ranks):
             mine = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
-            hidden = [point.hidden for point in beside if (point.kind, point.ranks) == (kind, ranks)]
+            hidden = [point.overlap for point in beside if (point.kind, point.ranks) == (kind, ranks)]
             told = hidden_text(median(hidden)) if hidden else "-"
             table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), told)
         console.print(table)
@@ -115,7 +115,7 @@ def print_compute(points: Sequence[Point], verbose: bool = False, console: Conso
         _say(console, "doubtful", f"{len(over)} timings are {said}", "yellow")
 
 
-def _errors_text(errors: Errors) -> str:
+def _errors_text(errors: FitErrors) -> str:
     return f"of {errors.points} timings half are within {errors.median:.0%} of it, the worst is {errors.worst:.0%} off"
 
 

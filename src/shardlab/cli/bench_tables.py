@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.measure.fit import Errors
 from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint
+from shardlab.measure.regression import FitErrors
 from shardlab.measure.sizes import size_text
 
 GIGA = 1e9
@@ -44,7 +44,7 @@ def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
     for point in points:
         times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
         size = size_text(point.bytes) if point.bytes else "-"
-        table.add_row(point.kind, str(point.ranks), size, *times, hidden_text(point.hidden))
+        table.add_row(point.kind, str(point.ranks), size, *times, hidden_text(point.overlap))
     console.print(table)
     console.print(
         "[dim]it adds: where it is waited for between computations; beside: computed between its start and the wait\n"
@@ -105,7 +105,7 @@ def print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
     console.print(errors, "")
 
 
-def _errors(errors: Errors) -> tuple[str, str, str]:
+def _errors(errors: FitErrors) -> tuple[str, str, str]:
     return str(errors.points), f"{errors.median:.0%}", f"{errors.worst:.0%}"
 
 

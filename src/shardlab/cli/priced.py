@@ -86,7 +86,7 @@ def price(request: Request) -> Result:
         Refused: for a program that is wrong.
     """
     from shardlab.models import find_model
-    from shardlab.simulate.fitting import require_memory
+    from shardlab.simulate.memory_advice import require_memory
     from shardlab.simulate.precision import find_precision
     from shardlab.simulate.workload import Workload
 

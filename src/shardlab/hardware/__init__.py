@@ -5,15 +5,15 @@ from shardlab.hardware.clusters import cluster_of, find_cluster
 from shardlab.hardware.device import Device, Efficiency
 from shardlab.hardware.devices import DEVICES, find_device
 from shardlab.hardware.links import LINKS, Link, find_link
-from shardlab.hardware.profile import Line, Machine, Profile, Rate
+from shardlab.hardware.profile import AlphaBeta, Machine, Profile, Rate
 
 __all__ = [
     "DEVICES",
     "LINKS",
+    "AlphaBeta",
     "Cluster",
     "Device",
     "Efficiency",
-    "Line",
     "Link",
     "Machine",
     "Profile",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from shardlab.hardware.collectives import COSTS, START, Span, collective_seconds, nodes_of
+from shardlab.hardware.collectives import COSTS, START, GroupSpan, collective_seconds, nodes_of
 from shardlab.hardware.device import Device
 from shardlab.hardware.links import Link
 from shardlab.hardware.measured import device_of_profile, measured_seconds
@@ -24,18 +24,18 @@ class Cluster:
         device: what every rank runs on.
         per_node: how many of them share a node.
         nodes: how many nodes.
-        inside: the link between devices of a node.
-        outside: the link between nodes; its bandwidth is that of one card.
-        cards: how many cards a node has, shared evenly by its devices.
+        intra_node: the link between devices of a node.
+        inter_node: the link between nodes; its bandwidth is that of one NIC.
+        nics: how many NICs a node has, shared evenly by its devices.
         profile: what was measured on this machine; it stands in for the links.
     """
 
     device: Device
     per_node: int
     nodes: int
-    inside: Link
-    outside: Link
-    cards: int
+    intra_node: Link
+    inter_node: Link
+    nics: int
     profile: Profile | None = None
 
     @classmethod
@@ -51,9 +51,9 @@ class Cluster:
         return replace(self, device=device_of_profile(replace(self.profile, kernels=self.profile.alone)))
 
     @property
-    def interference(self) -> float:
+    def contention(self) -> float:
         """Seconds that a second of communication takes from the compute of its rank; of data sheets none."""
-        return self.profile.interference if self.profile is not None else 0.0
+        return self.profile.contention if self.profile is not None else 0.0
 
     @property
     def size(self) -> int:
@@ -75,17 +75,17 @@ class Cluster:
                 f"make the mesh smaller, or the cluster {ranks} devices"
             )
 
-    def span(self, ranks: Sequence[int]) -> Span:
-        """Where a group lies. Other groups of its axis use the rest of a node's cards at the same time."""
+    def span(self, ranks: Sequence[int]) -> GroupSpan:
+        """Where a group lies. Other groups of its axis use the rest of a node's NICs at the same time."""
         nodes, members = nodes_of(ranks, self.per_node)
-        return Span(
+        return GroupSpan(
             size=len(ranks),
             nodes=nodes,
             members=members,
-            inside=self.inside.speed,
-            outside=self.outside.speed * self.cards / self.per_node,
-            hop_inside=self.inside.latency,
-            hop_outside=self.outside.latency,
+            intra_node=self.intra_node.speed,
+            inter_node=self.inter_node.speed * self.nics / self.per_node,
+            hop_intra_node=self.intra_node.latency,
+            hop_inter_node=self.inter_node.latency,
         )
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:
@@ -123,9 +123,9 @@ class Cluster:
                 raise UserError("the profile has no messages; measure them: shardlab bench collectives")
             return self.profile.messages.seconds(bytes)
         if source // self.per_node == target // self.per_node:
-            return START + self.inside.latency + bytes / self.inside.pair_speed
-        share = min(1.0, self.cards / self.per_node)
-        return START + self.outside.latency + bytes / (self.outside.speed * share)
+            return START + self.intra_node.latency + bytes / self.intra_node.pair_speed
+        share = min(1.0, self.nics / self.per_node)
+        return START + self.inter_node.latency + bytes / (self.inter_node.speed * share)
 
     def _want_bytes(self, bytes: float) -> None:
         if not 0 <= bytes < inf:

@@ -5,9 +5,9 @@ A file names a device and its nodes, and may put its own figures in the place of
     device = "h100"             # or [device] with base = "h100" and, say, memory = 96e9
     nodes = 4
     per_node = 8
-    inside = "nvlink4"          # or [inside] with base = "nvlink4" and, say, efficiency = 0.7
-    outside = "infiniband-ndr"
-    cards = 8
+    intra_node = "nvlink4"          # or [intra_node] with base = "nvlink4" and, say, efficiency = 0.7
+    inter_node = "infiniband-ndr"
+    nics = 8
 """
 
 from __future__ import annotations
@@ -35,48 +35,50 @@ MOST_EFFICIENT = 1.1
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeType:
     """How many devices a usual node has, and its links by name."""
 
     devices: int
-    inside: str
-    outside: str
-    cards: int
+    intra_node: str
+    inter_node: str
+    nics: int
     source: str
 
 
-HGX_H100 = Node(8, "nvlink4", "infiniband-ndr", 8, sources.DGX_H100)
-MI300_PLATFORM = Node(
-    8, "infinity-fabric-3", "roce-400", 8, f"8 joined by their links: {sources.ROCM}; cards: not looked up"
+HGX_H100 = NodeType(8, "nvlink4", "infiniband-ndr", 8, sources.DGX_H100)
+MI300_PLATFORM = NodeType(
+    8, "infinity-fabric-3", "roce-400", 8, f"8 joined by their links: {sources.ROCM}; NICs: not looked up"
 )
 NODES = {
-    "p100": Node(8, "nvlink1", "infiniband-edr", 4, "as v100; not looked up"),
-    "v100": Node(8, "nvlink2", "infiniband-edr", 4, sources.DGX_1),
-    "v100-32gb": Node(8, "nvlink2", "infiniband-edr", 4, sources.DGX_1),
-    "t4": Node(4, "pcie3", "ethernet-25", 1, sources.FOUR_CARDS),
-    "a100-40gb": Node(8, "nvlink3", "infiniband-hdr", 8, sources.DGX_A100),
-    "a100-80gb": Node(8, "nvlink3", "infiniband-hdr", 8, sources.DGX_A100),
-    "a100-pcie": Node(4, "pcie4", "infiniband-hdr", 1, sources.FOUR_CARDS),
-    "a10": Node(4, "pcie4", "ethernet-25", 1, sources.FOUR_CARDS),
-    "l4": Node(4, "pcie4", "ethernet-25", 1, sources.FOUR_CARDS),
-    "l40s": Node(8, "pcie4", "ethernet-100", 1, sources.EIGHT_CARDS),
-    "rtx-4090": Node(8, "pcie4", "ethernet-25", 1, sources.EIGHT_CARDS),
+    "p100": NodeType(8, "nvlink1", "infiniband-edr", 4, "as v100; not looked up"),
+    "v100": NodeType(8, "nvlink2", "infiniband-edr", 4, sources.DGX_1),
+    "v100-32gb": NodeType(8, "nvlink2", "infiniband-edr", 4, sources.DGX_1),
+    "t4": NodeType(4, "pcie3", "ethernet-25", 1, sources.FOUR_GPUS),
+    "a100-40gb": NodeType(8, "nvlink3", "infiniband-hdr", 8, sources.DGX_A100),
+    "a100-80gb": NodeType(8, "nvlink3", "infiniband-hdr", 8, sources.DGX_A100),
+    "a100-pcie": NodeType(4, "pcie4", "infiniband-hdr", 1, sources.FOUR_GPUS),
+    "a10": NodeType(4, "pcie4", "ethernet-25", 1, sources.FOUR_GPUS),
+    "l4": NodeType(4, "pcie4", "ethernet-25", 1, sources.FOUR_GPUS),
+    "l40s": NodeType(8, "pcie4", "ethernet-100", 1, sources.EIGHT_GPUS),
+    "rtx-4090": NodeType(8, "pcie4", "ethernet-25", 1, sources.EIGHT_GPUS),
     "h100": HGX_H100,
-    "h100-96gb": Node(8, "nvlink4", "roce-400", 8, f"NVLink, 400 Gb/s of RDMA for each device: {sources.TORCHTITAN}"),
-    "h100-pcie": Node(4, "pcie5", "infiniband-ndr", 1, sources.FOUR_CARDS),
+    "h100-96gb": NodeType(
+        8, "nvlink4", "roce-400", 8, f"NVLink, 400 Gb/s of RDMA for each device: {sources.TORCHTITAN}"
+    ),
+    "h100-pcie": NodeType(4, "pcie5", "infiniband-ndr", 1, sources.FOUR_GPUS),
     "h200": HGX_H100,
-    "h800": Node(8, "nvlink4-h800", "infiniband-ndr", 8, f"{sources.DEEPSEEK}, section 3.1"),
+    "h800": NodeType(8, "nvlink4-h800", "infiniband-ndr", 8, f"{sources.DEEPSEEK}, section 3.1"),
     "h20": replace(HGX_H100, source="as h100; not looked up"),
-    "b200": Node(8, "nvlink5", "infiniband-ndr", 8, f"eight cards of 400 Gb/s: {sources.HGX_B300}"),
-    "gb200": Node(72, "nvlink5", "infiniband-ndr", 72, f"NVL72, a card of 400 Gb/s each: {sources.NETWORK}"),
-    "b300": Node(8, "nvlink5", "infiniband-xdr", 8, f"eight cards of 800 Gb/s: {sources.NETWORK}"),
+    "b200": NodeType(8, "nvlink5", "infiniband-ndr", 8, f"eight NICs of 400 Gb/s: {sources.HGX_B300}"),
+    "gb200": NodeType(72, "nvlink5", "infiniband-ndr", 72, f"NVL72, a NIC of 400 Gb/s each: {sources.NETWORK}"),
+    "b300": NodeType(8, "nvlink5", "infiniband-xdr", 8, f"eight NICs of 800 Gb/s: {sources.NETWORK}"),
     "mi300x": MI300_PLATFORM,
     "mi325x": MI300_PLATFORM,
-    "mi355x": replace(MI300_PLATFORM, inside="infinity-fabric-4"),
-    "tpu-v4": Node(64, "ici-v4", "dcn-v5p", 64, f"a cube of 4 x 4 x 4, 25 GB/s for a host of 4: {sources.TPUS}"),
-    "tpu-v5e": Node(256, "ici-v5e", "dcn-v5e", 256, f"a pod of 16 x 16: {sources.TPU_V5E}"),
-    "tpu-v5p": Node(64, "ici-v5p", "dcn-v5p", 64, f"a cube of 4 x 4 x 4: {sources.TPU_V5P}"),
-    "tpu-v6e": Node(
+    "mi355x": replace(MI300_PLATFORM, intra_node="infinity-fabric-4"),
+    "tpu-v4": NodeType(64, "ici-v4", "dcn-v5p", 64, f"a cube of 4 x 4 x 4, 25 GB/s for a host of 4: {sources.TPUS}"),
+    "tpu-v5e": NodeType(256, "ici-v5e", "dcn-v5e", 256, f"a pod of 16 x 16: {sources.TPU_V5E}"),
+    "tpu-v5p": NodeType(64, "ici-v5p", "dcn-v5p", 64, f"a cube of 4 x 4 x 4: {sources.TPU_V5P}"),
+    "tpu-v6e": NodeType(
         256, "ici-v6e", "dcn-v5e", 256, f"a pod of 16 x 16: {sources.TPU_V6E}; 25 GB/s for a host of 8: {sources.TPUS}"
     ),
 }
@@ -156,8 +158,8 @@ def cluster_of(device: Device, count: int) -> Cluster:
             f"{count} x {device.name} are not whole nodes of {per_node}; take {count - count % per_node} or "
             f"{count - count % per_node + per_node}, or describe the nodes in a .toml file"
         )
-    cards = max(1, node.cards * per_node // node.devices)
-    return Cluster(device, per_node, count // per_node, find_link(node.inside), find_link(node.outside), cards)
+    nics = max(1, node.nics * per_node // node.devices)
+    return Cluster(device, per_node, count // per_node, find_link(node.intra_node), find_link(node.inter_node), nics)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -172,7 +174,7 @@ def read_cluster(path: Path) -> Cluster:
         raise UserError(f"there is no cluster file {path}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a cluster file ({error})") from None
-    known = {"device", "nodes", "per_node", "inside", "outside", "cards"}
+    known = {"device", "nodes", "per_node", "intra_node", "inter_node", "nics"}
     for key in data:
         if key not in known:
             raise UserError(f"{path}: {key!r} is no entry of a cluster; {nearest(key, known)}")
@@ -187,9 +189,9 @@ def read_cluster(path: Path) -> Cluster:
         device=changed(path, find_device(base), data["device"]),
         per_node=per_node,
         nodes=whole(path, data, "nodes", 1),
-        inside=link_of(path, data, "inside", node.inside),
-        outside=link_of(path, data, "outside", node.outside),
-        cards=whole(path, data, "cards", max(1, node.cards * per_node // node.devices)),
+        intra_node=link_of(path, data, "intra_node", node.intra_node),
+        inter_node=link_of(path, data, "inter_node", node.inter_node),
+        nics=whole(path, data, "nics", max(1, node.nics * per_node // node.devices)),
     )
 
 
@@ -231,7 +233,7 @@ def changed(path: Path, row: T, given: Any) -> T:
 
 def what_else(key: str, value: float) -> str | None:
     """What a number of a device or a link should be, if it is none that can be."""
-    if key == "units":
+    if key == "sms":
         return None if isinstance(value, int) and value >= 1 else "a whole number of at least 1"
     if key == "efficiency":
         good = 0 < value <= MOST_EFFICIENT

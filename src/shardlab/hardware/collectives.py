@@ -18,41 +18,41 @@ START = 6.6e-6
 
 
 @dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """Where a group lies, and what its members can send.
 
     Attributes:
         size: how many ranks it has.
         nodes: over how many nodes they are spread.
         members: how many are on the fullest node.
-        inside: bytes/s that a member sends to members on its node.
-        outside: bytes/s that a member sends to other nodes: its share of its node's cards.
-        hop_inside, hop_outside: seconds of a hop.
+        intra_node: bytes/s that a member sends to members on its node.
+        inter_node: bytes/s that a member sends to other nodes: its share of its node's NICs.
+        hop_intra_node, hop_inter_node: seconds of a hop.
     """
 
     size: int
     nodes: int
     members: int
-    inside: float
-    outside: float
-    hop_inside: float
-    hop_outside: float
+    intra_node: float
+    inter_node: float
+    hop_intra_node: float
+    hop_inter_node: float
 
     @property
     def ring(self) -> float:
         """Bytes/s of a ring through all members."""
-        crossing = self.members * self.outside
+        crossing = self.members * self.inter_node
         if self.nodes == 1:
-            return self.inside
-        return crossing if self.members == 1 else min(self.inside, crossing)
+            return self.intra_node
+        return crossing if self.members == 1 else min(self.intra_node, crossing)
 
     def around(self) -> float:
         """Seconds of latency, once around the ring."""
-        return (self.size - self.nodes) * self.hop_inside + (self.nodes - 1) * self.hop_outside
+        return (self.size - self.nodes) * self.hop_intra_node + (self.nodes - 1) * self.hop_inter_node
 
     def deep(self) -> float:
         """Seconds of latency, once down a binary tree over the nodes, and then along the members of a node."""
-        return steps(self.nodes) * self.hop_outside + steps(self.members) * self.hop_inside
+        return steps(self.nodes) * self.hop_inter_node + steps(self.members) * self.hop_intra_node
 
 
 def steps(count: int) -> int:
@@ -66,50 +66,50 @@ def nodes_of(ranks: Sequence[int], per_node: int) -> tuple[int, int]:
     return len(count), max(count.values())
 
 
-def _scattering(span: Span, bytes: float) -> float:
+def _scattering(span: GroupSpan, bytes: float) -> float:
     """All_gather of `bytes` in all, or its mirror image reduce_scatter."""
     ring = span.around() + bytes * (span.size - 1) / span.size / span.ring
     if span.nodes == 1 or span.members == 1:
         return ring
-    between = (span.nodes - 1) * span.hop_outside + bytes / span.members * (1 - 1 / span.nodes) / span.outside
-    within = (span.members - 1) * span.hop_inside + bytes * (1 - 1 / span.members) / span.inside
+    between = (span.nodes - 1) * span.hop_inter_node + bytes / span.members * (1 - 1 / span.nodes) / span.inter_node
+    within = (span.members - 1) * span.hop_intra_node + bytes * (1 - 1 / span.members) / span.intra_node
     return min(ring, between + within)
 
 
-def _all_reduce(span: Span, bytes: float) -> float:
+def _all_reduce(span: GroupSpan, bytes: float) -> float:
     """A ring or a hierarchy is reduce_scatter and all_gather; a tree goes up and down with all of it."""
     tree = 2 * span.deep() + 2 * bytes / span.ring
     return min(2 * _scattering(span, bytes), tree)
 
 
-def _rooted(span: Span, bytes: float) -> float:
+def _rooted(span: GroupSpan, bytes: float) -> float:
     """Broadcast or reduce: a pipelined ring, or a binomial tree that sends all at every step."""
     ring = span.around() + bytes / span.ring
     tree = span.deep() + (steps(span.nodes) + steps(span.members)) * bytes / span.ring
     return min(ring, tree)
 
 
-def _gathering(span: Span, bytes: float) -> float:
-    """Gather or scatter: everything passes the root's own link, what is on other nodes its card."""
-    near = (span.members - 1) / span.size * bytes / span.inside if span.members > 1 else 0.0
-    far = (span.size - span.members) / span.size * bytes / span.outside if span.nodes > 1 else 0.0
+def _gathering(span: GroupSpan, bytes: float) -> float:
+    """Gather or scatter: everything passes the root's own link, what is on other nodes its NIC."""
+    near = (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
+    far = (span.size - span.members) / span.size * bytes / span.inter_node if span.nodes > 1 else 0.0
     return span.deep() + max(near, far)
 
 
-def _all_to_all(span: Span, bytes: float) -> float:
+def _all_to_all(span: GroupSpan, bytes: float) -> float:
     """Every pair exchanges its part; parts for the node and for other nodes go at the same time."""
-    near = span.hop_inside + (span.members - 1) / span.size * bytes / span.inside if span.members > 1 else 0.0
+    near = span.hop_intra_node + (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
     far = 0.0
     if span.nodes > 1:
-        far = steps(span.nodes) * span.hop_outside + (span.size - span.members) / span.size * bytes / span.outside
+        far = steps(span.nodes) * span.hop_inter_node + (span.size - span.members) / span.size * bytes / span.inter_node
     return max(near, far)
 
 
-def _barrier(span: Span, bytes: float) -> float:
+def _barrier(span: GroupSpan, bytes: float) -> float:
     return 2 * span.deep()
 
 
-COSTS: dict[str, Callable[[Span, float], float]] = {
+COSTS: dict[str, Callable[[GroupSpan, float], float]] = {
     "all_reduce": _all_reduce,
     "all_gather": _scattering,
     "reduce_scatter": _scattering,
@@ -124,6 +124,6 @@ COSTS: dict[str, Callable[[Span, float], float]] = {
 result, the input that is scattered, one rank's whole input of an all_to_all."""
 
 
-def collective_seconds(kind: str, bytes: float, span: Span) -> float:
+def collective_seconds(kind: str, bytes: float, span: GroupSpan) -> float:
     """How long the collective takes for a group of that span; nothing for a group of one."""
     return START + COSTS[kind](span, bytes) if span.size > 1 else 0.0

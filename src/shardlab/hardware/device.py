@@ -3,8 +3,8 @@
 A kernel takes its launch and then the longer of two times: its arithmetic at the FLOP/s that its shape can reach, and
 its memory traffic at the bytes/s that its size can reach (Williams et al. 2009, "Roofline").
 
-A product of matrices is cut into tiles, one at a time on each of the device's units (its SMs), so it takes whole waves
-of tiles: the last one may leave units idle, and tiles at the edge compute what nobody needs (NVIDIA's "Matrix
+A product of matrices is cut into tiles, one at a time on each of the device's SMs, so it takes whole waves
+of tiles: the last one may leave SMs idle, and tiles at the edge compute what nobody needs (NVIDIA's "Matrix
 multiplication background user's guide", tile and wave quantization). A short inner dimension does not fill the
 pipeline, and rows that are not whole 16-byte words are read slowly (the same guide).
 """
@@ -43,8 +43,8 @@ class Efficiency:
             and "flash2" (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691), "cudnn" (the vendor's).
         memory: of the bandwidth, in a large pointwise kernel.
         launch: seconds from one kernel to the next.
-        inner: the inner dimension at which a product reaches half of its speed.
-        small: bytes at which a pointwise kernel reaches half of its bandwidth.
+        k_half: the inner dimension at which a product reaches half of its speed.
+        bytes_half: bytes at which a pointwise kernel reaches half of its bandwidth.
         source: what they were fitted to, or where they are from.
     """
 
@@ -52,8 +52,8 @@ class Efficiency:
     attention: Mapping[str, tuple[float, float]]
     memory: float
     launch: float
-    inner: float
-    small: float
+    k_half: float
+    bytes_half: float
     source: str
 
 
@@ -66,7 +66,7 @@ class Device:
         flops: peak FLOP/s by dtype, dense; torch's names, and "float8".
         memory: bytes.
         bandwidth: bytes/s of its memory.
-        units: how many tiles it works on at once.
+        sms: streaming multiprocessors: how many tiles it works on at once (a TPU's matrix units).
         efficiency: what it reaches of all this.
         source: where the figures are from.
         attention: the fused attention kernel that is installed, one of the efficiency's; torch's own is "flash2".
@@ -76,7 +76,7 @@ class Device:
     flops: Mapping[str, float]
     memory: float
     bandwidth: float
-    units: int
+    sms: int
     efficiency: Efficiency
     source: str
     attention: str = "flash2"
@@ -129,8 +129,8 @@ class Device:
     def _matmul(self, kernel: Matmul, dtype: str) -> float:
         reached = self.peak(dtype) * self.efficiency.matmul[dtype] * alignment(kernel, dtype)
         return min(
-            ceil(kernel.batch * ceil(kernel.m / rows) * ceil(kernel.n / columns) / self.units)
-            * (2.0 * rows * columns * (kernel.k + self.efficiency.inner) * self.units / (reached * speed))
+            ceil(kernel.batch * ceil(kernel.m / rows) * ceil(kernel.n / columns) / self.sms)
+            * (2.0 * rows * columns * (kernel.k + self.efficiency.k_half) * self.sms / (reached * speed))
             for rows, columns, speed in TILES
         )
 
@@ -138,13 +138,13 @@ class Device:
         share = self.efficiency.attention[self.attention][kernel.backward]
         # a block is 128 queries of one head; it walks the keys, and needs some to fill its pipeline
         blocks = kernel.sequences * kernel.heads * ceil(kernel.queries / 128)
-        filled = blocks / (ceil(blocks / self.units) * self.units)
-        filled *= kernel.keys / (kernel.keys + 2 * self.efficiency.inner)
+        filled = blocks / (ceil(blocks / self.sms) * self.sms)
+        filled *= kernel.keys / (kernel.keys + 2 * self.efficiency.k_half)
         return kernel.flops / (self.peak(dtype) * share * filled)
 
     def _memory(self, kernel: Kernel, dtype: str) -> float:
         moved = kernel.elements * BYTES[dtype]
-        small = self.efficiency.small if isinstance(kernel, Pointwise) else 0.0
+        small = self.efficiency.bytes_half if isinstance(kernel, Pointwise) else 0.0
         return (moved + small) / (self.bandwidth * self.efficiency.memory) if moved else 0.0
 
 

@@ -1,7 +1,7 @@
 """Devices as data. Peaks are dense (a data sheet's figure "with sparsity" is twice that); memory is in units of 2^30.
 
 "float32" is without TF32, as torch multiplies unless told otherwise; "float64" is on tensor cores where there are any.
-A row leaves out dtypes that the device lacks, or of which no figure was found. A TPU's units are its matrix units.
+A row leaves out dtypes that the device lacks, or of which no figure was found. A TPU's `sms` are its matrix units.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ AMPERE = Efficiency(
     {"flash1": (0.52, 0.26), "flash2": (0.66, 0.60), "cudnn": (0.66, 0.60)},
     memory=0.74,
     launch=3e-6,
-    inner=145.0,
-    small=7e6,
+    k_half=145.0,
+    bytes_half=7e6,
     source="fitted to published runs (docs/validation.md: Megatron-LM and -DeepSpeed, llm-foundry; flash2 to nanoGPT)",
 )
 HOPPER = Efficiency(
@@ -40,8 +40,8 @@ HOPPER = Efficiency(
     {"flash1": (0.25, 0.16), "flash2": (0.36, 0.28), "cudnn": (0.70, 0.57)},
     memory=0.68,
     launch=4e-6,
-    inner=185.0,
-    small=8e6,
+    k_half=185.0,
+    bytes_half=8e6,
     source="fitted to published runs on H100 of 700 W (llm-foundry, NeMo); flash2 a guess below its paper's best",
 )
 HOPPER_500_W = replace(

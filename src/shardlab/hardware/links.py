@@ -1,4 +1,4 @@
-"""Links between devices and between nodes, as data: bytes per second in one direction, for one device or one card.
+"""Links between devices and between nodes, as data: bytes per second in one direction, for one device or one NIC.
 
 A data sheet often adds both directions; the figures here are halves of those. What a collective really gets of a link
 is its `efficiency`; where it comes from stands in `source`.
@@ -18,7 +18,7 @@ class Link:
 
     Attributes:
         name: how a cluster file calls it.
-        bandwidth: bytes per second that one device (inside a node) or one card (between nodes) sends, all its lanes
+        bandwidth: bytes per second that one device (inside a node) or one NIC (between nodes) sends, all its lanes
             together, in one direction.
         latency: seconds of a hop.
         efficiency: the share of the bandwidth that a large collective gets.
@@ -119,7 +119,7 @@ LINKS = {
         Link("ethernet-10", 10 * GBIT, TCP, 0.9, f"Ethernet, TCP: {sources.BY_NAME}"),
         Link("ethernet-25", 25 * GBIT, TCP, 0.9, f"Ethernet, TCP: {sources.BY_NAME}"),
         Link("ethernet-100", 100 * GBIT, TCP, 0.6, f"Ethernet, TCP: {sources.BY_NAME}"),
-        Link("dcn-v5e", 25 * GBIT, TCP, 0.9, f"two cards of 100 Gb/s for 8 chips: {sources.TPU_V5E}"),
+        Link("dcn-v5e", 25 * GBIT, TCP, 0.9, f"two NICs of 100 Gb/s for 8 chips: {sources.TPU_V5E}"),
         Link("dcn-v5p", 50 * GBIT, TCP, 0.9, f"50 Gb/s a chip between slices: {sources.TPU_V5P}"),
     )
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardlab.hardware.device import BYTES, Device, Efficiency
-from shardlab.hardware.profile import Line, Profile, Rate
+from shardlab.hardware.profile import AlphaBeta, Profile, Rate
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.program import UserError
 
@@ -62,8 +62,8 @@ def device_of_profile(profile: Profile) -> MeasuredDevice:
         {"flash2": (1.0, 1.0)},
         memory=1.0,
         launch=0.0,
-        inner=0.0,
-        small=0.0,
+        k_half=0.0,
+        bytes_half=0.0,
         source="measured",
     )
     name = profile.machine.processor
@@ -78,7 +78,7 @@ def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> f
     """
     if ranks == 1:
         return 0.0
-    lines: dict[int, Line] = {size: line for (name, size), line in profile.collectives.items() if name == kind}
+    lines: dict[int, AlphaBeta] = {size: line for (name, size), line in profile.collectives.items() if name == kind}
     if not lines:
         raise UserError(f"the profile has no {kind}; measure it: shardlab bench collectives")
     below = max((size for size in lines if size <= ranks), default=min(lines))

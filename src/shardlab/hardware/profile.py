@@ -16,7 +16,7 @@ from shardlab.program import UserError
 from shardlab.program.files import write_whole
 from shardlab.program.nesting import parsed
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Line:
+class AlphaBeta:
     """Alpha and beta: seconds to start, and seconds for each byte."""
 
     alpha: float
@@ -77,18 +77,18 @@ class Profile:
         memory: bytes that all ranks have together, or each device.
         layers: the raw points that the kernels were fitted to, as measured.
         alone: `kernels` while one place is busy and has the memory to itself.
-        interference: seconds that compute loses for each second in which a collective is in flight: 0 if they do not
+        contention: seconds that compute loses for each second in which a collective is in flight: 0 if they do not
             meet, 1 if they take turns.
     """
 
     machine: Machine
-    collectives: Mapping[tuple[str, int], Line]
-    messages: Line | None
+    collectives: Mapping[tuple[str, int], AlphaBeta]
+    messages: AlphaBeta | None
     kernels: Mapping[tuple[str, str], Rate]
     memory: float
     layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     alone: Mapping[tuple[str, str], Rate] = field(default_factory=dict[tuple[str, str], Rate])
-    interference: float = 0.0
+    contention: float = 0.0
 
     def write(self, path: Path | None = None) -> Path:
         """Write it as JSON, by default where `read` looks; returns where."""
@@ -97,7 +97,7 @@ class Profile:
             "version": VERSION,
             "machine": asdict(self.machine),
             "memory": self.memory,
-            "interference": self.interference,
+            "contention": self.contention,
             "messages": asdict(self.messages) if self.messages else None,
             "collectives": [
                 {"kind": kind, "ranks": ranks, **asdict(line)}
@@ -162,7 +162,7 @@ def profile_of(data: dict[str, Any]) -> Profile:
         memory=memory,
         layers=data["layers"],
         alone=rates_of(data["alone"]),
-        interference=number(data.get("interference", 0.0)),
+        contention=number(data.get("contention", 0.0)),
     )
 
 
@@ -178,8 +178,8 @@ def number(value: Any) -> float:
     return figure
 
 
-def line_of(row: Mapping[str, Any]) -> Line:
-    return Line(number(row["alpha"]), number(row["beta"]))
+def line_of(row: Mapping[str, Any]) -> AlphaBeta:
+    return AlphaBeta(number(row["alpha"]), number(row["beta"]))
 
 
 def rate_of(row: Mapping[str, Any]) -> Rate:

@@ -64,10 +64,10 @@ PCIE = f"16 lanes, 128b/130b; rounded in {NETWORK}, PCIe"
 BY_NAME = "its name's rate"
 
 DGX_1 = (
-    "8 V100 as a hybrid cube mesh, four cards of 100 Gb/s: iitr.ac.in/dgx and leslivresblancs.fr/livre/"
+    "8 V100 as a hybrid cube mesh, four NICs of 100 Gb/s: iitr.ac.in/dgx and leslivresblancs.fr/livre/"
     "informatique-et-logiciels/intelligence-artificielle/nvidia-dgx-1-tesla-v100-system, after NVIDIA's white paper"
 )
-DGX_A100 = "Narayanan et al. 2021, arXiv 2104.04473, section 5: NVSwitch, eight cards of 200 Gb/s for the application"
-DGX_H100 = f"DGX H100: NVSwitch, eight cards of 400 Gb/s; {NETWORK}, after NVIDIA's DGX H100/H200 user guide"
-FOUR_CARDS = "a server of four cards; not looked up"
-EIGHT_CARDS = "a server of eight cards; not looked up"
+DGX_A100 = "Narayanan et al. 2021, arXiv 2104.04473, section 5: NVSwitch, eight NICs of 200 Gb/s for the application"
+DGX_H100 = f"DGX H100: NVSwitch, eight NICs of 400 Gb/s; {NETWORK}, after NVIDIA's DGX H100/H200 user guide"
+FOUR_GPUS = "a server of four GPUs; not looked up"
+EIGHT_GPUS = "a server of eight GPUs; not looked up"

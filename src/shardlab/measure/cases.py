@@ -49,7 +49,7 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCase:
     """A collective of some size, ready to be called again and again.
 
     Attributes:
@@ -77,13 +77,13 @@ class Case:
         return wrong
 
 
-def make_case(kind: str, size: int, team: Team) -> Case:
+def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
     """A collective on float32 numbers of about `size` bytes together: a multiple of the ranks."""
     elements = max(1, size // 4 // team.size) * team.size
     return CASES[kind](elements, team)
 
 
-def exchange(size: int, team: Team) -> Case:
+def exchange(size: int, team: Team) -> CollectiveCase:
     """A message of about `size` bytes each way at once, as neighbouring stages of a pipeline exchange them."""
     assert team.size == 2, "a message has two ends"
     elements, other = max(1, size // 4), team.ranks[1 - team.index]
@@ -99,7 +99,7 @@ def exchange(size: int, team: Team) -> Case:
 
         return wait
 
-    return Case(4 * elements, start, theirs, team.values(1 - team.index, elements))
+    return CollectiveCase(4 * elements, start, theirs, team.values(1 - team.index, elements))
 
 
 def _pattern(elements: int, device: torch.device) -> Tensor:
@@ -110,9 +110,9 @@ def _wait(work: Any) -> Wait:
     return work.wait
 
 
-def _all_reduce(elements: int, team: Team) -> Case:
+def _all_reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    return Case(
+    return CollectiveCase(
         4 * elements,
         lambda: _wait(dist.all_reduce(x, group=team.group, async_op=True)),
         x,
@@ -125,10 +125,10 @@ def _gathered(elements: int, team: Team) -> Tensor:
     return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])
 
 
-def _all_gather_case(elements: int, team: Team) -> Case:
+def _all_gather_case(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
     whole = piece.new_empty(elements)
-    return Case(
+    return CollectiveCase(
         4 * elements,
         lambda: _wait(all_gather_single(whole, piece, group=team.group, async_op=True)),
         whole,
@@ -136,10 +136,10 @@ def _all_gather_case(elements: int, team: Team) -> Case:
     )
 
 
-def _reduce_scatter_case(elements: int, team: Team) -> Case:
+def _reduce_scatter_case(elements: int, team: Team) -> CollectiveCase:
     whole = team.values(team.index, elements)
     piece = whole.new_empty(elements // team.size)
-    return Case(
+    return CollectiveCase(
         4 * elements,
         lambda: _wait(reduce_scatter_single(piece, whole, group=team.group, async_op=True)),
         piece,
@@ -147,11 +147,11 @@ def _reduce_scatter_case(elements: int, team: Team) -> Case:
     )
 
 
-def _all_to_all(elements: int, team: Team) -> Case:
+def _all_to_all(elements: int, team: Team) -> CollectiveCase:
     given = team.values(team.index, elements)
     taken = torch.empty_like(given)
     pieces = [team.values(rank, elements).chunk(team.size)[team.index] for rank in range(team.size)]
-    return Case(
+    return CollectiveCase(
         4 * elements,
         lambda: _wait(dist.all_to_all_single(taken, given, group=team.group, async_op=True)),
         taken,
@@ -159,9 +159,9 @@ def _all_to_all(elements: int, team: Team) -> Case:
     )
 
 
-def _broadcast(elements: int, team: Team) -> Case:
+def _broadcast(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    return Case(
+    return CollectiveCase(
         4 * elements,
         lambda: _wait(dist.broadcast(x, team.ranks[0], group=team.group, async_op=True)),
         x,
@@ -169,9 +169,9 @@ def _broadcast(elements: int, team: Team) -> Case:
     )
 
 
-def _reduce(elements: int, team: Team) -> Case:
+def _reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    return Case(
+    return CollectiveCase(
         4 * elements,
         lambda: _wait(dist.reduce(x, team.ranks[0], group=team.group, async_op=True)),
         x,
@@ -180,11 +180,11 @@ def _reduce(elements: int, team: Team) -> Case:
     )
 
 
-def _gather(elements: int, team: Team) -> Case:
+def _gather(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
     whole = piece.new_empty(elements) if team.index == 0 else None
     into = None if whole is None else list(whole.chunk(team.size))
-    return Case(
+    return CollectiveCase(
         4 * elements,
         lambda: _wait(dist.gather(piece, into, team.ranks[0], group=team.group, async_op=True)),
         whole,
@@ -192,10 +192,10 @@ def _gather(elements: int, team: Team) -> Case:
     )
 
 
-def _scatter(elements: int, team: Team) -> Case:
+def _scatter(elements: int, team: Team) -> CollectiveCase:
     given = list(team.values(0, elements).chunk(team.size))
     piece = torch.empty_like(given[0])
-    return Case(
+    return CollectiveCase(
         4 * elements,
         lambda: _wait(
             dist.scatter(piece, given if team.index == 0 else None, team.ranks[0], group=team.group, async_op=True)
@@ -205,11 +205,11 @@ def _scatter(elements: int, team: Team) -> Case:
     )
 
 
-def _barrier(elements: int, team: Team) -> Case:
-    return Case(0, lambda: _wait(dist.barrier(group=team.group, async_op=True)), None, None)
+def _barrier(elements: int, team: Team) -> CollectiveCase:
+    return CollectiveCase(0, lambda: _wait(dist.barrier(group=team.group, async_op=True)), None, None)
 
 
-def _send_recv(elements: int, team: Team) -> Case:
+def _send_recv(elements: int, team: Team) -> CollectiveCase:
     """A message from the first to the second and back; its time is twice that of one message."""
     assert team.size == 2, "a message has two ends"
     other = team.ranks[1 - team.index]
@@ -222,10 +222,10 @@ def _send_recv(elements: int, team: Team) -> Case:
         _wait(dist.irecv(x, other, group=team.group))()
         return _wait(dist.isend(x, other, group=team.group))
 
-    return Case(4 * elements, ping_pong, x, team.values(0, elements))
+    return CollectiveCase(4 * elements, ping_pong, x, team.values(0, elements))
 
 
-CASES: dict[str, Callable[[int, Team], Case]] = {
+CASES: dict[str, Callable[[int, Team], CollectiveCase]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather_case,
     "reduce_scatter": _reduce_scatter_case,

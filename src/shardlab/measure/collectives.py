@@ -13,12 +13,12 @@ from statistics import median
 
 import torch
 
-from shardlab.measure.cases import Case, Team, exchange, make_case
+from shardlab.measure.cases import CollectiveCase, Team, exchange, make_case
 from shardlab.measure.clock import Clock, batches, iterations_for
 from shardlab.measure.overlap import overlap
 from shardlab.measure.points import CollectivePoint, append
 from shardlab.measure.progress import Progress
-from shardlab.measure.world import World
+from shardlab.measure.world import MeasuringRanks
 
 BATCHES = 5
 
@@ -75,7 +75,7 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
     Returns:
         Whether this is rank 0.
     """
-    world = World(rank, device)
+    world = MeasuringRanks(rank, device)
     plan = list(bench.plan())
     progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
     teams = {size: world.team(size) for size in bench.groups}
@@ -96,7 +96,9 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
     return rank == 0
 
 
-def time_case(world: World, team: Team, kind: str, case: Case, bench: CollectiveBench) -> CollectivePoint:
+def time_case(
+    world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, bench: CollectiveBench
+) -> CollectivePoint:
     """Measure one point; every rank gives the same."""
     clock = Clock(world.device)
 

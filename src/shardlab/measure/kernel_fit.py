@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardlab.hardware import Rate
-from shardlab.measure.fit import Array, Errors, fit_relative
 from shardlab.measure.points import KernelWork, LayerPoint
+from shardlab.measure.regression import Array, FitErrors, fit_relative
 
 Rates = dict[tuple[str, str], Rate]
 """By family and dtype, as in `hardware.Profile`."""
@@ -45,7 +45,7 @@ def predict(point: LayerPoint, rates: Rates) -> float:
     return (own.launch if own else 0.0) + sum(kernels)
 
 
-def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[str, str], Errors]:
+def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[str, str], FitErrors]:
     """How well the rates predict what they were fitted to, by layer and op."""
     groups: dict[tuple[str, str], list[LayerPoint]] = defaultdict(list)
     for point in points:
@@ -53,9 +53,9 @@ def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[st
     return {key: errors_of(group, rates) for key, group in groups.items()}
 
 
-def errors_of(points: Sequence[LayerPoint], rates: Rates) -> Errors:
+def errors_of(points: Sequence[LayerPoint], rates: Rates) -> FitErrors:
     """How well the rates predict all points together."""
-    return Errors.between([predict(point, rates) for point in points], [point.seconds for point in points])
+    return FitErrors.between([predict(point, rates) for point in points], [point.seconds for point in points])
 
 
 def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:

@@ -19,7 +19,7 @@ from shardlab.measure.clock import Clock, iterations_for
 from shardlab.measure.points import LayerPoint, PeakPoint, append
 from shardlab.measure.progress import Progress
 from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subjects
-from shardlab.measure.world import World
+from shardlab.measure.world import MeasuringRanks
 from shardlab.models.tensors import generator_of
 from shardlab.program import OpKind
 
@@ -60,7 +60,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     Returns:
         Whether this is rank 0.
     """
-    world = World(rank, device)
+    world = MeasuringRanks(rank, device)
     plan = bench.plan(world.size)
     progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
     for processes, dtype, shape in plan:
@@ -82,7 +82,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
 class Crowd:
     """The processes that compute at once: all of the world, or one while the others wait."""
 
-    world: World
+    world: MeasuringRanks
     processes: int
 
     def meet(self) -> None:

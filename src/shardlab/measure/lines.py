@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from shardlab.hardware import Line
-from shardlab.measure.fit import Errors, alpha_beta
+from shardlab.hardware import AlphaBeta
 from shardlab.measure.points import CollectivePoint, OverlapPoint, Point
+from shardlab.measure.regression import FitErrors, alpha_beta
 
 TOLERATED = 1 / 3
 """A line that half of its points miss by more than this is doubted."""
@@ -25,8 +25,8 @@ NO_LATENCY = "no latency was found, so small sizes are too cheap; measure longer
 class FittedLine:
     """A line, how well it tells its points, and a sentence on why it should not be relied on, or None."""
 
-    line: Line
-    errors: Errors
+    line: AlphaBeta
+    errors: FitErrors
     doubt: str | None
 
 
@@ -56,12 +56,12 @@ def fit_line(found: Mapping[int, float]) -> FittedLine:
     Args:
         found: seconds by bytes; a barrier has none, and its line is latency alone.
     """
-    line = Line(*alpha_beta([*found], [*found.values()]))
+    line = AlphaBeta(*alpha_beta([*found], [*found.values()]))
     errors, largest = errors_of(line, found), max(found)
     doubt = None
     if largest and line.beta * largest <= errors.median * line.alpha:
         beta = found[largest] / largest
-        line = Line(max(0.0, median(seconds - beta * size for size, seconds in found.items())), beta)
+        line = AlphaBeta(max(0.0, median(seconds - beta * size for size, seconds in found.items())), beta)
         errors = errors_of(line, found)
         doubt = NO_SLOPE if len(found) > 1 else ONE_SIZE
     elif errors.median > TOLERATED:
@@ -71,6 +71,6 @@ def fit_line(found: Mapping[int, float]) -> FittedLine:
     return FittedLine(line, errors, doubt)
 
 
-def errors_of(line: Line, found: Mapping[int, float]) -> Errors:
+def errors_of(line: AlphaBeta, found: Mapping[int, float]) -> FitErrors:
     """How far a line is from its points."""
-    return Errors.between([line.seconds(size) for size in found], [*found.values()])
+    return FitErrors.between([line.seconds(size) for size in found], [*found.values()])

@@ -12,10 +12,10 @@ from statistics import fmean, median
 
 import torch
 
-from shardlab.measure.cases import Case, Team
+from shardlab.measure.cases import CollectiveCase, Team
 from shardlab.measure.clock import Clock, batches, iterations_for
 from shardlab.measure.points import OverlapPoint
-from shardlab.measure.world import World
+from shardlab.measure.world import MeasuringRanks
 
 WIDTH = {"cpu": 384, "cuda": 4096}
 """Rows and columns of the product that is computed: about a millisecond."""
@@ -26,7 +26,9 @@ LENGTHS = (1, 5, 2, 8, 3)
 BATCHES = 5
 
 
-def overlap(world: World, team: Team, kind: str, case: Case, alone: float, seconds: float) -> OverlapPoint:
+def overlap(
+    world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, alone: float, seconds: float
+) -> OverlapPoint:
     """Measure rounds of products of matrices alone, of products and then a collective that is waited for at once, and
     of products between its start and the wait, as an executor does both.
 

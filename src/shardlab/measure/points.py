@@ -80,16 +80,16 @@ class OverlapPoint:
     together: float
 
     @property
-    def hidden(self) -> float:
+    def overlap(self) -> float:
         """The share of what could be hidden, the shorter of the two, that was: 1 if both together take the longer one's
         time, 0 if they take the sum. Below 0 they slow each other down.
         """
         return (self.compute + self.communication - self.together) / min(self.compute, self.communication)
 
     @property
-    def interference(self) -> float:
+    def contention(self) -> float:
         """Seconds lost for each one in which both went on: 0 if neither slows the other down, 1 if they take turns."""
-        return max(0.0, 1.0 - self.hidden)
+        return max(0.0, 1.0 - self.overlap)
 
 
 KernelWork = tuple[str, float, float]

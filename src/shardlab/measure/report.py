@@ -26,7 +26,7 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
             for point in points
             if isinstance(point, CollectivePoint)
         ],
-        "overlap": [{**asdict(point), "hidden": point.hidden} for point in points if isinstance(point, OverlapPoint)],
+        "overlap": [{**asdict(point), "overlap": point.overlap} for point in points if isinstance(point, OverlapPoint)],
         "fits": collective_fits(points),
         "peaks": [asdict(point) for point in points if isinstance(point, PeakPoint)],
         "layers": [{**asdict(point), "flops": point.flops} for point in points if isinstance(point, LayerPoint)],

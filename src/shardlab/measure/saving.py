@@ -38,9 +38,9 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
     lines = {key: fitted.line for key, fitted in fit_lines(points).items()}
     messages = lines.pop(("send_recv", 2), profile.messages)
     profile = replace(profile, collectives={**profile.collectives, **lines}, messages=messages)
-    beside = [point.interference for point in points if isinstance(point, OverlapPoint)]
+    beside = [point.contention for point in points if isinstance(point, OverlapPoint)]
     if beside:
-        profile = replace(profile, interference=median(beside))
+        profile = replace(profile, contention=median(beside))
     layers = [point for point in points if isinstance(point, LayerPoint)]
     if not layers:
         return profile

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardlab.measure.cases import Team
 
 
-class World:
+class MeasuringRanks:
     """This rank among all.
 
     Args:

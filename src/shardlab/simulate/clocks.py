@@ -4,7 +4,7 @@ Compute goes on in tape order and stops only at a WAIT. A communication starts w
 and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
 Messages on links that have latency only take no stream: each arrives so long after it was issued.
 
-Where communication takes time from compute (`Prices.interference`), a rank pays for it at the WAIT.
+Where communication takes time from compute (`Prices.contention`), a rank pays for it at the WAIT.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Clocks:
         self._prices = prices
         self._price = PriceList(traced, prices)
         self._messages, self._one_stream = prices.messages, prices.one_stream
-        self._interference = prices.interference
+        self._contention = prices.contention
         self._costless = [InPlace(tape).fused if prices.adds_in_backward else {} for tape in tapes]
         self._clock = [0.0] * len(tapes)
         self._at = [0] * len(tapes)
@@ -120,7 +120,7 @@ class Clocks:
         idle, price, one_stream = self._times.idle[rank], self._price.compute, self._one_stream
         costless = self._costless[rank]
         meetings, meeting_of = self._traced.meetings, self._traced.meeting_of[rank]
-        blocks = self._prices.sends_block
+        blocks = self._prices.blocking_p2p
         clock = self._clock[rank]
         for at in range(self._at[rank], len(ops)):
             op = ops[at]
@@ -133,10 +133,10 @@ class Clocks:
                     self._parked[rank, handle] = clock
                     self._at[rank], self._clock[rank] = at, clock
                     return
-                if self._interference:
+                if self._contention:
                     issued = handle_op[handle]
                     both = _computing(idle, starts[issued], min(clock, end))
-                    end = max(clock, end) + self._interference * both
+                    end = max(clock, end) + self._contention * both
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end

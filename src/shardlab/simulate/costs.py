@@ -55,7 +55,7 @@ class Costs:
         return True
 
     @property
-    def sends_block(self) -> float:
+    def blocking_p2p(self) -> float:
         """Messages leave compute alone."""
         return 0.0
 
@@ -64,7 +64,7 @@ class Costs:
         return "link" if self.link_latency else "buffered"
 
     @property
-    def interference(self) -> float:
+    def contention(self) -> float:
         """Streams do not slow each other down."""
         return 0.0
 

@@ -33,13 +33,13 @@ class Framework:
         sliced_logit_bytes: the same where each tensor-parallel rank has a slice of the logits (0: as otherwise).
         half_gradients: whether gradients that add up in float32 are made in half precision, and stay beside their sum.
         hidden: by axis of the mesh, the share of each collective's time that the framework hides behind compute.
-        sends_block: the share of a message's time for which its sender does nothing else.
+        blocking_p2p: the share of a message's time for which its sender does nothing else.
         scatters_messages: whether tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al.
             2021, arXiv 2104.04473, section 4.1).
         carries_sum: whether a pipeline's message is the residual stream alone, the branch already added to it.
         all_reduces: whether gradients that ZeRO shards are all-reduced, instead of reduce-scattered.
         one_card: whether collectives leave a node through one of its cards only.
-        interference: seconds that compute loses in a second in which a communication is in flight beside it.
+        contention: seconds that compute loses in a second in which a communication is in flight beside it.
         attends: what the busiest rank along `cp` attends to, against their mean: 1 where slices are balanced, and
             (2 cp - 1) / cp where each has one run of a causal sequence.
         update_bytes: that the optimizer moves for each parameter (0: as the precision says).
@@ -56,12 +56,12 @@ class Framework:
     sliced_logit_bytes: float = 0.0
     half_gradients: bool = False
     hidden: Mapping[str, float] = field(default_factory=dict[str, float])
-    sends_block: float = 0.0
+    blocking_p2p: float = 0.0
     scatters_messages: bool = False
     carries_sum: bool = False
     all_reduces: bool = False
     one_card: bool = False
-    interference: float = 0.0
+    contention: float = 0.0
     attends: float = 1.0
     bucket: float = 0.0
     update_bytes: float = 0.0

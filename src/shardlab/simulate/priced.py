@@ -31,7 +31,7 @@ class ClusterLike(Protocol):
     @property
     def device(self) -> DeviceLike: ...
     @property
-    def interference(self) -> float: ...
+    def contention(self) -> float: ...
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float: ...
     def message_seconds(self, bytes: float, source: int, target: int) -> float: ...
@@ -71,8 +71,8 @@ class ClusterPrices:
     tensor: Sequence[int] = (0,)
 
     @property
-    def sends_block(self) -> float:
-        return self.framework.sends_block
+    def blocking_p2p(self) -> float:
+        return self.framework.blocking_p2p
 
     @property
     def one_stream(self) -> bool:
@@ -85,9 +85,9 @@ class ClusterPrices:
         return "rendezvous"
 
     @property
-    def interference(self) -> float:
+    def contention(self) -> float:
         """As measured on the machine, or as is known of the framework on GPUs."""
-        return self.cluster.interference or self.framework.interference
+        return self.cluster.contention or self.framework.contention
 
     @property
     def adds_in_backward(self) -> bool:

@@ -22,8 +22,8 @@ class Prices(Protocol):
         messages: how they travel. "buffered": the sender's part comes first, then the receiver's, each on its rank's
             stream; "link": the sender's part is spent on the link, which carries any number of messages at once;
             "rendezvous": one transfer, which starts when both have come.
-        sends_block: the share of a message's time for which its sender computes nothing.
-        interference: how much longer compute takes for each second in which a communication of its rank is in flight:
+        blocking_p2p: the share of a message's time for which its sender computes nothing.
+        contention: how much longer compute takes for each second in which a communication of its rank is in flight:
             0 where they do not meet, about 1 where they take turns on one core.
         adds_in_backward: whether the time of a BACKWARD has in it that its gradient is added to an older one, so that
             the ADD which the tape shows for it costs nothing (see `shardlab.check.accumulation`).
@@ -34,9 +34,9 @@ class Prices(Protocol):
     @property
     def messages(self) -> Messages: ...
     @property
-    def sends_block(self) -> float: ...
+    def blocking_p2p(self) -> float: ...
     @property
-    def interference(self) -> float: ...
+    def contention(self) -> float: ...
     @property
     def adds_in_backward(self) -> bool: ...
 

@@ -100,7 +100,7 @@ class Workload:
         """What its ops take."""
         cluster, tensor = self.cluster.at_work(self.mesh.world), self.mesh.group(0, "tp").ranks
         if self.framework.one_card:
-            cluster = replace(cluster, cards=1)
+            cluster = replace(cluster, nics=1)
         if self.framework.attention:
             cluster = replace(cluster, device=replace(cluster.device, attention=self.framework.attention))
         return ClusterPrices(self.cut, self.rows, cluster, self.precision, self.framework, tensor)

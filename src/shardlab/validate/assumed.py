@@ -41,7 +41,7 @@ def _of_hardware(row: dict[str, Any], cluster: Cluster) -> Iterator[str]:
     if "gpus_per_node" not in said:
         yield f"GPUs of a node: {cluster.per_node}"
     if cluster.nodes > 1 and not said.get("interconnect"):
-        yield f"network: {cluster.cards} x {cluster.outside.name} a node"
+        yield f"network: {cluster.nics} x {cluster.inter_node.name} a node"
 
 
 def _of_plan(row: dict[str, Any], stack: Stack, plan: Plan) -> Iterator[str]:

@@ -91,7 +91,7 @@ MEGATRON_2021 = Stack(
         passes=FUSED,
         kept=MEGATRON_KEPT,
         logit_bytes=14.0,
-        sends_block=1.0,
+        blocking_p2p=1.0,
         scatters_messages=True,
         carries_sum=True,
         update_bytes=46.0,
@@ -115,7 +115,7 @@ ZERO_BUBBLE = replace(
     MEGATRON_2021.running(
         name="zero-bubble",
         source="Qi et al. 2023, arXiv 2401.10241: a Megatron-LM of 2023, messages beside compute",
-        sends_block=0.0,
+        blocking_p2p=0.0,
         scatters_messages=False,
         fused_accumulation=True,
     ),
@@ -131,7 +131,7 @@ FOUNDRY = Stack(
         kept=Kept(branch=False),
         logit_bytes=6.0,
         update_bytes=34.0,
-        interference=0.3,
+        contention=0.3,
         fused_accumulation=True,
     ),
     bias=False,
@@ -147,7 +147,7 @@ TORCHTITAN_EAGER = Stack(
         logit_bytes=14.0,  # logits, and three float32 blocks of their size: copy, log-softmax, gradient
         sliced_logit_bytes=18.0,  # `loss_parallel` is made of single operations, so that there are four
         update_bytes=34.0,
-        interference=0.3,
+        contention=0.3,
         fused_accumulation=True,
     ),
     reduce_bytes=4,
@@ -206,7 +206,7 @@ DEEPSPEED = replace(
     MEGATRON_2021.running(
         name="deepspeed-2021",
         source="DeepSpeed's ZeRO-3 of 2021 (compared with in arXiv 2104.04473, section 5.2)",
-        interference=0.3,
+        contention=0.3,
         one_card=True,
     ),
     shards_optimizer=True,

@@ -12,7 +12,7 @@ from shardlab.hardware import Cluster, find_cluster
 from shardlab.models import GPT
 from shardlab.program import Mesh, UserError
 from shardlab.simulate.changes import MOST_MICROBATCHES, changes
-from shardlab.simulate.fitting import advice, require_memory
+from shardlab.simulate.memory_advice import advice, require_memory
 from shardlab.simulate.precision import find_precision
 from shardlab.simulate.workload import Workload
 from shardlab.strategies.plan import Plan

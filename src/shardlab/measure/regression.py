@@ -17,7 +17,7 @@ ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Errors:
+class FitErrors:
     """How far predictions are from what was measured, relative to that."""
 
     median: float
@@ -25,7 +25,7 @@ class Errors:
     points: int
 
     @classmethod
-    def between(cls, predicted: Sequence[float], measured: Sequence[float]) -> Errors:
+    def between(cls, predicted: Sequence[float], measured: Sequence[float]) -> FitErrors:
         errors = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
         return cls(median(errors), max(errors), len(errors))
 
