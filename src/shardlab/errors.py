@@ -1,6 +1,15 @@
-"""The two ways in which Shardlab says no: to a program that is wrong, and to a request that is wrong."""
+"""The two ways in which Shardlab says no: to a program that is wrong, and to a request that is wrong.
+
+A name that is not known is answered with the nearest one that is.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -40,3 +49,43 @@ def why_unreadable(error: OSError | UnicodeDecodeError | TooDeep) -> str:
     if isinstance(error, TooDeep):
         return str(error)
     return "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """The name that `name` was probably meant to be, in any case of letters; None: no name is like it."""
+    known = {each.lower(): each for each in names}
+    close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return known[close[0]] if close else None
+
+
+def nearest(name: str, names: Iterable[str], others: str = "") -> str:
+    """The second half of a sentence about an unknown name: what was probably meant, or else what there is.
+
+    >>> nearest("fsdq", ["ddp", "fsdp"])
+    'did you mean fsdp?'
+    >>> nearest("tree", ["ddp", "fsdp"], " and files that end in .py")
+    'there are ddp, fsdp and files that end in .py'
+
+    Args:
+        others: what else may be given, after the list of names.
+    """
+    known = list(names)
+    close = closest(name, known)
+    return f"did you mean {close}?" if close else f"there are {', '.join(known)}{others}"
+
+
+def unknown(what: str, name: str | int, names: Iterable[str], others: str = "") -> UserError:
+    """The error to raise for a name of some kind of thing that is not among `names`; `others` as in `nearest`."""
+    return UserError(f"there is no {what} {name!r}; {nearest(str(name), names, others)}")
+
+
+def find(table: Mapping[str, T], name: str, what: str) -> T:
+    """The table's entry of that name, in any case of letters.
+
+    Raises:
+        UserError: there is none; the nearest name is suggested.
+    """
+    found = table.get(name.strip().lower())
+    if found is None:
+        raise unknown(what, name, table)
+    return found

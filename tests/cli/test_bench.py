@@ -33,14 +33,14 @@ TINY = ["--min", "64", "--max", "256", "--seconds", "0.0001"]
     [
         (["collectives", "--min", "1 lot"], "'1 lot' is not a size"),
         (["collectives", "--min", "2KB", "--max", "1KB"], "the largest size, 1 KB, is less than the smallest, 2 KB"),
-        (["collectives", "--kinds", "allreduce"], "no collective is called 'allreduce'; did you mean all_reduce"),
+        (["collectives", "--kinds", "allreduce"], "there is no collective 'allreduce'; did you mean all_reduce"),
         (["collectives", "--ranks", "1"], "one rank has nobody to communicate with; give --ranks 2 or more"),
         (["collectives", "--seconds", "0"], "--seconds is 0.0; give a positive number of seconds"),
         (["collectives", "--plot", "no/such/folder.svg"], "the folder no/such does not exist"),
         (["collectives", "--profile", "mine.txt"], "--profile mine.txt: its name must end in .json"),
         (["compute", "--plot", "plot.gif"], "--plot plot.gif: its name must end in .svg, .png or .pdf"),
         (["compute", "--batches", "8by128"], "'8by128' is no microbatch"),
-        (["compute", "--dtype", "float31"], "is called 'float31'; did you mean float32"),
+        (["compute", "--dtype", "float31"], "no dtype that can be measured 'float31'; did you mean float32"),
         (["compute", "--widths", "4"], "a width of 4 is too small"),
     ],
 )
@@ -66,7 +66,7 @@ def test_collectives_are_told_in_json_drawn_and_kept(tmp_path: Path, capsys: Cap
     assert not any(each["wrong"] for each in told["collectives"])
     bandwidths = {"algorithm_bandwidth", "bus_bandwidth", "cs336_bandwidth"}
     assert {"seconds", "iterations", "ranks", *bandwidths} < set(told["collectives"][0])
-    assert {"compute", "communication", "together", "hidden"} < set(told["overlap"][0])
+    assert {"compute", "communication", "together", "overlap"} < set(told["overlap"][0])
     assert {"kind", "ranks", "alpha", "beta", "errors", "doubt"} == set(told["fits"][0])
     assert told["failure"] is None
     kept = Profile.read(profile)

@@ -60,7 +60,7 @@ def test_all_of_them_as_json(capsys: Captured) -> None:
     [
         (["all_redcue"], "there is no collective 'all_redcue'; did you mean all_reduce?"),
         (["all-to-al"], "did you mean all_to_all?"),
-        (["fish"], "there is no collective 'fish'; the names are broadcast, scatter, gather"),
+        (["fish"], "there is no collective 'fish'; there are broadcast, scatter, gather"),
         (["gather", "--ranks", "1"], "--ranks 1: collectives are shown among 2 to 99 ranks"),
         (["gather", "--root", "4"], "--root 4: there are ranks 0-3; give one of them"),
         (["all_gather", "--reduction", "mean"], "--reduction mean: all_gather has none; reduce and all_reduce have"),

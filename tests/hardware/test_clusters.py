@@ -33,7 +33,7 @@ def test_every_device_has_a_node_of_known_links() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h10x16", "no device is called 'h10'; did you mean h100"),
+        ("h10x16", "there is no device 'h10'; did you mean h100"),
         ("h100", "'h100' is not a cluster; write DEVICExCOUNT such as h100x16"),
         ("h100x0", "'h100x0' is not a cluster"),
         ("h100x12", "12 x h100 are not whole nodes of 8; take 8 or 16"),
@@ -78,7 +78,7 @@ def test_a_file_changes_the_figures_that_it_names(tmp_path: Path) -> None:
         ('device = "h100"\nnods = 2', "'nods' is no entry of a cluster; did you mean nodes"),
         ('device = "h100"\nnodes = 0', "nodes is 0, not a whole number of at least 1"),
         ('device = "h100"\nnodes = "2"', "nodes is '2', not a whole number"),
-        ('device = "h100"\nintra_node = "nvlink"', "no link is called 'nvlink'; did you mean nvlink"),
+        ('device = "h100"\nintra_node = "nvlink"', "there is no link 'nvlink'; did you mean nvlink"),
         ('device = "h100"\nintra_node = 5', "intra_node is 5, not a link's name"),
         ("[device]\nmemory = 1", r'\[device\] has no base; write base = "h100"'),
         ('[device]\nbase = "h100"\nmemry = 1', "h100 has no number called 'memry'; did you mean memory"),

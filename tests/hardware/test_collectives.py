@@ -84,7 +84,7 @@ def test_collectives_on_four_h100_take_what_cs336_measured(kind: str, bytes: int
 
 
 def test_an_unknown_collective_suggests_the_nearest() -> None:
-    with pytest.raises(UserError, match="no collective is called 'allreduce'; did you mean all_reduce"):
+    with pytest.raises(UserError, match="there is no collective 'allreduce'; did you mean all_reduce"):
         CLUSTER.collective_seconds("allreduce", 1.0, [0, 1])
 
 

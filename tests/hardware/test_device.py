@@ -91,7 +91,7 @@ def test_a_dtype_that_the_device_lacks_is_refused() -> None:
 
 
 def test_an_unknown_device_suggests_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"no device is called 'a100-80'; did you mean a100-80gb"):
+    with pytest.raises(UserError, match=r"there is no device 'a100-80'; did you mean a100-80gb"):
         find_device("a100-80")
 
 

@@ -177,7 +177,7 @@ def test_a_name_has_hyphens_as_options_have_and_may_be_typed_with_underscores(na
 
 
 def test_a_name_like_no_other_lists_all() -> None:
-    with pytest.raises(UserError, match="Built in: single, grad-accum, ddp"):
+    with pytest.raises(UserError, match="there are single, grad-accum, ddp"):
         find("zzz")
 
 

@@ -61,7 +61,7 @@ def test_nothing_is_written_beside_the_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        ("min", "has no function 'min'; did you mean 'mine'"),
+        ("min", "has no function 'min'; did you mean mine?"),
         ("zzz", "its async functions are: mine, on_a_grid"),
         ("plain", "is not a strategy; write it as `async def plain"),
         ("", "say which function of"),

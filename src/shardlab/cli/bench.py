@@ -11,7 +11,7 @@ from tyro.conf import subcommand
 from shardlab.cli.measuring import Measuring, check_seconds, default_ranks
 from shardlab.cli.options import Count, OptionalCount
 from shardlab.cli.picture import check_new_file
-from shardlab.hardware.names import nearest
+from shardlab.errors import unknown
 from shardlab.measure.points import KINDS
 from shardlab.measure.sizes import parse_size, sizes_between
 from shardlab.program import UserError
@@ -48,7 +48,7 @@ class Collectives(Measuring):
         check_new_file("--plot", self.plot, "collectives.svg", force=self.force)
         for kind in self.kinds:
             if kind not in KINDS:
-                raise UserError(f"no collective is called {kind!r}; {nearest(kind, KINDS)}")
+                raise unknown("collective", kind, KINDS)
         ranks = self.ranks or max(2, default_ranks())
         if ranks < 2:
             raise UserError("one rank has nobody to communicate with; give --ranks 2 or more")
@@ -89,7 +89,7 @@ class Compute(Measuring):
         check_new_file("--plot", self.plot, "compute.svg", force=self.force)
         for dtype in self.dtype:
             if dtype not in DTYPES:
-                raise UserError(f"no dtype that can be measured is called {dtype!r}; {nearest(dtype, DTYPES)}")
+                raise unknown("dtype that can be measured", dtype, DTYPES)
         small = [width for width in self.widths if width < 8]
         if small:
             raise UserError(f"a width of {small[0]} is too small for a model with heads; give 8 or more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json as json_format
 import os
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import tyro
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Count, Flag
+from shardlab.errors import unknown
 from shardlab.program import Reduction, UserError
 from shardlab.train.place import require_port
 
@@ -98,9 +98,7 @@ class Collectives:
         name = self.name.replace("-", "_")
         name = "send" if name == "recv" else name
         if name not in NAMES:
-            near = difflib.get_close_matches(name, [*NAMES, "all"], n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"the names are {', '.join(NAMES)} and all."
-            raise UserError(f"there is no collective {self.name!r}; {hint}")
+            raise unknown("collective", self.name, [*NAMES, "all"])
         return [name]
 
     def _want_ranks(self) -> None:

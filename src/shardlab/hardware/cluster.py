@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from shardlab.errors import UserError, find
 from shardlab.hardware.collectives import COSTS, START, GroupSpan, collective_seconds, nodes_of
 from shardlab.hardware.device import Device
 from shardlab.hardware.links import Link
 from shardlab.hardware.measured import device_of_profile, measured_seconds
-from shardlab.hardware.names import find
 from shardlab.hardware.profile import Profile
-from shardlab.program import UserError
 from shardlab.rules.pieces import counted
 
 

@@ -18,14 +18,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from shardlab.errors import UserError, nearest
 from shardlab.hardware import sources
 from shardlab.hardware.cluster import Cluster
 from shardlab.hardware.device import Device
 from shardlab.hardware.devices import DEVICES, find_device
 from shardlab.hardware.links import Link, find_link
-from shardlab.hardware.names import nearest
 from shardlab.hardware.profile import Machine, Profile
-from shardlab.program import UserError
 from shardlab.program.nesting import parsed
 
 T = TypeVar("T", Device, Link)
@@ -174,7 +173,7 @@ def read_cluster(path: Path) -> Cluster:
         raise UserError(f"there is no cluster file {path}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a cluster file ({error})") from None
-    known = {"device", "nodes", "per_node", "intra_node", "inter_node", "nics"}
+    known = ("device", "nodes", "per_node", "intra_node", "inter_node", "nics")
     for key in data:
         if key not in known:
             raise UserError(f"{path}: {key!r} is no entry of a cluster; {nearest(key, known)}")
@@ -219,7 +218,7 @@ def changed(path: Path, row: T, given: Any) -> T:
     """The table's row, with the numbers that the file gives instead."""
     if not isinstance(given, dict):
         return row
-    numbers = {field.name for field in fields(row) if isinstance(getattr(row, field.name), (int, float))}
+    numbers = [field.name for field in fields(row) if isinstance(getattr(row, field.name), (int, float))]
     new = {key: value for key, value in cast(dict[str, Any], given).items() if key != "base"}
     for key, value in new.items():
         if key not in numbers:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardlab.errors import find
 from shardlab.hardware import sources
 from shardlab.hardware.device import Device, Efficiency
-from shardlab.hardware.names import find
 
 TERA = 1e12
 GIB = 2.0**30

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardlab.errors import find
 from shardlab.hardware import sources
-from shardlab.hardware.names import find
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -11,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardlab.errors import TooDeep, UserError, why_unreadable
+from shardlab.errors import TooDeep, UserError, nearest, unknown, why_unreadable
 from shardlab.models.blocks import Blocks
 from shardlab.models.gpt import GPT
 from shardlab.models.llama import Llama, Mixtral
@@ -49,9 +48,7 @@ def find_model(name: str) -> Blocks:
         written = {field: value for field, value in _table()[low].items() if field != "source"}
         return _changed(ARCHITECTURES[written.pop("model")](), written, low)
     known = [*ARCHITECTURES, *published]
-    near = difflib.get_close_matches(low, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, and files that end in .toml"
-    raise UserError(f"there is no model {name!r}; {hint}")
+    raise unknown("model", name, known, ", and files that end in .toml")
 
 
 def sources() -> dict[str, str]:
@@ -68,9 +65,9 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], said: str) -> Blocks:
     known = [field.name for field in fields(model)]
     for name in changes:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise UserError(f"{said}: a model of this kind ({type(model).__name__}) has no {name}; {hint}")
+            raise UserError(
+                f"{said}: a model of this kind ({type(model).__name__}) has no {name}; {nearest(name, known)}"
+            )
     return replace(model, **changes)
 
 

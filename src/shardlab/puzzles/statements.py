@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
 from textwrap import wrap
 
-from shardlab.program import UserError
+from shardlab.errors import unknown
 from shardlab.rules.pieces import counted
 
 
@@ -73,7 +72,4 @@ def find(puzzle: int | str) -> Puzzle:
     for candidate in PUZZLES:
         if puzzle in (candidate.number, candidate.name, str(candidate.number)):
             return candidate
-    near = difflib.get_close_matches(str(puzzle), [p.name for p in PUZZLES], n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
-    names = ", ".join(f"{p.number} {p.name}" for p in PUZZLES)
-    raise UserError(f"there is no puzzle {puzzle!r}; {hint}The puzzles are {names}")
+    raise unknown("puzzle", puzzle, [p.name for p in PUZZLES], f", and their numbers, 0 to {len(PUZZLES) - 1}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
-from shardlab.program import Kind, Sizes, UserError
+from shardlab.errors import find
+from shardlab.program import Kind, Sizes
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,9 @@ PRECISIONS = {
 
 
 def find_precision(name: str) -> Precision:
-    """The precision of that name.
+    """The precision of that name, in any case of letters.
 
     Raises:
-        UserError: if there is none.
+        UserError: there is none; the nearest name is suggested.
     """
-    if name not in PRECISIONS:
-        near = get_close_matches(name.lower(), PRECISIONS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PRECISIONS)}"
-        raise UserError(f"no precision is called {name!r}; {hint}")
-    return PRECISIONS[name]
+    return find(PRECISIONS, name, "precision")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
-from shardlab.program import UserError
+from shardlab.errors import unknown
 from shardlab.strategies import presets
 from shardlab.strategies.column_parallel import column_parallel
 from shardlab.strategies.ddp import ddp
@@ -171,9 +169,7 @@ def find(name: str) -> Entry:
     """
     if (spelled := name.replace("_", "-")) in STRATEGIES:
         return STRATEGIES[spelled]
-    near = difflib.get_close_matches(spelled, STRATEGIES, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else "give a built-in name or path/to/file.py:function."
-    raise UserError(f"there is no strategy {name!r}; {hint} Built in: {', '.join(STRATEGIES)}")
+    raise unknown("strategy", name, STRATEGIES, " and path/to/file.py:function")
 
 
 __all__ = [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from shardlab.errors import TooDeep, why_unreadable
+from shardlab.errors import TooDeep, nearest, why_unreadable
 from shardlab.program import AXES, Mesh, UserError
 from shardlab.program.nesting import parsed
 from shardlab.strategies.plan import Plan
@@ -48,9 +47,7 @@ def _check_names(path: Path, what: str, written: Mapping[str, Any], known: Itera
     known = list(known)
     for name in written:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise UserError(f"{path}: a plan has no {what} {name!r}; {hint}")
+            raise UserError(f"{path}: a plan has no {what} {name!r}; {nearest(name, known)}")
 
 
 def _check_value(path: Path, name: str, value: Any) -> None:

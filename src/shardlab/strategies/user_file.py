@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardlab.errors import closest
 from shardlab.program import UserError
 
 
@@ -34,9 +34,9 @@ def member(module: ModuleType, path: Path, function: str, what: str, is_one: Cal
     found = getattr(module, function, None) if function else None
     if found is None:
         have = [key for key, value in vars(module).items() if is_one(value)]
-        near = difflib.get_close_matches(function, have, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"its {what} are: {', '.join(have) or 'none'}"
         missing = f"{path} has no function {function!r}" if function else f"say which function of {path}: {path}:NAME"
+        near = closest(function, have)
+        hint = f"did you mean {near}?" if near else f"its {what} are: {', '.join(have) or 'none'}"
         raise UserError(f"{missing}; {hint}")
     return found
 

@@ -11,11 +11,11 @@ Source: `_Action`, `_load_csv` and `_dump_csv` of torch.distributed.pipelining.s
 from __future__ import annotations
 
 import csv
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardlab.errors import closest
 from shardlab.program import UserError
 from shardlab.strategies.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.messages import Recv, Send
@@ -129,9 +129,9 @@ def _cells(word: str, row: int, column: int) -> Iterator[Cell]:
 def _remedy(word: str) -> str:
     """What was probably meant, or else how an action is written."""
     found = _LOOKS_LIKE.fullmatch(word)
-    near = difflib.get_close_matches(found[2].upper(), KINDS, n=1) if found else []
-    if found and near and (near[0] in SHARDING or found[3]):
-        return f"did you mean {found[1]}{near[0]}{'' if near[0] in SHARDING else found[3]}?"
+    near = closest(found[2], KINDS) if found else None
+    if found and near and (near in SHARDING or found[3]):
+        return f"did you mean {found[1]}{near}{'' if near in SHARDING else found[3]}?"
     return (
         "write <stage><kind><microbatch> with F, B, I, W, SEND_F, RECV_F, SEND_B or RECV_B, as 2F0 or 3SEND_F1, "
         "<stage> with UNSHARD, RESHARD or REDUCE_GRAD, as 0UNSHARD, or (0F1;3B0)OVERLAP_F_B"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from functools import cache
 from pathlib import Path
 
+from shardlab.errors import unknown
 from shardlab.program import UserError
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.actions import Schedule
@@ -34,9 +34,7 @@ def find_schedule(name: str) -> Schedule | Steps:
             raise UserError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
     path, function = file_and_function(name)
     if path is None:
-        near = difflib.get_close_matches(name, SCHEDULES, n=1)
-        hint = f"did you mean {near[0]}?" if near else "give a built-in name, path/to/file.py:function or file.csv."
-        raise UserError(f"there is no schedule {name!r}; {hint} Built in: {', '.join(SCHEDULES)}")
+        raise unknown("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
     found = member(module_of(path), path, function, "generators", inspect.isgeneratorfunction)
     if isinstance(found, Schedule):
         return found

@@ -1,0 +1,43 @@
+"""Unknown names are answered with what was probably meant, everywhere in the same words."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+from pathlib import Path
+
+import pytest
+
+from shardlab import errors
+from shardlab.errors import UserError, closest, find, nearest, unknown
+
+SOURCE = Path(errors.__file__).parent
+
+
+def test_the_nearest_name_is_found_in_any_case_of_letters() -> None:
+    assert closest("unshardd", ["UNSHARD", "RESHARD"]) == "UNSHARD"
+    assert closest("FSDQ", ["ddp", "fsdp"]) == "fsdp"
+    assert closest("zzz", ["ddp", "fsdp"]) is None
+    assert find({"ddp": 1}, " DDP ", "strategy") == 1
+
+
+def test_a_name_like_no_other_is_answered_with_all() -> None:
+    assert str(unknown("puzzle", 8, ["ddp", "fsdp"])) == "there is no puzzle 8; there are ddp, fsdp"
+    assert nearest("zzz", ["ddp", "fsdp"], " and FILE.py") == "there are ddp, fsdp and FILE.py"
+    with pytest.raises(UserError, match="there is no strategy 'fsdq'; did you mean fsdp?"):
+        find({"ddp": 1, "fsdp": 2}, "fsdq", "strategy")
+
+
+def test_the_examples_are_true() -> None:
+    assert doctest.testmod(errors).failed == 0
+
+
+def test_names_are_compared_in_one_place() -> None:
+    for path in SOURCE.rglob("*.py"):
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            for alias in getattr(node, "names", [])
+            if isinstance(alias, ast.alias)
+        }
+        assert path.name == "errors.py" or not names & {"difflib", "get_close_matches"}, path
