@@ -24,7 +24,7 @@ def test_the_nearest_name_is_found_in_any_case_of_letters() -> None:
 def test_a_name_like_no_other_is_answered_with_all() -> None:
     assert str(unknown("puzzle", 8, ["ddp", "fsdp"])) == "there is no puzzle 8; there are ddp, fsdp"
     assert nearest("zzz", ["ddp", "fsdp"], " and FILE.py") == "there are ddp, fsdp and FILE.py"
-    with pytest.raises(UserError, match="there is no strategy 'fsdq'; did you mean fsdp?"):
+    with pytest.raises(UserError, match=r"there is no strategy 'fsdq'; did you mean fsdp\?"):
         find({"ddp": 1, "fsdp": 2}, "fsdq", "strategy")
 
 

@@ -9,7 +9,8 @@ import pytest
 from shardlab.models import GPT, Halves, Llama, Model
 from shardlab.models.fit import cut_for
 from shardlab.models.halves import Norm
-from shardlab.models.kept import AUTOGRAD, Kept, kept_activations, kept_elements
+from shardlab.models.kept import AUTOGRAD, kept_activations, kept_elements
+from shardlab.models.kept import SavedActivations as Kept
 from shardlab.program import Mesh
 
 S, H, HEADS, ROWS = 256, 128, 4, 3

@@ -11,13 +11,13 @@ from shardlab.simulate.estimate import peak_of
 from shardlab.simulate.memory import memory_in_bytes
 from shardlab.simulate.traced import rank_of
 from shardlab.validate.predict import enough, memory_of
-from shardlab.validate.reading import Run, read_run
+from shardlab.validate.reading import PublishedRun, read_run
 from shardlab.validate.rows import GIB
 from tests.validate.chronicles import ROWS as CHRONICLES
 from tests.validate.test_reading import ROWS, changed
 
 
-def held(run: Run) -> tuple[float, bool]:
+def held(run: PublishedRun) -> tuple[float, bool]:
     """What a run holds and whether it fits, told by enough microbatches and without asking how long they take."""
     each = sum(enough(run.plan, run.each))
     workload = replace(run.workload, microbatches=each * run.plan.data_ranks)
@@ -137,5 +137,6 @@ def test_what_nemos_recipes_reserve_is_told_within_three_percent(gibibytes: floa
 def test_reserved_memory_never_exceeds_a_device_on_which_a_run_fits() -> None:
     run = read_run(changed("titan-t1-8B-8gpu-eager", "batch", global_sequences=16))
     for reserved in (1.0, 1.1, 1.3):
-        bytes, fits = held(replace(run, stack=replace(run.stack, reserved=reserved)))
+        recipe = replace(run.workload.recipe, reserved=reserved)
+        bytes, fits = held(replace(run, workload=replace(run.workload, recipe=recipe)))
         assert not fits or bytes <= run.workload.cluster.device.memory

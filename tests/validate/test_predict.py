@@ -17,7 +17,7 @@ from shardlab.validate import predict as predicting
 from shardlab.validate.model_state import model_state_bytes
 from shardlab.validate.outcomes import outcome_of
 from shardlab.validate.predict import enough, extended, predict
-from shardlab.validate.reading import Run, read_run
+from shardlab.validate.reading import PublishedRun, read_run
 from tests.simulate.fakes import FakePrices
 from tests.validate.test_reading import ROWS
 
@@ -52,7 +52,7 @@ def test_many_microbatches_are_told_by_fewer(monkeypatch: pytest.MonkeyPatch) ->
     replayed: list[int] = []
     replay = predicting._replay  # pyright: ignore[reportPrivateUsage]
 
-    def noting(run: Run, each: int) -> Estimate:
+    def noting(run: PublishedRun, each: int) -> Estimate:
         replayed.append(each)
         return replay(run, each)
 

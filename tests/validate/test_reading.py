@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardlab.program import Mesh, UserError
-from shardlab.validate.reading import Incomplete, read_run
+from shardlab.simulate.recipe import find_recipe
+from shardlab.validate import reading
+from shardlab.validate.reading import read_run
+from shardlab.validate.records import Incomplete
 from shardlab.validate.rows import GIB, measured_of, read_rows
 from shardlab.validate.stages import layers_per_stage
 
@@ -37,7 +41,7 @@ def test_sequence_parallel_selective_recomputation_is_read() -> None:
     run = read_run(ROWS["korthikanti-t5-22B-selective"])
     assert run.plan.sequence_parallel
     assert run.plan.recompute == "selective"
-    assert run.stack.framework.name == "megatron-2022"
+    assert run.workload.recipe.name == "megatron-2022"
 
 
 def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
@@ -82,6 +86,27 @@ def test_a_precision_is_read_in_the_words_of_its_source(said: str | None, dtype:
 def test_an_unknown_precision_is_a_reason() -> None:
     with pytest.raises(Incomplete, match="computes in int4, which is unknown here"):
         read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": "int4"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 1000),
+        ("pads_vocab", True),
+        ("bias", True),
+        ("dropout", 0.5),
+        ("gradient_bytes", 8),
+        ("bf16_gradient_bytes", 8),
+        ("reduce_at", "step"),
+        ("zero_stage", 1),
+    ],
+)
+def test_what_a_run_does_not_say_is_as_in_its_recipe(field: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = changed("nanogpt-polaris-4xA100", "model", vocab=None) | {"precision": "bf16"}
+    before = read_run(row).workload
+    monkeypatch.setattr(reading, "find_recipe", lambda name: replace(find_recipe(name), **{field: value}))
+    after = read_run(row).workload
+    assert (after.model, after.precision, after.plan) != (before.model, before.precision, before.plan)
 
 
 def test_an_unknown_framework_is_a_reason() -> None:

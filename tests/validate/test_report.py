@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shardlab.validate.outcomes import Outcome
 from shardlab.validate.predict import Prediction
 from shardlab.validate.report import by_source, errors_of, misjudged, title_of
-from shardlab.validate.rows import Measured
+from shardlab.validate.rows import Measurement
 
 ERRORS = st.lists(st.floats(-1, 5), min_size=1).map(
     lambda errors: [(error, f"run {i}") for i, error in enumerate(errors)]
@@ -16,7 +16,7 @@ ERRORS = st.lists(st.floats(-1, 5), min_size=1).map(
 
 
 def outcome(name: str, source: str, seconds: float, *, fits: bool = True, out: bool = False) -> Outcome:
-    return Outcome(name, source, Measured(1.0, None, "allocated", out), Prediction(seconds, 1.0, fits))
+    return Outcome(name, source, Measurement(1.0, None, "allocated", out), Prediction(seconds, 1.0, fits))
 
 
 @given(ERRORS)
@@ -49,6 +49,6 @@ def test_a_run_whose_room_was_misjudged_is_named() -> None:
         outcome("ended", "", 1.0, fits=False, out=True),
         outcome("thought too large", "", 1.0, fits=False),
         outcome("thought to fit", "", 1.0, out=True),
-        Outcome("not asked", "", Measured(1.0, None, "allocated"), None, "says nothing"),
+        Outcome("not asked", "", Measurement(1.0, None, "allocated"), None, "says nothing"),
     ]
     assert [run.id for run in misjudged(runs)] == ["thought too large", "thought to fit"]

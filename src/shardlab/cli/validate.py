@@ -19,7 +19,7 @@ from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Flag
 from shardlab.simulate.units import seconds_text
 from shardlab.validate.outcomes import Outcome
-from shardlab.validate.report import Errors, assumed_by, by_source, errors_of, misjudged, worst_of
+from shardlab.validate.report import ErrorSummary, assumed_by, by_source, errors_of, misjudged, worst_of
 from shardlab.validate.rows import GIB, read_rows
 from shardlab.validate.side_by_side import outcomes_of
 
@@ -165,14 +165,14 @@ def _memory(outcome: Outcome) -> float | None:
     return outcome.memory_error
 
 
-def _all(outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None]) -> Errors:
+def _all(outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None]) -> ErrorSummary:
     pairs = [(found, outcome.id) for outcome in outcomes if (found := error(outcome)) is not None]
     errors = errors_of(pairs)
     assert errors is not None, "a table is printed of some errors"
     return errors
 
 
-def _table(title: str, errors: dict[str, Errors], total: Errors) -> Table:
+def _table(title: str, errors: dict[str, ErrorSummary], total: ErrorSummary) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(title, no_wrap=True)
     for name in ("runs", "mean", "median", "worst", "bias"):

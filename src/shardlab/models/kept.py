@@ -16,7 +16,7 @@ from shardlab.models.parts import Attention, Embedding, FeedForward, Part
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivations:
     """Choices of what is kept.
 
     Attributes:
@@ -40,11 +40,11 @@ class Kept:
     unread: bool = False
 
 
-AUTOGRAD = Kept()
+AUTOGRAD = SavedActivations()
 """As measured on a CPU."""
 
 
-def kept_elements(model: Model, layer: int, rows: int, kept: Kept, element: int) -> int:
+def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:
     """Elements of `element` bytes that are kept of a layer for a microbatch of `rows` sequences, beyond its input."""
     saved = model.microbatch_saved(layer, rows)
     if kept == AUTOGRAD:
@@ -67,7 +67,7 @@ def _what(half: Norm | Body) -> str:
     return "none" if isinstance(half, Projection | Output) else "body"
 
 
-def kept_activations(model: Model, rows: int, kept: Kept, slices: int) -> tuple[int, ...]:
+def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:
     """Elements that stay of each activation that enters a layer; `slices`: into how many sequence parallelism cuts."""
     sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]
     if not isinstance(model, Halves):
@@ -80,7 +80,7 @@ def kept_activations(model: Model, rows: int, kept: Kept, slices: int) -> tuple[
     return tuple(sizes)
 
 
-def _less(part: Part, kept: Kept, element: int, what: str) -> float:
+def _less(part: Part, kept: SavedActivations, element: int, what: str) -> float:
     """Elements of a part that are not kept, or (below zero) that are kept in addition."""
     less = 0.0
     narrower = (1 - kept.mask / element) if kept.mask and part.drops else 0.0
@@ -94,13 +94,13 @@ def _less(part: Part, kept: Kept, element: int, what: str) -> float:
     return less
 
 
-def _every_second_of_half(half: Norm | Body, kept: Kept) -> int:
+def _every_second_of_half(half: Norm | Body, kept: SavedActivations) -> int:
     if isinstance(half, Norm):
         return half.before.stream if isinstance(half.after, Attention) else 0
     return _every_second(half.part, kept)
 
 
-def _every_second(part: Part, kept: Kept) -> int:
+def _every_second(part: Part, kept: SavedActivations) -> int:
     """Of a part, of its products (queries, keys, values, output; gate, up, down) the odd ones."""
     if isinstance(part, Attention):
         return part.block * (part.width + part.kv_width) + part.stream

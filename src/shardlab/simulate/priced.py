@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
-from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
+from shardlab.program import Group, Kind, Mesh, Op, OpKind, Sizes, Spec
 from shardlab.rules import attention
 from shardlab.rules.spec import share_of
-from shardlab.simulate.framework import OWN, Framework
 from shardlab.simulate.precision import Precision
 from shardlab.simulate.prices import Messages
+from shardlab.simulate.recipe import OWN, Recipe
 
 
 class DeviceLike(Protocol):
@@ -59,20 +59,20 @@ class ClusterPrices:
         rows: sequences of a microbatch.
         cluster: devices and links; rank i is its i-th device.
         precision: dtype and bytes.
-        framework: which kernels are run, and what overlaps.
-        tensor: the first ranks' group along `tp`.
+        recipe: which kernels are run, and what overlaps.
+        mesh: of the program.
     """
 
     model: ModelLike
     rows: int
     cluster: ClusterLike
     precision: Precision
-    framework: Framework = OWN
-    tensor: Sequence[int] = (0,)
+    recipe: Recipe = OWN
+    mesh: Mesh = field(default_factory=Mesh)
 
     @property
     def blocking_p2p(self) -> float:
-        return self.framework.blocking_p2p
+        return self.recipe.blocking_p2p
 
     @property
     def one_stream(self) -> bool:
@@ -86,8 +86,8 @@ class ClusterPrices:
 
     @property
     def contention(self) -> float:
-        """As measured on the machine, or as is known of the framework on GPUs."""
-        return self.cluster.contention or self.framework.contention
+        """As measured on the machine, or as the recipe says of GPUs."""
+        return self.cluster.contention or self.recipe.contention
 
     @property
     def adds_in_backward(self) -> bool:
@@ -101,7 +101,8 @@ class ClusterPrices:
         kind = op.kind
         made = specs[op.outputs[0]]
         if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
-            moved = self.framework.update_bytes or self.precision.moved_by_update
+            moved = self.recipe.update_bytes
+            moved = self.precision.moved_by_update if moved is None else moved
             elements = sizes.elements(made) * moved / 4
             return self.cluster.device.seconds(Pointwise("adamw", elements, 0.0), "float32")
         if kind is OpKind.ADD:
@@ -118,10 +119,10 @@ class ClusterPrices:
             return self._sum([*(() if fused else forward), *_backward_input(forward)])
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
-            loss = self.framework.kernels(self.model.loss_kernels(sequences, tokens, slices))
+            loss = self.recipe.kernels(self.model.loss_kernels(sequences, tokens, slices))
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
             return self._sum([*stats, *(() if kind is OpKind.LOSS_STATS else _backward_input(loss))])
-        kernels = self.framework.kernels(self.model.kernels(op.layer, sequences, tokens, slices))
+        kernels = self.recipe.kernels(self.model.kernels(op.layer, sequences, tokens, slices))
         if kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
             return self._sum(kernels)
         both = kind is OpKind.BACKWARD
@@ -129,33 +130,33 @@ class ClusterPrices:
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
         again = 0.0
         if both or kind is OpKind.BACKWARD_INPUT:
-            again = sum(share * self._sum([kernel]) for kernel, share in self.framework.recomputed(kernels))
+            again = sum(share * self._sum([kernel]) for kernel, share in self.recipe.recomputed(kernels))
         return again + self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
 
     def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
         if len(group.ranks) == 1:
             return 0.0
-        framework = self.framework
         data = group.axis in _DATA_AXES
-        whole = max(bytes, framework.bucket) if data else bytes
-        done = "all_reduce" if framework.all_reduces and kind is OpKind.REDUCE_SCATTER and data else kind.value
+        whole = max(bytes, self.recipe.bucket_bytes) if data else bytes
+        whole_too = self.recipe.allreduce_sharded_gradients and kind is OpKind.REDUCE_SCATTER and data
+        done = "all_reduce" if whole_too else kind.value
         seconds = self.cluster.collective_seconds(done, whole, group.ranks)
         share = bytes / whole if whole else 1.0
-        return seconds * share * (1.0 - framework.hidden.get(group.axis, 0.0))
+        return seconds * share * (1.0 - self.recipe.overlap.get(group.axis, 0.0))
 
     def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
-        if self.framework.carries_sum and value in _RESIDUALS:
+        if self.recipe.sends_residual_only and value in _RESIDUALS:
             return 0.0, 0.0
-        gathered, slices = 0.0, len(self.tensor)
-        if self.framework.scatters_messages and slices > 1:
-            gathered = self.cluster.collective_seconds("all_gather", bytes, self.tensor)
+        gathered, slices = 0.0, self.mesh.tp
+        if self.recipe.scatter_gather_p2p and slices > 1:
+            gathered = self.cluster.collective_seconds("all_gather", bytes, self.mesh.group(0, "tp").ranks)
             bytes /= slices
         seconds = self.cluster.message_seconds(bytes, source, target) + gathered
         return seconds, seconds
 
     def _add(self, elements: int) -> float:
         """A gradient, in the dtype that it was computed in, is added to those of other microbatches."""
-        if self.framework.fused_accumulation:
+        if self.recipe.fused_accumulation:
             return 0.0
         moved = elements * (_BYTES[self.precision.compute] + 2 * self.precision.gradients)
         return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
@@ -176,9 +177,10 @@ class ClusterPrices:
         half = queries.form.space.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
         each = queries.microbatches.bit_count()
         pairs = queries.cells.bit_count() * keys_values.cells.bit_count() / each**2
-        seen = self.framework.attends * attention.work(queries, keys_values) / each * half / pairs
+        busiest = 1 + self.recipe.cp_imbalance * (self.mesh.cp - 1) / self.mesh.cp
+        seen = busiest * attention.work(queries, keys_values) / each * half / pairs
         slices = _of_width(queries)
-        return self.framework.kernels(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
+        return self.recipe.kernels(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:

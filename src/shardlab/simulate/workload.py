@@ -13,10 +13,10 @@ from shardlab.program import Mesh, Sizes
 from shardlab.program.world import gc_paused
 from shardlab.simulate.estimate import Estimate, estimate
 from shardlab.simulate.folding import fold
-from shardlab.simulate.framework import OWN, Framework
 from shardlab.simulate.memory import memory_in_bytes
 from shardlab.simulate.precision import Precision
 from shardlab.simulate.priced import ClusterPrices
+from shardlab.simulate.recipe import OWN, Recipe
 from shardlab.simulate.traced import Traced
 from shardlab.strategies.plan import Plan
 
@@ -36,7 +36,7 @@ class Workload:
         rows: sequences of a microbatch.
         precision: in which numbers.
         trace: what traces a program of its own; plans are folded.
-        framework: what runs it.
+        recipe: how the framework that runs it does so.
         columns: whether that program wants every matrix cut by columns.
     """
 
@@ -48,7 +48,7 @@ class Workload:
     precision: Precision
     trace: Trace | None = None
     columns: bool = False
-    framework: Framework = OWN
+    recipe: Recipe = OWN
 
     @property
     def mesh(self) -> Mesh:
@@ -90,20 +90,20 @@ class Workload:
 
     @property
     def kept_sizes(self) -> Sizes:
-        """How large values are in memory, as the framework keeps them."""
+        """How large values are in memory, as the recipe keeps them."""
         sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
         slices = self.mesh.tp if sequence_parallel else 1
-        return self.framework.kept_sizes(self.cut, self.traced.program.sizes, self.rows, slices)
+        return self.recipe.kept_sizes(self.cut, self.traced.program.sizes, self.rows, slices)
 
     @property
     def prices(self) -> ClusterPrices:
         """What its ops take."""
-        cluster, tensor = self.cluster.at_work(self.mesh.world), self.mesh.group(0, "tp").ranks
-        if self.framework.one_card:
+        cluster = self.cluster.at_work(self.mesh.world)
+        if self.recipe.single_nic:
             cluster = replace(cluster, nics=1)
-        if self.framework.attention:
-            cluster = replace(cluster, device=replace(cluster.device, attention=self.framework.attention))
-        return ClusterPrices(self.cut, self.rows, cluster, self.precision, self.framework, tensor)
+        if self.recipe.attention:
+            cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.attention))
+        return ClusterPrices(self.cut, self.rows, cluster, self.precision, self.recipe, self.mesh)
 
     def peak_bytes(self) -> int:
         """The most that any rank holds, without asking how long anything takes."""

@@ -3,65 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks
 from shardlab.models.parts import Head
+from shardlab.simulate.workload import Workload
 from shardlab.strategies.plan import Plan
-from shardlab.validate.fields import section
-from shardlab.validate.frameworks import Stack
+from shardlab.validate.records import HardwareRecord, ModelRecord, ParallelismRecord, RunRecord
 
 
-def assumptions(row: dict[str, Any], stack: Stack, model: Blocks, cluster: Cluster, plan: Plan) -> tuple[str, ...]:
-    """Short phrases, one for each thing that the row leaves open and that its prediction rests on."""
-    return (*_of_model(row, model), *_of_hardware(row, cluster), *_of_plan(row, stack, plan))
+def assumptions(record: RunRecord, workload: Workload) -> tuple[str, ...]:
+    """Short phrases, one for each thing that the record leaves open and that its prediction rests on."""
+    assert isinstance(workload.plan, Plan)
+    return (
+        *_of_model(record.model, workload.model),
+        *_of_hardware(record.hardware, workload.cluster),
+        *_of_plan(record.parallelism, workload.recipe.zero_stage, workload.plan),
+        *(() if record.recompute else ("recompute: none",)),
+        *(() if record.precision else ("precision: fp16",)),
+    )
 
 
-def _of_model(row: dict[str, Any], model: Blocks) -> Iterator[str]:
-    said, tied = section(row, "model"), isinstance(model.head, Head) and model.head.tied
-    if "vocab" not in said:
+def _of_model(written: ModelRecord, model: Blocks) -> Iterator[str]:
+    tied = isinstance(model.head, Head) and model.head.tied
+    if written.vocab is None:
         yield f"vocabulary: {model.vocabulary}, GPT-2's, padded"
-    elif said["vocab"] != model.vocabulary:
+    elif written.vocab != model.vocabulary:
         yield f"vocabulary: padded to {model.vocabulary}"
-    if "kv_heads" not in said:
+    if written.kv_heads is None:
         yield "key and value heads: as many as heads"
-    if "ffn_hidden" not in said:
-        yield f"feed-forward width: {4 * said['hidden']}, four times the model's"
-    if "ffn_type" not in said:
+    if written.ffn_hidden is None:
+        yield f"feed-forward width: {4 * written.hidden}, four times the model's"
+    if written.ffn_type is None:
         yield "activation function: GELU"
-    if "tied_embeddings" not in said:
+    if written.tied_embeddings is None:
         yield f"embedding and head: {'one matrix' if tied else 'two matrices'}"
-    elif said["tied_embeddings"] and not tied:
+    elif written.tied_embeddings and not tied:
         yield "embedding and head: two matrices, though tied"
 
 
-def _of_hardware(row: dict[str, Any], cluster: Cluster) -> Iterator[str]:
-    said = section(row, "hardware")
-    if "gpus_per_node" not in said:
+def _of_hardware(written: HardwareRecord, cluster: Cluster) -> Iterator[str]:
+    if written.gpus_per_node is None:
         yield f"GPUs of a node: {cluster.per_node}"
-    if cluster.nodes > 1 and not said.get("interconnect"):
+    if cluster.nodes > 1 and not written.interconnect:
         yield f"network: {cluster.nics} x {cluster.inter_node.name} a node"
 
 
-def _of_plan(row: dict[str, Any], stack: Stack, plan: Plan) -> Iterator[str]:
-    said = section(row, "parallelism")
-    if "dp" not in said:
+def _of_plan(written: ParallelismRecord, least_stage: int, plan: Plan) -> Iterator[str]:
+    if written.dp is None:
         yield f"data-parallel ranks: {plan.mesh.dp_shard}, what the other axes leave of the GPUs"
-    if "cp" not in said:
+    if written.cp is None:
         yield "context parallelism: none"
-    if "sequence_parallel" not in said and plan.mesh.tp > 1:
+    if written.sequence_parallel is None and plan.mesh.tp > 1:
         yield "sequence parallelism: none"
-    if stack.shards_optimizer and not said.get("zero_stage"):
-        yield "ZeRO stage: 1, the framework's way"
-    elif "zero_stage" not in said:
+    if least_stage and not written.zero_stage:
+        yield f"ZeRO stage: {least_stage}, the framework's way"
+    elif written.zero_stage is None:
         yield "ZeRO stage: 0"
     if plan.mesh.pp > 1:
-        if not said.get("schedule"):
+        if not written.schedule:
             yield f"schedule: {plan.schedule}"
-        if plan.schedule == "interleaved-1f1b" and said.get("interleave_v", 1) < 2:
+        if plan.schedule == "interleaved-1f1b" and (written.interleave_v or 1) < 2:
             yield f"stages of a rank: {plan.stages_per_rank}"
-    if not row.get("recompute"):
-        yield "recompute: none"
-    if not row.get("precision"):
-        yield "precision: fp16"

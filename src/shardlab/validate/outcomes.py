@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.program import Refused, UserError
-from shardlab.validate.fields import Incomplete, number, section, with_whole_numbers
 from shardlab.validate.model_state import model_state_bytes
 from shardlab.validate.predict import Prediction, predict
 from shardlab.validate.reading import read_run
-from shardlab.validate.rows import Measured, measured_of
+from shardlab.validate.records import Incomplete, StateRecord, made, section
+from shardlab.validate.rows import Measurement, measured_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Outcome:
 
     id: str
     source: str
-    measured: Measured
+    measured: Measurement
     prediction: Prediction | None
     reason: str = ""
     assumed: tuple[str, ...] = ()
@@ -58,12 +58,6 @@ def outcome_of(row: dict[str, Any]) -> Outcome:
 
 
 def _state(row: dict[str, Any]) -> Prediction:
-    """Of a row that gives nothing but the state of a model of so many parameters."""
-    parameters, parallelism = (
-        number(section(row, "model").get("params")),
-        section(with_whole_numbers(row), "parallelism"),
-    )
-    if not parameters or not parallelism.get("dp"):
-        raise Incomplete("does not say params and dp")
-    bytes = model_state_bytes(parameters, parallelism["dp"], parallelism.get("zero_stage", 0))
-    return Prediction(None, bytes, True)
+    """The memory of a row that gives nothing but the state of a model of so many parameters."""
+    state = made(StateRecord, section(row, "model") | section(row, "parallelism"))
+    return Prediction(None, model_state_bytes(state.params, state.dp, state.zero_stage), True)

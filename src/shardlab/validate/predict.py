@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardlab.simulate.estimate import Estimate, Peak
+from shardlab.simulate.held import held_memory
 from shardlab.strategies.plan import Plan
-from shardlab.validate.beyond import standing_gradients, standing_streams
-from shardlab.validate.reading import Run
+from shardlab.validate.reading import PublishedRun
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Prediction:
     fits: bool
 
 
-def predict(run: Run) -> Prediction:
+def predict(run: PublishedRun) -> Prediction:
     """Replay a step of a run; of many microbatches only some are replayed (see `enough`)."""
     if run.measured.of_block:
         return Prediction(_block_seconds(run), memory_of(run, _replay(run, 1).peaks)[0], True)  # it ran alone
@@ -39,24 +39,11 @@ def predict(run: Run) -> Prediction:
     return Prediction(seconds, *memory_of(run, last.peaks))
 
 
-KEPT_WHEN_FULL = 0.5
-"""Of what the allocator holds back while there is room, the share that it cannot give up when there is none: before it
-fails it frees the blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`, `release_cached_blocks`). An
-assumption; that it is neither 0 nor 1 follows from runs that ended and runs that did not."""
-
-
-def memory_of(run: Run, peaks: Sequence[Peak]) -> tuple[float, bool]:
+def memory_of(run: PublishedRun, peaks: Sequence[Peak]) -> tuple[float, bool]:
     """Bytes of the fullest GPU, as the run measured them, and whether they find room on it."""
-    stack, room = run.stack, run.workload.cluster.device.memory
-    allocated = max(peak.bytes + stack.gradients_stand * standing_gradients(run.workload, peak) for peak in peaks)
-    taken = allocated
-    if stack.streams:
-        taken = max(peak.bytes + standing_streams(run.workload, peak) for peak in peaks)
-    held_back = (stack.reserved - 1) * taken
-    fits = taken + KEPT_WHEN_FULL * held_back + stack.context_bytes <= room
-    reserved = min(taken + held_back, room - stack.context_bytes) if fits else taken + held_back
-    as_measured = {"allocated": allocated, "reserved": reserved}
-    return as_measured.get(run.measured.memory, reserved + stack.context_bytes), fits
+    held = held_memory(run.workload, peaks)
+    as_measured = {"allocated": held.allocated, "reserved": held.reserved}
+    return as_measured.get(run.measured.memory, held.total), held.fits
 
 
 def enough(plan: Plan, each: int) -> tuple[int, int]:
@@ -77,13 +64,13 @@ def enough(plan: Plan, each: int) -> tuple[int, int]:
     return (few, more) if 2 * few + more < each else (each, 0)
 
 
-def _block_seconds(run: Run) -> float:
+def _block_seconds(run: PublishedRun) -> float:
     """What one more block adds to a step of one microbatch, but for its update."""
-    framework = replace(run.workload.framework, update_bytes=1e-9)  # 0 would be the precision's own
+    recipe = replace(run.workload.recipe, update_bytes=0.0)
 
     def step(blocks: int) -> float:
         model = replace(run.workload.model, layers=blocks)
-        return _replay(replace(run, workload=replace(run.workload, model=model, framework=framework)), 1).step
+        return _replay(replace(run, workload=replace(run.workload, model=model, recipe=recipe)), 1).step
 
     return step(3) - step(2)
 
@@ -93,5 +80,5 @@ def extended(first: float, second: float, times: float) -> float:
     return first + times * (second - first)
 
 
-def _replay(run: Run, each: int) -> Estimate:
+def _replay(run: PublishedRun, each: int) -> Estimate:
     return replace(run.workload, microbatches=each * run.plan.data_ranks).estimate()

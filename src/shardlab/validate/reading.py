@@ -1,56 +1,38 @@
-"""From a published run's row to what the simulator takes: a model, a plan, a cluster, a batch and a framework."""
+"""From a published run's record to what the simulator takes: a model, a plan, a cluster, a batch and a recipe."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
+from shardlab.hardware import Cluster, find_device, find_link
+from shardlab.hardware.clusters import NODES
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.program import Mesh, UserError
 from shardlab.simulate.precision import Precision
+from shardlab.simulate.recipe import Recipe, find_recipe
 from shardlab.simulate.workload import Workload
-from shardlab.strategies.plan import Plan, Recompute
+from shardlab.strategies.plan import Plan
+from shardlab.validate import words
 from shardlab.validate.assumed import assumptions
-from shardlab.validate.clusters import cluster_of
-from shardlab.validate.fields import Incomplete, section, with_whole_numbers
-from shardlab.validate.frameworks import DEEPSPEED, MEGATRON_2021, STACKS, TORCHTITAN, TORCHTITAN_EAGER, Stack
-from shardlab.validate.rows import Measured, measured_of
+from shardlab.validate.records import HardwareRecord, Incomplete, RunRecord, record_of
+from shardlab.validate.rows import Measurement, measured_of
 from shardlab.validate.stages import layers_per_stage
-
-SCHEDULES = (
-    ("interleaved", "interleaved-1f1b"),
-    ("zb-1p", "zb-h1"),
-    ("zb-2p", "zb-h2"),
-    ("zb-v", "zb-v"),
-    ("1f1b", "1f1b"),
-    ("gpipe", "gpipe"),
-)
-"""What a schedule's name contains, and ours. The automatic schedules of Qi et al. hold what their hand-made ones hold
-(arXiv 2401.10241, section 5.1: p and 2p microbatches)."""
-
-ASYNC_TP = {"tp": 0.4}
-"""What torchtitan's asynchronous tensor parallelism hides: all-gathers and reduce-scatters are cut into chunks beside
-the products. A fit to pytorch/torchtitan's benchmarks, where steps became 5 to 14 % shorter."""
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run.
 
     Attributes:
-        id, source: as in the file.
         workload: one step of it.
-        stack: the framework that ran it.
         measured: what was measured.
         assumed: what the prediction takes for granted because the row does not say it.
     """
 
-    id: str
-    source: str
     workload: Workload
-    stack: Stack
-    measured: Measured
+    measured: Measurement
     assumed: tuple[str, ...]
 
     @property
@@ -64,132 +46,122 @@ class Run:
         return self.workload.plan
 
 
-def read_run(row: dict[str, Any]) -> Run:
+def read_run(row: dict[str, Any]) -> PublishedRun:
     """A run from its row.
 
     Raises:
         Incomplete: it does not say all that a prediction needs.
     """
-    try:
-        return _read(row)
-    except UserError as error:
-        raise Incomplete(str(error)) from None
-
-
-def _read(row: dict[str, Any]) -> Run:
     measured = measured_of(row)
     if measured.seconds is None and measured.bytes is None and not measured.out_of_memory:
         raise Incomplete("measured neither the seconds of a step nor memory")
-    row = with_whole_numbers(row)
-    for name, keys in WANTED.items():
-        missing = [key for key in keys if section(row, name).get(key) is None]
-        if missing:
-            raise Incomplete(f"does not say {', '.join(missing).replace('_', ' ')}")
-    source = str(row.get("source") or "")
-    stack = next((stack for words, stack in STACKS if words in source), None)
-    if stack is None:
-        raise Incomplete("comes from no framework that is known here")
-    if stack is MEGATRON_2021 and section(row, "parallelism").get("zero_stage") == 3:
-        stack = DEEPSPEED
-    if stack is TORCHTITAN and not row.get("compile", True):
-        stack = TORCHTITAN_EAGER
-    cluster = cluster_of(section(row, "hardware"))
-    if cluster is None:
-        raise Incomplete(f"ran on a GPU that is unknown here, {section(row, 'hardware')['gpu']}")
-    parallelism, batch = section(row, "parallelism"), section(row, "batch")
-    zero = 1 if stack.shards_optimizer and not parallelism.get("zero_stage") else parallelism.get("zero_stage") or 0
-    others = [parallelism.get(axis, 1) for axis in ("tp", "pp", "cp")]
-    data = parallelism.get("dp") or max(1, section(row, "hardware")["gpus"] // prod(others))
-    mesh = Mesh(pp=parallelism["pp"], dp_shard=data, cp=parallelism.get("cp", 1), tp=parallelism["tp"])
-    if mesh.world != section(row, "hardware")["gpus"]:
-        raise Incomplete(f"has a mesh of {mesh.world} ranks on {section(row, 'hardware')['gpus']} GPUs")
-    rows, each = _batch(batch, mesh)
-    if stack.framework.name.startswith("torchtitan"):
-        attends = (2 * mesh.cp - 1) / mesh.cp  # PyTorch's context parallelism of 2024 went as fast as without balance
-        hidden = ASYNC_TP if parallelism.get("async_tp") else stack.framework.hidden
-        stack = stack.running(attends=attends, hidden=hidden)
-    model, recompute = model_of(row, stack, zero), recompute_of(row)
-    if recompute == "per_op":
-        stack = stack.running(kept=replace(stack.framework.kept, per_op=True))
-    plan = plan_of(row, mesh, zero, stack, model, "none" if recompute == "per_op" else recompute)
-    workload = Workload(
-        plan, model, cluster, each * mesh.dp_shard, rows, precision_of(row, stack, zero), framework=stack.framework
-    )
-    return Run(str(row["id"]), source, workload, stack, measured, assumptions(row, stack, model, cluster, plan))
+    record = record_of(row)
+    try:
+        workload = workload_of(record)
+    except UserError as error:
+        raise Incomplete(str(error)) from None
+    return PublishedRun(workload, measured, assumptions(record, workload))
 
 
-WANTED = {
-    "model": ("layers", "hidden", "heads", "seq_len"),
-    "hardware": ("gpu", "gpus"),
-    "parallelism": ("tp", "pp"),
-    "batch": ("global_sequences", "micro_batch"),
-}
-"""What a row must say."""
+def workload_of(record: RunRecord) -> Workload:
+    """A step of a run.
 
-
-def _batch(batch: dict[str, Any], mesh: Mesh) -> tuple[int, int]:
-    """(sequences of a microbatch, microbatches of a data-parallel rank)."""
-    rows = int(batch["micro_batch"])
-    each, rest = divmod(int(batch["global_sequences"]), rows * mesh.dp_shard)
+    Raises:
+        Incomplete: it says something that is unknown here, or numbers that do not go together.
+        UserError: no plan or model has such sizes.
+    """
+    recompute = words.read("recompute", record.recompute or "none")
+    if not recompute:
+        raise Incomplete(f"recomputes {record.recompute}, which is unknown here")
+    recipe = recipe_of(record)
+    recipe = replace(recipe, saved=replace(recipe.saved, per_op=recompute.get("per_op", False)))
+    zero = max(recipe.zero_stage, record.parallelism.zero_stage or 0)
+    cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
+    each, rest = divmod(record.batch.global_sequences, rows * mesh.dp_shard)
     if rest or not each:
         raise Incomplete(
-            f"has {batch['global_sequences']} sequences, which {mesh.dp_shard} data-parallel ranks cannot take in "
+            f"has {record.batch.global_sequences} sequences, which {mesh.dp_shard} data-parallel ranks cannot take in "
             f"microbatches of {rows}"
         )
-    return rows, each
+    model = model_of(record, recipe, zero)
+    plan = plan_of(record, mesh, zero, recipe, model, recompute["plan"])
+    return Workload(plan, model, cluster, each * mesh.dp_shard, rows, precision_of(record, recipe, zero), recipe=recipe)
 
 
-def model_of(row: dict[str, Any], stack: Stack, zero: int) -> Blocks:
-    """The model that was trained; Megatron-LM pads vocabularies to a multiple of 128 on every tensor-parallel rank.
+def recipe_of(record: RunRecord) -> Recipe:
+    """How the framework runs a step that the run's source names."""
+    name = words.read("source", record.source, record.facts).get("recipe")
+    if name is None:
+        raise Incomplete("comes from no framework that is known here")
+    return find_recipe(name)
+
+
+def mesh_of(record: RunRecord) -> Mesh:
+    """The ranks as a mesh; data-parallel ranks are what the other axes leave, where the run does not say."""
+    axes, gpus = record.parallelism, record.hardware.gpus
+    cp = axes.cp or 1
+    mesh = Mesh(pp=axes.pp, dp_shard=axes.dp or max(1, gpus // (axes.tp * axes.pp * cp)), cp=cp, tp=axes.tp)
+    if mesh.world != gpus:
+        raise Incomplete(f"has a mesh of {mesh.world} ranks on {gpus} GPUs")
+    return mesh
+
+
+def device_name(gpu: str) -> str | None:
+    """The device of that description; None: unknown."""
+    return words.read("gpu", gpu).get("device")
+
+
+def cluster_of(record: RunRecord) -> Cluster:
+    """The devices that a run used, on nodes joined by their links."""
+    hardware: HardwareRecord = record.hardware
+    name = device_name(hardware.gpu)
+    if name is None:
+        raise Incomplete(f"ran on a GPU that is unknown here, {hardware.gpu}")
+    usual, network = NODES[name], words.read("network", hardware.interconnect)
+    per_node = None if network.get("usual_node") else hardware.gpus_per_node
+    per_node = min(per_node or usual.devices, hardware.gpus)
+    nics = max(1, math.ceil(network.get("nics", 8) * per_node / 8))
+    inter_node = find_link(network.get("link", usual.inter_node))
+    nodes = math.ceil(hardware.gpus / per_node)
+    return Cluster(find_device(name), per_node, nodes, find_link(usual.intra_node), inter_node, nics)
+
+
+def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
+    """The model that was trained, its vocabulary padded where ranks or the recipe want it.
 
     With ZeRO-3 a tied head is a matrix of its own here: whole blocks, which FSDP gathers, share none.
     """
-    written, parallelism = section(row, "model"), section(row, "parallelism")
-    vocabulary, to = written.get("vocab") or stack.vocabulary, 128 * int(parallelism["tp"])
-    padded = -(-vocabulary // to) * to if stack.framework.carries_sum or to > 128 else vocabulary
-    kind = written.get("ffn_type") or "gelu"
-    tied = bool(written.get("tied_embeddings")) and zero < 3
-    if written.get("tied_embeddings") is None and parallelism["pp"] > 1:  # half a block a stage takes half-blocks
-        tied = written["layers"] + 2 == parallelism["pp"] * _stages_of_a_rank(parallelism)
+    written, parallelism = record.model, record.parallelism
+    vocabulary, to = written.vocab or recipe.vocab_size, 128 * parallelism.tp
+    tied = bool(written.tied_embeddings) and zero < 3
+    if written.tied_embeddings is None and parallelism.pp > 1:  # half a block a stage takes half-blocks
+        each = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
+        tied = written.layers + 2 == parallelism.pp * each
     common: dict[str, Any] = {
-        "layers": written["layers"],
-        "width": written["hidden"],
-        "heads": written["heads"],
-        "kv_heads": written.get("kv_heads") or written["heads"],
-        "ffn_hidden": written.get("ffn_hidden") or 4 * written["hidden"],
-        "vocabulary": padded,
-        "block": written["seq_len"],
+        "layers": written.layers,
+        "width": written.hidden,
+        "heads": written.heads,
+        "kv_heads": written.kv_heads or written.heads,
+        "ffn_hidden": written.ffn_hidden or 4 * written.hidden,
+        "vocabulary": -(-vocabulary // to) * to if recipe.pads_vocab or parallelism.tp > 1 else vocabulary,
+        "block": written.seq_len,
         "tied": tied,
     }
+    kind = written.ffn_type or "gelu"
     if kind == "swiglu":
         return Llama(**common)
     if kind == "squared_relu":  # Nemotron: rotary positions, no biases
         return GPT(**common, activation="squared_relu", rope_theta=10000.0, bias=False)
     if kind != "gelu":
         raise Incomplete(f"has an activation function that is unknown here, {kind}")
-    return GPT(**common, bias=stack.bias, dropout=0.1 if stack.dropout else 0.0)
+    return GPT(**common, bias=recipe.bias, dropout=recipe.dropout)
 
 
-def _stages_of_a_rank(parallelism: dict[str, Any]) -> int:
-    return 2 if "zb-v" in str(parallelism.get("schedule")) else int(parallelism.get("interleave_v") or 1)
-
-
-def recompute_of(row: dict[str, Any]) -> Recompute | str:
-    """What was computed again; nothing where a run does not say."""
-    said = str(row.get("recompute") or "none")
-    if said.startswith("selective (per-op"):
-        return "per_op"
-    if said not in ("none", "selective", "full"):
-        raise Incomplete(f"recomputes {said}, which is unknown here")
-    return said
-
-
-def plan_of(row: dict[str, Any], mesh: Mesh, zero: int, stack: Stack, model: Blocks, recompute: Any) -> Plan:
+def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blocks, recompute: Any) -> Plan:
     """How the model was laid over the ranks."""
-    parallelism = section(row, "parallelism")
-    said = str(parallelism.get("schedule") or "none")
-    chunks = int(parallelism.get("interleave_v") or 0)
-    schedule = next((ours for name, ours in SCHEDULES if name in said), "interleaved-1f1b" if chunks > 1 else "1f1b")
+    parallelism = record.parallelism
+    chunks = parallelism.interleave_v or 0
+    schedule = _schedule(record) or ("interleaved-1f1b" if chunks > 1 else "1f1b")
     if mesh.pp == 1:
         schedule, chunks = "1f1b", 1
     elif schedule == "interleaved-1f1b" and chunks < 2:
@@ -199,52 +171,40 @@ def plan_of(row: dict[str, Any], mesh: Mesh, zero: int, stack: Stack, model: Blo
     shard = shard if mesh.dp_shard * mesh.cp > 1 else ()
     pipelined = mesh.pp > 1
     halves = mesh.tp > 1 or mesh.cp > 1 or model.borrowed(model.layers - 1) or recompute == "selective"
-    fewer_at_ends = bool(parallelism.get("first_last_stage_one_layer_less")) or "embedding" in str(
-        parallelism.get("pp_partition")
-    )
-    keeps_weights = zero == 3 and (pipelined or "SHARD_GRAD_OP" in str(parallelism.get("fsdp")))
+    fewer_at_ends = parallelism.first_last_stage_one_layer_less or words.read("partition", parallelism.pp_partition)
+    keeps_weights = zero == 3 and (pipelined or words.read("fsdp", parallelism.fsdp).get("reshard_after") == "step")
     return Plan(
         mesh,
         schedule,
         stages_per_rank=chunks if schedule == "interleaved-1f1b" else None,
-        layers_per_stage=layers_per_stage(model.layers, stages, fewer_at_ends, bool(halves)) if pipelined else (),
+        layers_per_stage=layers_per_stage(model.layers, stages, bool(fewer_at_ends), bool(halves)) if pipelined else (),
         shard_parameters=shard if zero >= 3 else (),
         shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
-        reduce_at="step" if stack.reduces_at_end else "layer",
+        reduce_at=recipe.reduce_at,
         reshard_after="step" if keeps_weights else "layer",
-        sequence_parallel=bool(parallelism.get("sequence_parallel")) and mesh.tp > 1,
+        sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
         recompute=recompute,
         context="all_gather",
     )
 
 
-DTYPES = (
-    ("rowwise", "bfloat16"),  # PyTorch's float8 scaled row by row was no faster in torchtitan's benchmarks of 2025
-    ("fp8", "float8"),
-    ("float8", "float8"),
-    ("bf16", "bfloat16"),
-    ("bfloat16", "bfloat16"),
-    ("fp16", "float16"),
-    ("float16", "float16"),
-    ("fp32", "float32"),
-    ("float32", "float32"),
-)
-"""What a precision's description contains, and in what products are computed: the first that is found."""
+def _schedule(record: RunRecord) -> str | None:
+    """Our name of the run's schedule; None: it names none."""
+    return words.read("schedule", record.parallelism.schedule).get("name")
 
 
-def precision_of(row: dict[str, Any], stack: Stack, zero: int) -> Precision:
+def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
     """In which numbers; FSDP's parameters are the optimizer's float32 copy, gathered in half of its width.
 
     Raises:
         Incomplete: for a dtype that is unknown here.
     """
-    said = str(row.get("precision") or "").lower()
-    compute = next((dtype for words, dtype in DTYPES if words in (said or "fp16")), None)
+    text = (record.precision or "").lower()
+    compute = words.read("precision", text or "fp16").get("compute")
     if compute is None:
-        raise Incomplete(f"computes in {said}, which is unknown here")
-    wide = "fp32 grad" in said or (zero == 3 and "default" in said and "foundry" in stack.framework.name)
-    wide = wide or (compute == "bfloat16" and stack.wide_bfloat16_gradients)
-    gradients = 4 if wide else stack.reduce_bytes
+        raise Incomplete(f"computes in {text}, which is unknown here")
+    usual = (compute == "bfloat16" and recipe.bf16_gradient_bytes) or recipe.gradient_bytes
+    gradients = words.read("gradients", text, record.facts).get("bytes", usual)
     optimizer = 10 if zero == 3 else 12
-    return Precision(said or "unknown", compute, 2, gradients, optimizer, 2, True, "the run's own row")
+    return Precision(text or "unknown", compute, 2, gradients, optimizer, 2, True, "the run's own row")

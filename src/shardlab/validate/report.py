@@ -6,32 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from shardlab.validate import words
 from shardlab.validate.outcomes import Outcome
-
-SOURCES = (
-    ("Korthikanti 2022 sec 6.3", "Korthikanti et al. 2022, elsewhere"),
-    ("Korthikanti", "Korthikanti et al. 2022, table 5"),
-    ("SC21", "Narayanan et al. 2021 (SC21)"),
-    ("Smith et al", "Smith et al. 2022 (MT-NLG)"),
-    ("Zero Bubble", "Qi et al. 2023 (Zero Bubble)"),
-    ("Rajbhandari", "Rajbhandari et al. 2020 (ZeRO)"),
-    ("vTrain", "vTrain"),
-    ("bigscience", "bigscience (BLOOM)"),
-    ("A100 40GB", "llm-foundry, A100 40 GB"),
-    ("A100 80GB", "llm-foundry, A100 80 GB"),
-    ("llm-foundry", "llm-foundry, H100"),
-    ("torchtitan", "torchtitan"),
-    ("Megatron-Core", "Megatron-Core"),
-    ("dgxc", "NVIDIA dgxc-benchmarking"),
-    ("Megatron-Bridge", "Megatron-Bridge"),
-    ("NeMo", "NeMo"),
-    ("wordplay", "nanoGPT on Polaris"),
-)
-"""What a row's source contains, and how a table calls it; the first that fits."""
 
 
 @dataclass(frozen=True)
-class Errors:
+class ErrorSummary:
     """Errors of some predictions, as shares of what was measured.
 
     Attributes:
@@ -49,25 +29,25 @@ class Errors:
     worst_id: str
 
 
-def errors_of(errors: Sequence[tuple[float, str]]) -> Errors | None:
+def errors_of(errors: Sequence[tuple[float, str]]) -> ErrorSummary | None:
     """Of (error, id) pairs; None of none."""
     if not errors:
         return None
     sizes = [abs(error) for error, _ in errors]
     worst = max(range(len(errors)), key=sizes.__getitem__)
-    return Errors(
+    return ErrorSummary(
         len(errors), mean(sizes), median(sizes), sizes[worst], mean([error for error, _ in errors]), errors[worst][1]
     )
 
 
 def title_of(source: str) -> str:
     """How a table calls a source; itself where no name is known."""
-    return next((title for words, title in SOURCES if words in source), source or "unknown")
+    return words.read("source", source).get("title", source or "unknown")
 
 
 def by_source(
     outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None] = lambda outcome: outcome.time_error
-) -> dict[str, Errors]:
+) -> dict[str, ErrorSummary]:
     """The errors of each source that has any, in the order of the file."""
     grouped: dict[str, list[tuple[float, str]]] = {}
     for outcome in outcomes:
@@ -99,6 +79,6 @@ def assumed_by(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
     """What predictions take for granted, with the ids of the runs that leave it open."""
     runs: dict[str, list[str]] = {}
     for outcome in outcomes:
-        for said in outcome.assumed:
-            runs.setdefault(said, []).append(outcome.id)
+        for phrase in outcome.assumed:
+            runs.setdefault(phrase, []).append(outcome.id)
     return runs

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from shardlab.errors import TooDeep
-from shardlab.program import UserError
+from shardlab.errors import TooDeep, UserError
 from shardlab.program.nesting import parsed
-from shardlab.validate.fields import number, ran_out_of_memory, section
+from shardlab.validate import words
+from shardlab.validate.records import number, section
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
 """What a measured figure includes: what tensors take at their peak; what the allocator has reserved for them; all that
@@ -27,9 +27,12 @@ MEMORY_FIELDS: tuple[tuple[str, Memory, float], ...] = (
 """A field of `measured`, what it includes, and its unit: the Zero Bubble paper and the ZeRO paper count in 10^9,
 torchtitan and nvidia-smi in 2^30."""
 
+STATUS = ("status", "result", "outcome", "error")
+"""Fields of a row that may say how a run ended."""
+
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """What a run measured.
 
     Attributes:
@@ -74,18 +77,35 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def measured_of(row: dict[str, Any]) -> Measured:
+def measured_of(row: dict[str, Any]) -> Measurement:
     """What a run measured; seconds come from tokens/s where only these are given."""
     measured, out = section(row, "measured"), ran_out_of_memory(row)
     seconds = number(measured.get("iteration_s")) or number(section(row, "derived").get("iteration_s"))
     seconds = seconds or _from_tokens(row, measured)
     if seconds is None and (block := _of_block(measured)):
-        return Measured(block, None, "allocated", out, of_block=True)
+        return Measurement(block, None, "allocated", out, of_block=True)
     for field, memory, unit in MEMORY_FIELDS:
         found = number(measured.get(field))
         if found is not None:
-            return Measured(seconds, found * unit, memory, out)
-    return Measured(seconds, None, "allocated", out)
+            return Measurement(seconds, found * unit, memory, out)
+    return Measurement(seconds, None, "allocated", out)
+
+
+def ran_out_of_memory(row: dict[str, Any]) -> bool:
+    """Whether a run says that it ended for want of memory, in any of the ways in which tables do.
+
+    A field of that name that is true, in the row or in `measured`; the words in place of what should have been
+    measured; or as the row's status.
+    """
+    fields = section(row, "measured")
+    named = [value for key, value in (*row.items(), *fields.items()) if words.read("ended", key)]
+    texts = (row.get("measured"), *fields.values(), *map(row.get, STATUS))
+    ended = any(isinstance(text, str) and words.read("ended", text) for text in texts)
+    return ended or any(map(_is_true, named))
+
+
+def _is_true(value: Any) -> bool:
+    return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "yes", "1", "oom"))
 
 
 def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
