@@ -46,16 +46,16 @@ def test_what_fits_is_let_through() -> None:
 def test_the_sentence_says_by_how_much_and_what_dominates() -> None:
     step = workload(Plan(Mesh(dp_shard=8)), 2**28)
     peak = step.estimate().peak
-    said = refusal(Plan(Mesh(dp_shard=8)), 2**28)
-    assert f"{peak.bytes / 2**20:.1f} MiB of 256.0 MiB, {(peak.bytes - 2**28) / 2**20:.1f} MiB too much" in said
-    assert "most of it is optimizer" in said
+    sentence = refusal(Plan(Mesh(dp_shard=8)), 2**28)
+    assert f"{peak.bytes / 2**20:.1f} MiB of 256.0 MiB, {(peak.bytes - 2**28) / 2**20:.1f} MiB too much" in sentence
+    assert "most of it is optimizer" in sentence
 
 
 def test_a_change_that_is_advised_does_fit() -> None:
     plan = Plan(Mesh(dp_shard=8))
     room = 300 * 2**20
-    said = refusal(plan, room)
-    assert "--shard-optimizer dp_shard would fit" in said
+    sentence = refusal(plan, room)
+    assert "--shard-optimizer dp_shard would fit" in sentence
     changed = workload(replace(plan, shard_optimizer=SHARD), room)
     require_memory(changed, changed.estimate())
 
@@ -79,40 +79,40 @@ def test_what_saves_nothing_is_not_named() -> None:
     assert "nothing that was tried saves memory" in advice(step, step.peak_bytes(), 2**20)
 
 
-def said_of(step: Workload) -> list[str]:
-    return [change.said for change in changes(step)]
+def flags_of(step: Workload) -> list[str]:
+    return [change.flags for change in changes(step)]
 
 
 def test_a_program_of_its_own_is_told_of_plans() -> None:
-    said = said_of(workload(Mesh(dp_shard=8), 2**30))
-    assert said[:2] == ["a plan, --dp-shard 8,", "a plan, --dp-shard 8 --shard-optimizer dp_shard,"]
-    assert said_of(workload(Mesh(pp=8), 2**30))[0] == "a plan, --pp 8,"
+    flags = flags_of(workload(Mesh(dp_shard=8), 2**30))
+    assert flags[:2] == ["a plan, --dp-shard 8,", "a plan, --dp-shard 8 --shard-optimizer dp_shard,"]
+    assert flags_of(workload(Mesh(pp=8), 2**30))[0] == "a plan, --pp 8,"
 
 
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate", "cp"])
 def test_every_axis_whose_ranks_see_other_tokens_is_tried_for_sharding(axis: str) -> None:
-    assert f"--shard-optimizer {axis}" in said_of(workload(Plan(Mesh(**{axis: 8})), 2**30))
+    assert f"--shard-optimizer {axis}" in flags_of(workload(Plan(Mesh(**{axis: 8})), 2**30))
 
 
 def test_a_schedule_that_holds_all_microbatches_is_told_of_one_that_does_not() -> None:
-    assert said_of(workload(Plan(Mesh(pp=8), "gpipe"), 2**30))[0] == "--schedule 1f1b"
-    assert said_of(workload(Plan(Mesh(pp=4), "breadth-first"), 2**30))[0] == "--schedule interleaved-1f1b"
+    assert flags_of(workload(Plan(Mesh(pp=8), "gpipe"), 2**30))[0] == "--schedule 1f1b"
+    assert flags_of(workload(Plan(Mesh(pp=4), "breadth-first"), 2**30))[0] == "--schedule interleaved-1f1b"
 
 
 def test_idle_devices_are_used() -> None:
-    said = said_of(workload(Plan(Mesh(tp=2)), 2**30))
+    flags = flags_of(workload(Plan(Mesh(tp=2)), 2**30))
     assert (
         "--dp-shard 4 --tp 2 --microbatches 8 --shard-optimizer dp_shard, which uses the 6 devices that are idle,"
-        in said
+        in flags
     )
-    assert not any("idle" in said for said in said_of(workload(Plan(Mesh(tp=8)), 2**30)))
+    assert not any("idle" in each for each in flags_of(workload(Plan(Mesh(tp=8)), 2**30)))
 
 
 @given(st.integers(1, 10**7), st.integers(1, 64))
 def test_a_batch_is_never_cut_into_absurdly_many_microbatches(rows: int, microbatches: int) -> None:
     step = replace(workload(Mesh(dp_shard=8), 2**30, rows), microbatches=8 * microbatches)
     assert max(change.workload.microbatches for change in changes(step)) <= 8 * MOST_MICROBATCHES
-    kept = [change.workload for change in changes(step) if "smaller batch" not in change.said]
+    kept = [change.workload for change in changes(step) if "smaller batch" not in change.flags]
     assert {each.microbatches * each.rows for each in kept} == {8 * microbatches * rows}
 
 
@@ -148,6 +148,6 @@ def test_flops_are_those_of_forward_and_backward_and_mfu_their_share_of_the_peak
 
 
 def test_smaller_microbatches_come_with_a_schedule_that_does_not_hold_them_all() -> None:
-    said = said_of(workload(Plan(Mesh(pp=8), "gpipe"), 2**30, rows=4))
-    assert "--rows 1 --microbatches 32 --schedule 1f1b" in said
-    assert "--rows 1 --microbatches 32" not in said
+    flags = flags_of(workload(Plan(Mesh(pp=8), "gpipe"), 2**30, rows=4))
+    assert "--rows 1 --microbatches 32 --schedule 1f1b" in flags
+    assert "--rows 1 --microbatches 32" not in flags

@@ -26,11 +26,11 @@ class Change:
     """A workload that may take less memory.
 
     Attributes:
-        said: the flags that make it, after those that are there.
+        flags: what is added to the command, after the flags that it has.
         workload: what they make.
     """
 
-    said: str
+    flags: str
     workload: Workload
 
     @property
@@ -105,13 +105,13 @@ def _on_idle_devices(workload: Workload) -> Iterator[Change]:
     wider = replace(workload, plan=plan, microbatches=-(-workload.microbatches // shares) * shares)
     idle = workload.cluster.size - mesh.world
     devices = f"the {idle} devices" if idle > 1 else "the device"
-    said = f"{_mesh_flags(wide)} --microbatches {wider.microbatches}"
-    # said with the flags of every axis, since the command wants all of them
-    for change in _prefixed(said, _of_plan(wider, plan)):
-        yield Change(f"{change.said}, which uses {devices} that are idle,", change.workload)
+    flags = f"{_mesh_flags(wide)} --microbatches {wider.microbatches}"
+    # with the flags of every axis, since the command wants all of them
+    for change in _prefixed(flags, _of_plan(wider, plan)):
+        yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
     if (few := _in_small_microbatches(wider)) is not None:
         for change in _prefixed(f"{_mesh_flags(wide)} {_rows_flags(few)}", _of_plan(few, plan)):
-            yield Change(f"{change.said}, which uses {devices} that are idle,", change.workload)
+            yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
 
 
 def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
@@ -157,9 +157,9 @@ def _in_small_microbatches(workload: Workload) -> Workload | None:
     return None
 
 
-def _prefixed(said: str, changed: Iterator[Change], end: str = "") -> Iterator[Change]:
+def _prefixed(prefix: str, changed: Iterator[Change], end: str = "") -> Iterator[Change]:
     for change in changed:
-        yield Change(f"{said} {change.said.removesuffix(',')}{end}", change.workload)
+        yield Change(f"{prefix} {change.flags.removesuffix(',')}{end}", change.workload)
 
 
 def _rows_flags(workload: Workload) -> str:
@@ -171,11 +171,11 @@ def _mesh_flags(mesh: Mesh) -> str:
 
 
 def _flags(fields: Mapping[str, Any]) -> str:
-    said: list[str] = []
+    flags: list[str] = []
     for field, value in fields.items():
         words = " ".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else "" if value is True else value
-        said.append(f"--{_dashed(field)} {words}".strip())
-    return " ".join(said)
+        flags.append(f"--{_dashed(field)} {words}".strip())
+    return " ".join(flags)
 
 
 def _dashed(word: str) -> str:

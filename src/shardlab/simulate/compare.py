@@ -101,12 +101,12 @@ def compare(
 
 
 def _rank(measured: Measured, predicted: Timeline | None, predicted_memory: Sequence[int] | None, rank: int) -> RankRow:
-    told, seen = rank_times(predicted, rank) if predicted else None, measured.ranks[rank]
+    expected, seen = rank_times(predicted, rank) if predicted else None, measured.ranks[rank]
     return RankRow(
         rank,
-        Pair(told and told.computing, seen.computing),
-        Pair(told and told.exposed, seen.exposed),
-        Pair(told and told.idle, seen.idle),
+        Pair(expected and expected.computing, seen.computing),
+        Pair(expected and expected.exposed, seen.exposed),
+        Pair(expected and expected.idle, seen.idle),
         Pair(predicted_memory[rank] if predicted_memory else None, sum(measured.live[rank].values()) or None),
     )
 
@@ -121,6 +121,6 @@ def _kinds(measured: Measured, predicted: Timeline | None, rank: int) -> list[Ki
     rows: list[KindRow] = []
     for kind, ops in places.items():
         seen = [at for at in ops if at in seconds]
-        told = None if expected is None else sum(expected[at] for at in seen)
-        rows.append(KindRow(rank, kind, len(ops), len(seen), Pair(told, sum(seconds[at] for at in seen))))
+        total = None if expected is None else sum(expected[at] for at in seen)
+        rows.append(KindRow(rank, kind, len(ops), len(seen), Pair(total, sum(seconds[at] for at in seen))))
     return rows

@@ -36,7 +36,7 @@ def counter_of(samples: Iterable[tuple[float, dict[str, int]]]) -> Counter:
 
 def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) -> list[float]:
     """When compute has got to each op: compute counts from its start, a communication from its issue."""
-    clock, said = 0.0, list[float]()
+    clock, reached = 0.0, list[float]()
     issued: dict[int, int] = {}
     for at, op in enumerate(tape):
         if op.kind is OpKind.WAIT:
@@ -45,10 +45,10 @@ def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) 
             issued[op.handle] = at
         elif op.kind is not OpKind.FREE:
             clock = max(clock, starts[at])
-        said.append(clock)
+        reached.append(clock)
         if op.handle < 0 and op.kind is not OpKind.FREE:
             clock = max(clock, ends[at])
-    return said
+    return reached
 
 
 def moments_of(timeline: Timeline, row: int) -> list[float]:

@@ -53,9 +53,9 @@ def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
     whole = [steps for steps in numbered if len(steps) == len(records) and all(step.ended for step in steps.values())]
     lengths = [_length(steps, offsets) for steps in whole]
     kept = whole or numbered[-1:] or [{}]
-    told = [spans(checked, steps, offsets) for steps in kept]
-    usual = [told[number] for number in _middle(lengths)] or told
-    timelines = [_timeline(checked, step, records) for step in told]
+    placed = [spans(checked, steps, offsets) for steps in kept]
+    usual = [placed[number] for number in _middle(lengths)] or placed
+    timelines = [_timeline(checked, step, records) for step in placed]
     shown = lengths.index(median_low(lengths)) if lengths else 0
     zero = min((step.began - offsets[rank] for rank, step in kept[shown].items()), default=0.0)
     return Measured(
@@ -132,22 +132,22 @@ def _counter(record: RankRecord | None, step: StepRecord | None, zero: float) ->
 
 def _missing(checked: Checked, records: Mapping[int, RankRecord], whole: bool) -> list[str]:
     tapes = checked.program.tapes
-    said = [f"rank {rank} left no record" for rank in range(len(tapes)) if rank not in records]
+    sentences = [f"rank {rank} left no record" for rank in range(len(tapes)) if rank not in records]
     if not whole:
-        said.append("no step was recorded to its end on all ranks")
+        sentences.append("no step was recorded to its end on all ranks")
     most = max((len(record.steps) for record in records.values()), default=0)
     for rank, record in sorted(records.items()):
         if len(record.steps) < most:
-            said.append(f"rank {rank} recorded {counted(len(record.steps), 'step')} and another {most}")
+            sentences.append(f"rank {rank} recorded {counted(len(record.steps), 'step')} and another {most}")
         elif record.steps and record.steps[-1].ended is None:
             place = _place(tapes[rank], record.steps[-1].ops)
-            said.append(f"rank {rank} came no further than {place} of recorded step {most - 1}")
+            sentences.append(f"rank {rank} came no further than {place} of recorded step {most - 1}")
         if record.memory is not None and len(record.memory.live) < len(tapes[rank]):
-            said.append(f"rank {rank} measured memory no further than {_place(tapes[rank], record.memory.live)}")
+            sentences.append(f"rank {rank} measured memory no further than {_place(tapes[rank], record.memory.live)}")
     unmeasured = [str(rank) for rank, record in sorted(records.items()) if record.memory is None]
     if unmeasured:
-        said.append(f"memory was not measured on rank {', '.join(unmeasured)}")
-    return said
+        sentences.append(f"memory was not measured on rank {', '.join(unmeasured)}")
+    return sentences
 
 
 def _place(tape: Sequence[Op], ops: Iterable[int]) -> str:

@@ -45,11 +45,11 @@ def advice(workload: Workload, peak: int, room: float, whole: Blocks | None = No
         except UserError:
             continue  # the model or the mesh does not allow it
         if bytes <= ROOM * room:
-            return f"{change.said} would fit, with {bytes_text(bytes, 1)}"
+            return f"{change.flags} would fit, with {bytes_text(bytes, 1)}"
         if bytes < WORTH_SAYING * peak and (least is None or bytes < least[0]):
             least = bytes, change
     if least is None:
         return "nothing that was tried saves memory: take more devices, and a plan that shards over them"
     return (
-        f"of what was tried {least[1].said} takes least, {bytes_text(least[0], 1)}: take more devices, or larger ones"
+        f"of what was tried {least[1].flags} takes least, {bytes_text(least[0], 1)}: take more devices, or larger ones"
     )

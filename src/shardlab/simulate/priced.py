@@ -186,12 +186,12 @@ class ClusterPrices:
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
     """Slices that a layer's parameters are cut into; one of them is computed here (1: the whole layer is)."""
     if op.kind is OpKind.FORWARD or op.kind is OpKind.RECOMPUTE:
-        told = specs[op.outputs[0]]
+        spec = specs[op.outputs[0]]
     elif op.kind is OpKind.BACKWARD_WEIGHT:
-        told = specs[op.inputs[2]]
+        spec = specs[op.inputs[2]]
     else:
-        told = specs[op.inputs[3] if op.kind in _BACKWARD else op.inputs[0]]
-    return _of_width(told)
+        spec = specs[op.inputs[3] if op.kind in _BACKWARD else op.inputs[0]]
+    return _of_width(spec)
 
 
 def _of_width(spec: Spec) -> int:
