@@ -34,6 +34,10 @@ def test_what_a_run_leaves_open_is_said(section: str, fields: dict[str, Any], sa
     assert set(after) - set(before) == {said}
 
 
+def test_a_vocabulary_that_is_not_said_is_the_recipes() -> None:
+    assert "vocabulary: 32000, the framework's usual one, padded" in read_run(ROWS[NAME]).assumed
+
+
 def test_recomputation_and_precision_have_defaults() -> None:
     silent = ROWS[NAME] | {"recompute": None, "precision": None}
     assert {"recompute: none", "precision: fp16"} <= set(read_run(silent).assumed)

@@ -34,7 +34,7 @@ class Validate:
     """Predict published runs, and compare seconds and memory with what they measured.
 
     Every run that says enough is laid out by a plan, traced, and replayed in seconds and bytes, with one set of
-    constants for each type of device and one description for each framework; nothing is chosen for a single run.
+    constants for each type of device and one recipe for each framework; nothing is chosen for a single run.
     """
 
     runs: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")]
@@ -106,12 +106,12 @@ def _print_room(outcomes: Sequence[Outcome], console: Console) -> None:
     ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
     wrong = misjudged(outcomes)
     if ended:
-        told = len(ended) - sum(outcome in wrong for outcome in ended)
-        console.print(f"{told} of {len(ended)} runs that ran out of memory are predicted not to fit.")
-    for said, out in (("to fit but ran out of memory", True), ("not to fit but ran", False)):
+        foreseen = len(ended) - sum(outcome in wrong for outcome in ended)
+        console.print(f"{foreseen} of {len(ended)} runs that ran out of memory are predicted not to fit.")
+    for verdict, out in (("to fit but ran out of memory", True), ("not to fit but ran", False)):
         such = [outcome for outcome in wrong if outcome.measured.out_of_memory is out]
         if such:
-            console.print(f"Said {said}:")
+            console.print(f"Said {verdict}:")
         for outcome in such:
             assert outcome.prediction is not None
             console.print(f"  {outcome.id}: {outcome.prediction.bytes / GIB:.1f} GiB", highlight=False)
@@ -129,9 +129,9 @@ def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool)
         console.print(f"{count} of {len(outcomes)} runs leave something open; --assumed lists what was assumed.")
     else:
         console.print("Assumed, because runs do not say it:")
-        for said, names in runs.items():
+        for phrase, names in runs.items():
             whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
-            console.print(f"  {said} ({whose})", highlight=False, soft_wrap=True)
+            console.print(f"  {phrase} ({whose})", highlight=False, soft_wrap=True)
     console.print()
 
 

@@ -27,7 +27,7 @@ def assumptions(record: RunRecord, workload: Workload) -> tuple[str, ...]:
 def _of_model(written: ModelRecord, model: Blocks) -> Iterator[str]:
     tied = isinstance(model.head, Head) and model.head.tied
     if written.vocab is None:
-        yield f"vocabulary: {model.vocabulary}, GPT-2's, padded"
+        yield f"vocabulary: {model.vocabulary}, the framework's usual one, padded"
     elif written.vocab != model.vocabulary:
         yield f"vocabulary: padded to {model.vocabulary}"
     if written.kv_heads is None:
