@@ -30,7 +30,7 @@ class Recipe:
     Attributes:
         name: how it is asked for.
         source: where its choices are described.
-        fitted_to: by field, the measurements that a figure was fitted to; other figures are derived or looked up.
+        fitted_to: by field, the measurements that a figure was fitted to, or that no source gives it.
 
         attention: generation of fused attention kernels (see `Efficiency.attention`; "": the device's own choice).
         memory_traffic: by a pointwise kernel's name, bytes moved over those of one fused kernel: forward, backward.
