@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from shardlab.program import Mesh, UserError
-from shardlab.simulate.recipe import find_recipe
+from shardlab.simulate.recipe import Recipe, find_recipe
 from shardlab.validate import reading
 from shardlab.validate.reading import read_run
-from shardlab.validate.records import Incomplete
+from shardlab.validate.records import Incomplete, RunRecord
 from shardlab.validate.rows import GIB, measured_of, read_rows
 from shardlab.validate.stages import layers_per_stage
 
@@ -104,7 +104,12 @@ def test_an_unknown_precision_is_a_reason() -> None:
 def test_what_a_run_does_not_say_is_as_in_its_recipe(field: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row = changed("nanogpt-polaris-4xA100", "model", vocab=None) | {"precision": "bf16"}
     before = read_run(row).workload
-    monkeypatch.setattr(reading, "find_recipe", lambda name: replace(find_recipe(name), **{field: value}))
+    recipe = replace(find_recipe("nanogpt"), **{field: value})
+
+    def changed_recipe(_: RunRecord) -> Recipe:
+        return recipe
+
+    monkeypatch.setattr(reading, "recipe_of", changed_recipe)
     after = read_run(row).workload
     assert (after.model, after.precision, after.plan) != (before.model, before.precision, before.plan)
 
