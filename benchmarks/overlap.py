@@ -27,8 +27,8 @@ import tyro
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import Mesh
+from shardlab.strategies import resolve
 from shardlab.strategies.plan import Plan
-from shardlab.strategies.reducing import Gradients
 from shardlab.train.data import Batches, Corpus, default_text
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, run_ranks
@@ -72,7 +72,7 @@ def executor_of(job: Job, rank: int, device: torch.device, steps: int) -> Execut
 def on_a_rank(rank: int, device: torch.device, options: Options) -> list[tuple[float, float]]:
     """Seconds of each turn's two steps."""
     job, steps = job_of(options), WARM_UP + options.turns
-    with patch.object(Gradients, "_largest_block", return_value=0):  # no room beside the one under way
+    with patch.object(resolve, "largest_block", return_value=0):  # no room beside the one under way
         one = executor_of(job, rank, device, steps)
     executors = (one, executor_of(job, rank, device, steps))
     turns: list[tuple[float, float]] = []

@@ -178,7 +178,9 @@ def test_a_run_too_short_to_be_traced_is_refused_before_it_starts(capsys: pytest
     assert "--trace needs 15 steps, but --steps is 4" in capsys.readouterr().err
 
 
-PLAN = Plan(Mesh(pp=2, dp_shard=2), "zb-h1", shard_optimizer=("dp_shard",), reduce_each=(), recompute=(0, 2))
+PLAN = Plan(
+    Mesh(pp=2, dp_shard=2), "zb-h1", shard_optimizer=("dp_shard",), reduce_every_microbatch=(), recompute=(0, 2)
+)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", PLAN, Plan(Mesh(tp=2), sequence_parallel=True)])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardlab.cli import main
-from shardlab.cli.plan_options import PlanOptions
+from shardlab.cli.plan_options import plan_flags
 from shardlab.program import AXES, Mesh
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.entry import Entry
+from shardlab.strategies.plan_fields import field_helps, field_types
 
 Captured = pytest.CaptureFixture[str]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_schedule.py"
@@ -30,35 +30,40 @@ def plan_of(entry: tuple[Entry, int]) -> Plan:
 
 
 def test_flags_alone_are_a_plan() -> None:
-    options = PlanOptions(pp=2, dp_shard=3, schedule="gpipe", shard_optimizer=("dp_shard",), recompute=("full",))
+    options = plan_flags(pp=2, dp_shard=3, schedule="gpipe", shard_optimizer=("dp_shard",), recompute=("full",))
     plan = Plan(Mesh(pp=2, dp_shard=3), "gpipe", shard_optimizer=("dp_shard",), recompute="full")
     assert plan_of(options.entry(None, None)) == plan_of(options.entry(None, 6)) == plan
 
 
-def test_every_field_of_a_plan_has_its_flag() -> None:
-    names = {field.name for field in fields(Plan)} - {"mesh"} | {*AXES, "plan"}
-    assert {field.name for field in fields(PlanOptions)} == names
-    assert plan_of(PlanOptions(dp_shard=2, reduce_at="step").entry(None, None)).reduce_at == "step"
+def test_every_field_of_a_plan_has_its_flag_and_its_help(capsys: Captured) -> None:
+    assert main(["simulate", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for axis in AXES:
+        assert f"--{axis.replace('_', '-')} N {field_helps(Mesh)[axis]}" in shown
+    for name, written in field_types(Plan).items():
+        words = f"--{name.replace('_', '-')} {written.metavar}".strip()
+        assert f"{words} {field_helps(Plan)[name]}" in shown
+    assert plan_of(plan_flags(dp_shard=2, reduce_at="step").entry(None, None)).reduce_at == "step"
 
 
 def test_flags_change_a_plan_that_has_a_name() -> None:
-    assert plan_of(PlanOptions(recompute=("full",)).entry("zero-3", 8)).mesh == Mesh(dp_shard=8)
-    changed = plan_of(PlanOptions(pp=2, dp_shard=2).entry("zero-3", None))
+    assert plan_of(plan_flags(recompute=("full",)).entry("zero-3", 8)).mesh == Mesh(dp_shard=8)
+    changed = plan_of(plan_flags(pp=2, dp_shard=2).entry("zero-3", None))
     assert changed.mesh == Mesh(pp=2, dp_shard=2)
     assert changed.shard_parameters == ("dp_shard",)
-    assert plan_of(PlanOptions(dp_replicate=3, dp_shard=1).entry("hsdp", None)).mesh == Mesh(dp_replicate=3)
-    assert plan_of(PlanOptions(shard_optimizer=()).entry("zero-1", None)).shard_optimizer == ()
+    assert plan_of(plan_flags(dp_replicate=3, dp_shard=1).entry("hsdp", None)).mesh == Mesh(dp_replicate=3)
+    assert plan_of(plan_flags(shard_optimizer=()).entry("zero-1", None)).shard_optimizer == ()
 
 
 def test_without_flags_a_name_is_itself() -> None:
-    assert PlanOptions().entry("fsdp", None) == (STRATEGIES["fsdp"], 4)
-    assert PlanOptions().entry("single", None) == (STRATEGIES["single"], 1)
+    assert plan_flags().entry("fsdp", None) == (STRATEGIES["fsdp"], 4)
+    assert plan_flags().entry("single", None) == (STRATEGIES["single"], 1)
 
 
 def test_flags_change_a_plan_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text('mesh = { pp = 2 }\nschedule = "gpipe"\n')
-    assert plan_of(PlanOptions(plan=file, schedule="zb-h1").entry(None, None)) == Plan(Mesh(pp=2), "zb-h1")
+    assert plan_of(plan_flags(plan=file, schedule="zb-h1").entry(None, None)) == Plan(Mesh(pp=2), "zb-h1")
 
 
 def test_json_names_the_plan_that_was_simulated(capsys: Captured) -> None:

@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.plan_options import PlanOptions
+from shardlab.cli.plan_options import PlanOptions, plan_flags
 from shardlab.cli.priced import Request, Result, doubts, price
 from shardlab.cli.priced_report import print_priced
 
-THREE_D = PlanOptions(pp=2, dp_shard=2, tp=2)
+THREE_D = plan_flags(pp=2, dp_shard=2, tp=2)
 
 
-def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = PlanOptions()) -> Result:  # noqa: B008
+def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = plan_flags()) -> Result:  # noqa: B008
     return price(Request(strategy, layout, model, cluster, None, None, None))
 
 
@@ -32,10 +32,10 @@ def printed(result: Result, width: int = 80) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "model", "cluster", "layout"),
     [
-        ("fsdp", "gpt2", "h100x8", PlanOptions()),
+        ("fsdp", "gpt2", "h100x8", plan_flags()),
         (None, "gpt2-large", "h100x16", THREE_D),
-        ("1f1b", "gpt2", "h100x16", PlanOptions()),
-        ("ddp", "gpt", "h100x2", PlanOptions()),
+        ("1f1b", "gpt2", "h100x16", plan_flags()),
+        ("ddp", "gpt", "h100x2", plan_flags()),
     ],
 )
 def test_no_line_is_wider_than_the_terminal(
@@ -69,7 +69,7 @@ def test_idle_devices_are_told() -> None:
 def test_a_folded_run_says_which_ranks_stand_for_which() -> None:
     result = of(None, "gpt2", "h100x8", THREE_D)
     assert "rank 0 for 0-3, rank 4 for 4-7" in " ".join(" ".join(printed(result)).split())
-    deep = of(None, "gpt2", "h100x32", PlanOptions(pp=8, dp_shard=4))
+    deep = of(None, "gpt2", "h100x32", plan_flags(pp=8, dp_shard=4))
     assert "rank 8 for 8-11, ..., rank 28 for 28-31" in " ".join(" ".join(printed(deep)).split())
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.plan_options import PlanOptions
+from shardlab.cli.plan_options import plan_flags
 from shardlab.cli.priced import Request, price
 from shardlab.cli.priced_report import print_priced
 from shardlab.simulate.units import seconds_text
@@ -126,7 +126,7 @@ def test_a_mistake_is_told_in_one_sentence(arguments: tuple[str, ...], said: str
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_report_names_every_figure(width: int) -> None:
-    result = price(Request("zero-3", PlanOptions(), "gpt2", "h100x8", None, None, 4))
+    result = price(Request("zero-3", plan_flags(), "gpt2", "h100x8", None, None, 4))
     stream = io.StringIO()
     print_priced(result, [], Console(file=stream, width=width, highlight=False))
     text = stream.getvalue()

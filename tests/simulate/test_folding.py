@@ -19,7 +19,7 @@ from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import planned_entry
 from shardlab.strategies.plan import Plan, Recompute
 from shardlab.strategies.planned import planned
-from shardlab.strategies.reducing import Gradients
+from shardlab.strategies.reducing import GradientReducer
 from tests.simulate.fakes import FakePrices
 
 PRESETS = {name: entry for name, entry in STRATEGIES.items() if entry.plan is not None}
@@ -158,10 +158,10 @@ def test_what_a_group_makes_takes_memory_for_its_members_not_for_their_square() 
 
 
 def test_a_rule_that_is_broken_is_refused_in_a_folded_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never_reduces(self: Gradients, layer: int) -> None:
+    async def never_reduces(self: GradientReducer, layer: int) -> None:
         """In the place of `finish`."""
 
-    monkeypatch.setattr(Gradients, "finish", never_reduces)
+    monkeypatch.setattr(GradientReducer, "finish", never_reduces)
     with pytest.raises(Refused, match="microbatches 1-3 missing from grad_weights"):
         fold(Plan(Mesh(dp_shard=4)), Sizes.puzzle(2), 4)
 

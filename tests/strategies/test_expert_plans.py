@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
         shard_parameters=cuts[0],
         shard_gradients=cuts[1],
         shard_optimizer=cuts[2],
-        reduce_each=(*cuts[1], *draw(st.sampled_from([(), ("ep",)]))),
+        reduce_every_microbatch=(*cuts[1], *draw(st.sampled_from([(), ("ep",)]))),
         reshard_after=draw(st.sampled_from(["layer", "stage", "step"])),
         recompute=draw(st.sampled_from(["none", "full"])),
     )

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from shardlab.program import Mesh, OpKind, Program, trace
+from shardlab.program import Mesh, OpKind, Program, Sizes, trace
 from shardlab.strategies.gathering import Use, uses
 from shardlab.strategies.plan import Plan, Reshard
 from shardlab.strategies.planned import planned
-from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
+from shardlab.strategies.resolve import resolve
+from shardlab.strategies.schedules import Action, Backward, BackwardInput, BackwardWeight, Forward
 
 SHARD = ("dp_shard",)
-BOUNDS = [0, 2, 3]
-"""Stage 0 has layers 0 and 1, stage 1 layer 2."""
 
 
-def own(layer: int) -> int:
-    """No layer computes with another one's weight."""
-    return layer
+def used(
+    steps: Sequence[Action],
+    reshard_after: Reshard,
+    model: Sizes | None = None,
+) -> list[Use]:
+    """The uses of one rank, whose stage 0 has layers 0 and 1, and stage 1 layer 2; or, of another model, all layers."""
+    plan = Plan(schedule="interleaved-1f1b", stages_per_rank=2, layers_per_stage=(2, 1), reshard_after=reshard_after)
+    if model is not None:
+        plan = Plan(reshard_after=reshard_after)
+    return uses(replace(resolve(plan, model or Sizes.puzzle(3), 1, 0), steps=tuple(steps)))
 
 
-def kept(steps: list[Forward | Backward | BackwardInput | BackwardWeight], reshard_after: Reshard) -> str:
+def kept(
+    steps: Sequence[Action],
+    reshard_after: Reshard,
+    model: Sizes | None = None,
+) -> str:
     """The layers in the order of their uses, each with + where it stays for the next one."""
-    return " ".join(f"{layer}{'+' * keep}" for layer, keep, _ in uses(steps, BOUNDS, reshard_after, own))
+    return " ".join(f"{layer}{'+' * keep}" for layer, keep, _ in used(steps, reshard_after, model))
 
 
 TURNS = [Forward(0, 0), Forward(0, 1), Forward(1, 0), Backward(1, 0), Backward(0, 0), Backward(0, 1)]
@@ -48,13 +60,12 @@ def test_the_last_layer_of_a_forward_pass_stays_for_the_backward_pass_that_follo
 
 def test_the_weights_half_of_a_backward_pass_uses_no_weight() -> None:
     steps = [Forward(1, 0), BackwardInput(1, 0), BackwardWeight(1, 0)]
-    assert uses(steps, BOUNDS, "step", own) == [Use(2, True, 0), Use(2, False, 0)]
+    assert used(steps, "step") == [Use(2, True, 0), Use(2, False, 0)]
 
 
 def test_a_tied_head_uses_the_embeddings_weight() -> None:
-    steps = [Forward(0, 0), Forward(1, 0), Backward(1, 0), Backward(0, 0)]
-    used = uses(steps, BOUNDS, "step", lambda layer: 0 if layer == 2 else layer)
-    assert " ".join(f"{layer}{'+' * keep}" for layer, keep, _ in used) == "0+ 1+ 0+ 0+ 1 0"
+    embedding_norm_head = Sizes.half_blocks(0, tied=True)
+    assert kept([Forward(0, 0), Backward(0, 0)], "step", embedding_norm_head) == "0+ 1+ 0+ 0+ 1 0"
 
 
 def fsdp(reshard_after: Reshard, schedule: str = "gpipe") -> Program:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from shardlab.program import LayerKind, Mesh, Sizes, UserError
+from shardlab.program import Mesh, UserError
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.find import find_schedule
@@ -25,8 +26,8 @@ from shardlab.strategies.schedules.find import find_schedule
             "shard_gradients is dp_shard but shard_optimizer is dp_replicate, dp_shard",
         ),
         (
-            {"shard_optimizer": ("dp_shard",), "shard_gradients": ("dp_shard",), "reduce_each": ()},
-            "shard_gradients is dp_shard but reduce_each is nothing",
+            {"shard_optimizer": ("dp_shard",), "shard_gradients": ("dp_shard",), "reduce_every_microbatch": ()},
+            "shard_gradients is dp_shard but reduce_every_microbatch is nothing",
         ),
         ({"reshard_after": "never"}, "reshard_after is 'never'; give one of layer, stage, step"),
         ({"recompute": "some"}, "recompute is 'some'; give one of none, selective, full"),
@@ -41,10 +42,6 @@ def test_fields_that_do_not_fit_each_other_are_one_sentence(fields: dict[str, An
     assert sentence in str(refused.value)
 
 
-def whole(layers: int) -> list[LayerKind]:
-    return [LayerKind.WHOLE] * layers
-
-
 @pytest.mark.parametrize(
     ("plan", "layers", "sentence"),
     [
@@ -57,20 +54,20 @@ def whole(layers: int) -> list[LayerKind]:
 )
 def test_layers_that_do_not_fit_are_one_sentence(plan: Plan, layers: int, sentence: str) -> None:
     with pytest.raises(UserError) as refused:
-        plan.bounds(whole(layers))
+        plan.bounds(layers)
     assert sentence in str(refused.value)
 
 
 def test_microbatches_must_divide_among_the_data_parallel_ranks() -> None:
     with pytest.raises(UserError, match="6 microbatches do not divide among 4 data-parallel ranks; give a multiple"):
-        Plan(Mesh(dp_replicate=2, dp_shard=2)).steps(whole(4), 6)
+        Plan(Mesh(dp_replicate=2, dp_shard=2)).steps(4, 6)
 
 
 def test_layers_are_as_even_as_can_be_or_as_named() -> None:
-    assert Plan(Mesh(pp=3)).bounds(whole(8)) == [0, 2, 5, 8]
-    assert Plan(Mesh(pp=3), layers_per_stage=(1, 1, 6)).bounds(whole(8)) == [0, 1, 2, 8]
-    assert Plan(Mesh(pp=2), "interleaved-1f1b").bounds(whole(8)) == [0, 2, 4, 6, 8]
-    assert Plan(Mesh(pp=2), "interleaved-1f1b", stages_per_rank=4).bounds(whole(8)) == list(range(9))
+    assert Plan(Mesh(pp=3)).bounds(8) == [0, 2, 5, 8]
+    assert Plan(Mesh(pp=3), layers_per_stage=(1, 1, 6)).bounds(8) == [0, 1, 2, 8]
+    assert Plan(Mesh(pp=2), "interleaved-1f1b").bounds(8) == [0, 2, 4, 6, 8]
+    assert Plan(Mesh(pp=2), "interleaved-1f1b", stages_per_rank=4).bounds(8) == list(range(9))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -78,22 +75,8 @@ def test_layers_are_as_even_as_can_be_or_as_named() -> None:
 def test_a_layer_for_each_stage_is_enough(name: str, ranks: int) -> None:
     plan = Plan(Mesh(pp=ranks), name)
     layers = plan.natural_layers()
-    assert plan.bounds(whole(layers)) == list(range(layers + 1))
-    assert plan.steps(whole(layers), 3).stages == layers
-
-
-def test_half_blocks_are_cut_before_a_norm() -> None:
-    kinds = Sizes.half_blocks(2).kinds  # 11 layers: a body, then five pairs of a norm and a body
-    plan = Plan(Mesh(pp=2, tp=2))
-    assert plan.bounds(kinds) == [0, 5, 11]
-    assert all(kinds[cut] is LayerKind.NORM for cut in plan.bounds(kinds)[1:-1])
-    assert replace(plan, layers_per_stage=(1, 4)).bounds(kinds) == [0, 3, 11]
-
-
-def test_too_many_stages_for_half_blocks_are_told_in_halves_of_blocks() -> None:
-    sizes = Sizes.half_blocks(2)
-    with pytest.raises(UserError, match="4 half-blocks of 2 blocks, and the head, do not reach 8 pipeline stages"):
-        Plan(Mesh(pp=8, tp=2)).bounds(sizes.kinds, len(sizes.blocks) - 1)
+    assert plan.bounds(layers) == list(range(layers + 1))
+    assert plan.steps(layers, 3).stages == layers
 
 
 def test_a_plan_by_name_is_the_same_in_every_process() -> None:
@@ -119,3 +102,22 @@ def test_a_plan_as_words_leaves_out_what_is_nothing() -> None:
 
 def test_a_schedule_that_is_an_object_needs_no_name() -> None:
     assert Plan(schedule=SCHEDULES["zb-h1"]).order is find_schedule("zb-h1")
+
+
+WRITTEN = [
+    Plan(),
+    Plan(Mesh(pp=2, tp=2), "zb-h1", sequence_parallel=True, recompute=(0, 2), context="all_gather"),
+    Plan(Mesh(pp=2), layers_per_stage=(1, 3), stages_per_rank=1, reshard_after="step", reduce_at="step"),
+    Plan(Mesh(dp_shard=2), shard_optimizer=("dp_shard",), reduce_every_microbatch=(), recompute=()),
+]
+
+
+@pytest.mark.parametrize("plan", WRITTEN)
+def test_a_plan_is_the_same_after_it_was_written_down(plan: Plan) -> None:
+    assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Plan) if field.name != "mesh"])
+def test_every_field_refuses_what_is_of_no_type_that_it_has(name: str) -> None:
+    with pytest.raises(UserError, match=f"^{name} is {{'a': 1}}; give "):
+        Plan(**{name: {"a": 1}})  # pyright: ignore[reportArgumentType]

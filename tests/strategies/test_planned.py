@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import check
-from shardlab.program import LayerKind, Mesh, OpKind, Program, Sizes, UserError, trace
+from shardlab.program import Mesh, OpKind, Program, Sizes, UserError, trace
 from shardlab.strategies import STRATEGIES, Plan, planned
 from shardlab.strategies.schedules import SCHEDULES, Action, Backward, Forward, Schedule
 from shardlab.strategies.schedules.csv_schedule import Form
@@ -54,7 +54,7 @@ def test_an_axis_that_is_reduced_once_is_reduced_once_however_many_microbatches(
     case: tuple[Plan, int, int], axis: str
 ) -> None:
     plan, layers, microbatches = case
-    if axis in plan.reduced_each:
+    if axis in plan.axes_of_every_microbatch:
         return
     counts = [
         sum(
@@ -92,7 +92,7 @@ def test_an_imported_schedule_says_for_which_sizes_it_is(tmp_path: Path) -> None
     file = tmp_path / "schedule.csv"
     file.write_text(csv_of(SCHEDULES["1f1b"], 2, 3, form="compute_only"))
     with pytest.raises(UserError, match=r"is for 2 pipeline ranks and 3 .* give --pp 2 --microbatches 3"):
-        Plan(Mesh(pp=2), str(file)).steps((LayerKind.WHOLE,) * 2, 4)
+        Plan(Mesh(pp=2), str(file)).steps(2, 4)
     with pytest.raises(UserError, match="has 2 stages on 2 ranks, but stages_per_rank is 2; leave it out"):
         Plan(Mesh(pp=2), str(file), 2).natural_layers()
 

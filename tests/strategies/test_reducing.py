@@ -37,8 +37,8 @@ def reductions(plan: Plan, model: Sizes | int = 1) -> dict[tuple[str, str], int]
     return counts
 
 
-def hsdp(reduce_each: tuple[str, ...] | None, gradients: tuple[str, ...] = SHARD) -> Plan:
-    return Plan(MESH, "1f1b", None, (), SHARD, gradients, SHARD, reduce_each)
+def hsdp(reduce_every_microbatch: tuple[str, ...] | None, gradients: tuple[str, ...] = SHARD) -> Plan:
+    return Plan(MESH, "1f1b", None, (), SHARD, gradients, SHARD, reduce_every_microbatch)
 
 
 def test_scattered_and_reduced_at_each_microbatch() -> None:
@@ -60,7 +60,7 @@ def test_a_state_that_is_cut_over_both_axes_is_scattered_over_both() -> None:
 
 def test_a_gradient_kept_whole_along_one_axis_is_not_cut_along_the_next() -> None:
     """Its slices would not be those of the optimizer's state, which is cut along that axis first."""
-    plan = Plan(MESH, "1f1b", None, (), (), (), BOTH, reduce_each=SHARD)
+    plan = Plan(MESH, "1f1b", None, (), (), (), BOTH, reduce_every_microbatch=SHARD)
     assert reductions(plan) == {("all_reduce", "dp_shard"): EACH, ("all_reduce", "dp_replicate"): 1}
 
 

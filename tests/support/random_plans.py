@@ -10,7 +10,8 @@ from random import Random
 from hypothesis import strategies as st
 
 from shardlab.program import Mesh, Program, Sizes, trace
-from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Plan, Recompute, cuts
+from shardlab.strategies.model_layers import model_layers
+from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Plan, Recompute
 from shardlab.strategies.planned import planned
 from shardlab.strategies.schedules import SCHEDULES
 
@@ -60,10 +61,10 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     looped = schedule.stages_per_rank is None
     stages = schedule.stages_per_rank or random.choice([1, 2])
     layers = max(mesh.pp * stages + random.randint(0, 2), 1 if model in ("whole", "halves", "tied") else 2)
-    kinds = MODELS[model](layers).kinds
+    units = model_layers(MODELS[model](layers)).pipeline_units
     blocks = layers - (model != "whole")
     of_stages = [1] * (mesh.pp * stages)
-    for _ in range((len(cuts(kinds)) - 1 if kinds else layers) - len(of_stages)):
+    for _ in range(units - len(of_stages)):
         of_stages[random.randrange(len(of_stages))] += 1
     known = CUT_AXES if model == "context" else DATA_AXES
     axes = random.sample(known, random.randint(0, len(known)))
@@ -87,7 +88,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         shard_parameters=tuple(axes[: random.randint(0, len(axes))]),
         shard_gradients=tuple(gradients),
         shard_optimizer=tuple(axes),
-        reduce_each=None
+        reduce_every_microbatch=None
         if random.random() < 0.5
         else tuple(axis for axis in each if axis in gradients or random.random() < 0.4),
         reshard_after=random.choice(["layer", "stage", "step"]),

@@ -108,7 +108,7 @@ def test_the_table_has_every_value_of_every_option() -> None:
     assert {plan.sequence_parallel for plan in PLANS} == {True, False}
     assert any(plan.layers_per_stage for plan in PLANS)
     assert any(plan.stages_per_rank for plan in PLANS)
-    assert {plan.reduce_each for plan in PLANS} >= {None, (), ("dp_shard",), ("ep",)}
+    assert {plan.reduce_every_microbatch for plan in PLANS} >= {None, (), ("dp_shard",), ("ep",)}
     cuts = {tuple(map(len, (p.shard_parameters, p.shard_gradients, p.shard_optimizer))) for p in PLANS}
     assert cuts >= {(0, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 1, 2), (2, 2, 2)}
     assert {axis for plan in PLANS for axis in plan.shard_optimizer} == {*DATA_AXES, "cp"}

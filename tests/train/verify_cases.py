@@ -160,10 +160,11 @@ DATA = [
     Verified("slices reduced over replicas, each by its tokens", HSDP, ODD, 8, uneven=True),
     Verified("states over both axes", replace(HSDP, shard_optimizer=BOTH), ODD, 8, uneven=True),
     Verified("gradients reduced at once and kept whole",
-             Plan(Mesh(dp_replicate=2, dp_shard=2), shard_parameters=SHARD, shard_optimizer=BOTH, reduce_each=SHARD),
+             Plan(Mesh(dp_replicate=2, dp_shard=2), shard_parameters=SHARD, shard_optimizer=BOTH,
+                  reduce_every_microbatch=SHARD),
              ODD, 8, uneven=True),
     Verified("gradients reduced when all passes are over",
-             Plan(Mesh(pp=2, dp_shard=2), shard_optimizer=SHARD, reduce_each=(), reduce_at="step"), ODD, 8),
+             Plan(Mesh(pp=2, dp_shard=2), shard_optimizer=SHARD, reduce_every_microbatch=(), reduce_at="step"), ODD, 8),
     Verified("two chunks a rank, recomputed", Plan(Mesh(pp=2, dp_shard=2), "interleaved-1f1b", 2, recompute="full"),
              replace(DROPS, layers=4), 4),
     Verified("stages of given sizes", Plan(Mesh(pp=2), layers_per_stage=(1, 3)), small(layers=4), 2),
@@ -220,7 +221,9 @@ CONTEXT = [
 EXPERTS = [
     Verified("a mixture cut into layers on one rank", Plan(), DROPLESS, 2),
     Verified("tokens that no expert has room for", Plan(Mesh(ep=2)), DROPPING, 4),
-    Verified("all but experts reduced at each microbatch", Plan(Mesh(ep=2), reduce_each=("ep",)), SWITCH, 4),
+    Verified(
+        "all but experts reduced at each microbatch", Plan(Mesh(ep=2), reduce_every_microbatch=("ep",)), SWITCH, 4
+    ),
     Verified("experts recomputed", Plan(Mesh(ep=2), recompute="full"), DROPPING, 4),
     Verified("an expert a rank", Plan(Mesh(ep=4)), DROPPING, 8),
     Verified("experts sharded", replace(FSDP, mesh=Mesh(dp_shard=2, ep=2)), DROPPING, 8),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +15,9 @@ from shardlab.rules.pieces import counted
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import Entry, planned_entry
 from shardlab.strategies.load import load
-from shardlab.strategies.plan import Context, Plan, ReduceAt, Reshard
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan_fields import COUNT, as_flags, field_helps, field_types
 from shardlab.strategies.plan_file import read_plan
-
-Axes = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="AXIS ...", help_behavior_hint="")]
-Word = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
@@ -30,62 +29,6 @@ class PlanOptions:
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan."""
-
-    pp: OptionalCount = None
-    """Pipeline ranks."""
-
-    dp_replicate: OptionalCount = None
-    """Replicas of the model."""
-
-    dp_shard: OptionalCount = None
-    """Data-parallel ranks that may share weights, gradients or optimizer state."""
-
-    cp: OptionalCount = None
-    """Context-parallel ranks, over which sequences are cut."""
-
-    ep: OptionalCount = None
-    """Expert-parallel ranks, over which the experts of a mixture are cut."""
-
-    tp: OptionalCount = None
-    """Tensor-parallel ranks, over which the matrices of half-blocks are cut."""
-
-    sequence_parallel: Flag = False
-    """Cut what lies between the matrices along the sequence, over the same ranks."""
-
-    schedule: Word = None
-    """The pipeline's order of work: a built-in one, path/to/file.py:generator, or a CSV of PyTorch's."""
-
-    stages_per_rank: OptionalCount = None
-    """Pipeline stages on each rank."""
-
-    layers_per_stage: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="N ...", help_behavior_hint="")] = None
-    """How many layers each stage has."""
-
-    shard_parameters: Axes = None
-    """Axes over which weights are cut: dp_shard, dp_replicate, cp, or nothing."""
-
-    shard_gradients: Axes = None
-    """Axes over which accumulating gradients are cut."""
-
-    shard_optimizer: Axes = None
-    """Axes over which the optimizer's state is cut."""
-
-    reduce_each: Axes = None
-    """Axes over which gradients are reduced at each microbatch rather than once a step."""
-
-    reduce_at: Annotated[ReduceAt | None, tyro.conf.arg(metavar="{layer,step}", help_behavior_hint="")] = None
-    """When gradients that are reduced once a step are: as soon as a layer's is whole, or when all are."""
-
-    context: Annotated[Context | None, tyro.conf.arg(metavar="{ring,all_gather}", help_behavior_hint="")] = None
-    """How queries meet the keys and values of other context-parallel ranks."""
-
-    reshard_after: Annotated[Reshard | None, tyro.conf.arg(metavar="{layer,stage,step}", help_behavior_hint="")] = None
-    """When gathered weights are freed."""
-
-    recompute: Annotated[
-        tuple[str, ...] | None, tyro.conf.arg(metavar="{none,selective,full,BLOCK ...}", help_behavior_hint="")
-    ] = None
-    """What the backward pass computes again: nothing, attention's scores, everything, or blocks by number."""
 
     def entry(self, name: str | None, ranks: int | None) -> tuple[Entry, int]:
         """The strategy that is meant, and on how many ranks.
@@ -100,8 +43,6 @@ class PlanOptions:
         given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         given = {field: value for field, value in given.items() if value not in (None, False)}
         path: Path | None = given.pop("plan", None)
-        if "recompute" in given:
-            given["recompute"] = _recomputed(given["recompute"])
         if name is None and path is None and not given:
             raise UserError(
                 "no strategy is named; give one (shardlab strategies lists them), --plan FILE, or flags such as --pp 2"
@@ -115,7 +56,8 @@ class PlanOptions:
         plan = _base(name, path, None if axes else ranks)
         if axes:
             _want_all_axes(axes, plan.mesh, name or str(path))
-        plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **given)
+        changed = {name: field_types(Plan)[name].of_words(words) for name, words in given.items()}
+        plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changed)
         if ranks not in (None, plan.mesh.world):
             sizes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "1 rank"
             raise UserError(
@@ -129,10 +71,9 @@ def _want_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
     """Refuse flags that would silently undo what a plan is named for."""
     has = {axis: size for axis, size in mesh.sizes().items() if size > 1}
     if forgotten := [axis for axis in has if axis not in axes]:
-        said = " ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in {**has, **axes}.items())
         raise UserError(
             f"the mesh of {name} has {' x '.join(has)}, but {' and '.join(forgotten)} is left out; give every axis, "
-            f"such as {said}"
+            f"such as {as_flags({**has, **axes})}"
         )
 
 
@@ -152,14 +93,22 @@ def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
     return entry.plan(ranks or entry.ranks)
 
 
-NO_FLAGS = PlanOptions()
+def _flags() -> Iterator[tuple[str, Any, Any]]:
+    """Each option's name, its type for tyro, and its value if it is not given."""
+    types = dict.fromkeys(AXES, COUNT) | field_types(Plan)
+    helps = field_helps(Mesh) | field_helps(Plan)
+    for name, written in types.items():
+        about = tyro.conf.arg(metavar=written.metavar or None, help=helps[name], help_behavior_hint="")
+        if written.words is bool:
+            yield name, Annotated[Flag, tyro.conf.arg(help=helps[name])], False
+        else:
+            yield name, Annotated[OptionalCount if written.words is int else written.words | None, about], None
+
+
+plan_flags: Callable[..., PlanOptions] = make_dataclass("PlanFlags", _flags(), bases=(PlanOptions,), frozen=True)
+"""The options with a flag for each axis of the mesh, and for each other field of a plan."""
+
+NO_FLAGS = plan_flags()
 
 Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
 """The flags, as a command's field; their names stand alone."""
-
-
-def _recomputed(words: tuple[str, ...]) -> str | tuple[int, ...]:
-    """A word for the plan to judge, or the numbers of blocks."""
-    if words and all(word.isdecimal() for word in words):
-        return tuple(int(word) for word in words)
-    return " ".join(words)

@@ -10,7 +10,7 @@ import tyro
 
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount
 from shardlab.cli.picture import check_new_file
-from shardlab.program import LayerKind, Mesh, UserError
+from shardlab.program import Mesh, UserError
 from shardlab.program.files import write_whole
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
@@ -95,4 +95,4 @@ class Schedule:
         order = find_schedule(self.schedule)
         ranks, microbatches = (len(order.of_ranks), order.microbatches) if isinstance(order, Steps) else (4, 4)
         plan = Plan(Mesh(pp=self.pp or ranks), self.schedule, self.stages_per_rank)
-        return plan.steps([LayerKind.WHOLE] * plan.natural_layers(), self.microbatches or microbatches)
+        return plan.steps(plan.natural_layers(), self.microbatches or microbatches)

@@ -51,11 +51,22 @@ class Mesh:
     """
 
     pp: int = 1
+    """Pipeline ranks."""
+
     dp_replicate: int = 1
+    """Replicas of the model."""
+
     dp_shard: int = 1
+    """Data-parallel ranks that may share weights, gradients or optimizer state."""
+
     cp: int = 1
+    """Context-parallel ranks, over which sequences are cut."""
+
     tp: int = 1
+    """Tensor-parallel ranks, over which the matrices of half-blocks are cut."""
+
     ep: int = 1
+    """Expert-parallel ranks, over which the experts of a mixture are cut."""
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes().items():

@@ -49,10 +49,15 @@ class Place(Recorder):
         self.keys_values = Store(self, Kind.KEYS_VALUES)
         self.grad_queries = Store(self, Kind.GRAD_QUERIES)
         self.grad_keys_values = Store(self, Kind.GRAD_KEYS_VALUES)
+        self._stores = {store.kind: store for store in vars(self).values() if isinstance(store, Store)}
         self._world = world
         self._rules = world.rules
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
         self._batches = 0
+
+    def store(self, kind: Kind) -> Store:
+        """The store that keeps values of a kind."""
+        return self._stores[kind]
 
     def coordinate(self, axis: str) -> int:
         """Find where this rank stands along a mesh axis, from 0.

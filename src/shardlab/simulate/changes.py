@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from shardlab.check import check
 from shardlab.models import Blocks
@@ -13,6 +13,7 @@ from shardlab.simulate.traced import Traced
 from shardlab.simulate.workload import Workload
 from shardlab.strategies.grad_accum import grad_accum
 from shardlab.strategies.plan import CUT_AXES, Plan
+from shardlab.strategies.plan_fields import as_flags
 
 MOST_MICROBATCHES = 1024
 """Of one data-parallel rank: nobody takes a batch in more pieces."""
@@ -134,15 +135,15 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
             tried += [dict(sharding), {**cheap, **sharding}]
     words = {"none": ("selective", "full"), "selective": ("full",)}.get(str(plan.recompute), ())
     for recompute in words:
-        again = {"recompute": recompute}
-        tried += [again, {**again, **cheap}, {**again, **cheap, **sharding}]
+        change = {"recompute": recompute}
+        tried += [change, {**change, **cheap}, {**change, **cheap, **sharding}]
     seen: list[dict[str, Any]] = [{}]
     for fields in tried:
         if fields in seen:
             continue
         seen.append(fields)
         try:
-            yield Change(_flags(fields), replace(workload, plan=replace(plan, **fields)))
+            yield Change(as_flags(fields), replace(workload, plan=replace(plan, **fields)))
         except UserError:
             continue  # some words of the plan do not go with it
 
@@ -167,16 +168,4 @@ def _rows_flags(workload: Workload) -> str:
 
 
 def _mesh_flags(mesh: Mesh) -> str:
-    return " ".join(f"--{_dashed(axis)} {size}" for axis, size in mesh.sizes().items() if size > 1)
-
-
-def _flags(fields: Mapping[str, Any]) -> str:
-    flags: list[str] = []
-    for field, value in fields.items():
-        words = " ".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else "" if value is True else value
-        flags.append(f"--{_dashed(field)} {words}".strip())
-    return " ".join(flags)
-
-
-def _dashed(word: str) -> str:
-    return word.replace("_", "-")
+    return as_flags({axis: size for axis, size in mesh.sizes().items() if size > 1})

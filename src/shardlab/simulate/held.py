@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from shardlab.simulate.estimate import Peak
 from shardlab.simulate.memory import Category
 from shardlab.simulate.workload import Workload
+from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import Plan
 
 KEPT_WHEN_FULL = 0.5
@@ -94,5 +95,6 @@ def _kept_for_messages(workload: Workload, plan: Plan, *, last: bool) -> float:
     each, tokens = workload.microbatches // plan.data_ranks, workload.rows * model.block / mesh.cp
     residual = tokens * model.width / (mesh.tp if plan.sequence_parallel else 1)
     logits = tokens * model.vocabulary / mesh.tp
-    elements = 2 * plan.stages_of_a_rank(workload.cut.kinds) * residual + last * 2 * logits
+    stages = plan.stages_of_a_rank(model_layers(workload.traced.program.sizes).pipeline_units)
+    elements = 2 * stages * residual + last * 2 * logits
     return each * elements * workload.precision.activations

@@ -16,10 +16,7 @@ from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.layers import Rules
 from shardlab.rules.pieces import repeated
 from shardlab.rules.spec import KEY, Form, Joined, Space
-from shardlab.strategies.plan import Plan
-
-BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
-"""The axes over which microbatches are dealt, outermost first."""
+from shardlab.strategies.plan import BATCH_AXES, Plan
 
 
 @dataclass(frozen=True)

@@ -1,177 +1,108 @@
-"""Computation of a plan on one microbatch and layer: whole layers, or half-blocks with tensor parallelism.
+"""Passes of a plan through one layer on one microbatch, from store to store by the layer's signature.
 
-Both keep the same keys: activations[l, m] enters layer l, grad_activations[l, m] is its gradient.
+A value's key is (layer, microbatch): activations[l, m] enters layer l, grad_activations[l, m] is its gradient.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
-
-from shardlab.program import LayerKind, Rank, Value
+from shardlab.program import Handle, Kind, Rank, Value
+from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.context import Attention
-from shardlab.strategies.expert_computing import Mixture
-from shardlab.strategies.plan import Plan
-
-Keeps = Literal["all", "input", "nothing"]
-"""What a forward pass leaves to the backward pass: its input and what autograd needs, or less, to be computed again."""
+from shardlab.strategies.rank_plan import Completion, Keeps, RankPlan
 
 
-class Compute(Protocol):
-    """A layer's passes; each finds its inputs in the rank's stores and leaves its results there."""
+class LayerRunner:
+    """Passes of one rank through its layers: each finds its inputs in the stores and leaves its results there.
 
-    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps) -> None: ...
-    async def loss(self, m: int) -> None: ...
-    async def backward(self, layer: int, m: int, weight: Value) -> Value: ...
-    async def backward_input(self, layer: int, m: int, weight: Value) -> None: ...
-    def backward_weight(self, layer: int, m: int) -> Value: ...
-
-
-class Whole:
-    """Layers as they are."""
-
-    def __init__(self, rank: Rank, plan: Plan) -> None:
-        self.rank = rank
-
-    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps) -> None:
-        rank, x = self.rank, self.rank.activations[layer, m]
-        rank.activations[layer + 1, m] = rank.forward(layer, x, weight, save=keeps == "all")
-
-    async def loss(self, m: int) -> None:
-        rank, last = self.rank, len(self.rank.layers)
-        rank.grad_activations[last, m] = rank.loss(rank.activations.pop((last, m)))
-
-    async def backward(self, layer: int, m: int, weight: Value) -> Value:
-        rank = self.rank
-        grad_weight, rank.grad_activations[layer, m] = rank.backward(
-            layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)), weight
-        )
-        return grad_weight
-
-    async def backward_input(self, layer: int, m: int, weight: Value) -> None:
-        rank = self.rank
-        rank.grad_activations[layer, m] = rank.backward_input(
-            layer, rank.activations[layer, m], rank.grad_activations[layer + 1, m], weight
-        )
-
-    def backward_weight(self, layer: int, m: int) -> Value:
-        rank = self.rank
-        return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)))
-
-
-class Halves:
-    """Half-blocks: bodies sliced over `tp`, norms on every rank, or on slices of the sequence.
-
-    An attention's body may be two layers, a projection and a row, and sequences cut over `cp` (see `Attention`).
-
-    Without sequence parallelism a body's terms are all-reduced, in either direction; with it they are reduce-scattered
-    along the sequence and what the next body reads is all-gathered (Korthikanti et al. 2022, arXiv 2205.05198, fig. 5).
+    A pass also completes what other ranks of a tensor- or expert-parallel group have of its values (see `LayerPlan`).
     """
 
-    def __init__(self, rank: Rank, plan: Plan) -> None:
-        self.rank = rank
-        self.sliced = plan.mesh.tp > 1
-        self.sequence = plan.sequence_parallel
-        self.attention = Attention(rank, plan)
+    def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
+        self._rank = rank
+        self._plan = rank_plan
+        self._layers = rank_plan.model.layers
+        self._attention = Attention(rank, rank_plan)
 
     async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps) -> None:
-        rank, save = self.rank, keeps == "all"
-        take = rank.activations.pop if keeps == "nothing" else rank.activations.__getitem__
-        if rank.kinds[layer] is LayerKind.NORM:
-            residual = self._residual(layer, m, keeps)
-            handed_on, normalised = rank.forward_norm(layer, residual, take((layer, m)), weight, save=save)
-            if handed_on is not None:
-                rank.residuals[rank.sizes.next_carrying(layer), m] = handed_on
-            rank.activations[layer + 1, m] = await self._whole(normalised)
-        elif rank.kinds[layer] is LayerKind.PROJECT:
-            made = rank.project(layer, take((layer, m)), weight, save=save)
-            await self.attention.forward(layer, m, *made, keeps=save)
-        else:
-            terms = rank.forward(layer, take((layer, m)), weight, save=save)
-            is_head = layer == rank.layers[-1]
-            rank.activations[layer + 1, m] = terms if is_head else await self._reduced(terms)
-
-    def _residual(self, layer: int, m: int, keeps: Keeps) -> Value | None:
-        """Take the residual that the norm before has handed on.
-
-        Keep it if it is the input of what is computed again.
-        """
-        if layer == 1:
-            return None
-        return self.rank.residuals[layer, m] if keeps == "input" else self.rank.residuals.pop((layer, m))
+        """Activation l to activation l + 1, with what is carried beside them."""
+        rank, signature = self._rank, self._layers[layer]
+        completions = self._plan.layers[layer].completions
+        if completions.input is not None:
+            rank.activations[layer, m] = await self._completed(rank.activations.pop((layer, m)), completions.input)
+        given: list[Value] = []
+        for port in signature.inputs:
+            stays = keeps != "nothing" if port.kind is Kind.ACTIVATION else keeps == "input"
+            store = rank.store(port.kind)
+            given.append(store[layer, m] if stays else store.pop((layer, m)))
+        made = rank.forward(layer, tuple(given), weight, save=keeps == "all")
+        for port, value in zip(signature.outputs[1:], made[1:], strict=True):
+            rank.store(port.kind)[port.layer, m] = value
+        port = signature.outputs[0]
+        first = made[0] if completions.output is None else await self._completed(made[0], completions.output)
+        rank.store(port.kind)[port.layer, m] = first
+        if layer in self._plan.model.feeding_attention:
+            await self._attention.forward(layer, m, keeps=keeps == "all")
 
     async def loss(self, m: int) -> None:
-        rank, last = self.rank, len(self.rank.layers)
+        """The gradient of the last activation; slices of the logits need the statistics of all slices."""
+        rank, last = self._rank, len(self._layers)
         logits = rank.activations[last, m]
-        stats = await rank.all_gather(rank.loss_stats(logits), axis="tp") if self.sliced else None
+        stats = await rank.all_gather(rank.loss_stats(logits), axis="tp") if self._plan.plan.mesh.tp > 1 else None
         rank.grad_activations[last, m] = rank.loss(rank.activations.pop((last, m)), stats)
 
     async def backward(self, layer: int, m: int, weight: Value) -> Value:
-        rank, grads = self.rank, self.rank.grad_activations
-        if rank.kinds[layer] is LayerKind.PROJECT:
-            grad_weight, terms = await self.attention.backward(layer, m, weight)
-            await self._keep(layer, m, terms)
-            return grad_weight
-        if layer and rank.kinds[layer - 1] is LayerKind.PROJECT:
-            self.attention.keep(layer - 1, m)
-        x, gradient = rank.activations.pop((layer, m)), grads.pop((layer + 1, m))
-        if rank.kinds[layer] is LayerKind.NORM:
-            above = self._from_above(layer, m)
-            grad_weight, grads[layer, m], below = rank.backward_norm(layer, x, gradient, above, weight)
-            self._hand_down(layer, m, below)
-        else:
-            grad_weight, terms = rank.backward(layer, x, await self._of_output(layer, gradient), weight)
-            await self._keep(layer, m, terms)
-        return grad_weight
+        """The gradients of the layer's inputs; the gradient of its weight is given back."""
+        if self._beside_attention(layer):
+            await self._before_backward(layer, m)
+        rank = self._rank
+        x = rank.activations.pop((layer, m))
+        gradients = [rank.store(kind).pop(key) for kind, key in self._gradients(layer, m)]
+        if (completion := self._plan.layers[layer].completions.grad_output) is not None:
+            gradients[0] = await self._completed(gradients[0], completion)
+        made = rank.backward(layer, x, tuple(gradients), weight)
+        await self._store_gradients(layer, m, made[1:])
+        return made[0]
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
-        rank, grads = self.rank, self.rank.grad_activations
-        if rank.kinds[layer] is LayerKind.PROJECT:
-            await self._keep(layer, m, await self.attention.backward_input(layer, m, weight))
-            return
-        if layer and rank.kinds[layer - 1] is LayerKind.PROJECT:
-            self.attention.keep(layer - 1, m)
-        x = rank.activations[layer, m]
-        if rank.kinds[layer] is LayerKind.NORM:
-            above = self._from_above(layer, m)
-            grads[layer, m], below = rank.backward_norm_input(layer, x, grads[layer + 1, m], above, weight)
-            self._hand_down(layer, m, below)
-        else:
-            grads[layer + 1, m] = await self._of_output(layer, grads[layer + 1, m])
-            await self._keep(layer, m, rank.backward_input(layer, x, grads[layer + 1, m], weight))
+        """The gradients of the layer's inputs alone; the first of its outputs' gradients stays for the other half."""
+        if self._beside_attention(layer):
+            await self._before_backward(layer, m)
+        rank, completion = self._rank, self._plan.layers[layer].completions.grad_output
+        (kind, key), *others = self._gradients(layer, m)
+        grads = rank.store(kind)
+        if completion is not None:
+            grads[key] = await self._completed(grads.pop(key), completion)
+        gradients = (grads[key], *(rank.store(kind).pop(key) for kind, key in others))
+        made = rank.backward_input(layer, rank.activations[layer, m], gradients, weight)
+        await self._store_gradients(layer, m, made)
 
     def backward_weight(self, layer: int, m: int) -> Value:
-        rank = self.rank
-        if rank.kinds[layer] is LayerKind.PROJECT:
-            return self.attention.backward_weight(layer, m)
-        return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_activations.pop((layer + 1, m)))
+        """The gradient of the layer's weight."""
+        rank, (kind, key) = self._rank, self._gradients(layer, m)[0]
+        return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.store(kind).pop(key))
 
-    def _from_above(self, layer: int, m: int) -> Value | None:
-        after = self.rank.sizes.next_carrying(layer)
-        return self.rank.grad_residuals.pop((after, m)) if after >= 0 else None
+    def _beside_attention(self, layer: int) -> bool:
+        feeds = self._plan.model.feeding_attention
+        return layer in feeds or layer - 1 in feeds
 
-    def _hand_down(self, layer: int, m: int, grad_residual: Value | None) -> None:
-        if grad_residual is not None:
-            self.rank.grad_residuals[layer, m] = grad_residual
+    async def _before_backward(self, layer: int, m: int) -> None:
+        if layer in self._plan.model.feeding_attention:
+            await self._attention.backward(layer, m)
+        else:
+            self._attention.keep(layer - 1, m)
 
-    async def _of_output(self, layer: int, gradient: Value) -> Value:
-        return gradient if layer == self.rank.layers[-1] else await self._whole(gradient)
+    def _gradients(self, layer: int, m: int) -> list[tuple[Kind, tuple[int, int]]]:
+        """Stores and keys of the gradients of a layer's outputs."""
+        return [(GRADIENT_OF[port.kind], (port.layer, m)) for port in self._layers[layer].outputs]
 
-    async def _keep(self, layer: int, m: int, made: Value) -> None:
-        """The gradient of a body's input: the sum of terms, or a row's slices, which attention takes as they are."""
-        as_it_is = layer == 0 or self.rank.kinds[layer] is LayerKind.ROW  # tokens' gradient is nobody's
-        self.rank.grad_activations[layer, m] = made if as_it_is else await self._reduced(made)
+    async def _store_gradients(self, layer: int, m: int, made: tuple[Value, ...]) -> None:
+        """Store the gradients of a layer's inputs, the first of them completed."""
+        for port, value in zip(self._layers[layer].inputs[1:], made[1:], strict=True):
+            self._rank.store(GRADIENT_OF[port.kind])[layer, m] = value
+        completion = self._plan.layers[layer].completions.grad_input
+        first = made[0] if completion is None else await self._completed(made[0], completion)
+        self._rank.grad_activations[layer, m] = first
 
-    async def _reduced(self, terms: Value) -> Value:
-        if self.sequence:
-            return await self.rank.reduce_scatter(terms, axis="tp")
-        return await self.rank.all_reduce(terms, axis="tp") if self.sliced else terms
-
-    async def _whole(self, value: Value) -> Value:
-        return await self.rank.all_gather(value, axis="tp") if self.sequence else value
-
-
-def computing(rank: Rank, plan: Plan) -> Compute:
-    """Choose the computation that suits the model's layers."""
-    if LayerKind.EXPERTS in rank.kinds:
-        return Mixture(rank, plan)
-    return Halves(rank, plan) if LayerKind.NORM in rank.kinds else Whole(rank, plan)
+    async def _completed(self, value: Value, completion: Completion) -> Value:
+        handle: Handle[Value] = getattr(self._rank, completion.verb)(value, axis=completion.axis)
+        return await handle

@@ -11,7 +11,7 @@ parallelism all of them are of the rank's own heads.
 from __future__ import annotations
 
 from shardlab.program import Handle, Rank, Value
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.rank_plan import RankPlan
 
 
 def balanced(place: int, ranks: int, pieces: int = 1) -> tuple[int, ...]:
@@ -36,86 +36,59 @@ class Attention:
     Otherwise all blocks are gathered, in both directions, and the gradients of all are reduce-scattered.
     """
 
-    def __init__(self, rank: Rank, plan: Plan) -> None:
+    def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
         ring, here = rank.group("cp").ranks, rank.coordinate("cp")
-        self.rank = rank
-        self.hops = len(ring)
-        self.next, self.previous = ring[(here + 1) % self.hops], ring[here - 1]
-        self.rings = plan.context == "ring"
+        self._rank = rank
+        self._hops = len(ring)
+        self._next, self._previous = ring[(here + 1) % len(ring)], ring[here - 1]
+        self._in_ring = rank_plan.plan.context == "ring"
 
-    async def forward(self, layer: int, m: int, queries: Value, keys_values: Value, *, keeps: bool) -> None:
-        """What queries mix of keys and values; they stay for the backward pass if it `keeps` them."""
-        rank = self.rank
-        rank.queries[layer, m], rank.keys_values[layer, m] = queries, keys_values
+    async def forward(self, layer: int, m: int, *, keeps: bool) -> None:
+        """Mix keys and values by a layer's queries; all three stay for the backward pass if it `keeps` them."""
+        rank = self._rank
         rank.activations[layer + 1, m] = await self._attended(layer, m)
         if not keeps:
             del rank.queries[layer, m], rank.keys_values[layer, m]
 
     def keep(self, layer: int, m: int) -> None:
-        """Before the layer that reads what `layer` has mixed ends it: the backward pass needs it as well."""
-        self.rank.activations["attended", layer, m] = self.rank.activations[layer + 1, m]
+        """Keep what `layer` has mixed for its backward pass, before the layer that reads it ends it."""
+        self._rank.activations["attended", layer, m] = self._rank.activations[layer + 1, m]
 
-    async def backward(self, layer: int, m: int, weight: Value) -> tuple[Value, Value]:
-        """The gradients of the weight and of the projection's input (with tensor parallelism, terms of it)."""
-        rank = self.rank
-        await self._backward(layer, m)
-        return rank.backward_project(
-            layer,
-            rank.activations.pop((layer, m)),
-            rank.grad_queries.pop((layer, m)),
-            rank.grad_keys_values.pop((layer, m)),
-            weight,
-        )
-
-    async def backward_input(self, layer: int, m: int, weight: Value) -> Value:
-        rank = self.rank
-        await self._backward(layer, m)
-        return rank.backward_project_input(
-            layer,
-            rank.activations[layer, m],
-            rank.grad_queries[layer, m],
-            rank.grad_keys_values.pop((layer, m)),
-            weight,
-        )
-
-    def backward_weight(self, layer: int, m: int) -> Value:
-        rank = self.rank
-        return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.grad_queries.pop((layer, m)))
-
-    async def _backward(self, layer: int, m: int) -> None:
-        rank = self.rank
-        if self.hops == 1:
+    async def backward(self, layer: int, m: int) -> None:
+        """The gradients of a layer's queries, and of its keys and values."""
+        rank = self._rank
+        if self._hops == 1:
             made = self._met(layer, m, rank.keys_values[layer, m])
         else:
-            made = await (self._ring_backward if self.rings else self._gathered_backward)(layer, m)
+            made = await (self._ring_backward if self._in_ring else self._gathered_backward)(layer, m)
         rank.grad_queries[layer, m], rank.grad_keys_values[layer, m] = made
         del rank.queries[layer, m], rank.keys_values[layer, m]
         del rank.activations["attended", layer, m], rank.grad_activations[layer + 1, m]
 
     async def _attended(self, layer: int, m: int) -> Value:
-        if self.hops == 1:
-            return self.rank.attend(layer, self.rank.queries[layer, m], self.rank.keys_values[layer, m])
-        return await (self._ring if self.rings else self._gathered)(layer, m)
+        if self._hops == 1:
+            return self._rank.attend(layer, self._rank.queries[layer, m], self._rank.keys_values[layer, m])
+        return await (self._ring if self._in_ring else self._gathered)(layer, m)
 
     async def _ring(self, layer: int, m: int) -> Value:
-        rank, queries, block = self.rank, self.rank.queries[layer, m], self.rank.keys_values[layer, m]
+        rank, queries, block = self._rank, self._rank.queries[layer, m], self._rank.keys_values[layer, m]
         coming = self._pass_on(block, layer, m)
         mixed = rank.attend(layer, queries, block)
-        for hop in range(1, self.hops):
+        for hop in range(1, self._hops):
             block = await coming
-            if hop < self.hops - 1:
+            if hop < self._hops - 1:
                 coming = self._pass_on(block, layer, m)
             mixed = mixed + rank.attend(layer, queries, block)
         return mixed
 
     async def _ring_backward(self, layer: int, m: int) -> tuple[Value, Value]:
-        block = self.rank.keys_values[layer, m]
+        block = self._rank.keys_values[layer, m]
         coming = self._pass_on(block, layer, m)
         grad_queries, gradient = self._met(layer, m, block)
         following = self._pass_on(gradient, layer, m)
-        for hop in range(1, self.hops):
+        for hop in range(1, self._hops):
             block = await coming
-            if hop < self.hops - 1:
+            if hop < self._hops - 1:
                 coming = self._pass_on(block, layer, m)
             more, gradient = self._met(layer, m, block)
             grad_queries = grad_queries + more
@@ -123,21 +96,21 @@ class Attention:
         return grad_queries, await following
 
     async def _gathered(self, layer: int, m: int) -> Value:
-        rank = self.rank
+        rank = self._rank
         blocks = await rank.all_gather(rank.keys_values[layer, m], axis="cp")
         return rank.attend(layer, rank.queries[layer, m], blocks)
 
     async def _gathered_backward(self, layer: int, m: int) -> tuple[Value, Value]:
-        rank = self.rank
+        rank = self._rank
         grad_queries, gradients = self._met(layer, m, await rank.all_gather(rank.keys_values[layer, m], axis="cp"))
         return grad_queries, await rank.reduce_scatter(gradients, axis="cp")
 
     def _met(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
         """What a block gives to the queries' gradient, and they to its."""
-        rank = self.rank
+        rank = self._rank
         attended, gradient = rank.activations["attended", layer, m], rank.grad_activations[layer + 1, m]
         return rank.attend_backward(layer, rank.queries[layer, m], block, attended, gradient)
 
     def _pass_on(self, value: Value, layer: int, m: int) -> Handle[Value]:
         expected = (value.spec.kind.value, layer, m)
-        return self.rank.exchange(value, to=self.next, source=self.previous, expect=expected)
+        return self._rank.exchange(value, to=self._next, source=self._previous, expect=expected)

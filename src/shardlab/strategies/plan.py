@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
-from shardlab.program import LayerKind, Mesh, UserError
+from shardlab.errors import nearest
+from shardlab.program import AXES, Mesh, UserError
 from shardlab.program.bounds import MAX_FOLDED, MAX_OPS, require_ops
-from shardlab.program.sizes import CARRYING
 from shardlab.rules.pieces import counted
+from shardlab.strategies.plan_fields import (
+    COUNT,
+    NUMBERS,
+    SWITCH,
+    as_text,
+    axes,
+    check_field,
+    choice,
+    choice_or_numbers,
+    field_types,
+    word,
+)
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of
 
 DATA_AXES = ("dp_shard", "dp_replicate")
-"""The axes over which parameters may be cut; the batch is dealt over these and over `ep`."""
+"""The axes over which parameters may be cut."""
+
+BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
+"""The axes over which microbatches are dealt, outermost first."""
 
 CUT_AXES = (*DATA_AXES, "cp")
 """The axes whose ranks see different tokens, and so may share the work of keeping weights."""
@@ -24,9 +40,6 @@ Context = Literal["ring", "all_gather"]
 Reshard = Literal["layer", "stage", "step"]
 ReduceAt = Literal["layer", "step"]
 Recompute = Literal["none", "selective", "full"]
-
-Kinds = Sequence[LayerKind]
-"""Each layer's kind."""
 
 
 @dataclass(frozen=True)
@@ -51,72 +64,67 @@ class Plan:
     Gradients are reduced while backward passes go on. Over each axis, those of one block at a time are in flight, the
     rank's largest, however finely blocks are cut; so this takes no more memory in half-blocks than in whole ones.
 
-    Attributes:
-        mesh: the ranks. Microbatches are dealt over `dp_replicate` x `dp_shard` x `ep`, layers over `pp`, the matrices
-            of a model in half-blocks are cut over `tp`, its sequences over `cp`, the experts of a mixture over `ep`.
-        schedule: the pipeline's order of work, a built-in name, a file (see `find_schedule`) or a `Schedule`; on one
-            pipeline rank, `1f1b` takes the microbatches one by one.
-        stages_per_rank: of the pipeline; a schedule that has a fixed number uses that.
-        layers_per_stage: how many layers each stage has (empty: as even as can be); of half-blocks, how many pairs of
-            a norm and a body, the embedding's body not counted; of a mixture, how many blocks, the head one of its own.
-        shard_parameters: axes over which a layer's weights are cut, outermost cut first.
-        shard_gradients: axes over which the gradient that accumulates over microbatches is cut.
-        shard_optimizer: axes over which the optimizer's state is cut; the other two must be beginnings of it.
-        reduce_each: axes over which each microbatch's gradient is reduced at once (None: those that cut it); over the
-            others it is reduced once a step. May name `ep`, over which the gradients of all but experts are reduced.
-        reduce_at: what is reduced once a step is so as soon as a layer's last gradient is in, beside the backward
-            passes that go on, or when all are over.
-        reshard_after: a gathered weight is freed after each use, after the visit of its stage (while consecutive
-            work stays on the stage), or when its last use in the step is over.
-        sequence_parallel: whether norms and residuals are cut along the sequence over `tp`.
-        recompute: what the backward pass computes again instead of keeping it: nothing; of attention the scores and
-            what is made of them, from queries, keys and values (selective: Korthikanti et al. 2022, arXiv 2205.05198,
-            section 5); all blocks, whose input alone is then kept (full), or the blocks that are numbered, from 0
-            as the layers of the uncut model are. Of half-blocks the embedding and the head keep what they need, of a
-            mixture the dense layers.
-        context: how queries meet the keys and values of other slices of the sequence over `cp`, which has an early and
-            a late slice on each rank: blocks go round in a ring, or all are gathered.
+    What each field does is written beside it, and is the help of its flag; `shardlab.strategies.plan_fields` makes
+    flags, TOML and JSON of the same description.
+
+    Selective recomputation is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 5): scores, and what is made
+    of them, from queries, keys and values. Blocks that are recomputed keep their input alone; in half-blocks the
+    embedding and the head keep what they need, in a mixture the dense layers.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
-    schedule: str | Schedule = "1f1b"
-    stages_per_rank: int | None = None
-    layers_per_stage: tuple[int, ...] = ()
-    shard_parameters: tuple[str, ...] = ()
-    shard_gradients: tuple[str, ...] = ()
-    shard_optimizer: tuple[str, ...] = ()
-    reduce_each: tuple[str, ...] | None = None
-    reduce_at: ReduceAt = "layer"
-    reshard_after: Reshard = "layer"
-    sequence_parallel: bool = False
-    recompute: Recompute | tuple[int, ...] = "none"
-    context: Context = "ring"
+    """The ranks, by axes."""
+
+    schedule: Annotated[str | Schedule, word(Schedule)] = "1f1b"
+    """The pipeline's order of work: a built-in one, path/to/file.py:generator, or a CSV of PyTorch's. On one pipeline
+    rank, 1f1b takes the microbatches one by one."""
+
+    stages_per_rank: Annotated[int | None, COUNT] = None
+    """Pipeline stages on each rank, for a schedule that does not have a fixed number."""
+
+    layers_per_stage: Annotated[tuple[int, ...], NUMBERS] = ()
+    """How many layers each stage has; without it, as even as can be. In half-blocks, pairs of a norm and a body are
+    counted; in a mixture, blocks, and the head as one more."""
+
+    shard_parameters: Annotated[tuple[str, ...], axes(*CUT_AXES)] = ()
+    """Axes over which weights are cut, outermost first: dp_shard, dp_replicate, cp, or nothing."""
+
+    shard_gradients: Annotated[tuple[str, ...], axes(*CUT_AXES)] = ()
+    """Axes over which accumulating gradients are cut."""
+
+    shard_optimizer: Annotated[tuple[str, ...], axes(*CUT_AXES)] = ()
+    """Axes over which the optimizer's state is cut; those of weights, and of gradients, come first."""
+
+    reduce_every_microbatch: Annotated[tuple[str, ...] | None, axes(*CUT_AXES, "ep")] = None
+    """Axes over which gradients are reduced at each microbatch rather than once a step; without it, those that cut
+    them. Over ep, the gradients of all but experts are."""
+
+    reduce_at: Annotated[ReduceAt, choice(ReduceAt)] = "layer"
+    """When gradients that are reduced once a step are: as soon as a layer's is whole, beside the backward passes that
+    go on, or when all are."""
+
+    reshard_after: Annotated[Reshard, choice(Reshard)] = "layer"
+    """When gathered weights are freed: after each use, when work leaves their stage, or after their last use."""
+
+    sequence_parallel: Annotated[bool, SWITCH] = False
+    """Cut what lies between the matrices along the sequence, over the ranks of tp."""
+
+    recompute: Annotated[Recompute | tuple[int, ...], choice_or_numbers(Recompute, "block")] = "none"
+    """What the backward pass computes again: nothing, attention's scores, everything but each block's input, or blocks
+    by number, from 0."""
+
+    context: Annotated[Context, choice(Context)] = "ring"
+    """How queries meet the keys and values of other context-parallel ranks: these go round, or are gathered."""
 
     def __post_init__(self) -> None:
-        for name, words in (
-            ("reduce_at", get_args(ReduceAt)),
-            ("reshard_after", get_args(Reshard)),
-            ("recompute", get_args(Recompute)),
-            ("context", get_args(Context)),
-        ):
-            said = getattr(self, name)
-            if said not in words and not (name == "recompute" and isinstance(said, tuple)):
-                numbers = ", or the numbers of blocks" if name == "recompute" else ""
-                raise UserError(f"{name} is {said!r}; give one of {', '.join(words)}{numbers}")
-        if self.stages_per_rank is not None and self.stages_per_rank < 1:
-            raise UserError(f"stages_per_rank is {self.stages_per_rank}; give 1 or more")
-        for name in ("shard_parameters", "shard_gradients", "shard_optimizer", "reduce_each"):
-            axes: tuple[str, ...] = getattr(self, name) or ()
-            known = (*CUT_AXES, "ep") if name == "reduce_each" else CUT_AXES
-            for axis in axes:
-                if axis not in known or axes.count(axis) > 1:
-                    raise UserError(f"{name} is {_said(axes)}; give some of {', '.join(known)}, each once")
+        for name, written in field_types(Plan).items():
+            check_field(name, getattr(self, name), written, getattr(Plan, name))
         for name in ("shard_parameters", "shard_gradients"):
-            axes = getattr(self, name)
-            if self.shard_optimizer[: len(axes)] != axes:
+            cut, kept = getattr(self, name), self.shard_optimizer
+            if kept[: len(cut)] != cut:
                 raise UserError(
-                    f"{name} is {_said(axes)} but shard_optimizer is {_said(self.shard_optimizer)}; what is updated "
-                    f"must be a slice of what is kept: let shard_optimizer begin with {_said(axes)}"
+                    f"{name} is {as_text(cut)} but shard_optimizer is {as_text(kept)}; what is updated must be a slice "
+                    f"of what is kept: let shard_optimizer begin with {as_text(cut)}"
                 )
         if self.mesh.ep > 1 and max(self.mesh.tp, self.mesh.cp) > 1:
             sizes = ", ".join(f"{axis} {self.mesh.sizes()[axis]}" for axis in ("cp", "tp", "ep"))
@@ -131,10 +139,11 @@ class Plan:
             )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
-        if not set(self.shard_gradients) <= set(self.reduced_each):
+        if not set(self.shard_gradients) <= set(self.axes_of_every_microbatch):
             raise UserError(
-                f"shard_gradients is {_said(self.shard_gradients)} but reduce_each is {_said(self.reduced_each)}; a "
-                "gradient that is cut is reduced at each microbatch: name its axes in reduce_each as well"
+                f"shard_gradients is {as_text(self.shard_gradients)} but reduce_every_microbatch is "
+                f"{as_text(self.axes_of_every_microbatch)}; a gradient that is cut is reduced at each microbatch: name "
+                "its axes in reduce_every_microbatch as well"
             )
 
     @property
@@ -143,13 +152,15 @@ class Plan:
         return self.mesh.cp > 1 or self.recompute == "selective"
 
     @property
-    def reduced_each(self) -> tuple[str, ...]:
-        return self.shard_gradients if self.reduce_each is None else self.reduce_each
+    def axes_of_every_microbatch(self) -> tuple[str, ...]:
+        """Axes over which each microbatch's gradient is reduced at once: as named, or those that cut it."""
+        return self.shard_gradients if self.reduce_every_microbatch is None else self.reduce_every_microbatch
 
     @property
     def data_ranks(self) -> int:
         """Among how many ranks the batch is dealt."""
-        return self.mesh.dp_shard * self.mesh.dp_replicate * self.mesh.ep
+        sizes = self.mesh.sizes()
+        return math.prod(sizes[axis] for axis in BATCH_AXES)
 
     @property
     def order(self) -> Schedule | Steps:
@@ -160,8 +171,12 @@ class Plan:
         """
         return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
 
-    def steps(self, kinds: Kinds, microbatches: int) -> Steps:
+    def steps(self, units: int, microbatches: int) -> Steps:
         """Steps of each pipeline rank on its share of the microbatches.
+
+        Args:
+            units: the most stages into which the model may be cut: its layers, or fewer.
+            microbatches: of the global batch.
 
         Raises:
             UserError: when they do not divide among the data-parallel ranks, or do not fit the schedule.
@@ -175,7 +190,7 @@ class Plan:
             )
         order, ranks = self.order, self.mesh.pp
         if isinstance(order, Schedule):
-            return steps_of(order, ranks, each, self.stages_of_a_rank(kinds))
+            return steps_of(order, ranks, each, self.stages_of_a_rank(units))
         if (len(order.of_ranks), order.microbatches) != (ranks, each):
             raise UserError(
                 f"{self.schedule} is for {len(order.of_ranks)} pipeline ranks and {order.microbatches} microbatches on "
@@ -184,36 +199,32 @@ class Plan:
             )
         return order
 
-    def bounds(self, kinds: Kinds, blocks: int = 0) -> list[int]:
-        """Layers at which stages begin, and the end of the last one: stage s has layers bounds[s] up to bounds[s + 1].
+    def bounds(self, units: int, named: str = "") -> list[int]:
+        """Units at which stages begin, and the end of the last one: stage s has units bounds[s] up to bounds[s + 1].
 
         Args:
-            blocks: of how many blocks half-blocks are, to be said.
+            units: into which the model may be cut.
+            named: what a refusal calls them.
 
         Raises:
-            UserError: when there are fewer layers than stages, or the layers named are not those of the model.
+            UserError: when there are fewer units than stages, or the layers named are not those of the model.
         """
         order = self.order
-        places = cuts(kinds)
-        layers = len(places) - 1
-        stages = order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_of_a_rank(kinds)
+        stages = order.stages if isinstance(order, Steps) else self.mesh.pp * self.stages_of_a_rank(units)
         given = self.layers_per_stage
         if given:
-            if len(given) != stages or sum(given) != layers or min(given) < 1:
+            if len(given) != stages or sum(given) != units or min(given) < 1:
                 raise UserError(
-                    f"layers_per_stage is {_said(given)}, but {layers} layers are to be cut into {stages} stages; give "
-                    f"{stages} numbers of 1 or more that add up to {layers}"
+                    f"layers_per_stage is {as_text(given)}, but {units} layers are to be cut into {stages} stages; "
+                    f"give {stages} numbers of 1 or more that add up to {units}"
                 )
-            return [places[sum(given[:stage])] for stage in range(stages + 1)]
-        if layers < stages and any(kind in CARRYING for kind in kinds):
-            halves = f"{layers - 1} half-blocks of {blocks} blocks, and the head," if blocks else f"{layers} parts"
-            raise UserError(f"{halves} do not reach {stages} pipeline stages; give at most {layers} stages")
-        if layers < stages:
+            return [sum(given[:stage]) for stage in range(stages + 1)]
+        if units < stages:
             raise UserError(
-                f"{layers} layer{'s do' if layers > 1 else ' does'} not reach {stages} pipeline stages; give at least "
-                "one layer a stage"
+                f"{named or counted(units, 'layer')} do{'es' * (units == 1)} not reach {stages} pipeline stages; give "
+                f"at most {counted(units, 'stage')}, or more layers"
             )
-        return [places[stage * layers // stages] for stage in range(stages + 1)]
+        return [stage * units // stages for stage in range(stages + 1)]
 
     def require_ops(self, layers: int, microbatches: int, *, folded: bool = False) -> None:
         """Refuse sizes with which a step is sure to have more ops than are traced.
@@ -242,11 +253,11 @@ class Plan:
             return sum(self.layers_per_stage)
         stages = self.mesh.pp * (self.stages_per_rank or 1)
         require_ops(2 * stages, f"the passes of {counted(stages, 'pipeline stage')}")
-        on_a_rank = self.stages_of_a_rank([LayerKind.WHOLE] * 2 * self.mesh.pp)
+        on_a_rank = self.stages_of_a_rank(2 * self.mesh.pp)
         return order.stages if isinstance(order, Steps) else self.mesh.pp * on_a_rank
 
-    def stages_of_a_rank(self, kinds: Kinds) -> int:
-        """Stages on each pipeline rank: as asked, as the schedule must have, or else 2 if the layers reach.
+    def stages_of_a_rank(self, units: int) -> int:
+        """Stages on each pipeline rank: as asked, as the schedule must have, or else 2 if the model's units reach.
 
         Raises:
             UserError: when the schedule must have another number than was asked for.
@@ -266,27 +277,48 @@ class Plan:
                 f"{order.name} has {must} stage{'s' * (must > 1)} on each rank, but stages_per_rank is "
                 f"{self.stages_per_rank}; leave it out, or take a looped schedule such as interleaved-1f1b"
             )
-        fitting = (len(cuts(kinds)) - 1) // self.mesh.pp
-        return must or self.stages_per_rank or max(1, min(2 if self.mesh.pp > 1 else 1, fitting))
+        return must or self.stages_per_rank or max(1, min(2 if self.mesh.pp > 1 else 1, units // self.mesh.pp))
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as words and numbers, as they would stand in a file; those that are nothing are left out."""
-        sizes = {axis: size for axis, size in self.mesh.sizes().items() if size > 1}
-        schedule = self.schedule if isinstance(self.schedule, str) else self.schedule.name
-        written: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        written |= {"mesh": sizes, "schedule": schedule}
-        return {name: _listed(value) for name, value in written.items() if value not in (None, (), False)}
+        """The fields as words, numbers and lists, as they would stand in a file; what is nothing is left out."""
+        words: dict[str, Any] = {"mesh": {axis: size for axis, size in self.mesh.sizes().items() if size > 1}}
+        for each in fields(self)[1:]:
+            value = getattr(self, each.name)
+            if value or value != each.default:
+                words[each.name] = _as_written(value)
+        return words
+
+    @classmethod
+    def from_dict(cls, words: Mapping[str, Any]) -> Plan:
+        """The plan that `as_dict` has written, or somebody else.
+
+        Raises:
+            UserError: for a field or an axis that there is not, or a value that does not fit.
+        """
+        _require_known("field", words, [each.name for each in fields(cls)])
+        mesh = words.get("mesh", {})
+        if not isinstance(mesh, dict):
+            raise UserError(f"mesh is {mesh!r}; write a table, as in mesh = {{ pp = 2, dp_shard = 2 }}")
+        sizes = cast(dict[str, Any], mesh)
+        _require_known("axis", sizes, AXES)
+        for axis, size in sizes.items():
+            if type(size) is not int:
+                raise UserError(f"{axis} is {size!r}; give a whole number")
+        return cls(Mesh(**sizes), **{name: _as_read(value) for name, value in words.items() if name != "mesh"})
 
 
-def cuts(kinds: Kinds) -> list[int]:
-    """Where a pipeline may cut a model, both ends included: between layers; before those that carry a residual."""
-    carrying = [layer for layer, kind in enumerate(kinds) if kind in CARRYING]
-    return [0, *carrying[1:], len(kinds)] if carrying else list(range(len(kinds) + 1))
-
-
-def _said(items: tuple[object, ...]) -> str:
-    return ", ".join(map(str, items)) or "nothing"
-
-
-def _listed(value: Any) -> Any:
+def _as_written(value: Any) -> Any:
+    if isinstance(value, Schedule):
+        return value.name
     return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
+
+
+def _as_read(value: Any) -> Any:
+    return tuple(cast(list[Any], value)) if isinstance(value, list) else value
+
+
+def _require_known(what: str, words: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for name in words:
+        if name not in known:
+            raise UserError(f"a plan has no {what} {name!r}; {nearest(name, known)}")

@@ -1,0 +1,143 @@
+"""Forms of a plan's fields: in Python, as flags, in TOML and in JSON.
+
+A field's annotation names its `FieldType`; the text below the field is the help of its flag.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, cast, get_args, get_type_hints
+
+from shardlab.program import UserError
+
+
+@dataclass(frozen=True)
+class FieldType:
+    """Values that may stand in a field.
+
+    Attributes:
+        words: the type of the words that follow its flag (bool: none).
+        metavar: what help shows in the place of these words.
+        wanted: for a value, what to give instead of it; nothing if it fits.
+        of_words: the value that the words of a flag stand for.
+    """
+
+    words: Any
+    metavar: str
+    wanted: Callable[[Any], str]
+    of_words: Callable[[Any], Any] = lambda words: words
+
+
+@cache
+def field_types(described: type) -> dict[str, FieldType]:
+    """Types of a dataclass's fields, of those whose annotations name one."""
+    hints = get_type_hints(described, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+
+
+def field_helps(described: type) -> dict[str, str]:
+    """Texts that stand below the fields of a dataclass."""
+    (tree,) = ast.parse(inspect.getsource(described)).body
+    assert isinstance(tree, ast.ClassDef)
+    helps: dict[str, str] = {}
+    for above, below in pairwise(tree.body):
+        match above, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                helps[name] = " ".join(text.split())
+            case _:
+                pass
+    return helps
+
+
+def check_field(name: str, value: Any, written: FieldType, default: Any) -> None:
+    """Refuse a value that cannot stand in a field.
+
+    Raises:
+        UserError: with what to give instead.
+    """
+    unset = value is None and default is None
+    if not unset and (wanted := written.wanted(value)):
+        raise UserError(f"{name} is {as_text(value)}; give {wanted}")
+
+
+def as_text(value: Any) -> str:
+    """A field's value in a message."""
+    return ", ".join(map(str, cast(tuple[Any, ...], value))) or "nothing" if isinstance(value, tuple) else repr(value)
+
+
+def as_flags(values: Mapping[str, Any]) -> str:
+    """Fields, or axes of a mesh, as the flags that give them.
+
+    >>> as_flags({"dp_shard": 2, "sequence_parallel": True, "shard_optimizer": ("dp_shard", "cp")})
+    '--dp-shard 2 --sequence-parallel --shard-optimizer dp_shard cp'
+    """
+    flags: list[str] = []
+    for name, value in values.items():
+        words = cast(tuple[Any, ...], value) if isinstance(value, tuple) else () if value is True else (value,)
+        flags.append(" ".join([f"--{name.replace('_', '-')}", *map(str, words)]))
+    return " ".join(flags)
+
+
+def _of_type(words: type, wanted: str) -> Callable[[Any], str]:
+    return lambda value: "" if type(value) is words else wanted
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(number) is int for number in cast(tuple[Any, ...], value))
+
+
+def _count(value: Any) -> str:
+    return "a whole number" if type(value) is not int else "1 or more" if value < 1 else ""
+
+
+COUNT = FieldType(int, "N", _count)
+NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
+SWITCH = FieldType(bool, "", _of_type(bool, "true or false"))
+
+
+def word(*objects: type) -> FieldType:
+    """A name, or in Python an object of one of these types."""
+    return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")
+
+
+def axes(*known: str) -> FieldType:
+    """Some of these axes of the mesh, in any order."""
+
+    def wanted(value: Any) -> str:
+        if not isinstance(value, tuple):
+            return "a list of axes, such as ['dp_shard']"
+        given = cast(tuple[Any, ...], value)
+        fits = set(given) <= set(known) and len(set(given)) == len(given)
+        return "" if fits else f"some of {', '.join(known)}, each once"
+
+    return FieldType(tuple[str, ...], "AXIS ...", wanted)
+
+
+def choice(literal: Any) -> FieldType:
+    """One of the words of a `Literal`."""
+    words = get_args(literal)
+    wanted = f"one of {', '.join(words)}"
+    return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else wanted)
+
+
+def choice_or_numbers(literal: Any, noun: str) -> FieldType:
+    """One of the words of a `Literal`, or the numbers of some things."""
+    words = get_args(literal)
+    wanted = f"one of {', '.join(words)}, or the numbers of {noun}s"
+
+    def of_words(given: tuple[str, ...]) -> str | tuple[int, ...]:
+        if given and all(word.isdecimal() for word in given):
+            return tuple(map(int, given))
+        return " ".join(given)
+
+    return FieldType(
+        tuple[str, ...],
+        f"{{{','.join(words)},{noun.upper()} ...}}",
+        lambda value: "" if value in words or _numbers(value) else wanted,
+        of_words,
+    )

@@ -1,0 +1,189 @@
+"""Making a plan out for one rank of a mesh, from the sizes of a model: done once, before the rank does anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from shardlab.program import Sizes, UserError
+from shardlab.strategies.context import balanced
+from shardlab.strategies.model_layers import ModelLayers, model_layers
+from shardlab.strategies.plan import BATCH_AXES, CUT_AXES, Plan
+from shardlab.strategies.rank_plan import Completion, Completions, Keeps, LayerPlan, RankPlan, WeightPlan
+
+
+def resolve(plan: Plan, sizes: Sizes, microbatches: int, rank: int) -> RankPlan:
+    """A plan made out for one rank.
+
+    Args:
+        sizes: of the model's values.
+        microbatches: of the global batch.
+        rank: its number on the plan's mesh.
+
+    Raises:
+        UserError: when the model's layers, or the microbatches, do not fit the plan.
+    """
+    return _Resolver(plan, sizes, rank).rank_plan(microbatches)
+
+
+def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> dict[int, range]:
+    """The runs of layers that are computed again, each by its last layer; a block on two stages is two runs.
+
+    Of each run only the input is kept (of half-blocks the residual and the branch at the run's first norm, a slice of
+    the sequence if the plan cuts them so). Before its backward pass a run is computed forward again, with all
+    communication but that of its last layer's output, which nobody needs (Chen et al. 2016, arXiv 1604.06174, section
+    4; Korthikanti et al. 2022, arXiv 2205.05198, section 5, where it is called full recomputation).
+
+    Raises:
+        UserError: when the plan names a block that the model does not have.
+    """
+    blocks = model.recomputable
+    named = plan.recompute if isinstance(plan.recompute, tuple) else ()
+    unknown = [number for number in named if not 0 <= number < len(blocks)]
+    if unknown:
+        raise UserError(f"recompute names block {unknown[0]}, but the model has blocks 0-{len(blocks) - 1}")
+    chosen = blocks if plan.recompute == "full" else [blocks[number] for number in named]
+    runs = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in chosen for stage in stages]
+    return {run[-1]: run for run in runs if run}
+
+
+def largest_block(elements: Mapping[int, int]) -> int:
+    """Elements of a rank's largest block, of its gradients by block: so many may be on their way over each axis."""
+    return max(elements.values())
+
+
+class _Resolver:
+    """A plan, a model and a rank, and what follows from them.
+
+    Attributes:
+        size: how many ranks each axis has.
+        place: where this rank stands along each axis.
+        token_axes: axes with ranks that see other tokens, those first that cut the optimizer's state.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sizes, rank: int) -> None:
+        self.plan = plan
+        self.sizes = sizes
+        self.rank = rank
+        self.model = model_layers(sizes)
+        self.model.require(plan)
+        self.size = plan.mesh.sizes()
+        self.place = {axis: plan.mesh.coordinate(rank, axis) for axis in self.size}
+        self.token_axes = self.among_several((*plan.shard_optimizer, *CUT_AXES))
+
+    def rank_plan(self, microbatches: int) -> RankPlan:
+        plan, model = self.plan, self.model
+        steps = plan.steps(model.pipeline_units, microbatches)
+        first = steps.microbatches * self.slice(BATCH_AXES)[0]
+        units = plan.bounds(model.pipeline_units, model.units_text)
+        stages = tuple(range(*cuts) for cuts in pairwise(model.pipeline_cuts[unit] for unit in units))
+        own_stages = tuple(stage for stage, at in enumerate(steps.ranks_of_stages) if at == self.place["pp"])
+        own = [layer for stage in own_stages for layer in stages[stage]]
+        pipeline = plan.mesh.group(self.rank, "pp").ranks
+        ranks = [pipeline[at] for at, stage in zip(steps.ranks_of_stages, stages, strict=True) for _ in stage]
+        weights = self.weights(own, ranks)
+        blocks = Counter[int]()
+        for layer in own:
+            blocks[model.reduced_with(layer)] += weights[model.layers[layer].weight].elements
+        return RankPlan(
+            plan=plan,
+            model=model,
+            steps=steps.of_ranks[self.place["pp"]],
+            microbatches=range(first, first + steps.microbatches),
+            sequence_slices=balanced(self.place["cp"], plan.mesh.cp, plan.mesh.tp) if plan.mesh.cp > 1 else None,
+            pipeline=pipeline,
+            stages=stages,
+            own_stages=own_stages,
+            layers=self.layers(own, [stages[stage] for stage in own_stages]),
+            weights=weights,
+            gather_axes=self.among_several(plan.shard_parameters[::-1]),
+            scatter_axes=self.scatter_axes(),
+            update_axes=self.among_several(
+                axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters
+            ),
+            room=largest_block(blocks),
+        )
+
+    def among_several(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Pick those of some axes that have several ranks, each once."""
+        return tuple(axis for axis in dict.fromkeys(axes) if self.size[axis] > 1)
+
+    def slice(self, axes: Sequence[str]) -> tuple[int, int]:
+        """(which, of how many): this rank's when something is cut along the first axis, each piece along the next."""
+        index, of = 0, 1
+        for axis in axes:
+            index, of = index * self.size[axis] + self.place[axis], of * self.size[axis]
+        return index, of
+
+    def layers(self, own: Sequence[int], stages: Sequence[range]) -> dict[int, LayerPlan]:
+        """Plans of the rank's layers."""
+        runs = recomputed_runs(self.plan, self.model, stages)
+        keeps: dict[int, Keeps] = {l: "input" if l == run[0] else "nothing" for run in runs.values() for l in run}
+        recompute = {l: run[:-1] for l, run in runs.items()}
+        return {l: LayerPlan(self.completions(l), keeps.get(l, "all"), recompute.get(l, range(0))) for l in own}
+
+    def completions(self, layer: int) -> Completions:
+        """Collectives by which a layer meets other ranks.
+
+        With tensor parallelism the slices of a layer make terms: of its output in the forward pass, of its input's
+        gradient in the backward pass. These are all-reduced; with sequence parallelism they are reduce-scattered along
+        the sequence, and what the next slices read is all-gathered (Korthikanti et al. 2022, arXiv 2205.05198, fig. 5).
+        Experts' buffers are exchanged before and after them, in either direction (Lepikhin et al. 2020, arXiv
+        2006.16668, section 3.2): between, a rank has its experts' buffers of the microbatches of its `ep` group.
+        """
+        sequence, cut = self.plan.sequence_parallel, self.model.cut_axis(layer)
+        gathered = Completion("all_gather", "tp") if sequence else None
+        if cut is None:
+            return Completions(output=gathered)
+        if self.size[cut] == 1:
+            return Completions()
+        if cut == "ep":
+            return Completions(*[Completion("all_to_all", cut)] * 4)
+        reduced = Completion("reduce_scatter" if sequence else "all_reduce", cut)
+        # Attention and the loss take slices, and nobody needs the gradient of the tokens.
+        makes_slices = layer in self.model.feeding_attention or layer == len(self.model.layers) - 1
+        reads_slices = layer - 1 in self.model.feeding_attention or layer == 0
+        return Completions(
+            output=None if makes_slices else reduced,
+            grad_output=None if makes_slices else gathered,
+            grad_input=None if reads_slices else reduced,
+        )
+
+    def weights(self, own: Sequence[int], ranks: Sequence[int]) -> dict[int, WeightPlan]:
+        """Plans of the weights that the rank's layers compute with.
+
+        Args:
+            own: its layers.
+            ranks: for every layer of the model, the rank of this pipeline that runs it.
+        """
+        plan, model = self.plan, self.model
+        made: dict[int, WeightPlan] = {}
+        for layer, users in Counter(model.layers[layer].weight for layer in own).items():
+            cut = model.cut_axis(layer)
+            sliced = () if cut is None else (cut,)
+            # Experts' gradients have every microbatch of their `ep` group in them already.
+            axes = (*self.token_axes, *self.among_several(() if cut == "ep" else ("ep",)))
+            once = [axis for axis in axes if axis not in plan.axes_of_every_microbatch]
+            if plan.sequence_parallel and cut is None:
+                once.append("tp")  # each of the tensor-parallel ranks has seen other tokens
+            keepers = tuple(dict.fromkeys(ranks[user] for user in model.users[layer]))
+            made[layer] = WeightPlan(
+                users=users,
+                cut_axis=cut,
+                parameters=self.slice((*sliced, *plan.shard_parameters)),
+                optimizer=self.slice((*sliced, *plan.shard_optimizer)),
+                elements=-(-self.sizes.weights[layer] // self.slice(sliced)[1]),
+                reduce_every_microbatch=tuple(axis for axis in axes if axis in plan.axes_of_every_microbatch),
+                reduce_once=tuple(once),
+                shared_by=keepers if len(keepers) > 1 else (),
+                counted=layer in own,
+            )
+        return made
+
+    def scatter_axes(self) -> tuple[str, ...]:
+        """The axes along which gradients are scattered: one kept whole along an axis is not cut along the next."""
+        plan, axes = self.plan, self.token_axes
+        each = plan.axes_of_every_microbatch
+        whole = (place for place, axis in enumerate(axes) if axis in each and axis not in plan.shard_gradients)
+        return tuple(axis for axis in axes[: next(whole, len(axes))] if axis in plan.shard_optimizer)
