@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, OpKind, Refused, Sizes, Spec
-from shardlab.rules import collectives
+from shardlab.rules import dealing, gathers, reductions
 from shardlab.rules.pieces import WHOLE
 from tests.rules.toys import Refusals, Toy, is_refused, shard
 
@@ -48,12 +48,12 @@ def test_all_gather_of_rows_remembers_whose_they_were() -> None:
     for first, second in ((0b01, 0b10), (0b10, 0b01), (0b1001, 0b0110)):
         made = meet(GATHER, activation(first), activation(second))
         assert made == [activation(first | second)._replace(joined=((first, ()), (second, ())))] * 2
-        assert collectives.deal(made[0], 2) == [(first, ()), (second, ())]
+        assert dealing.deal(made[0], 2) == [(first, ()), (second, ())]
 
 
 def test_rows_that_nobody_put_together_are_dealt_in_even_runs() -> None:
-    assert collectives.deal(activation(0b1111), 2) == [(0b0011, ()), (0b1100, ())]
-    assert collectives.deal(activation(0b0111), 2) is None
+    assert dealing.deal(activation(0b1111), 2) == [(0b0011, ()), (0b1100, ())]
+    assert dealing.deal(activation(0b0111), 2) is None
 
 
 def test_all_reduce_unites_sums() -> None:
@@ -105,7 +105,7 @@ alike = some_specs().flatmap(
 @given(st.sampled_from([REDUCE, GATHER]), alike)
 def test_a_collective_says_what_the_rule_for_its_members_says(kind: OpKind, members: list[Spec]) -> None:
     names = [f"rank {rank}" for rank in range(len(members))]
-    rule = collectives.gather if kind is GATHER else collectives.reduce
+    rule = gathers.gather if kind is GATHER else reductions.reduce
     name = f"{kind.value}({members[0].name})"
     assert outcome(lambda: [rule(name, members, names)] * len(members)) == outcome(lambda: meet(kind, *members))
 
@@ -142,7 +142,7 @@ def test_a_gathered_value_holds_every_piece_once(members: list[Spec]) -> None:
 def test_rows_put_together_and_dealt_again_are_each_ones_own(order: list[int], members: int) -> None:
     pieces = [activation(cells) for cells in order[:members]]
     whole = meet(GATHER, *pieces)[0]
-    assert collectives.scatter("scatter", whole, members) == pieces
+    assert dealing.scatter("scatter", whole, members) == pieces
 
 
 REFUSALS: Refusals = {

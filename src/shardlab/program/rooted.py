@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 
 from shardlab.errors import Refused
 from shardlab.program.tape import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Message, OpKind
-from shardlab.rules import collectives
+from shardlab.rules import dealing, exchanges, gathers, reductions
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.layers import Rules
 from shardlab.rules.pieces import bits, mask_of
@@ -109,10 +109,10 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
     op = f"{kind.value}({first.name})"
     if kind is OpKind.ALL_TO_ALL:
         indices = rules.indices.get((first.kind, first.layer), ())
-        return collectives.all_to_all(op, specs, Names(ranks), indices)
+        return exchanges.all_to_all(op, specs, Names(ranks), indices)
     made = unite(call, specs, ranks)
     if kind is OpKind.REDUCE_SCATTER:
-        return collectives.scatter(op, made, len(ranks))
+        return dealing.scatter(op, made, len(ranks))
     if kind not in ROOT_RECEIVES:
         return [made] * len(ranks)
     return [made if rank == root else None for rank in ranks]
@@ -126,10 +126,10 @@ def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
     """
     op, names = f"{call.kind.value}({specs[0].name})", Names(ranks)
     if call.kind in GATHERS:
-        return collectives.gather(op, specs, names)
+        return gathers.gather(op, specs, names)
     if call.reduction is not Reduction.SUM:
-        return collectives.replicas(op, call.reduction, specs, names)
-    return collectives.reduce(op, specs, names)
+        return reductions.replicas(op, call.reduction, specs, names)
+    return reductions.reduce(op, specs, names)
 
 
 class Names(Sequence[str]):
@@ -154,7 +154,7 @@ def _scattered(spec: Spec, parts: int) -> list[Spec]:
     """Cut parameters into equal slices, or a batch into equal runs of microbatches."""
     op = f"scatter({spec.name})"
     if spec.kind in _CUT:
-        return collectives.scatter(op, spec, parts)
+        return dealing.scatter(op, spec, parts)
     if spec.kind not in _DEALT:
         raise Refused(
             f"{op}: {spec} was given; weights, optimizer states, activations and their gradients are scattered."

@@ -33,7 +33,7 @@ from shardlab.program.rooted import Call, collective, unite
 from shardlab.program.tape import COLLECTIVES
 from shardlab.program.value import Value
 from shardlab.program.world import gc_paused
-from shardlab.rules.collectives import share
+from shardlab.rules.dealing import share
 from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.layers import Rules
 from shardlab.rules.spec import Space, form_of
