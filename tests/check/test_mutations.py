@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from shardlab.program import Mesh, Op, OpKind, Program, trace
+from shardlab.program import Mesh, Op, OpKind, Program, Rank, trace
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
+from tests.check import slicing_programs
 from tests.check.programs import PLACE, built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
@@ -78,8 +81,14 @@ def subjects() -> dict[str, Program]:
     programs = {name: built_in(name) for name in STRATEGIES}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
+    programs |= {by_hand.__name__: trace(by_hand, 2, 1, 2) for by_hand in (ring, slicing_programs.updates_in_chunks)}
     programs |= {"attention at random": random_attention(36), "experts at random": random_experts(2)}
     return programs | {name: plan.program for name, plan in PLANS.items()}
+
+
+async def ring(rank: Rank) -> None:
+    """The example's, for short."""
+    await load(str(Path(__file__).parents[2] / "examples" / "ring_all_reduce.py:ring_all_reduce")).program(rank)
 
 
 def mutants(kind: str, name: str) -> list[Program]:

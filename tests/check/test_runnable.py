@@ -88,7 +88,7 @@ def test_slices_of_other_microbatches_are_not_gathered_at_once() -> None:
     assert judge(program).right
     why = check(program).not_runnable
     assert why is not None
-    assert "all_gather(layer 0) on world: the ranks have other microbatches and other slices of the sequence" in why
+    assert "all_gather(layer 0) on world: these are of other microbatches and of other slices of the sequence" in why
 
 
 def test_a_batch_has_the_same_slices_of_each_microbatch() -> None:

@@ -34,6 +34,8 @@ ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.BACKWARD_WEIGHT: ((3,), (1,)),
     OpKind.ADD: ((2,), (1,)),
     OpKind.NORM: ((1,), (1,)),
+    OpKind.SLICE: ((1,), (1,)),
+    OpKind.CONCATENATE: (tuple(range(1, 100)), (1,)),
     OpKind.UPDATE: ((3, 4), (2,)),
     OpKind.ALL_REDUCE: ((1,), (1,)),
     OpKind.ALL_GATHER: ((1,), (1,)),

@@ -20,7 +20,7 @@ def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
     if kind is OpKind.ALL_REDUCE:
         return [total] * len(pieces)
     if total.data.ndim == 2:
-        return _scattered_rows(total, len(pieces), sequence)
+        return scattered_rows(total, len(pieces), sequence)
     size, rest = divmod(len(total.where), len(pieces))
     if rest:
         raise BrokenTape("the sum does not divide among the members")
@@ -61,7 +61,7 @@ def _given_back(whole: Piece) -> list[Piece]:
     ]
 
 
-def _scattered_rows(total: Piece, parts: int, sequence: int) -> list[Piece]:
+def scattered_rows(total: Piece, parts: int, sequence: int) -> list[Piece]:
     """Rows to whom they belonged; else every sequence in equal runs, and rows that are no sequences in order."""
     if len(total.owners) == parts:
         return _given_back(total)

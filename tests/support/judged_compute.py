@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardlab.program import Op, OpKind
+from tests.support.judged_collectives import combined, scattered_rows
 from tests.support.judged_memory import elements_of
 from tests.support.judged_rank import JudgedRank
 from tests.support.one_device import initial, squares, update_slice
@@ -107,6 +108,30 @@ def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     rank.write(op.outputs[0], summed([rank.read(number) for number in op.inputs]))
 
 
+def slice_(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    """A view of parameters, so that whoever writes them writes it too; of rows a copy, for nobody writes them."""
+    mask, parts = op.holds or (0, 0)
+    piece = rank.read(op.inputs[0])
+    if mask not in {1 << place for place in range(parts)}:
+        raise BrokenTape("there is no such slice")
+    place = mask.bit_length() - 1
+    if piece.data.ndim == 2:
+        rank.write(op.outputs[0], scattered_rows(piece, parts, network.sequence)[place])
+        return
+    size, rest = divmod(len(piece.where), parts)
+    if rest or not piece.where:
+        raise BrokenTape("the value has no such slices")
+    cut = slice(place * size, (place + 1) * size)
+    rank.write(op.outputs[0], Piece(piece.where[cut], piece.data[cut]))
+
+
+def concatenate(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    pieces = [rank.read(number) for number in op.inputs]
+    if any(not piece.where for piece in pieces):
+        raise BrokenTape("a number is no piece")
+    rank.write(op.outputs[0], combined(OpKind.ALL_GATHER, pieces, network.sequence)[0])
+
+
 def update(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     gradient, weight, state, *norms = (rank.read(number) for number in op.inputs)
     if any(norm.data.shape != (1,) or norm.where for norm in norms):
@@ -145,6 +170,8 @@ COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.ADD: add,
     OpKind.NORM: norm,
+    OpKind.SLICE: slice_,
+    OpKind.CONCATENATE: concatenate,
     OpKind.UPDATE: update,
     OpKind.FREE: free,
 }

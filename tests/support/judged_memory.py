@@ -37,6 +37,11 @@ class KeptWeights:
         self.ended = frees | {
             op.inputs[1]: at for at, op in enumerate(ops) if op.kind is OpKind.UPDATE and op.inputs[1:]
         }
+        self.over = dict(self.ended)  # with the last slice, a view of the same memory
+        for op in reversed(ops):
+            if op.kind is OpKind.SLICE and op.inputs and op.outputs:
+                after = self.over.get(op.outputs[0], len(ops))
+                self.over[op.inputs[0]] = max(after, self.over.get(op.inputs[0], len(ops)))
 
     def step(self, layer: int, where: tuple[int, ...], given: Array, made: Array, in_flight: list[Array]) -> Array:
         """Move elements on by the step from a given weight to the one made of it; their new values, a view of a run."""
@@ -55,7 +60,7 @@ class KeptWeights:
     def take(self, op: Op, at: int, number: int, where: tuple[int, ...], data: Array) -> Array:
         """What arrives, in the place of the weight that it is the new value of, if that has ended before op `at`."""
         old = self.number.get((op.layer, where))
-        if op.kind not in MOVES_VALUES or old is None or number in self.ended or self.ended.get(old, at) >= at:
+        if op.kind not in MOVES_VALUES or old is None or number in self.ended or self.over.get(old, at) >= at:
             return data
         room = self.buffers[op.layer, where]
         if room.shape == data.shape:

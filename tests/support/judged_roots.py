@@ -64,4 +64,4 @@ def _reduced(op: Op, pieces: list[Piece]) -> Piece:
         "min": everything.min(axis=0),
         "max": everything.max(axis=0),
     }[op.reduction.value]
-    return Piece(total.where, data, total.columns)
+    return Piece(total.where, data, total.columns, total.owners)

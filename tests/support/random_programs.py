@@ -36,7 +36,7 @@ class Writer:
         self.loose: list[Handle[None]] = []
         self.asked: dict[str, list[Handle[Value]]] = {"activations": [], "grad_activations": []}
         self.taken = 0
-        self.calls = Detour(rank, shape.seed, plan.by_root)
+        self.calls = Detour(rank, shape.seed, plan.by_root, plan.by_hand)
 
     def maybe(self, chance: float = 0.5) -> bool:
         return self.random.random() < chance
@@ -262,12 +262,30 @@ class Writer:
                 rank.all_gather(rank.weights[l], axis=cut.weight[-1])
         weight = rank.weights.pop(l) if self.maybe() else rank.weights[l]
         norm = (rank.scalars[0],) if self.plan.clips else ()
-        new, rank.opt_states[l] = rank.update(l, total, weight, rank.opt_states[l], *norm)
+        if self.plan.chunks[l] == 1 or self.plan.idle_gather[l]:  # what is in flight is not written through a slice
+            new, rank.opt_states[l] = rank.update(l, total, weight, rank.opt_states[l], *norm)
+        else:
+            new, rank.opt_states[l] = self.update_in_chunks(l, total, weight, *norm)
         finer = cut.state[len(cut.weight) :]
         if finer:
             return await self.gather(new, finer)
         rank.weights[l] = new
         return None
+
+    def update_in_chunks(self, l: int, total: Value, weight: Value, *norm: Value) -> tuple[Value, Value]:
+        """Slice after slice, in any order; the gradient and the weight may be given whole, or their slices."""
+        rank, chunks, states = self.rank, self.plan.chunks[l], self.rank.opt_states
+        old, state, whole = rank.weights, states[l], total.spec.holds
+        old["old", l], rank.grad_weights["old", l] = weight, total
+        for i in self.random.sample(range(chunks), chunks):
+            mine = rank.slice(state, i, chunks)
+            same = weight.spec.holds == state.spec.holds
+            part = rank.slice(weight, i, chunks) if same and self.maybe() else rank.slice(weight, 0, 1)
+            gradient = rank.slice(total, i, chunks) if whole == state.spec.holds and self.maybe() else total
+            rank.weights["new", l, i], states["new", l, i] = rank.update(l, gradient, part, mine, *norm)
+        del old["old", l], rank.grad_weights["old", l]
+        new = rank.concatenate([old.pop(("new", l, i)) for i in range(chunks)])
+        return new, rank.concatenate([states.pop(("new", l, i)) for i in range(chunks)])
 
 
 def program_of(shape: Shape) -> Strategy:

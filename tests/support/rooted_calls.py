@@ -1,24 +1,77 @@
-"""The usual collectives by way of a root: what random programs issue now and then instead of them."""
+"""The usual collectives by way of a root, or by hand: what random programs issue now and then instead of them."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Generator
 from random import Random
+from typing import cast
 
-from shardlab.program import Handle, Rank, Value
+from shardlab.program import Handle, Kind, Rank, Value
+
+
+class Done:
+    """What awaits nothing any more."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+    def __await__(self) -> Generator[None, None, Value]:
+        yield from ()
+        return self.value
 
 
 class Detour:
-    """Issues collectives as they are, or by way of one rank of their group.
+    """Issues collectives as they are, by way of one rank of their group, or as messages between slices.
 
     What all members must agree on is drawn from the seed and from how many calls the group has made.
     """
 
-    def __init__(self, rank: Rank, seed: int, chance: float) -> None:
+    def __init__(self, rank: Rank, seed: int, chance: float, by_hand: float) -> None:
         self.rank = rank
         self.seed = seed
         self.chance = chance
+        self.chance_by_hand = by_hand
         self.calls: Counter[str | None] = Counter()
+        self.hand = 0
+
+    def by_hand(self, axis: str | None) -> bool:
+        """Whether the call that comes next is written out."""
+        ranks = self.rank.group(axis).ranks
+        return len(ranks) > 1 and Random(f"{self.seed} {axis} {self.calls[axis]} hand").random() < self.chance_by_hand
+
+    def peers(self, axis: str | None, shift: int) -> tuple[int, int]:
+        """The ranks so many places after and before this one."""
+        ranks = self.rank.group(axis).ranks
+        place = ranks.index(self.rank.index)
+        return ranks[(place + shift) % len(ranks)], ranks[place - shift]
+
+    async def gathered(self, value: Value, axis: str | None) -> Value:
+        """All pieces, each sent on and on around a ring."""
+        rank = self.rank
+        store = rank.weights if value.spec.kind is Kind.WEIGHT else rank.grad_weights
+        self.hand += 1
+        keys = [("by hand", self.hand, hop) for hop in range(len(rank.group(axis).ranks))]
+        store[keys[0]] = value
+        to, source = self.peers(axis, 1)
+        for key, after in itertools.pairwise(keys):
+            store[after] = await rank.exchange(store[key], to=to, source=source)
+        return rank.concatenate([store.pop(key) for key in keys])
+
+    async def scattered(self, value: Value, axis: str | None) -> Value:
+        """Each member's slice of the sum: every pair exchanges slices."""
+        rank, ranks = self.rank, self.rank.group(axis).ranks
+        self.hand += 1
+        whole, mine = ("by hand", self.hand), ranks.index(rank.index)
+        rank.grad_weights[whole] = value
+        total = rank.slice(value, mine, len(ranks))
+        for shift in range(1, len(ranks)):
+            to, source = self.peers(axis, shift)
+            given = rank.slice(value, ranks.index(to), len(ranks))
+            total = await rank.exchange(given, to=to, source=source) + total
+        del rank.grad_weights[whole]
+        return total
 
     def next_random(self, axis: str | None) -> Random:
         self.calls[axis] += 1
@@ -30,12 +83,16 @@ class Detour:
         return random.choice(self.rank.group(axis).ranks) if random.random() < self.chance else -1
 
     async def all_gather(self, value: Value, axis: str | None) -> Handle[Value]:
+        if self.by_hand(axis):
+            return cast("Handle[Value]", Done(await self.gathered(value, axis)))
         root = self.root(axis)
         if root < 0:
             return self.rank.all_gather(value, axis=axis)
         return self.rank.broadcast(await self.rank.gather(value, root=root, axis=axis), root=root, axis=axis)
 
     async def all_reduce(self, value: Value, axis: str | None) -> Handle[Value]:
+        if value.spec.kind is Kind.GRAD_WEIGHT and self.by_hand(axis):
+            return cast("Handle[Value]", Done(await self.gathered(await self.scattered(value, axis), axis)))
         root = self.root(axis)
         if root < 0:
             return self.rank.all_reduce(value, axis=axis)
@@ -45,6 +102,8 @@ class Detour:
         return self.rank.broadcast(total, root=root, axis=axis)
 
     async def reduce_scatter(self, value: Value, axis: str | None) -> Handle[Value]:
+        if self.by_hand(axis):
+            return cast("Handle[Value]", Done(await self.scattered(value, axis)))
         root = self.root(axis)
         if root < 0:
             return self.rank.reduce_scatter(value, axis=axis)

@@ -33,6 +33,7 @@ class InPlace:
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._read_until: dict[int, list[int]] = defaultdict(list)  # when a communication that reads it has ended
         others = [(at, op) for at, op in enumerate(tape) if op[0] is not FREE]
+        self._shared = {number for _, op in others if op[0] is OpKind.SLICE for number in (*op[2], *op[3])}
         writing = [(at, op) for at, op in others if op[0] in WRITING and op[2]]
         watched = {number for _, op in writing for number in op[2]}
         waits = {op[4]: at for at, op in others if op[0] is WAIT}
@@ -55,7 +56,12 @@ class InPlace:
                 self._fuse(at, op)
 
     def _last_read(self, number: int, reader: int, before: int) -> bool:
-        """Whether `reader` is the only one to read a value from op `before` on, communications in flight included."""
+        """Whether `reader` is the only one to read a value from op `before` on, communications in flight included.
+
+        Of memory that a slice shares nobody says so.
+        """
+        if number in self._shared:
+            return False
         for at in self._readers[number]:
             if at >= before and at != reader:
                 return False

@@ -7,8 +7,9 @@ from functools import partial
 
 from shardlab.check.rank_state import RankState
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
+from shardlab.program.rooted import Names
 from shardlab.program.tape import NO_WEIGHT
-from shardlab.rules import attention
+from shardlab.rules import attention, dealing, gathers
 from shardlab.rules import update as sums
 from shardlab.rules.layer import Backward
 from shardlab.rules.spec import form_of
@@ -118,6 +119,20 @@ def norm(state: RankState, op: Op) -> None:
     _computed(partial(sums.norm, state.program.layers), state, op)
 
 
+def slice_(state: RankState, op: Op) -> None:
+    holds, spec = op.holds, state.live[op[2][0]]
+    if holds is None or holds.mask.bit_count() != 1 or holds.mask < 0:
+        state.refuse(f"{op}: {_said(holds)} is not one of the equal parts of a value.")
+    state.want_layer(op, spec.layer)
+    state.make(op[3][0], dealing.slice_of(spec, holds.mask.bit_length() - 1, holds.of))
+
+
+def concatenate(state: RankState, op: Op) -> None:
+    specs = [state.live[number] for number in op[2]]
+    state.want_layer(op, specs[0].layer)
+    state.make(op[3][0], gathers.gather(f"concatenate({specs[0].name})", specs, Names(range(len(specs)), "piece")))
+
+
 def load_batch(state: RankState, op: Op) -> None:
     holds, (), (activation,) = op.holds, op[2], op[3]
     space = state.rules.space
@@ -152,6 +167,8 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.RECOMPUTE: recompute,
     OpKind.ADD: add,
+    OpKind.SLICE: slice_,
+    OpKind.CONCATENATE: concatenate,
     OpKind.UPDATE: update,
     OpKind.LOSS: partial(_of_logits, sums.loss),
     OpKind.LOSS_STATS: partial(_of_logits, sums.loss_stats),

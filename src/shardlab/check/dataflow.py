@@ -86,7 +86,7 @@ class Dataflow:
                     state.saved_of.pop(number, None)
                     state.half_of.pop(number, None)
             elif kind is not WAIT:
-                if (kind, len(op[2]), len(op[3])) not in ARITIES:
+                if (kind, len(op[2]), len(op[3])) not in ARITIES and not _concatenates(op):
                     _refuse_arity(state, op)
                 rules[kind](state, op)
             elif op[4] in arrived:
@@ -100,6 +100,11 @@ class Dataflow:
 
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
+
+
+def _concatenates(op: Op) -> bool:
+    """Whether an op puts any number of pieces together."""
+    return op.kind is OpKind.CONCATENATE and len(op.inputs) > 0 and len(op.outputs) == 1
 
 
 def _refuse_arity(state: RankState, op: Op) -> NoReturn:

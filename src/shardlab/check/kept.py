@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from shardlab.check.views import ends_of, last_ends, roots_of
 from shardlab.program import Holds, Kind, Op, OpKind, Refused, Spec
 from shardlab.program.tape import COMMUNICATION
 from shardlab.rules.pieces import bits, common, listed
@@ -26,16 +27,20 @@ class Kept:
 
     Attributes:
         loaded: number of a loaded weight to the memory that it is a view of, in the tape's order.
+        views: those, and their slices.
         final: number of a weight that the step leaves to the memory that the next step loads it from.
-        arrives: those of them that are received there: by a communication that moves values, once the old one has
-            ended. (A reduction has other numbers in its room until it ends, and these may still be read.)
+        arrives: those of them that are received there: by a communication that moves values, once the old one and all
+            its slices have ended. (A reduction has other numbers in its room until it ends, and these may still be
+            read.)
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
         loads = [op for op in tape if op[0] is OpKind.LOAD_WEIGHT and op.holds is not None]
         self.loaded: dict[int, Key] = {op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None}
         number_of = {key: number for number, key in self.loaded.items()}
-        ended = {op[2][0 if op[0] is OpKind.FREE else 1]: at for at, op in enumerate(tape) if op[0] in _ENDS}
+        roots, ended = roots_of(tape, specs), ends_of(tape)
+        self.views = self.loaded | {n: self.loaded[root] for n, root in roots.items() if root in self.loaded}
+        last = last_ends(ended, roots)
         self.final: dict[int, Key] = {}
         self.arrives: set[int] = set()
         for at, op in enumerate(tape):
@@ -45,15 +50,12 @@ class Kept:
                     key = (form.layer, form.holds)
                     if key in number_of:
                         self.final[number] = key
-                        if op[0] in COMMUNICATION and op[0] not in _SUMS and ended[number_of[key]] < at:
+                        if op[0] in COMMUNICATION and op[0] not in _SUMS and last.get(number_of[key], at) < at:
                             self.arrives.add(number)
 
     def owner(self, layer: int, holds: Holds) -> Key | None:
         """The memory that a state's update writes: the first that contains its slices (None: the state's own)."""
         return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
-
-
-_ENDS = frozenset({OpKind.FREE, OpKind.UPDATE})
 
 
 def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
@@ -65,7 +67,8 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None
     """
     loads = [op for op in tape if op[0] is OpKind.LOAD_WEIGHT]
     own = {op.outputs[0] for op in loads}
-    if len({op.layer for op in loads}) == len(loads) and all(op[2][1] in own for op in tape if op[0] is OpKind.UPDATE):
+    one_each = len({op.layer for op in loads}) == len(loads) and OpKind.SLICE not in {op[0] for op in tape}
+    if one_each and all(op[2][1] in own for op in tape if op[0] is OpKind.UPDATE):
         return  # each layer's one loaded weight is what its update is given, and so it ends there
     kept = Kept(tape, specs)
     memory = Memory(tape, specs, kept)
@@ -84,7 +87,7 @@ class Memory:
         self.specs = specs
         self.kept = kept
         self.moved: dict[Key, list[tuple[Holds, int]]] = defaultdict(list)  # slices, and by which op
-        self.reading: dict[int, int] = {}  # handle to the loaded weight that its communication reads
+        self.reading: dict[int, int] = {}  # handle to the view that its communication reads
 
     def follow(self, at: int, op: Op) -> None:
         """Go on by one op.
@@ -93,16 +96,15 @@ class Memory:
             Refused: when it moves what has moved, or reads what is no more.
         """
         kind = op[0]
-        if kind is OpKind.FREE:
+        if kind is OpKind.FREE or kind is OpKind.SLICE:  # a slice is read where it is used
             return
         if kind is OpKind.WAIT:
             self.reading.pop(op.handle, None)
             return
         if kind is OpKind.UPDATE:
             self._update(at, op)
-        loaded = self.kept.loaded
         for number in op[2]:
-            if number in loaded:
+            if number in self.kept.views:
                 updated = kind is OpKind.UPDATE and number == op[2][1]
                 if not updated:  # of that it needs the state's slices alone, which are seen to
                     self._read(op, number)
@@ -116,14 +118,13 @@ class Memory:
 
     def _update(self, at: int, op: Op) -> None:
         holds = self.specs[op.inputs[2]].holds
-        key = self.kept.owner(op.layer, holds)
-        if key is None:
-            return
+        key = self.kept.owner(op.layer, holds) or (op.layer, holds)  # the state's own
         for slices, before in self.moved[key]:
             if twice := _both(slices, holds):
                 raise Refused(_said_twice(op, twice, self.tape[before], before))
         for handle, number in self.reading.items():
-            if number != op.inputs[1] and self.kept.loaded[number] == key and _both(key[1], holds):
+            overlap = self.kept.views[number] == key and _both(self.specs[number].holds, holds)
+            if number != op.inputs[1] and overlap:
                 flying = next(other for other in self.tape if other.handle == handle)
                 raise Refused(
                     f"{op}: writes over {self.specs[number]}, whatever copy of it is given, but {flying} (handle "
@@ -132,7 +133,7 @@ class Memory:
         self.moved[key].append((holds, at))
 
     def _read(self, op: Op, number: int) -> None:
-        for slices, before in self.moved.get(self.kept.loaded[number], ()):
+        for slices, before in self.moved.get(self.kept.views[number], ()):
             if _both(slices, self.specs[number].holds):
                 raise Refused(
                     f"{op}: {self.specs[number]} is read here, but op {before} {self.tape[before]} was given another "

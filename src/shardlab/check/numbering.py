@@ -71,6 +71,11 @@ class Numbering:
                 made = numbers.sum if plain else partial(numbers.of_all, ("merged", layer))
                 given = [live[number] for number in inputs]
                 live[outputs[0]] = numbers.element_wise(made, given, positions(specs[outputs[0]]))
+            elif kind is OpKind.SLICE:
+                made = live[inputs[0]]
+                live[outputs[0]] = numbers.at(made, positions(specs[outputs[0]])) if made in numbers.pieces else made
+            elif kind is OpKind.CONCATENATE:
+                live[outputs[0]] = self._gathered(op, [specs[n] for n in inputs], [live[n] for n in inputs])
             elif kind is OpKind.UPDATE:
                 _, weight, state, *norm = inputs
                 made = partial(numbers.of_all, (OpKind.UPDATE, layer, *[live[number] for number in norm]))
@@ -108,17 +113,24 @@ class Numbering:
             return
         self._runnable.extend(self._waiting.pop(meeting, ()))
 
+    def _gathered(self, op: Op, specs: Sequence[Spec], given: Sequence[int]) -> int:
+        """What pieces make that are laid side by side, or exchanged."""
+        forms = [spec.form for spec in specs]
+        alike = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
+        if alike and op.kind is not OpKind.ALL_TO_ALL:
+            return self.numbers.joined(zip(map(positions, specs), given, strict=True))
+        # along another index than the batch
+        return self.numbers.of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
+
     def _united(self, op: Op, meeting: Meeting, given: Sequence[int]) -> int:
         """Number what a collective makes of all that is given, in the group's order: one number for all members."""
         tapes, numbers = self.checked.program.tapes, self.numbers
         if len(given) == 1:
             return given[0]
         specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in meeting.members]
-        forms, first = [spec.form for spec in specs], specs[0]
-        if op.kind in GATHERS and (first.kind not in ROW_KINDS or len(set(forms)) == 1):
-            return numbers.joined(zip(map(positions, specs), given, strict=True))
-        if op.kind in GATHERS or op.kind is OpKind.ALL_TO_ALL:  # along another index than the batch
-            return numbers.of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
+        first = specs[0]
+        if op.kind in GATHERS or op.kind is OpKind.ALL_TO_ALL:
+            return self._gathered(op, specs, given)
         if len(given) == 2 and op.reduction is Reduction.SUM:
             return numbers.element_wise(numbers.sum, given, positions(first))
         # in which order more are added up depends on the algorithm, and on the element's place in the buffer

@@ -13,6 +13,7 @@ from shardlab.rules.pieces import bits
 from shardlab.rules.spec import share_of
 
 FORWARDS = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE})
+LOCAL = frozenset({OpKind.SLICE, OpKind.CONCATENATE})
 LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 
 
@@ -35,6 +36,10 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
             why = _no_gather([specs[m.rank][program.tapes[m.rank][m.op].inputs[0]] for m in meeting.members])
         if why is not None:
             return f"rank {rank}, op {at} {op}: {why}."
+    for rank, tape in enumerate(program.tapes):
+        for at, op in enumerate(tape):
+            if op[0] in LOCAL and (why := _no_pieces([specs[rank][number] for number in op.inputs])):
+                return f"rank {rank}, op {at} {op}: {why}."
     if not program.sizes.kinds:  # nothing is sliced
         return None
     space = program.rules.space
@@ -50,18 +55,31 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
     )
 
 
+def _no_pieces(given: Sequence[Spec]) -> str | None:
+    """Why what is given has no tensors to cut or to put together on one rank."""
+    first = given[0]
+    if first.kind is Kind.GRAD_ACTIVATION and first.layer == 0:
+        return f"the model's input is tokens, which have no gradient; do not cut or concatenate {first}"
+    return _apart_twice(given)
+
+
 def _no_gather(given: Sequence[Spec]) -> str | None:
     """Why no tensor is made of what the members of a gather give."""
-    first = given[0]
     shares = [_share(spec) for spec in given]
     if any(share != shares[0] for share in shares):
         return f"the members give {', '.join(map(str, shares))} of the whole; only equal pieces are gathered"
+    return _apart_twice(given)
+
+
+def _apart_twice(given: Sequence[Spec]) -> str | None:
+    """Why pieces of rows have no place in one tensor: they differ in two dims."""
+    first = given[0]
     if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
         return None
     if len({_slices(spec) for spec in given}) > 1:
         return (
-            "the ranks have other microbatches and other slices of the sequence; gather over the axis of one, then "
-            "over that of the other"
+            "these are of other microbatches and of other slices of the sequence; gather those of one kind, then those "
+            "of the other"
         )
     return None
 

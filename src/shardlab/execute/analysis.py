@@ -7,9 +7,13 @@ from collections import defaultdict
 from shardlab.check import Checked
 from shardlab.check.accumulation import InPlace
 from shardlab.check.kept import Kept
+from shardlab.check.views import ends_of, last_ends, roots_of
 from shardlab.program import Kind, OpKind
 from shardlab.program.tape import COMMUNICATION
 from shardlab.rules.kind import AUTOGRAD_KINDS
+
+_BUFFERED = COMMUNICATION | {OpKind.CONCATENATE}
+"""Ops that make weights of which the memory is taken and given back again and again."""
 
 
 class Analysis:
@@ -21,7 +25,9 @@ class Analysis:
             in two halves: the executor has a hand in what autograd saves.
         saved_of: number of an activation to those of what autograd saved from its forward passes.
         kept: the weights that outlive the step, and what is received in their place.
+        roots: number of a slice to that of the value whose memory it lies in.
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
+        empties: index of the op that ends such a weight, or the last slice of it, to the buffer.
     """
 
     def __init__(self, checked: Checked, rank: int) -> None:
@@ -34,7 +40,9 @@ class Analysis:
                 if self.specs[number].kind in AUTOGRAD_KINDS:
                     self.saved_of[op.inputs[0]].append(number)
         self.kept = Kept(self.tape, self.specs)
+        self.roots = roots_of(self.tape, self.specs)
         self.slot: dict[int, int] = {}
+        self.empties: dict[int, int] = {}
         self.slots = self._share_buffers()
         self.hooked = self._hooked()
 
@@ -50,16 +58,17 @@ class Analysis:
 
     def _share_buffers(self) -> int:
         """Give each weight that arrives the first buffer that is free while it lives."""
-        freed = {op.inputs[0]: at for at, op in enumerate(self.tape) if op.kind is OpKind.FREE}
+        ended = last_ends(ends_of(self.tape), self.roots)
         free_from: list[int] = []
         for at, op in enumerate(self.tape):
-            if op.kind in COMMUNICATION and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
+            if op.kind in _BUFFERED and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
                 number = op.outputs[0]
                 if number in self.kept.arrives:
                     continue
                 slot = next((i for i, free in enumerate(free_from) if free < at), len(free_from))
                 if slot == len(free_from):
                     free_from.append(0)
-                free_from[slot] = freed.get(number, len(self.tape))
+                free_from[slot] = ended.get(number, len(self.tape))
                 self.slot[number] = slot
+                self.empties[free_from[slot]] = slot
         return len(free_from)

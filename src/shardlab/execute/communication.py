@@ -10,8 +10,8 @@ import torch
 
 from shardlab.execute import expert_exchange
 from shardlab.execute.communicator import Communicator, Wait
+from shardlab.execute.slicing import Join, along_sequence, cut_of, join_of
 from shardlab.execute.state import State
-from shardlab.models.tensors.tokens import rows_of
 from shardlab.program import Kind, LayerKind, Op, OpKind, Spec
 from shardlab.program.sizes import SLICE
 from shardlab.rules.kind import ROW_KINDS
@@ -61,10 +61,9 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     (output,) = op.outputs
     shape = state.shapes.shape(state.specs[output])
     members = _given(state, op)
-    if members[0].kind is not Kind.STATS and any(member.form.slices != members[0].form.slices for member in members):
-        return _gather_features(state, gather, op, members)
-    if _along_sequence(members):
-        return _gather_sequences(state, gather, op, members)
+    features = any(member.form.slices != members[0].form.slices for member in members)
+    if (features and members[0].kind is not Kind.STATS) or along_sequence(members):
+        return _gather_apart(state, gather, op, join_of(state.shapes, members))
     places = _places(members, state.specs[output])
 
     def start() -> Wait:
@@ -98,56 +97,21 @@ def _given(state: State, op: Op) -> list[Spec]:
     return [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]] for rank, _, at in members]
 
 
-def _along_sequence(members: list[Spec]) -> bool:
-    """Whether pieces are slices of the same sequences; the check sees to it that they are not of others as well."""
-    first = members[0]
-    if first.kind not in ROW_KINDS or first.kind is Kind.STATS or first.whole_sequences:
-        return False
-    return all(member.microbatches == first.microbatches for member in members)
-
-
-def _gather_sequences(
-    state: State, gather: Callable[[torch.Tensor, torch.Tensor], Wait], op: Op, members: list[Spec]
-) -> Start:
-    """Slices of the same rows, which lie apart in the whole: they are copied there once all have come."""
-    (given,), (output,), values = op.inputs, op.outputs, state.values
-    tokens = [token for member in members for token in state.shapes.tokens(member)]
-    order = sorted(range(len(tokens)), key=tokens.__getitem__)
+def _gather_apart(state: State, gather: Callable[[torch.Tensor, torch.Tensor], Wait], op: Op, join: Join) -> Start:
+    """Pieces that lie apart in the whole: they are copied there once all have come."""
+    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    assert group is not None
 
     def start() -> Wait:
         piece = values[given].contiguous()
-        inbox = piece.new_empty((len(members), *piece.shape))
+        inbox = piece.new_empty((len(group.ranks), *piece.shape))
         wait = gather(inbox.flatten(0, 1), piece)
 
-        def join() -> None:
+        def finish() -> None:
             wait()
-            joined = torch.cat(inbox.unbind(), 1)
-            values[output] = joined if order == sorted(order) else joined[:, order]
+            values[output] = join(inbox.unbind())
 
-        return join
-
-    return start
-
-
-def _gather_features(
-    state: State, gather: Callable[[torch.Tensor, torch.Tensor], Wait], op: Op, members: list[Spec]
-) -> Start:
-    """Slices that lie side by side: some features of the same tokens, or some logits."""
-    (given,), (output,), values = op.inputs, op.outputs, state.values
-    pieces = [list(bits(mask)) for member in members for _, mask in member.form.slices]
-    order = sorted(range(len(members) * len(pieces[0])), key=list(chain(*pieces)).__getitem__)
-
-    def start() -> Wait:
-        piece = values[given].contiguous()
-        inbox = piece.new_empty((len(members), *piece.shape))
-        wait = gather(inbox.flatten(0, 1), piece)
-
-        def join() -> None:
-            wait()
-            apart = [each for whole in inbox for each in whole.chunk(len(pieces[0]), -1)]
-            values[output] = torch.cat([apart[place] for place in order], -1)
-
-        return join
+        return finish
 
     return start
 
@@ -190,19 +154,13 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
     spec = state.specs[given]
-    held = list(bits(spec.microbatches))
-    parts = [
-        ([held.index(m) for m in bits(part.microbatches)], state.shapes.positions(spec, part))
-        for part in (_received(state, op) if spec.kind in ROW_KINDS else [])
-    ]
+    parts = _received(state, op) if spec.kind in ROW_KINDS else []
+    cuts = [cut_of(state.shapes, spec, part) for part in parts]
 
     def start() -> Wait:
         whole: torch.Tensor = values[given]
-        if parts:
-            rows = whole.reshape(len(held), -1, *whole.shape[1:])
-            dealt = [rows_of(rows, mine).flatten(0, 1).transpose(0, 1) for mine, _ in parts]
-            cuts = [rows_of(each, tokens) for each, (_, tokens) in zip(dealt, parts, strict=True)]
-            whole = torch.cat([cut.transpose(0, 1) for cut in cuts])
+        if cuts:
+            whole = torch.cat([cut(whole) for cut in cuts])
         values[output] = _room(state, output)
         return links.reduce_scatter(values[output], whole, group)
 

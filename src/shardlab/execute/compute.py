@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardlab.execute import attention
+from shardlab.execute import attention, slicing
 from shardlab.execute.graph import Graph
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.saved import Saved
@@ -256,7 +256,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
     (gradient, weight, opt_state, *norms), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
     holds = state.specs[opt_state].holds
     places = state.shapes.places(op.layer, state.specs[gradient].holds, holds)
-    slot = state.analysis.slot.get(weight)
+    slot = state.analysis.empties.get(at)
 
     def run() -> None:
         whole: Tensor = values[gradient]
@@ -277,7 +277,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
 def free(state: State, at: int, op: Op) -> Instruction:
     """Drop a value, and with an activation what autograd saved from its forward."""
     number, values = op.inputs[0], state.values
-    saved, slot = state.analysis.saved_of[number], state.analysis.slot.get(number)
+    saved, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
 
     def run() -> None:
         values[number] = None
@@ -304,6 +304,8 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.NORM: norm,
     OpKind.ADD: add,
+    OpKind.SLICE: slicing.slice_,
+    OpKind.CONCATENATE: slicing.concatenate,
     OpKind.UPDATE: update,
     OpKind.FREE: free,
 }

@@ -109,7 +109,7 @@ class State:
         self.tokens = 0
         self.loss = torch.zeros(2, dtype=torch.float64)
         self.reads: dict[int, Set[int]] = {}
-        self._weights: dict[tuple[int, int], FlatWeight] = {}
+        self._weights: dict[tuple[int, int, int], FlatWeight] = {}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """The first weights of some slices, from the seed alone."""
@@ -125,6 +125,13 @@ class State:
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
         return Slice(runs, starts, decayed, self.settings.optimizer)
+
+    def optimizer(self, spec: Spec) -> Slice:
+        """The optimizer of a slice, or of slices together: each element is stepped by one of them, always the same."""
+        key = spec.layer, spec.holds
+        if key not in self.opt_states:
+            self.opt_states[key] = self._optimizer(*key)
+        return self.opt_states[key]
 
     def share(self, op: Op) -> Share:
         """Which share of its layer a FORWARD or RECOMPUTE computes: all, or one slice, as the check sees to."""
@@ -175,8 +182,8 @@ class State:
     def flat_weight(self, layer: int, number: int) -> FlatWeight:
         """The leaves over a weight value's buffer; made once for each buffer and layer, for buffers stay."""
         flat: Tensor = self.values[number]
-        slot = self.analysis.slot.get(number)
-        key = (layer, flat.data_ptr() if slot is None else slot)
+        slot = self.analysis.slot.get(self.analysis.roots.get(number, number))
+        key = (layer, flat.data_ptr() if slot is None else slot, int(flat.storage_offset()))
         if key not in self._weights:
             self._weights[key] = FlatWeight(flat, self.shapes.layout_of_weight(layer))
         return self._weights[key]

@@ -133,10 +133,11 @@ def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
 
 
 class Names(Sequence[str]):
-    """Names of the members of a group in a refusal, made only if there is one."""
+    """Names of the members of a group, or of other givers, in a refusal; made only if there is one."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], noun: str = "rank") -> None:
         self._ranks = ranks
+        self._noun = noun
 
     @overload
     def __getitem__(self, at: int) -> str: ...
@@ -144,7 +145,8 @@ class Names(Sequence[str]):
     def __getitem__(self, at: slice) -> list[str]: ...
 
     def __getitem__(self, at: int | slice) -> str | list[str]:
-        return [f"rank {rank}" for rank in self._ranks[at]] if isinstance(at, slice) else f"rank {self._ranks[at]}"
+        ranks, noun = self._ranks[at], self._noun
+        return f"{noun} {ranks}" if isinstance(ranks, int) else [f"{noun} {rank}" for rank in ranks]
 
     def __len__(self) -> int:
         return len(self._ranks)

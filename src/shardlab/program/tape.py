@@ -34,6 +34,8 @@ class OpKind(Enum):
     ATTEND_BACKWARD = "attend_backward"
     ADD = "add"
     NORM = "norm"
+    SLICE = "slice"
+    CONCATENATE = "concatenate"
     UPDATE = "update"
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -67,6 +69,7 @@ _ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.ATTEND_BACKWARD: ((4,), (2,)),
     OpKind.ADD: ((2,), (1,)),
     OpKind.NORM: ((1,), (1,)),
+    OpKind.SLICE: ((1,), (1,)),
     OpKind.UPDATE: ((3, 4), (2,)),
     OpKind.ALL_REDUCE: ((1,), (1,)),
     OpKind.ALL_GATHER: ((1,), (1,)),
@@ -83,7 +86,7 @@ _ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.FREE: ((1,), (0,)),
 }
 ARITIES = {(kind, inputs, outputs) for kind, counts in _ARITY.items() for inputs in counts[0] for outputs in counts[1]}
-"""(op, values that it reads, values that it makes) for each way in which an op may be called."""
+"""(op, values that it reads, values that it makes) for each way in which an op may be called; CONCATENATE reads any."""
 
 
 ROOT_GIVES = frozenset({OpKind.BROADCAST, OpKind.SCATTER})
@@ -153,7 +156,8 @@ class Op(NamedTuple):
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
-        holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load (the last in microbatches, or in pieces of them).
+        holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load (the last in microbatches, or in pieces of them);
+            which of so many equal parts of its value a SLICE takes.
         expect: what a RECV must deliver, or a BROADCAST or SCATTER to a rank that is not its root.
         batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
         root: the rank that alone gives or receives in a BROADCAST, SCATTER, GATHER or REDUCE (-1: none).

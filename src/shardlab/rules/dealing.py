@@ -53,6 +53,52 @@ def _split(form: Form, parts: int) -> list[Form]:
     return [form.but(holds=holds) for holds in form.holds.split(parts)]
 
 
+MOST_SLICES = 1 << 20
+"""Of a layer or a batch, slices of slices counted together."""
+
+
+def slice_of(value: Spec, place: int, parts: int) -> Spec:
+    """One of the equal parts of what a value holds, of its parameters or of its tokens.
+
+    Raises:
+        Refused: for a part that there is not, a scalar or statistics, or tokens that do not divide.
+    """
+    op = f"slice({value.name})"
+    if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
+        most = MOST_SLICES // value.holds.of
+        raise Refused(f"{op}: slice {place} of {parts} was asked for; there are {most:,} at most, counted from 0.")
+    if value.kind in (Kind.SCALAR, Kind.STATS):
+        raise Refused(f"{op}: {value} was given; slice weights, optimizer states, activations or gradients.")
+    if value.kind not in ROW_KINDS:
+        return Spec(_slice(value[0], place, parts), value[1])
+    dealt = deal(value, parts)
+    if dealt is None:
+        held = value.cells.bit_count() if value.form.space.sequence > 1 else value.microbatches.bit_count()
+        what = "slices of its sequences" if value.form.space.sequence > 1 else "microbatches"
+        raise Refused(f"{op}: {value} has {held} {what}, which do not divide into {parts} equal parts.")
+    cells, joined = dealt[place]
+    return Spec(value[0], cells, joined)
+
+
+@lru_cache(maxsize=1 << 14)
+def _slice(form: Form, place: int, parts: int) -> Form:
+    return form.but(holds=next(islice(form.holds.split(parts), place, None)).simplified())
+
+
+def is_view(whole: Spec, part: Spec) -> bool:
+    """Whether a slice lies in the value's own memory; of tokens that lie apart in it a copy is made."""
+    if whole.kind not in ROW_KINDS:
+        return True
+    runs = (whole.microbatches, part.microbatches), (_of_a_sequence(whole), _of_a_sequence(part))
+    return all(held & (1 << mine.bit_length()) - (mine & -mine) == mine for held, mine in runs)
+
+
+def _of_a_sequence(spec: Spec) -> int:
+    """The slices that a value holds of any sequence, as a bit set."""
+    slices = spec.form.space.sequence
+    return mask_of({cell % slices for cell in bits(spec.cells)})
+
+
 def deal(spec: Spec, parts: int) -> list[Joined] | None:
     """A value's cells for each of so many members: the pieces that it was joined from, or even ascending runs.
 

@@ -76,8 +76,8 @@ def _refuse_slices(op: str, specs: Sequence[Spec], names: Sequence[str]) -> None
         mine, theirs = common(Holds(mask, of), spec.form.holds)
         if mine.mask & theirs.mask:
             raise Refused(
-                f"{op}: slice {listed(bits(mine.mask & theirs.mask))} of {mine.of} comes from {name} and from an "
-                "earlier rank as well; gathered pieces must not overlap."
+                f"{op}: slice {listed(bits(mine.mask & theirs.mask))} of {mine.of} comes from {name} and from "
+                f"{_earlier(name)} as well; gathered pieces must not overlap."
             )
         mask, of = mine.mask | theirs.mask, mine.of
     raise AssertionError("slices that fit are put together")
@@ -88,7 +88,7 @@ def united_cells(op: str, specs: Sequence[Spec], names: Sequence[str]) -> tuple[
     for spec, name in zip(specs, names, strict=True):
         if twice := cells & spec.cells:
             raise Refused(
-                f"{op}: {cells_text(twice, spec.form.space)} would come from {name} and from an earlier rank as well; "
+                f"{op}: {cells_text(twice, spec.form.space)} would come from {name} and from {_earlier(name)} as well; "
                 "gathered pieces must not overlap."
             )
         cells |= spec.cells
@@ -128,7 +128,7 @@ def united_pieces(op: str, specs: Sequence[Spec], names: Sequence[str], index: s
         pieces = spec.pieces(index)
         if twice := mask & pieces:
             raise Refused(
-                f"{op}: {index} {listed(bits(twice))} would be counted twice ({name} and an earlier rank both have "
+                f"{op}: {index} {listed(bits(twice))} would be counted twice ({name} and {_earlier(name)} both have "
                 f"it); each {index} belongs into the whole once."
             )
         mask |= pieces
@@ -142,3 +142,8 @@ def with_pieces(form: Form, index: str, pieces: int) -> Form:
     if pieces != form.space.full(index):
         slices[index] = pieces
     return form.but(slices=tuple(sorted(slices.items())))
+
+
+def _earlier(name: str) -> str:
+    """`an earlier rank`, or what else gives values by number."""
+    return f"an earlier {name.split()[0]}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from shardlab.check.accumulation import InPlace
+from shardlab.check.views import roots_of
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.simulate.prices import Bytes
@@ -116,6 +118,7 @@ def account(
     free_of_room = {newer for _, newer in in_place.fused.values()}
     room, place = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
     owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
+    views = Views(tape, specs)
     issued: dict[int, tuple[int, ...]] = {}
     live, peak, peak_op = 0, 0, 0
     by_category = [0] * len(CATEGORIES)
@@ -132,7 +135,7 @@ def account(
         if kind is not FREE and kind is not WAIT:
             for number in op[3]:
                 spec = specs[number]
-                bytes = room[number] = 0 if number in free_of_room else size(spec)
+                bytes = room[number] = 0 if number in free_of_room or number in views.roots else size(spec)
                 slot = _PLACE_OF_KIND[spec[0].kind]
                 if handle >= 0:
                     gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[0].step == 0
@@ -147,7 +150,7 @@ def account(
                 by_category[place[older]] -= room[older]
                 room[older] = 0
             if kind is OpKind.UPDATE:  # in place: what is made is what was given
-                for number in inputs[1:3]:
+                for number in views.ended(inputs[1:3]):
                     live -= room[number]
                     by_category[place[number]] -= room[number]
             if live > peak:
@@ -157,6 +160,7 @@ def account(
             curve.append(tuple(by_category))
         if kind is FREE:  # what most ops are
             gone = inputs if inputs[0] not in owned else (inputs[0], *owned.pop(inputs[0]).values())
+            gone = views.ended(gone)
         elif kind in _READS or kind in _MAKES:
             kept = owned.setdefault(inputs[0], {})
             gone = (kept.pop(_READS[kind]),) if kind in _READS else ()
@@ -178,6 +182,34 @@ def account(
     return RankMemory(before, during, peak, peak_op, at_peak, curve, starts)
 
 
+class Views:
+    """Which values take no room of their own, and when the room that they share is given back.
+
+    Attributes:
+        roots: number of a slice, or of what an update makes in the place of one, to the value whose memory it lies in.
+    """
+
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
+        self.roots = roots_of(tape, specs)
+        loaded = {op.outputs[0] for op in tape if op[0] in _LOADS} if self.roots else set[int]()
+        for op in tape if self.roots else ():
+            if op[0] is OpKind.UPDATE:
+                for given, made in zip(op.inputs[1:3], op.outputs, strict=True):
+                    if (root := self.roots.get(given)) in loaded:
+                        self.roots[made] = root
+        self._left = Counter(self.roots.values())  # views that have not ended, and the value itself
+        self._left.update(self._left.keys())
+
+    def ended(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """The values whose room is given back when some end: not those in which others still lie."""
+        if not self.roots:
+            return numbers
+        roots = [self.roots.get(number, number) for number in numbers]
+        self._left.subtract(roots)
+        return tuple([root for root in roots if self._left[root] <= 0])
+
+
+_LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE})
 _READS = {
     OpKind.BACKWARD: Kind.SAVED,
     OpKind.BACKWARD_INPUT: Kind.SAVED,

@@ -95,7 +95,7 @@ class ClusterPrices:
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         own = self.cluster.device.overhead(op.kind.value, self.precision.compute)
-        return own if op.kind in _LOADS else own + self._kernels_time(op, specs, sizes)
+        return own if op.kind in _FREE else own + self._kernels_time(op, specs, sizes)
 
     def _kernels_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         kind = op.kind
@@ -107,6 +107,8 @@ class ClusterPrices:
             return self.cluster.device.seconds(Pointwise("adamw", elements, 0.0), "float32")
         if kind is OpKind.ADD:
             return self._add(sizes.elements(made))
+        if kind is OpKind.CONCATENATE:  # read and written, counted as float32 elements
+            return self.cluster.device.seconds(Pointwise("concatenate", sizes.bytes(made) / 2, 0.0), "float32")
         if kind is OpKind.NORM:
             return self._sum([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])
         read = specs[op.inputs[0]]
@@ -204,7 +206,7 @@ def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
     return [back for kernel in kernels for back in kernel.backward_input()]
 
 
-_LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH})
+_FREE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.SLICE})
 _DATA_AXES = frozenset({"dp_shard", "dp_replicate", "cp"})
 _RESIDUALS = frozenset({Kind.RESIDUAL, Kind.GRAD_RESIDUAL})
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 2}

@@ -1,0 +1,127 @@
+"""Slices of tensors and their concatenation, on one rank and on both ends of a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from shardlab.execute.shapes import Shapes
+from shardlab.execute.state import State
+from shardlab.models.tensors.tokens import rows_of
+from shardlab.program import Kind, Op, Spec
+from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.pieces import bits
+
+Cut = Callable[[Tensor], Tensor]
+Join = Callable[[Sequence[Tensor]], Tensor]
+
+
+def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
+    """A view of the value's tensor; of an optimizer state the part that steps these elements."""
+    (given,), (output,), values = op.inputs, op.outputs, state.values
+    whole, part = state.specs[given], state.specs[output]
+    if part.kind is Kind.OPT_STATE:
+        kept = state.optimizer(part)
+        return lambda: values.__setitem__(output, kept)
+    cut = cut_of(state.shapes, whole, part)
+    return lambda: values.__setitem__(output, cut(values[given]))
+
+
+def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
+    """Pieces side by side in new memory: a weight's in a buffer."""
+    given, (output,), values = op.inputs, op.outputs, state.values
+    whole = state.specs[output]
+    if whole.kind is Kind.OPT_STATE:
+        kept = state.optimizer(whole)
+        return lambda: values.__setitem__(output, kept)
+    join, slot = join_of(state.shapes, [state.specs[number] for number in given]), state.analysis.slot.get(output)
+
+    def run() -> None:
+        made = join([values[number] for number in given])
+        values[output] = made if slot is None else state.fill_buffer(slot, len(made)).copy_(made)
+
+    return run
+
+
+def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
+    """How a part is taken out of a value's tensor; a view where it lies in one run."""
+    if whole.kind not in ROW_KINDS:
+        places = shapes.places(whole.layer, whole.holds, part.holds)
+        start, stop = places[0][0], places[-1][1]
+        return lambda tensor: tensor[start:stop]
+    held = list(bits(whole.microbatches))
+    mine = [held.index(microbatch) for microbatch in bits(part.microbatches)]
+    count, tokens = len(shapes.tokens(whole)), shapes.positions(whole, part)
+
+    def cut(tensor: Tensor) -> Tensor:
+        rows = tensor
+        if len(mine) < len(held):
+            rows = rows_of(tensor.reshape(len(held), -1, *tensor.shape[1:]), mine).flatten(0, 1)
+        return rows if len(tokens) == count else rows_of(rows.transpose(0, 1), tokens).transpose(0, 1)
+
+    return cut
+
+
+def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
+    """How the tensors of pieces are laid side by side: parameters, features, slices of sequences, or microbatches."""
+    first = members[0]
+    if first.kind not in ROW_KINDS:
+        return _of_parameters(shapes, members)
+    if first.kind is Kind.STATS:
+        return _of_pieces([list(bits(mask)) for member in members for _, mask in member.form.slices], 0)
+    if any(member.form.slices != first.form.slices for member in members):
+        return _of_pieces([list(bits(mask)) for member in members for _, mask in member.form.slices], -1)
+    if along_sequence(members):
+        return _of_tokens([shapes.tokens(member) for member in members])
+    return _of_pieces([list(bits(member.microbatches)) for member in members], 0)
+
+
+def along_sequence(members: Sequence[Spec]) -> bool:
+    """Whether pieces are slices of the same sequences; the check sees to it that they are not of others as well."""
+    first = members[0]
+    if first.kind not in ROW_KINDS or first.kind is Kind.STATS or first.whole_sequences:
+        return False
+    return all(member.microbatches == first.microbatches for member in members)
+
+
+def _of_pieces(numbers: Sequence[Sequence[int]], dim: int) -> Join:
+    """Equal pieces in a dim, by their numbers."""
+    order = _ascending(list(chain(*numbers)))
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        apart = [piece for tensor, mine in zip(tensors, numbers, strict=True) for piece in tensor.chunk(len(mine), dim)]
+        return torch.cat([apart[place] for place in order], dim)
+
+    return join
+
+
+def _of_tokens(tokens: Sequence[Sequence[int]]) -> Join:
+    order = _ascending(list(chain(*tokens)))
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat(list(tensors), 1)
+        return joined if order == sorted(order) else joined[:, order]
+
+    return join
+
+
+def _of_parameters(shapes: Shapes, members: Sequence[Spec]) -> Join:
+    """Runs of the flat buffer, which need not be of one length."""
+    runs = [(*run, number) for number, spec in enumerate(members) for run in shapes.ranges(spec.layer, spec.holds)]
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        at = [0] * len(tensors)
+        pieces: dict[int, Tensor] = {}
+        for start, stop, number in runs:
+            pieces[start] = tensors[number][at[number] : at[number] + stop - start]
+            at[number] += stop - start
+        return torch.cat([pieces[start] for start in sorted(pieces)])
+
+    return join
+
+
+def _ascending(numbers: Sequence[int]) -> list[int]:
+    return sorted(range(len(numbers)), key=numbers.__getitem__)

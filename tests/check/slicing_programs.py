@@ -1,0 +1,164 @@
+"""Programs that cut values and put them together on a rank: all are right."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from shardlab.program import Mesh, Rank, Value
+from shardlab.rules.kind import ROW_KINDS
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.planned import planned
+
+
+def forward(rank: Rank, microbatches: range, weights: dict[int, Value] | None = None) -> Value:
+    """All layers, and the gradient of the loss."""
+    rank.activations[0] = rank.load_batch(microbatches)
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], (weights or rank.weights)[l])
+    return rank.loss(rank.activations.pop(len(rank.layers)))
+
+
+async def updates_in_chunks(rank: Rank) -> None:
+    """Weight, state and gradient are cut on the rank, and stepped slice by slice."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    grad, chunks = forward(rank, rank.share()), range(3)
+    for l in reversed(rank.layers):
+        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        rank.grad_weights[l] = await rank.all_reduce(made)
+        for i in chunks:
+            weight, state = rank.slice(rank.weights[l], i, 3), rank.slice(rank.opt_states[l], i, 3)
+            gradient = rank.slice(rank.grad_weights[l], i, 3)
+            rank.weights[l, i], rank.opt_states[l, i] = rank.update(l, gradient, weight, state)
+        rank.weights[l] = rank.concatenate(rank.weights.pop((l, i)) for i in chunks)
+        rank.opt_states[l] = rank.concatenate(rank.opt_states.pop((l, i)) for i in chunks)
+        del rank.grad_weights[l]
+
+
+async def updates_as_chunks_come(rank: Rank) -> None:
+    """Weights are kept in slices, put together for the passes; each slice is updated when its gradient is summed."""
+    chunks = range(4)
+    for l in rank.layers:
+        for i in chunks:
+            rank.weights[l, i], rank.opt_states[l, i] = rank.load_weights(l, i, 4)
+        rank.weights[l] = rank.concatenate(rank.weights[l, i] for i in chunks)
+    grad = forward(rank, rank.share())
+    coming = {}
+    for l in reversed(rank.layers):
+        rank.grad_weights[l], grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        coming |= {(l, i): rank.all_reduce(rank.slice(rank.grad_weights[l], i, 4)) for i in chunks}
+        del rank.weights[l]
+    for (l, i), total in coming.items():
+        made = rank.update(l, await total, rank.weights[l, i], rank.opt_states[l, i])
+        rank.weights[l, i], rank.opt_states[l, i] = made
+
+
+async def slices_of_a_gathered_weight(rank: Rank) -> None:
+    """The state's slice of a weight that was gathered is updated in its place, after the rest of it has gone."""
+    for l in rank.layers:
+        rank.weights[l, "mine"], rank.opt_states[l] = rank.load_weights(l, rank.index, rank.world)
+    for l in rank.layers:
+        rank.weights[l] = await rank.all_gather(rank.weights[l, "mine"])
+    grad = forward(rank, rank.share())
+    for l in reversed(rank.layers):
+        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        total = await rank.reduce_scatter(made)
+        part = rank.weights["part"] = rank.slice(rank.weights.pop(l), rank.index, rank.world)
+        rank.weights[l, "mine"], rank.opt_states[l] = rank.update(l, total, part, rank.opt_states[l])
+        del rank.weights["part"]
+
+
+async def microbatches_apart_and_together(rank: Rank) -> None:
+    """Some layers compute all of a rank's microbatches at once, some one by one: forward and backward."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    first, *others = rank.layers
+    count, last = len(rank.share()), len(rank.layers)
+    rank.activations[0] = rank.load_batch(rank.share())
+    rank.activations[1] = rank.forward(first, rank.activations[0], rank.weights[first])
+    for m in range(count):
+        rank.activations[1, m] = rank.slice(rank.activations[1], m, count)
+        for l in others:
+            rank.activations[l + 1, m] = rank.forward(l, rank.activations[l, m], rank.weights[l])
+    del rank.activations[1]
+    logits = rank.activations["logits"] = rank.concatenate(rank.activations.pop((last, m)) for m in range(count))
+    grads = rank.grad_activations
+    grads["logits"] = rank.loss(logits)
+    for m in reversed(range(count)):
+        grads[m] = rank.slice(grads["logits"], m, count)
+        for l in reversed(others):
+            made, grads[m] = rank.backward(l, rank.activations.pop((l, m)), grads[m], rank.weights[l])
+            rank.grad_weights[l] = rank.grad_weights[l] + made if l in rank.grad_weights else made
+    grad = rank.concatenate(grads.pop(m) for m in range(count))
+    rank.grad_weights[first], _ = rank.backward(first, rank.activations.pop(0), grad, rank.weights[first])
+    for l in rank.layers:
+        total = await rank.all_reduce(rank.grad_weights.pop(l))
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
+PROGRAMS = (
+    updates_in_chunks,
+    updates_as_chunks_come,
+    slices_of_a_gathered_weight,
+    microbatches_apart_and_together,
+)
+
+
+class ByHand:
+    """A rank whose activations are gathered and scattered by messages and slices of its own."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._hops = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rank, name)
+
+    def reduce_scatter(self, value: Value, *, axis: str) -> Awaitable[Value]:
+        if value.spec.kind not in ROW_KINDS:
+            return self._rank.reduce_scatter(value, axis=axis)
+        return self._scattered(value, axis)
+
+    def all_gather(self, value: Value, *, axis: str) -> Awaitable[Value]:
+        if value.spec.kind not in ROW_KINDS:
+            return self._rank.all_gather(value, axis=axis)
+        return self._gathered(value, axis)
+
+    async def _scattered(self, value: Value, axis: str) -> Value:
+        total = await self._rank.all_reduce(value, axis=axis)
+        return self._rank.slice(total, self._rank.coordinate(axis), len(self._rank.group(axis).ranks))
+
+    async def _gathered(self, value: Value, axis: str) -> Value:
+        rank, ranks = self._rank, self._rank.group(axis).ranks
+        store, at = getattr(rank, value.spec.kind.value), rank.coordinate(axis)
+        keys: list[object] = []
+        for hop in range(len(ranks)):
+            self._hops += 1
+            keys.append(("by hand", self._hops))
+            store[keys[-1]] = value
+            if hop < len(ranks) - 1:
+                value = await rank.exchange(value, to=ranks[(at + 1) % len(ranks)], source=ranks[at - 1])
+        return rank.concatenate([store.pop(key) for key in keys])
+
+
+async def sequence_parallel(rank: Rank) -> None:
+    """Sequence parallelism whose gathers and scatters are written out."""
+    await planned(SEQUENCE_PARALLEL)(cast(Rank, ByHand(rank)))
+
+
+async def context_parallel(rank: Rank) -> None:
+    """Context parallelism of which keys and values are put together by hand."""
+    await planned(CONTEXT_PARALLEL)(cast(Rank, ByHand(rank)))
+
+
+SEQUENCE_PARALLEL = Plan(Mesh(tp=2), sequence_parallel=True)
+CONTEXT_PARALLEL = Plan(Mesh(cp=2), context="all_gather")
+
+
+def sequence_parallel_mesh(ranks: int) -> Mesh:
+    return Mesh(tp=ranks)
+
+
+def context_parallel_mesh(ranks: int) -> Mesh:
+    return Mesh(cp=ranks)

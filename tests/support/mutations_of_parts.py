@@ -1,0 +1,102 @@
+"""Mistakes with slices cut on one rank and with their concatenation, and with the memory that slices share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardlab.program import Holds, Kind, Message, Op, OpKind, Program
+from shardlab.program.mesh import group_of
+from tests.support.mutating import changed, fresh_number, living_on, mutation, places, reading, renamed, with_tape
+
+
+@mutation
+def another_slice(program: Program) -> Iterator[Program]:
+    for rank, at, op in places(program, OpKind.SLICE):
+        mask, of = op.holds or (1, 1)
+        for holds in (Holds(1, of), Holds(1 << of - 1, of), Holds(mask, of + 1), Holds(1 << of, of), Holds(3, of)):
+            yield changed(program, rank, at, op._replace(holds=holds))
+        yield changed(program, rank, at, op._replace(holds=None))
+
+
+@mutation
+def another_value_sliced(program: Program) -> Iterator[Program]:
+    for rank, at, op in places(program, OpKind.SLICE):
+        for other in {n for o in program.tapes[rank][:at] for n in o.outputs}:
+            yield reading(program, rank, op, 0, other)
+
+
+@mutation
+def piece_left_out(program: Program) -> Iterator[Program]:
+    for rank, at, op in places(program, OpKind.CONCATENATE):
+        for place in range(len(op.inputs)):
+            yield changed(program, rank, at, op._replace(inputs=op.inputs[:place] + op.inputs[place + 1 :]))
+
+
+@mutation
+def another_piece(program: Program) -> Iterator[Program]:
+    for rank, at, op in places(program, OpKind.CONCATENATE):
+        made = {n for o in program.tapes[rank][:at] for n in o.outputs}
+        for place in range(len(op.inputs)):
+            for other in (*op.inputs, *made):
+                yield reading(program, rank, op, place, other)
+
+
+def sliced(op: Op, number: int, made: int, holds: Holds) -> Op:
+    return Op(OpKind.SLICE, op.layer, (number,), (made,), holds=holds)
+
+
+@mutation
+def slice_in_flight_while_it_is_updated(program: Program) -> Iterator[Program]:
+    """A part of what an update writes, or of what it leaves, is being read through a slice."""
+    for rank, at, op in places(program, OpKind.UPDATE):
+        tape = program.tapes[rank]
+        part, copy, handle = fresh_number(tape), fresh_number(tape) + 1, 1 + max(o.handle for o in tape)
+        for holds in (Holds(1, 2), Holds(2, 3)):
+            before = [
+                sliced(op, op.inputs[1], part, holds),
+                Op(OpKind.ALL_GATHER, op.layer, (part,), (copy,), handle, group_of("dp_shard", (rank,))),
+            ]
+            after = [Op(OpKind.WAIT, -1, handle=handle), *(Op(OpKind.FREE, -1, (n,)) for n in (part, copy))]
+            yield with_tape(program, rank, [*tape[:at], *before, op, *after, *tape[at + 1 :]])
+
+
+@mutation
+def a_second_update_through_slices(program: Program) -> Iterator[Program]:
+    """An update has moved a weight; then a slice of its old state moves a part of it again."""
+    for rank, at, op in places(program, OpKind.UPDATE):
+        gradient, weight, state, *norms = op.inputs
+        tape = program.tapes[rank]
+        for number in (gradient, *norms):
+            tape = living_on(tape, number)
+        view, part, new, moved = range(fresh_number(tape), fresh_number(tape) + 4)
+        again = Op(OpKind.UPDATE, op.layer, (gradient, view, part, *norms), (new, moved))
+        before = [sliced(op, weight, view, Holds(1, 1)), sliced(op, state, part, Holds(2, 2))]
+        for both in ([op, again], [again, op]):
+            gone = [Op(OpKind.FREE, -1, (n,)) for n in (new, moved)]
+            yield with_tape(program, rank, [*tape[:at], *before, *both, *gone, *tape[at + 1 :]])
+
+
+@mutation
+def an_arrival_beside_a_slice(program: Program) -> Iterator[Program]:
+    """A rank is told what a weight becomes, and then steps a slice of the old one, which had to stay."""
+    for rank, at, op in places(program, OpKind.UPDATE):
+        tape = program.tapes[rank]
+        view, told = range(fresh_number(tape), fresh_number(tape) + 2)
+        handle = 1 + max(o.handle for o in tape)
+        for other, there, same in places(program, OpKind.UPDATE):
+            if other == rank or same.layer != op.layer:
+                continue
+            arrival = [
+                sliced(op, op.inputs[1], view, Holds(1, 1)),
+                Op(OpKind.FREE, -1, op.inputs[1:2]),
+                Op(OpKind.RECV, op.layer, (), (told,), handle, peer=other, expect=Message(Kind.WEIGHT, op.layer, 0)),
+                Op(OpKind.WAIT, -1, handle=handle),
+            ]
+            late = op._replace(inputs=(op.inputs[0], view, *op.inputs[2:]))
+            rest = renamed(tape[at + 1 :], op.outputs[0], told)
+            mine = [*tape[:at], *arrival, late, Op(OpKind.FREE, -1, op.outputs[:1]), *rest]
+            theirs = program.tapes[other]
+            number = 1 + max(o.handle for o in theirs)
+            send = Op(OpKind.SEND, op.layer, same.outputs[:1], (), number, peer=rank)
+            telling = [*theirs[: there + 1], send, Op(OpKind.WAIT, -1, handle=number), *theirs[there + 1 :]]
+            yield with_tape(with_tape(program, rank, mine), other, telling)

@@ -1,0 +1,42 @@
+"""What is cut, sent and put together by hand gives one device's numbers on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.models import GPT
+from shardlab.train.job import Job
+from shardlab.train.verify import verify_rank
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+SLICING = "tests/check/slicing_programs.py"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [
+        ("examples/ring_all_reduce.py:ring_all_reduce", 2),
+        ("examples/ring_all_reduce.py:ring_all_reduce", 4),
+        ("examples/halving_and_doubling.py:halving_and_doubling", 2),
+        ("examples/halving_and_doubling.py:halving_and_doubling", 4),
+        (f"{SLICING}:updates_in_chunks", 2),
+        (f"{SLICING}:updates_as_chunks_come", 2),
+        (f"{SLICING}:slices_of_a_gathered_weight", 4),
+        (f"{SLICING}:microbatches_apart_and_together", 2),
+        (f"{SLICING}:sequence_parallel", 2),
+        (f"{SLICING}:context_parallel", 2),
+    ],
+)
+def test_programs_by_hand_give_the_numbers_of_one_device(ranks: World, strategy: str, count: int) -> None:
+    model = GPT(layers=2, width=16, heads=4, block=8, dropout=0.1)
+    job = Job(f"{ROOT}/{strategy}", count, 4, model, 2, torch.float64)
+    verdict = ranks(count).call(verify_rank, CPU, job, 3)[0]
+    assert verdict.ok, verdict
