@@ -69,6 +69,34 @@ async def slices_of_a_gathered_weight(rank: Rank) -> None:
         del rank.weights["part"]
 
 
+async def all_pairs_at_once(rank: Rank) -> None:
+    """Each rank sums its slice of all gradients, and updates it; all messages of a round are issued together."""
+    n, others = rank.world, [other for other in range(rank.world) if other != rank.index]
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weight(l), rank.load_opt_state(l, rank.index, n)
+    grad = forward(rank, rank.share())
+    for l in reversed(rank.layers):
+        rank.grad_weights[l], grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        total = rank.slice(rank.grad_weights[l], rank.index, n)
+        with rank.batch_p2p():
+            for other in others:
+                rank.send(rank.slice(rank.grad_weights[l], other, n), to=other)
+            coming = [rank.recv(source=other) for other in others]
+        for handle in coming:
+            total = await handle + total
+        new, rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+        pieces = rank.weights
+        pieces[l, rank.index] = new
+        with rank.batch_p2p():
+            handles = {other: rank.recv(source=other, expect=("weights", l, None)) for other in others}
+            for other in others:
+                rank.send(new, to=other)
+        for other, handle in handles.items():
+            pieces[l, other] = await handle
+        pieces[l] = rank.concatenate(pieces.pop((l, i)) for i in range(n))
+        del rank.grad_weights[l]
+
+
 async def microbatches_apart_and_together(rank: Rank) -> None:
     """Some layers compute all of a rank's microbatches at once, some one by one: forward and backward."""
     for l in rank.layers:
@@ -101,6 +129,7 @@ PROGRAMS = (
     updates_in_chunks,
     updates_as_chunks_come,
     slices_of_a_gathered_weight,
+    all_pairs_at_once,
     microbatches_apart_and_together,
 )
 

@@ -54,7 +54,10 @@ class Chance:
             return False
         op = self.tapes[rank][self.at[rank]]
         if op.kind is OpKind.WAIT:
-            return (rank, op.handle) in self.done
+            issued = next(other for other in self.tapes[rank] if other.handle == op.handle)
+            together = [o.handle for o in self.tapes[rank] if o.batch >= 0 and o.batch == issued.batch]
+            handles = together if together and self.model in QUEUES else [op.handle]  # NCCL waits for a whole group
+            return all((rank, handle) in self.done for handle in handles)
         return self.model is not ChannelModel.QUEUED_PER_PAIR or op.batch >= 0 or self._is_made(Part(rank, op))
 
     def _is_made(self, part: Part) -> bool:

@@ -23,6 +23,21 @@ def exchange(to: int, source: int) -> Call:
     return lambda rank: rank.exchange(rank.weights[0], to=to, source=source)
 
 
+def batch(others: list[int]) -> Call:
+    """A message to and from each of some ranks, all together; the handle of the last."""
+
+    def call(rank: Rank) -> Handle[object]:
+        last: Handle[object] | None = None
+        with rank.batch_p2p():
+            for other in others:
+                rank.send(rank.weights[0], to=other)
+                last = rank.recv(source=other)
+        assert last is not None
+        return last
+
+    return call
+
+
 def mean(members: list[int]) -> Call:
     return lambda rank: rank.all_reduce(rank.weights[0], reduction="mean", among=members)
 
@@ -71,7 +86,7 @@ def chatter(seed: int) -> Program | None:
 def drawn(random: Random, ranks: int) -> list[tuple[int, list[Call]]]:
     """What some ranks do together: a message, a crossing, a ring of exchanges or a collective."""
     a, b = random.sample(range(ranks), 2)
-    kind = random.choice(["message", "message", "message", "crossing", "ring", "collective"])
+    kind = random.choice(["message", "message", "message", "crossing", "ring", "collective", "all pairs"])
     if kind == "message":
         return [(a, [send(b)]), (b, [recv(a)])]
     if kind == "crossing":
@@ -80,5 +95,7 @@ def drawn(random: Random, ranks: int) -> list[tuple[int, list[Call]]]:
     members = sorted(random.sample(range(ranks), random.randint(2, ranks)))
     if kind == "collective":
         return [(rank, [mean(members)]) for rank in members]
+    if kind == "all pairs":
+        return [(rank, [batch([other for other in members if other != rank])]) for rank in members]
     ring = [(members[i - 1], members[i], members[(i + 1) % len(members)]) for i in range(len(members))]
     return [(here, [exchange(after, before)]) for before, here, after in ring]

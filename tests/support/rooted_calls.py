@@ -66,10 +66,18 @@ class Detour:
         whole, mine = ("by hand", self.hand), ranks.index(rank.index)
         rank.grad_weights[whole] = value
         total = rank.slice(value, mine, len(ranks))
-        for shift in range(1, len(ranks)):
-            to, source = self.peers(axis, shift)
-            given = rank.slice(value, ranks.index(to), len(ranks))
-            total = await rank.exchange(given, to=to, source=source) + total
+        pairs = [self.peers(axis, shift) for shift in range(1, len(ranks))]
+        given = [rank.slice(value, ranks.index(to), len(ranks)) for to, _ in pairs]
+        if self.hand % 2:
+            with rank.batch_p2p():
+                for part, (to, _) in zip(given, pairs, strict=True):
+                    rank.send(part, to=to)
+                coming = [rank.recv(source=source) for _, source in pairs]
+            for handle in coming:
+                total = await handle + total
+        else:
+            for part, (to, source) in zip(given, pairs, strict=True):
+                total = await rank.exchange(part, to=to, source=source) + total
         del rank.grad_weights[whole]
         return total
 

@@ -57,6 +57,8 @@ class Replay:
         self.lanes: list[Hashable] = [self._communicator(m) if self.per_pair else None for m in meetings]
         self.queues: list[dict[Hashable, deque[Slot]]] = [defaultdict(deque) for _ in program.tapes]
         self.made: set[Hashable] = {EXCHANGES}
+        self.together: list[dict[int, list[int]]] = self._batches() if self.queued else [{} for _ in program.tapes]
+        self.stopped: dict[int, int] = {}  # rank -> the handle that its last WAIT was for
         self.joining: dict[Hashable, list[int]] = defaultdict(list)  # communicator -> ranks that wait to make it
 
     def deadlock(self) -> str | None:
@@ -70,8 +72,11 @@ class Replay:
                 op = ops[index]
                 meeting = meeting_of[op[4]]
                 if op[0] is OpKind.WAIT:
+                    if op[4] in self.together[rank]:
+                        meeting = next((m for m in self.together[rank][op[4]] if not self.done[m]), meeting)
                     if self.done[meeting]:
                         continue
+                    self.stopped[rank] = op[4]
                     self.waiters[meeting].append(rank)
                 elif not self.per_pair or self._joins(rank, meeting):
                     self._issue(rank, meeting, op.batch)
@@ -82,6 +87,17 @@ class Replay:
         if not self.waiting:
             return None
         return explain({rank: self._wait(rank, meeting) for rank, meeting in self.waiting.items()})
+
+    def _batches(self) -> list[dict[int, list[int]]]:
+        """For each rank, of the handles of messages in a batch the meetings of it all, which NCCL awaits as one."""
+        found: list[dict[int, list[int]]] = []
+        for tape, meeting_of in zip(self.program.tapes, self.meeting_of, strict=True):
+            handles: dict[int, list[int]] = defaultdict(list)
+            for op in tape:
+                if op.batch >= 0:
+                    handles[op.batch].append(op.handle)
+            found.append({h: [meeting_of[other] for other in batch] for batch in handles.values() for h in batch})
+        return found
 
     def _communicator(self, meeting: Meeting) -> Hashable:
         """A group's collectives have one, two ranks' messages another, all exchanges a third."""
@@ -174,8 +190,7 @@ class Replay:
         if rank not in self.waiting:
             return True
         meeting = self.waiting[rank]
-        member = next(member for member in self.meetings[meeting].members if member.rank == rank)
         if rank in self.joining.get(self.lanes[meeting], ()):
-            return op < member.op
-        tape = self.program.tapes[rank]
-        return op < next(i for i, o in enumerate(tape) if o.kind is OpKind.WAIT and o.handle == member.handle)
+            return op < next(member.op for member in self.meetings[meeting].members if member.rank == rank)
+        tape, handle = self.program.tapes[rank], self.stopped[rank]
+        return op < next(i for i, o in enumerate(tape) if o.kind is OpKind.WAIT and o.handle == handle)

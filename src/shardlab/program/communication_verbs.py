@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Literal, cast
 
 from shardlab.errors import Refused
@@ -11,7 +12,7 @@ from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group, group_among
 from shardlab.program.place import Place
 from shardlab.program.rooted import Call
-from shardlab.program.tape import ROOT_GIVES, ROOTED, Message, Op, OpKind
+from shardlab.program.tape import COMMUNICATION, ROOT_GIVES, ROOTED, Message, Op, OpKind
 from shardlab.program.value import Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
 from shardlab.rules.pieces import mask_of
@@ -32,6 +33,8 @@ ones is refused. Scalars take all four; only their sum is a norm that `update` t
 
 
 _ALL_GATHER, _REDUCE_SCATTER = Call(OpKind.ALL_GATHER), Call(OpKind.REDUCE_SCATTER)
+_APART = COMMUNICATION | {OpKind.WAIT}
+"""Ops that wait for others, which may wait for the messages of a batch that is open."""
 _MAY_GIVE_NONE = ROOT_GIVES | {OpKind.BARRIER}
 
 
@@ -227,7 +230,7 @@ class CommunicationVerbs(Place):
         Raises:
             Refused: for a rank that does not exist, and for this rank itself.
         """
-        handle = self._send(value, to, -1)
+        handle = self._send(value, to, self._batch)
         self._world.channels.deliver(self.index, to)
         return handle
 
@@ -242,9 +245,38 @@ class CommunicationVerbs(Place):
             Refused: for a rank that does not exist, for this rank itself, and when another message comes than the
                 expected one.
         """
-        handle = self._recv(source, expect, -1)
+        handle = self._recv(source, expect, self._batch)
         self._world.channels.deliver(source, self.index)
         return handle
+
+    @contextmanager
+    def batch_p2p(self) -> Generator[None, None, None]:
+        """Issue the sends and receives of a `with` block together, as one group: none must come before another.
+
+        This is NCCL's group call, and torch's `batch_isend_irecv`: all are issued when the block ends, after what else
+        is done in it. Awaiting one of the handles, after the block, waits for all of them.
+        """
+        if self._batch >= 0:
+            self.refuse("batch_p2p: a batch of messages is open already; end its block first.")
+        start, first = len(self.ops), self.handles
+        self._batch, self._batches = self._batches, self._batches + 1
+        try:
+            yield
+        finally:
+            batch, self._batch = self._batch, -1
+        done = self.ops[start:]
+        stray = next((op for op in done if op.batch != batch and op.kind in _APART), None)
+        if stray is not None:
+            self.refuse(
+                f"batch_p2p: {stray} stands in a batch of messages, which are issued when its block ends; put it "
+                "before or after the block."
+            )
+        messages = [op for op in done if op.batch == batch]
+        self.ops[start:] = [*(op for op in done if op.batch != batch), *messages]
+        issued = [self._outstanding[number] for number in range(first, self.handles)]
+        for handle, at in zip(issued, range(len(self.ops) - len(messages), len(self.ops)), strict=True):
+            handle.op = at
+            handle.others = tuple([other for other in issued if other is not handle])
 
     def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
         """Send to one rank and receive from one, issued together so that neither must come first.
@@ -257,10 +289,12 @@ class CommunicationVerbs(Place):
         Raises:
             Refused: as `send` and `recv` do.
         """
+        if self._batch >= 0:
+            self.refuse("exchange: a batch of messages is open; send and receive in it, or end its block first.")
         self._batches += 1
         sent = self._send(value, to, self._batches - 1)
         received = self._recv(source, expect, self._batches - 1)
-        received.partner = sent
+        received.others = (sent,)
         self._world.channels.deliver(self.index, to)
         self._world.channels.deliver(source, self.index)
         return received

@@ -23,12 +23,12 @@ class Handle(Generic[Result]):
         rank, number, op: the rank that issued it, its number there, and the index of its op on the tape.
         result: what awaiting gives; the value that was read itself, where a root has broadcast it.
         read: the value that the communication reads until it completes.
-        partner: another handle that is awaited with this one (an exchange's send).
+        others: handles that are awaited with this one, since they were issued together.
         ready: whether everybody needed has issued their part.
         waited: whether its WAIT stands on the tape.
     """
 
-    partner: Handle[Any] | None = None
+    others: tuple[Handle[Any], ...] = ()
     ready = False
     waited = False
 
@@ -49,6 +49,17 @@ class Handle(Generic[Result]):
     def __await__(self) -> Generator[Any, None, Result]:
         if not self.ready:
             yield self
+        if self.others:
+            yield from self._await_others()
         if not self.waited:
             self.rank.emit_wait(self)
         return self.result
+
+    def _await_others(self) -> Generator[Any, None, None]:
+        """Wait until all are ready, then for those that were issued before this one, for it, and for the rest."""
+        for handle in self.others:
+            if not handle.ready:
+                yield handle
+        for handle in sorted((self, *self.others), key=lambda handle: handle.number):
+            if not handle.waited:
+                self.rank.emit_wait(handle)

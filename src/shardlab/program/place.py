@@ -54,6 +54,7 @@ class Place(Recorder):
         self._rules = world.rules
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
         self._batches = 0
+        self._batch = -1  # the number of the batch of messages that is open
 
     def store(self, kind: Kind) -> Store:
         """The store that keeps values of a kind."""

@@ -142,8 +142,6 @@ class Recorder:
         """Put the handle's WAIT on the tape; what it read may now be freed."""
         handle.waited = True
         del self._outstanding[handle.number]
-        if handle.partner is not None and not handle.partner.waited:
-            self.emit_wait(handle.partner)
         self.ops.append(wait_of(handle.number))
         read = handle.read
         if read is not None:
