@@ -97,6 +97,24 @@ async def all_pairs_at_once(rank: Rank) -> None:
         del rank.grad_weights[l]
 
 
+async def a_rank_without_a_microbatch(rank: Rank) -> None:
+    """The last rank only sums and updates: where the others give a gradient it gives zeros."""
+    idle = rank.index == rank.world - 1
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    mine = [m for m in rank.microbatches if m % (rank.world - 1) == rank.index] if not idle else []
+    for l in rank.layers:
+        rank.grad_weights[l] = rank.zero_gradient(l)
+    for m in mine:
+        grad = forward(rank, range(m, m + 1))
+        for l in reversed(rank.layers):
+            made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+            rank.grad_weights[l] += made
+    for l in rank.layers:
+        total = await rank.all_reduce(rank.grad_weights.pop(l))
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
+
+
 async def microbatches_apart_and_together(rank: Rank) -> None:
     """Some layers compute all of a rank's microbatches at once, some one by one: forward and backward."""
     for l in rank.layers:
@@ -129,6 +147,7 @@ PROGRAMS = (
     updates_in_chunks,
     updates_as_chunks_come,
     slices_of_a_gathered_weight,
+    a_rank_without_a_microbatch,
     all_pairs_at_once,
     microbatches_apart_and_together,
 )

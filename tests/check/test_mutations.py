@@ -81,7 +81,7 @@ def subjects() -> dict[str, Program]:
     programs = {name: built_in(name) for name in STRATEGIES}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
-    programs |= {by_hand.__name__: trace(by_hand, 2, 1, 2) for by_hand in (ring, slicing_programs.updates_in_chunks)}
+    programs |= {by_hand.__name__: trace(by_hand, 2, 1, 2) for by_hand in BY_HAND}
     programs |= {"attention at random": random_attention(36), "experts at random": random_experts(2)}
     return programs | {name: plan.program for name, plan in PLANS.items()}
 
@@ -89,6 +89,9 @@ def subjects() -> dict[str, Program]:
 async def ring(rank: Rank) -> None:
     """The example's, for short."""
     await load(str(Path(__file__).parents[2] / "examples" / "ring_all_reduce.py:ring_all_reduce")).program(rank)
+
+
+BY_HAND = (ring, slicing_programs.updates_in_chunks, slicing_programs.a_rank_without_a_microbatch)
 
 
 def mutants(kind: str, name: str) -> list[Program]:

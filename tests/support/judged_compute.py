@@ -108,6 +108,13 @@ def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     rank.write(op.outputs[0], summed([rank.read(number) for number in op.inputs]))
 
 
+def zero_gradient(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    where = elements_of(op)
+    if op.layer not in network.weights or not where:
+        raise BrokenTape(f"there are no slices {op.holds} of layer {op.layer}")
+    rank.write(op.outputs[0], Piece(where, np.zeros(len(where), np.int64)))
+
+
 def slice_(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     """A view of parameters, so that whoever writes them writes it too; of rows a copy, for nobody writes them."""
     mask, parts = op.holds or (0, 0)
@@ -170,6 +177,7 @@ COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.ADD: add,
     OpKind.NORM: norm,
+    OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,
     OpKind.UPDATE: update,

@@ -26,6 +26,25 @@ def another_value_sliced(program: Program) -> Iterator[Program]:
 
 
 @mutation
+def another_zero(program: Program) -> Iterator[Program]:
+    """A gradient of nothing in the place of one that is summed, or of other slices or another layer."""
+    for rank, at, op in places(program, OpKind.ZERO_GRADIENT):
+        for layer in (op.layer - 1, op.layer + 1):
+            yield changed(program, rank, at, op._replace(layer=layer))
+        for holds in (None, Holds(1, 2), Holds(2, 2), Holds(0, 1), Holds(2, 1)):
+            yield changed(program, rank, at, op._replace(holds=holds))
+    for rank, _, op in places(program, OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, OpKind.ADD):
+        fresh = fresh_number(program.tapes[rank])
+        zero = Op(OpKind.ZERO_GRADIENT, op.layer, (), (fresh,), holds=Holds(1, 1))
+        for place in range(len(op.inputs)):
+            tape = living_on(program.tapes[rank], op.inputs[place])
+            spoilt = op._replace(inputs=(*op.inputs[:place], fresh, *op.inputs[place + 1 :]))
+            where = tape.index(op)
+            end = Op(OpKind.FREE, -1, (fresh,))
+            yield with_tape(program, rank, [*tape[:where], zero, spoilt, *tape[where + 1 :], end])
+
+
+@mutation
 def piece_left_out(program: Program) -> Iterator[Program]:
     for rank, at, op in places(program, OpKind.CONCATENATE):
         for place in range(len(op.inputs)):

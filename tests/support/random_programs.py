@@ -69,6 +69,8 @@ class Writer:
             self.backward_weight(l, unit)
         for l in self.stage:
             if not plan.reduce_each_unit[l]:
+                if self.maybe(0.1):
+                    self.keep_gradient(l, rank.zero_gradient(l))
                 total = await self.summed(l)
                 self.grads[l] = [await self.reduce(l, total)]
         mine = [l for l in plan.update_order if l in self.stage]

@@ -30,6 +30,8 @@ SLICING = "tests/check/slicing_programs.py"
         (f"{SLICING}:updates_in_chunks", 2),
         (f"{SLICING}:updates_as_chunks_come", 2),
         (f"{SLICING}:slices_of_a_gathered_weight", 4),
+        (f"{SLICING}:a_rank_without_a_microbatch", 2),
+        (f"{SLICING}:a_rank_without_a_microbatch", 4),
         (f"{SLICING}:all_pairs_at_once", 2),
         (f"{SLICING}:all_pairs_at_once", 4),
         (f"{SLICING}:microbatches_apart_and_together", 2),

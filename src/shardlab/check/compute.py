@@ -143,12 +143,23 @@ def load_batch(state: RankState, op: Op) -> None:
     state.make(activation, Spec(form_of(Kind.ACTIVATION, 0, 0, space), holds.refined(cells).mask))
 
 
-def _load(kind: Kind, state: RankState, op: Op) -> None:
-    holds, layer, (), (number,) = op.holds, op[1], op[2], op[3]
+def _slice_of_weights(state: RankState, op: Op) -> Holds:
+    """The slices of a layer's own weights that an op makes a value of."""
+    holds, layer = op.holds, op[1]
     if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
         state.refuse(f"{op}: there is no slice {_said(holds)} of layer {layer}.")
     if state.program.sizes.weight_of(layer) != layer:
         state.refuse(f"{op}: {NO_WEIGHT}")
+    return holds
+
+
+def zero_gradient(state: RankState, op: Op) -> None:
+    holds = _slice_of_weights(state, op)
+    state.make(op[3][0], Spec(form_of(Kind.GRAD_WEIGHT, op[1], 0, state.rules.space, holds)))
+
+
+def _load(kind: Kind, state: RankState, op: Op) -> None:
+    holds, layer, (number,) = _slice_of_weights(state, op), op[1], op[3]
     if (kind, layer, holds) in state.loaded:
         state.refuse(f"{op}: the same slice was loaded by op {state.loaded[kind, layer, holds]} already.")
     state.loaded[kind, layer, holds] = state.at
@@ -167,6 +178,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.RECOMPUTE: recompute,
     OpKind.ADD: add,
+    OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,
     OpKind.UPDATE: update,

@@ -39,6 +39,12 @@ def load_opt_state(state: State, at: int, op: Op) -> Instruction:
     return lambda: values.__setitem__(opt_state, kept)
 
 
+def zero_gradient(state: State, at: int, op: Op) -> Instruction:
+    output, values, settings = op.outputs[0], state.values, state.settings
+    shape = state.shapes.shape(state.specs[output])
+    return lambda: values.__setitem__(output, torch.zeros(shape, dtype=settings.dtype, device=settings.device))
+
+
 def load_batch(state: State, at: int, op: Op) -> Instruction:
     """The tokens of some microbatches, one after the other."""
     assert op.holds is not None
@@ -304,6 +310,7 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.NORM: norm,
     OpKind.ADD: add,
+    OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slicing.slice_,
     OpKind.CONCATENATE: slicing.concatenate,
     OpKind.UPDATE: update,

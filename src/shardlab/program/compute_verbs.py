@@ -67,14 +67,7 @@ class ComputeVerbs(Place):
 
     def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int) -> Value:
         name = kind.value
-        self._check_layer(name, layer)
-        if self.sizes.weight_of(layer) != layer:
-            self.refuse(f"{name}(layer {layer}): {NO_WEIGHT}")
-        if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            self.refuse(f"{name}(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
-        if not 0 <= shard < of:
-            self.refuse(f"{name}(layer {layer}): shard {shard} of {of} does not exist; shards count from 0.")
-        holds = Holds(1 << shard, of)
+        holds = self._slice_of_weights(name, layer, shard, of)
         key = (what, layer, holds)
         if key in self._loaded:
             self.refuse(f"{name}(layer {layer}): the same slice was loaded by op {self._loaded[key]} already.")
@@ -83,6 +76,27 @@ class ComputeVerbs(Place):
             self._world.trained |= self.sizes.layers_of_weight(layer)
         value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds)))
         self.ops.append(Op(kind, layer, (), (value.number,), holds=holds))
+        return value
+
+    def _slice_of_weights(self, name: str, layer: int, shard: int, of: int) -> Holds:
+        """One of the equal slices of a layer's own weights."""
+        self._check_layer(name, layer)
+        if self.sizes.weight_of(layer) != layer:
+            self.refuse(f"{name}(layer {layer}): {NO_WEIGHT}")
+        if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.refuse(f"{name}(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
+        if not 0 <= shard < of:
+            self.refuse(f"{name}(layer {layer}): shard {shard} of {of} does not exist; shards count from 0.")
+        return Holds(1 << shard, of)
+
+    def zero_gradient(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+        """A weight's gradient of no microbatch at all: zeros, of slice `shard` of `of` equal ones.
+
+        A rank that has no microbatch gives it where others give theirs.
+        """
+        holds = self._slice_of_weights(OpKind.ZERO_GRADIENT.value, layer, shard, of)
+        value = self.make(Spec(form_of(Kind.GRAD_WEIGHT, layer, 0, self._rules.space, holds)))
+        self.ops.append(Op(OpKind.ZERO_GRADIENT, layer, (), (value.number,), holds=holds))
         return value
 
     def load_batch(self, microbatches: Iterable[int], slices: Iterable[int] | None = None) -> Value:

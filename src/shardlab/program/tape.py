@@ -34,6 +34,7 @@ class OpKind(Enum):
     ATTEND_BACKWARD = "attend_backward"
     ADD = "add"
     NORM = "norm"
+    ZERO_GRADIENT = "zero_gradient"
     SLICE = "slice"
     CONCATENATE = "concatenate"
     UPDATE = "update"
@@ -69,6 +70,7 @@ _ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.ATTEND_BACKWARD: ((4,), (2,)),
     OpKind.ADD: ((2,), (1,)),
     OpKind.NORM: ((1,), (1,)),
+    OpKind.ZERO_GRADIENT: ((0,), (1,)),
     OpKind.SLICE: ((1,), (1,)),
     OpKind.UPDATE: ((3, 4), (2,)),
     OpKind.ALL_REDUCE: ((1,), (1,)),
@@ -157,7 +159,7 @@ class Op(NamedTuple):
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
         holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load (the last in microbatches, or in pieces of them);
-            which of so many equal parts of its value a SLICE takes.
+            the slices of a ZERO_GRADIENT; which of so many equal parts of its value a SLICE takes.
         expect: what a RECV must deliver, or a BROADCAST or SCATTER to a rank that is not its root.
         batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
         root: the rank that alone gives or receives in a BROADCAST, SCATTER, GATHER or REDUCE (-1: none).

@@ -206,7 +206,7 @@ def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
     return [back for kernel in kernels for back in kernel.backward_input()]
 
 
-_FREE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.SLICE})
+_FREE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.SLICE, OpKind.ZERO_GRADIENT})
 _DATA_AXES = frozenset({"dp_shard", "dp_replicate", "cp"})
 _RESIDUALS = frozenset({Kind.RESIDUAL, Kind.GRAD_RESIDUAL})
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 2}
