@@ -92,9 +92,10 @@ class Plan:
         self.update_order = random.sample(range(shape.layers), shape.layers)
         self.by_root = random.choice([0.0, 0.3, 0.8])
         """The chance of each collective to go by way of a root."""
-        self.by_hand = random.choice([0.0, 0.3, 0.8])
+        few = shape.pp * columns <= 4  # more slices than those the judge's layers cannot be cut into
+        self.by_hand = random.choice([0.0, 0.3, 0.8]) * few
         """The chance of each collective to be written out, as messages between slices."""
-        self.chunks = [random.choice([1, 1, 2, 3]) for _ in range(shape.layers)]
+        self.chunks = [random.choice([1, 1, 2, 3]) if few else 1 for _ in range(shape.layers)]
         """In how many slices each layer is updated, one after the other."""
 
 
