@@ -19,6 +19,7 @@ from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 from tests.check import slicing_programs
 from tests.check.programs import PLACE, built_in
+from tests.check.scaling_programs import sum_of_tokens
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
 from tests.support.random_attention import random_attention
@@ -91,7 +92,7 @@ async def ring(rank: Rank) -> None:
     await load(str(Path(__file__).parents[2] / "examples" / "ring_all_reduce.py:ring_all_reduce")).program(rank)
 
 
-BY_HAND = (ring, slicing_programs.updates_in_chunks, slicing_programs.a_rank_without_a_microbatch)
+BY_HAND = (ring, slicing_programs.updates_in_chunks, slicing_programs.a_rank_without_a_microbatch, sum_of_tokens)
 
 
 def mutants(kind: str, name: str) -> list[Program]:

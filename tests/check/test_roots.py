@@ -85,7 +85,7 @@ def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) 
         ("another root", "by root", "has 1 inputs and 0 outputs; the part of rank 0 reads 1 and makes 1"),
         ("another root", "by root", "but the group has the ranks"),
         ("another root", "replicas", "all_reduce: names root"),
-        ("another reduction", "parameter server", "gradients are shares of the step's mean already"),
+        ("another reduction", "parameter server", "1/2 of the step's; each microbatch's loss is weighted by"),
         ("another reduction", "parameter server", "the max of different gradients is no gradient"),
         ("another reduction", "parameter server", "is by mean; only reduce and all_reduce"),
         ("another reduction", "by root", "only the sum of all squares is the gradient's norm"),

@@ -128,9 +128,14 @@ def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_n
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
-    "the mean of gradients": (
-        lambda: collective(by(Reduction.MEAN), [gradient(1), gradient(2), gradient(4)], RANKS, RULES),
-        ["all_reduce(grad_weights[1]) by mean", "rank 4 gave", "rank 5", "so a mean over ranks is 1/3 of it", "sum"],
+    "the mean of gradients, updated with": (
+        lambda: update.update(
+            1,
+            collective(by(Reduction.MEAN), [gradient(3), gradient(12), gradient(48)], RANKS, RULES)[0] or gradient(0),
+            Spec(form_of(Kind.WEIGHT, 1, 0, RULES.space)),
+            Spec(form_of(Kind.OPT_STATE, 1, 0, RULES.space)),
+        ),
+        ["update(layer 1)", "(microbatches 0-5, times 1/3), 1/3 of the step's", "must cancel"],
     ),
     "the least gradient": (
         lambda: collective(by(Reduction.MIN, OpKind.REDUCE), [gradient(1), gradient(1), gradient(4)], RANKS, RULES),

@@ -34,6 +34,7 @@ ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.BACKWARD_WEIGHT: ((3,), (1,)),
     OpKind.ADD: ((2,), (1,)),
     OpKind.NORM: ((1,), (1,)),
+    OpKind.SCALE: ((1,), (1,)),
     OpKind.ZERO_GRADIENT: ((0,), (1,)),
     OpKind.SLICE: ((1,), (1,)),
     OpKind.CONCATENATE: (tuple(range(1, 100)), (1,)),

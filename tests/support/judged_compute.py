@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from tests.support.judged_collectives import combined, scattered_rows
 from tests.support.judged_memory import elements_of
 from tests.support.judged_rank import JudgedRank
 from tests.support.one_device import initial, squares, update_slice
-from tests.support.pieces import Array, BrokenTape, Piece, owned, summed
+from tests.support.pieces import PRIME, Array, BrokenTape, Piece, owned, summed
 from tests.support.toy_network import Network
 
 PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
@@ -108,6 +109,19 @@ def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     rank.write(op.outputs[0], summed([rank.read(number) for number in op.inputs]))
 
 
+def scale(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    """Counts of tokens are any numbers: another one for each set of microbatches."""
+    piece, factor = rank.read(op.inputs[0]), op.factor
+    if factor is None:
+        raise BrokenTape("the factor is not told")
+    number = factor.ratio.numerator * pow(factor.ratio.denominator, -1, PRIME)
+    for mask, power in factor.tokens:
+        if not 0 < mask < 1 << microbatches:
+            raise BrokenTape("there are no such microbatches")
+        number = number * pow(1000 + 77 * mask * mask, power, PRIME) % PRIME
+    rank.write(op.outputs[0], replace(piece, data=piece.data * (number % PRIME) % PRIME))
+
+
 def zero_gradient(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     where = elements_of(op)
     if op.layer not in network.weights or not where:
@@ -177,6 +191,7 @@ COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.ADD: add,
     OpKind.NORM: norm,
+    OpKind.SCALE: scale,
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,

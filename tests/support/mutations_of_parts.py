@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
-from shardlab.program import Holds, Kind, Message, Op, OpKind, Program
+from shardlab.program import Holds, Kind, Message, Op, OpKind, Program, Reduction
 from shardlab.program.mesh import group_of
-from tests.support.mutating import changed, fresh_number, living_on, mutation, places, reading, renamed, with_tape
+from shardlab.rules.factor import ONE, factor_of
+from tests.support.mutating import (
+    changed,
+    everywhere,
+    fresh_number,
+    living_on,
+    mutation,
+    places,
+    reading,
+    renamed,
+    with_tape,
+)
 
 
 @mutation
@@ -42,6 +54,53 @@ def another_zero(program: Program) -> Iterator[Program]:
             where = tape.index(op)
             end = Op(OpKind.FREE, -1, (fresh,))
             yield with_tape(program, rank, [*tape[:where], zero, spoilt, *tape[where + 1 :], end])
+
+
+@mutation
+def another_factor(program: Program) -> Iterator[Program]:
+    """On one rank, or on all that do the same: a factor that does not cancel, or none."""
+    for rank, at, op in places(program, OpKind.SCALE):
+        assert op.factor is not None
+        count = factor_of(1, ((1, 1),))
+        for factor in (
+            None,
+            ONE,
+            op.factor * 2,
+            op.factor / 3,
+            op.factor * op.factor,
+            op.factor * count,
+            1 / op.factor,
+        ):
+            yield changed(program, rank, at, op._replace(factor=factor))
+            mutant = program
+            for other, its in everywhere(program, at, op):
+                mutant = changed(mutant, other, at, its._replace(factor=factor))
+            yield mutant
+
+
+@mutation
+def scaled_once_more(program: Program) -> Iterator[Program]:
+    """What a backward pass, a loss or a sum has made is halved."""
+    makes = {OpKind.BACKWARD: (0, 1), OpKind.BACKWARD_WEIGHT: (0,), OpKind.LOSS: (0,), OpKind.ADD: (0,)}
+    for rank, at, op in places(program, *makes):
+        tape = program.tapes[rank]
+        for place in makes[op.kind]:
+            number, fresh = op.outputs[place], fresh_number(tape)
+            half = Op(OpKind.SCALE, op.layer, (number,), (fresh,), factor=factor_of(Fraction(1, 2)))
+            rest = renamed(tape[at + 1 :], number, fresh)
+            yield with_tape(program, rank, [*tape[: at + 1], half, Op(OpKind.FREE, -1, (number,)), *rest])
+
+
+@mutation
+def mean_for_a_sum(program: Program) -> Iterator[Program]:
+    """On all members, or on one."""
+    for rank, at, op in places(program, OpKind.ALL_REDUCE, OpKind.REDUCE):
+        other = Reduction.MEAN if op.reduction is Reduction.SUM else Reduction.SUM
+        yield changed(program, rank, at, op._replace(reduction=other))
+        mutant = program
+        for member, its in everywhere(program, at, op):
+            mutant = changed(mutant, member, at, its._replace(reduction=other))
+        yield mutant
 
 
 @mutation

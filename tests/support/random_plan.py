@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from random import Random
 
 from hypothesis import strategies as st
 
 from shardlab.program import Mesh
+from shardlab.rules.factor import ONE, factor_of
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ class Plan:
         few = shape.pp * columns <= 4  # more slices than those the judge's layers cannot be cut into
         self.by_hand = random.choice([0.0, 0.3, 0.8]) * few
         """The chance of each collective to be written out, as messages between slices."""
+        tokens = factor_of(Fraction(2, 3), ((1, 2), ((1 << shape.microbatches) - 1, -1)))
+        self.factor = random.choice([ONE, ONE, ONE, factor_of(shape.microbatches), tokens])
+        """By what every loss is multiplied."""
         self.chunks = [random.choice([1, 1, 2, 3]) if few else 1 for _ in range(shape.layers)]
         """In how many slices each layer is updated, one after the other."""
 

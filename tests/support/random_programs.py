@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from random import Random
 
 from shardlab.program import Handle, Program, Rank, Strategy, Value, trace
+from shardlab.rules.factor import ONE
 from tests.support.random_plan import Plan, Shape, random_shape, schedule, shapes
 from tests.support.rooted_calls import Detour
 
@@ -70,8 +71,9 @@ class Writer:
         for l in self.stage:
             if not plan.reduce_each_unit[l]:
                 if self.maybe(0.1):
-                    self.keep_gradient(l, rank.zero_gradient(l))
-                total = await self.summed(l)
+                    zero = rank.zero_gradient(l)
+                    self.keep_gradient(l, zero if plan.factor is ONE else rank.scale(zero, plan.factor))
+                total = await self.summed(l, finished=False)
                 self.grads[l] = [await self.reduce(l, total)]
         mine = [l for l in plan.update_order if l in self.stage]
         if plan.clips:
@@ -160,6 +162,8 @@ class Writer:
         rank, first, after = self.rank, self.stage[0], self.stage[-1] + 1
         if self.is_last:
             gradient = rank.loss(rank.activations.pop((after, unit)))
+            if self.plan.factor is not ONE:
+                gradient = rank.scale(gradient, self.plan.factor)
         else:
             gradient = await self.received("grad_activations", unit)
         if self.plan.checkpoint:
@@ -215,11 +219,14 @@ class Writer:
         verb, axis = last
         return await verb(value, axis)
 
-    async def summed(self, l: int) -> Value:
-        """All that came, added in any order."""
+    async def summed(self, l: int, *, finished: bool = True) -> Value:
+        """All that came, scaled back if it is `finished`, added in any order."""
         parts: list[Value] = []
         for part in self.grads[l]:
             value = part if isinstance(part, Value) else await part
+            factor = value.spec.form.factor
+            if finished and factor is not ONE:
+                value = self.rank.scale(value, 1 / factor)
             if value.keys == 0:
                 self.rank.grad_weights[self.new_key()] = value
             parts.append(value)

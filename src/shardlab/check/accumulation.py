@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from shardlab.program import Op, OpKind
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
-WRITING = frozenset({OpKind.ADD, OpKind.ALL_REDUCE, OpKind.REDUCE})
+WRITING = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.ALL_REDUCE, OpKind.REDUCE})
 """Ops that may write over what they read."""
 
 

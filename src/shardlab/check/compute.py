@@ -153,6 +153,14 @@ def _slice_of_weights(state: RankState, op: Op) -> Holds:
     return holds
 
 
+def scale(state: RankState, op: Op) -> None:
+    spec, steps = state.live[op[2][0]], state.rules.space.microbatches
+    if op.factor is None or not all(0 < mask < 1 << steps for mask, _ in op.factor.tokens):
+        state.refuse(f"{op}: {op.factor} is not a rational times counts of tokens of the step's microbatches.")
+    state.want_layer(op, spec.layer)
+    state.make(op[3][0], sums.scale(spec, op.factor))
+
+
 def zero_gradient(state: RankState, op: Op) -> None:
     holds = _slice_of_weights(state, op)
     state.make(op[3][0], Spec(form_of(Kind.GRAD_WEIGHT, op[1], 0, state.rules.space, holds)))
@@ -178,6 +186,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.RECOMPUTE: recompute,
     OpKind.ADD: add,
+    OpKind.SCALE: scale,
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,

@@ -71,6 +71,9 @@ class Numbering:
                 made = numbers.sum if plain else partial(numbers.of_all, ("merged", layer))
                 given = [live[number] for number in inputs]
                 live[outputs[0]] = numbers.element_wise(made, given, positions(specs[outputs[0]]))
+            elif kind is OpKind.SCALE:
+                made = partial(numbers.of_all, (kind, op.factor))
+                live[outputs[0]] = numbers.element_wise(made, [live[inputs[0]]], positions(specs[inputs[0]]))
             elif kind is OpKind.SLICE:
                 made = live[inputs[0]]
                 live[outputs[0]] = numbers.at(made, positions(specs[outputs[0]])) if made in numbers.pieces else made

@@ -13,7 +13,7 @@ from shardlab.rules.pieces import bits
 from shardlab.rules.spec import share_of
 
 FORWARDS = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE})
-LOCAL = frozenset({OpKind.SLICE, OpKind.CONCATENATE})
+LOCAL = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.CONCATENATE})
 LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 
 
@@ -59,7 +59,7 @@ def _no_pieces(given: Sequence[Spec]) -> str | None:
     """Why what is given has no tensors to cut or to put together on one rank."""
     first = given[0]
     if first.kind is Kind.GRAD_ACTIVATION and first.layer == 0:
-        return f"the model's input is tokens, which have no gradient; do not cut or concatenate {first}"
+        return f"the model's input is tokens, which have no gradient; do not cut, scale or concatenate {first}"
     return _apart_twice(given)
 
 

@@ -22,6 +22,7 @@ SIGNS = {
     OpKind.LOSS_STATS: ("T", "bold"),
     OpKind.ADD: ("S", "bold"),
     OpKind.NORM: ("N", "bold"),
+    OpKind.SCALE: ("M", "bold"),
     OpKind.CONCATENATE: ("C", "bold"),
     OpKind.UPDATE: ("U", "bold"),
     OpKind.LOAD_BATCH: ("D", "dim"),

@@ -75,6 +75,7 @@ COMPUTE = {
 OTHERS = {
     OpKind.ADD: "sum of gradients",
     OpKind.NORM: "norm of the gradient",
+    OpKind.SCALE: "scaling",
     OpKind.CONCATENATE: "concatenation",
     OpKind.LOSS_STATS: "statistics of the loss",
 }

@@ -39,6 +39,21 @@ def load_opt_state(state: State, at: int, op: Op) -> Instruction:
     return lambda: values.__setitem__(opt_state, kept)
 
 
+def scale(state: State, at: int, op: Op) -> Instruction:
+    """A gradient times a number that this step's tokens tell; in place where nobody reads it any more."""
+    (given,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
+    in_place = at in state.analysis.in_place.first_input
+    assert factor is not None
+
+    def run() -> None:
+        number = float(factor.ratio)
+        for microbatches, power in factor.tokens:
+            number *= float(state.tokens_of(microbatches)) ** power
+        values[output] = values[given].mul_(number) if in_place else values[given] * number
+
+    return run
+
+
 def zero_gradient(state: State, at: int, op: Op) -> Instruction:
     output, values, settings = op.outputs[0], state.values, state.settings
     shape = state.shapes.shape(state.specs[output])
@@ -310,6 +325,7 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
     OpKind.BACKWARD_WEIGHT: backward_weight,
     OpKind.NORM: norm,
     OpKind.ADD: add,
+    OpKind.SCALE: scale,
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slicing.slice_,
     OpKind.CONCATENATE: slicing.concatenate,

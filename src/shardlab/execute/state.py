@@ -104,6 +104,7 @@ class State:
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
         held = [self.specs[op.outputs[0]].microbatches for op in self.tape if op.kind in readers]
+        held += [mask for op in self.tape if op.factor is not None for mask, _ in op.factor.tokens]
         self.microbatches = sorted({m for mask in held for m in bits(mask)})
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens = 0
@@ -132,6 +133,10 @@ class State:
         if key not in self.opt_states:
             self.opt_states[key] = self._optimizer(*key)
         return self.opt_states[key]
+
+    def tokens_of(self, microbatches: int) -> int:
+        """This step's targets of some microbatches that count: 1 or more, so that what is divided by it can cancel."""
+        return max(1, sum(int((self.batch[m][1] >= 0).sum()) for m in bits(microbatches)))
 
     def share(self, op: Op) -> Share:
         """Which share of its layer a FORWARD or RECOMPUTE computes: all, or one slice, as the check sees to."""

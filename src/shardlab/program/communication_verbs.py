@@ -27,8 +27,9 @@ By = Literal["sum", "mean", "min", "max"]
 """How a reduction combines the members' values.
 
 Gradients and partial results are summed: each contribution once. `mean`, `min` and `max` take weights or gradients that
-are equal on all members, and give that value; gradients are shares of the step's mean already, so a mean of different
-ones is refused. Scalars take all four; only their sum is a norm that `update` takes.
+are equal on all members, and give that value. Gradients are shares of the step's mean already, so the mean of different
+ones is a part of it, and `update` wants the whole (see `scale`). Scalars take all four; only their sum is a norm that
+`update` takes.
 """
 
 

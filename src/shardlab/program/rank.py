@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from shardlab.program.attention_verbs import AttentionVerbs
 from shardlab.program.communication_verbs import CommunicationVerbs
+from shardlab.program.scaling_verbs import ScalingVerbs
 from shardlab.program.slicing_verbs import SlicingVerbs
 
 
-class Rank(AttentionVerbs, CommunicationVerbs, SlicingVerbs):
+class Rank(AttentionVerbs, CommunicationVerbs, ScalingVerbs, SlicingVerbs):
     """One rank of a strategy program: its place and stores, the verbs that compute and those that communicate."""

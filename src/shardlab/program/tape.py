@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shardlab.program.layers import rules_of
 from shardlab.program.mesh import Group, Mesh
 from shardlab.program.sizes import Sizes
+from shardlab.rules.factor import Factor
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.layers import Rules
 from shardlab.rules.pieces import Holds, microbatches_text
@@ -34,6 +35,7 @@ class OpKind(Enum):
     ATTEND_BACKWARD = "attend_backward"
     ADD = "add"
     NORM = "norm"
+    SCALE = "scale"
     ZERO_GRADIENT = "zero_gradient"
     SLICE = "slice"
     CONCATENATE = "concatenate"
@@ -70,6 +72,7 @@ _ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.ATTEND_BACKWARD: ((4,), (2,)),
     OpKind.ADD: ((2,), (1,)),
     OpKind.NORM: ((1,), (1,)),
+    OpKind.SCALE: ((1,), (1,)),
     OpKind.ZERO_GRADIENT: ((0,), (1,)),
     OpKind.SLICE: ((1,), (1,)),
     OpKind.UPDATE: ((3, 4), (2,)),
@@ -164,6 +167,7 @@ class Op(NamedTuple):
         batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
         root: the rank that alone gives or receives in a BROADCAST, SCATTER, GATHER or REDUCE (-1: none).
         reduction: what a REDUCE or an ALL_REDUCE makes of the members' values.
+        factor: by what a SCALE multiplies.
     """
 
     kind: OpKind
@@ -178,6 +182,7 @@ class Op(NamedTuple):
     batch: int = -1
     root: int = -1
     reduction: Reduction = Reduction.SUM
+    factor: Factor | None = None
 
     def __str__(self) -> str:
         kind = self.kind

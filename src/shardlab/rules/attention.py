@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardlab.errors import Refused
+from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.pieces import bits, listed
 from shardlab.rules.spec import KEY, Form, Space, Spec, Term, cells_text, form_of
@@ -48,12 +49,12 @@ def attend_backward(layer: int, queries: Spec, keys_values: Spec, attended: Spec
     of_queries, of_keys = needed(Kind.GRAD_QUERIES, ours, space), needed(Kind.GRAD_KEYS_VALUES, theirs, space)
     return (
         Spec(
-            _form(queries.form, Kind.GRAD_QUERIES, layer, theirs & of_queries, of_queries),
+            _form(queries.form, Kind.GRAD_QUERIES, layer, theirs & of_queries, of_queries, gradient.form.factor),
             queries.cells,
             queries.joined,
         ),
         Spec(
-            _form(keys_values.form, Kind.GRAD_KEYS_VALUES, layer, ours & of_keys, of_keys),
+            _form(keys_values.form, Kind.GRAD_KEYS_VALUES, layer, ours & of_keys, of_keys, gradient.form.factor),
             keys_values.cells,
             keys_values.joined,
         ),
@@ -103,9 +104,9 @@ def pattern(cells: int, sequence: int) -> tuple[int, int]:
     return microbatches, slices
 
 
-def _form(like: Form, kind: Kind, layer: int, met: int, needs: int) -> Form:
+def _form(like: Form, kind: Kind, layer: int, met: int, needs: int, factor: Factor = ONE) -> Form:
     term = Term(KEY, met, merged=kind is Kind.ACTIVATION) if needs & ~met else None
-    return form_of(kind, layer, like.step, like.space, slices=like.slices, term=term)
+    return form_of(kind, layer, like.step, like.space, slices=like.slices, term=term, factor=factor)
 
 
 def _want_pair(op: str, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:

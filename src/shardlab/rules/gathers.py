@@ -35,6 +35,8 @@ def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     for spec, name in zip(specs, names, strict=True):
         if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
             raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only pieces of one value can be gathered.")
+        if spec.form.factor is not form.factor:
+            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; {update.ALIKE}.")
         if spec.form.term is not None:
             raise Refused(
                 f"{op}: {name} gave {spec}, which is one term of a sum and no piece of the whole. Reduce before "

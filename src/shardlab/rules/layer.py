@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from shardlab.errors import Refused
-from shardlab.rules import attention, derive
+from shardlab.rules import attention, derive, update
 from shardlab.rules.derive import Held, Misfit
+from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.node import Layer, Port
 from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of
@@ -182,6 +183,9 @@ class LayerRules:
         for gradient, port in zip(gradients, self.layer.outputs, strict=False):
             self._want_port(op, gradient, port, GRADIENT_OF[port.kind])
         self._want_step(op, gradients, first.step)
+        factor = gradients[0].form.factor
+        if any(gradient.form.factor is not factor for gradient in gradients):
+            raise Refused(f"{op}: {' and '.join(map(str, gradients))} were given; {update.ALIKE}.")
         given = {port.tensor: Held({}) for port in ports} | {ports[0].tensor: Held(dict(first.form.slices))}
         ends = {
             port.tensor: Held(dict(gradient.form.slices))
@@ -193,14 +197,15 @@ class LayerRules:
         except Misfit as misfit:
             raise self._told(op, misfit, [first], gradients, weight) from None
         step, layer = first.step, self.layer
-        own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds)
-        inputs = [self._form(GRADIENT_OF[port.kind], port.layer, step, made[port.tensor]) for port in ports]
+        own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds, factor=factor)
+        inputs = [self._form(GRADIENT_OF[port.kind], port.layer, step, made[port.tensor], factor) for port in ports]
         saved = self._saved(cut, step)
         spread = 1 << layer.use * self.space.cells
         return Backward(own, spread, tuple(inputs), saved, saved.but(kind=Kind.SAVED_FOR_WEIGHT))
 
-    def _form(self, kind: Kind, layer: int, step: int, held: Held) -> Form:
-        return form_of(kind, layer, step, self.space, WHOLE, derive.sorted_slices(held.slices), held.term)
+    def _form(self, kind: Kind, layer: int, step: int, held: Held, factor: Factor = ONE) -> Form:
+        slices = derive.sorted_slices(held.slices)
+        return form_of(kind, layer, step, self.space, WHOLE, slices, held.term, factor=factor)
 
     def _cut(self, op: str, weight: Spec, first: Spec) -> dict[str, int]:
         """The pieces of the weight's indices that are not whole.

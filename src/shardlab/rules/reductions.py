@@ -64,10 +64,11 @@ def _united_terms(forms: tuple[Form, ...]) -> Form | None:
 def replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The mean, least or largest of values that are the same on all members: the value itself.
 
-    Of different weights or gradients it would be neither's, whatever they hold. In particular no mean of gradients is
-    wanted: a microbatch's loss is weighted by its share of the step's tokens, so that sums are exact means already, and
-    a mean over ranks would divide by their number once more. Scalars may differ, for what is taken of them is only to
-    be looked at (the largest is infinite if any rank's is): no norm, and no update takes it.
+    Of different weights it would be neither's, whatever they hold. The mean of different gradients is their sum divided
+    by the number of ranks, and keeps that factor: a microbatch's loss is weighted by its share of the step's tokens, so
+    that sums are exact means already, and who takes a mean must have scaled by that number. Scalars may differ, for
+    what is taken of them is only to be looked at (the largest is infinite if any rank's is): no norm, and no update
+    takes it.
 
     Raises:
         Refused: for other values than these, or when they differ.
@@ -84,12 +85,10 @@ def replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequen
         return _figures(gave, reduction, specs)
     if first.kind is Kind.WEIGHT:
         raise Refused(f"{gave}; the {reduction.value} of different weights is no weight. Give the same on all ranks.")
-    why = (
-        f"gradients are shares of the step's mean already, so a mean over ranks is 1/{len(specs)} of it"
-        if reduction is Reduction.MEAN
-        else f"the {reduction.value} of different gradients is no gradient"
-    )
-    raise Refused(f'{gave}; {why}. Take reduction="sum".')
+    if reduction is Reduction.MEAN:
+        total = reduce(op, specs, names)
+        return total._replace(form=total.form.but(factor=total.form.factor / len(specs)))
+    raise Refused(f'{gave}; the {reduction.value} of different gradients is no gradient. Take reduction="sum".')
 
 
 def _figures(gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of, microbatches_text, repeated
 
@@ -78,9 +79,22 @@ class Form:
         term: of an activation, which contributions to a sum it is (None: it is complete).
         over: of a weight's gradient, (index, pieces) for what is summed beside cells and uses, outermost first.
         reduction: of a scalar, what was taken of several ranks' (SUM: a sum of squares).
+        factor: of a gradient, by what its share of the step's mean is multiplied.
     """
 
-    __slots__ = ("__weakref__", "holds", "kind", "layer", "over", "reduction", "slices", "space", "step", "term")
+    __slots__ = (
+        "__weakref__",
+        "factor",
+        "holds",
+        "kind",
+        "layer",
+        "over",
+        "reduction",
+        "slices",
+        "space",
+        "step",
+        "term",
+    )
 
     def __init__(
         self,
@@ -93,13 +107,16 @@ class Form:
         term: Term | None,
         over: Slices,
         reduction: Reduction,
+        factor: Factor,
     ) -> None:
         self.kind, self.layer, self.step, self.space = kind, layer, step, space
         self.holds, self.slices, self.term, self.over, self.reduction = holds, slices, term, over, reduction
+        self.factor = factor
 
     def key(self) -> tuple[object, ...]:
         return (
             self.kind, self.layer, self.step, self.space, self.holds, self.slices, self.term, self.over, self.reduction,
+            self.factor,
         )  # fmt: skip
 
     def but(self, **changes: object) -> Form:
@@ -114,7 +131,7 @@ class Form:
         return f"<{self.kind.value}[{self.layer}] {self.slices} {self.term}>"
 
 
-_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction")
+_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction", "factor")
 _FORMS: WeakValueDictionary[tuple[object, ...], Form] = WeakValueDictionary()
 
 
@@ -128,9 +145,10 @@ def form_of(
     term: Term | None = None,
     over: Slices = (),
     reduction: Reduction = Reduction.SUM,
+    factor: Factor = ONE,
 ) -> Form:
     """The one form with these fields."""
-    key = (kind, layer, step, space, holds, slices, term, over, reduction)
+    key = (kind, layer, step, space, holds, slices, term, over, reduction, factor)
     form = _FORMS.get(key)
     if form is None:
         form = _FORMS[key] = Form(*key)
@@ -218,6 +236,8 @@ class Spec(NamedTuple):
             parts.append(f"shard {form.holds}")
         if form.reduction is not Reduction.SUM:
             parts.append(f"the {form.reduction.value} of several ranks'")
+        if form.factor is not ONE:
+            parts.append(f"times {form.factor}")
         if form.step:
             parts.append(f"step {form.step}")
         return self.name + (f" ({', '.join(parts)})" if parts else "")

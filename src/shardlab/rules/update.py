@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from shardlab.errors import Refused
 from shardlab.rules import attention
+from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
 from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of
@@ -151,7 +152,39 @@ SIDE_BY_SIDE = {
 """What to do with pieces of an index, to have what comes next take them."""
 
 
+ALIKE = "values that are scaled by different factors do not belong together; scale them alike first"
+"""Why gradients of unequal factors are no parts of one."""
+
+_GRADIENTS = frozenset(
+    {Kind.GRAD_WEIGHT, Kind.GRAD_ACTIVATION, Kind.GRAD_RESIDUAL, Kind.GRAD_QUERIES, Kind.GRAD_KEYS_VALUES}
+)
+
+
+def scale(value: Spec, factor: Factor) -> Spec:
+    """A gradient times a factor.
+
+    Raises:
+        Refused: for anything but a gradient, or a factor of 0.
+    """
+    if value.kind not in _GRADIENTS:
+        raise Refused(f"scale({value.name}): {value} was given; only gradients are scaled, and so the loss's own.")
+    if not factor.ratio:
+        raise Refused(f"scale({value.name}): the factor is 0; give zero_gradient instead.")
+    return value._replace(form=value.form.but(factor=value.form.factor * factor))
+
+
+def _want_unscaled(op: str, gradient: Spec) -> None:
+    if gradient.form.factor is not ONE:
+        raise Refused(
+            f"{op}: the gradient given is {gradient}, {gradient.form.factor} of the step's; each microbatch's loss is "
+            "weighted by its share of the step's tokens already, so what a program multiplies and divides by must "
+            "cancel."
+        )
+
+
 def _want_alike(op: str, first: Spec, spec: Spec, one: str, other: str, what: str) -> None:
+    if spec.form.factor is not first.form.factor:
+        raise Refused(f"{op}: {one} gave {first} and {other} {spec}; {ALIKE}.")
     if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
         raise Refused(f"{op}: {one} gave {first} and {other} {spec}; only {what}.")
 
@@ -195,6 +228,7 @@ def norm(layers: int, layer: int, gradient: Spec) -> Spec:
     """
     op, form = f"norm(layer {layer})", gradient.form
     _want_gradient(op, layer, gradient)
+    _want_unscaled(op, gradient)
     if missing := full_sum(form) & ~gradient.cells:
         raise Refused(
             f"{op}: {summed_text(form, missing)} missing from {gradient}; squares do not add up over microbatches. Add "
@@ -251,6 +285,7 @@ def update(
             f"{op}: {summed_text(form, missing)} {verb} missing from {gradient}; an update wants every microbatch "
             "exactly once. Add or reduce the missing gradients first."
         )
+    _want_unscaled(op, gradient)
     held = opt_state.form.holds
     for what, spec in (("gradient", gradient), ("weight", weight)):
         if spec.form.holds != held and not spec.form.holds.contains(held):

@@ -114,7 +114,7 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
 _TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
 """Kinds of value that tell which slices of its parameters a layer was computed with."""
 
-_LOCAL = frozenset({OpKind.ZERO_GRADIENT, OpKind.SLICE, OpKind.CONCATENATE})
+_LOCAL = frozenset({OpKind.SCALE, OpKind.ZERO_GRADIENT, OpKind.SLICE, OpKind.CONCATENATE})
 _LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH})
 _FREE_OF_CHARGE = _LOADS | _LOCAL | {OpKind.WAIT, OpKind.FREE}
 _ATTENTION = frozenset({"attend", "attend_backward"})

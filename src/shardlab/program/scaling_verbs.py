@@ -1,0 +1,50 @@
+"""The verbs that weigh contributions: plain calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+from shardlab.errors import Refused
+from shardlab.program.place import Place
+from shardlab.program.tape import Op, OpKind
+from shardlab.program.value import Value
+from shardlab.rules import update
+from shardlab.rules.factor import Factor, factor_of
+from shardlab.rules.pieces import mask_of
+
+
+class ScalingVerbs(Place):
+    """Gradients, and the loss's own, multiplied by numbers that are known, or cancel."""
+
+    def scale(self, value: Value, by: Factor | Fraction | int) -> Value:
+        """A gradient times a rational, or times token counts: those of `tokens`, multiplied and divided.
+
+        Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. One that
+        was scaled is summed with others that were scaled alike, and is used by an update when all factors cancel.
+        """
+        spec = self._read(value)
+        if by.__class__ is not Factor:
+            if not isinstance(by, int | Fraction) or not by:
+                self.refuse(f"scale({spec.name}): {by!r} was given; give a Fraction that is not 0, or token counts.")
+            by = factor_of(by)
+        assert isinstance(by, Factor)
+        try:
+            made = update.scale(spec, by)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.SCALE, made.layer, (value.number,), (output.number,), factor=by))
+        self._done_with(value)
+        return output
+
+    def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
+        """How many tokens of some microbatches count in the loss, as a factor (None: those of the whole step).
+
+        The number is known when a step runs; while the program is traced it is a symbol.
+        """
+        numbers = list(self.microbatches) if microbatches is None else list(microbatches)
+        if not numbers or not set(numbers) <= set(self.microbatches):
+            last = len(self.microbatches) - 1
+            self.refuse(f"tokens({numbers}): give one or more of the microbatches 0-{last}.")
+        return factor_of(1, ((mask_of(numbers), 1),))

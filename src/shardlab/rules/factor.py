@@ -1,0 +1,71 @@
+"""By what a value is multiplied: a rational, and counts of tokens that are known only when a step runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+
+from shardlab.rules.pieces import bits, listed
+
+Tokens = tuple[tuple[int, int], ...]
+"""(microbatches as a bit set, power): how often the number of their tokens is multiplied (below 0: divided by)."""
+
+
+class Factor:
+    """A product of a rational and token counts. Made by `factor_of` alone: equal factors are one object.
+
+    >>> tokens = factor_of(1, ((0b11, 1),))
+    >>> str(tokens / 2), tokens / tokens is ONE
+    ('1/2 x tokens of microbatches 0-1', True)
+    """
+
+    __slots__ = ("ratio", "tokens")
+
+    def __init__(self, ratio: Fraction, tokens: Tokens) -> None:
+        self.ratio, self.tokens = ratio, tokens
+
+    def __mul__(self, other: Factor | Fraction | int) -> Factor:
+        ratio, tokens = (other.ratio, other.tokens) if isinstance(other, Factor) else (other, ())
+        return factor_of(self.ratio * ratio, (*self.tokens, *tokens))
+
+    def __truediv__(self, other: Factor | Fraction | int) -> Factor:
+        inverse = other if isinstance(other, Factor) else factor_of(other)
+        return self * factor_of(1 / inverse.ratio, tuple([(mask, -power) for mask, power in inverse.tokens]))
+
+    def __rtruediv__(self, other: Fraction | int) -> Factor:
+        return factor_of(other) / self
+
+    __rmul__ = __mul__
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return factor_of, (self.ratio, self.tokens)
+
+    def __str__(self) -> str:
+        above = [_text(mask, power) for mask, power in self.tokens if power > 0]
+        below = [_text(mask, -power) for mask, power in self.tokens if power < 0]
+        ratio = [] if self.ratio == 1 and above else [str(self.ratio)]
+        return " / ".join([" x ".join([*ratio, *above]), *below])
+
+    __repr__ = __str__
+
+
+def _text(mask: int, power: int) -> str:
+    text = f"tokens of microbatch{'es' * (mask.bit_count() > 1)} {listed(bits(mask))}"
+    return text if power == 1 else f"({text})^{power}"
+
+
+_FACTORS: dict[tuple[Fraction, Tokens], Factor] = {}
+
+
+def factor_of(ratio: Fraction | int, tokens: Tokens = ()) -> Factor:
+    """The one factor of a rational that is not zero and powers of token counts, in any order."""
+    powers: dict[int, int] = defaultdict(int)
+    for mask, power in tokens:
+        powers[mask] += power
+    key = Fraction(ratio), tuple(sorted((mask, power) for mask, power in powers.items() if power))
+    if key not in _FACTORS:
+        _FACTORS[key] = Factor(*key)
+    return _FACTORS[key]
+
+
+ONE = factor_of(1)

@@ -1,0 +1,100 @@
+"""Programs that weigh losses and gradients: those whose means are means, and those that divide wrongly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from shardlab.program import Rank, Value
+from shardlab.rules.factor import ONE, Factor
+
+
+async def weighed(
+    rank: Rank, loss: dict[int, Factor], gradient: Factor = ONE, total: Factor = ONE, *, mean: bool = False
+) -> None:
+    """Data parallelism, a microbatch after the other.
+
+    Args:
+        loss: by what each microbatch's loss is multiplied.
+        gradient, total: by what a rank's gradient is, and the reduced one.
+        mean: whether gradients are averaged over the ranks.
+    """
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in rank.share():
+        rank.activations[0] = rank.load_batch([m])
+        for l in rank.layers:
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+        grad = scaled(rank, rank.loss(rank.activations.pop(len(rank.layers))), loss[m])
+        for l in reversed(rank.layers):
+            made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+            rank.grad_weights[l] = rank.grad_weights[l] + made if l in rank.grad_weights else made
+    for l in rank.layers:
+        mine = rank.grad_weights["mine"] = scaled(rank, rank.grad_weights.pop(l), gradient)
+        reduced = await rank.all_reduce(mine, reduction="mean" if mean else "sum")
+        rank.grad_weights[l] = scaled(rank, reduced, total)
+        del rank.grad_weights["mine"]
+    for l in rank.layers:  # each parameter's square counts once
+        part = rank.norm(l, rank.grad_weights[l])
+        rank.scalars[0] = rank.scalars[0] + part if 0 in rank.scalars else part
+    for l in rank.layers:
+        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars[0])
+        rank.weights[l], rank.opt_states[l] = made
+
+
+def scaled(rank: Rank, value: Value, factor: Factor) -> Value:
+    return value if factor is ONE else rank.scale(value, factor)
+
+
+def each(rank: Rank, factor: Factor) -> dict[int, Factor]:
+    return dict.fromkeys(rank.microbatches, factor)
+
+
+async def mean_over_ranks(rank: Rank) -> None:
+    """Each rank divides by its own microbatches; the mean over the ranks divides by the ranks."""
+    own = ONE * Fraction(len(rank.microbatches), len(rank.share()))
+    await weighed(rank, each(rank, own), mean=True)
+
+
+async def sum_of_tokens(rank: Rank) -> None:
+    """The sum over tokens is divided by their number at the very end."""
+    await weighed(rank, each(rank, rank.tokens()), total=1 / rank.tokens())
+
+
+async def means_weighted_by_tokens(rank: Rank) -> None:
+    """The mean of each microbatch is weighted by its tokens among the rank's, and that by the rank's among all."""
+    share = rank.share()
+    mean_of = {m: rank.tokens() / rank.tokens([m]) for m in share}
+    loss = {m: mean_of[m] * (rank.tokens([m]) / rank.tokens(share)) for m in share}
+    await weighed(rank, loss, rank.tokens(share) / rank.tokens())
+
+
+async def never_divided(rank: Rank) -> None:
+    await weighed(rank, each(rank, rank.tokens()))
+
+
+async def divided_twice(rank: Rank) -> None:
+    await weighed(rank, each(rank, ONE / rank.world), mean=True)
+
+
+async def a_mean_of_shares(rank: Rank) -> None:
+    await weighed(rank, each(rank, ONE), mean=True)
+
+
+async def means_of_means(rank: Rank) -> None:
+    """Every microbatch counts alike, however many tokens it has."""
+    await weighed(rank, {m: rank.tokens() / rank.tokens([m]) for m in rank.microbatches}, mean=True)
+
+
+async def divided_at_each_step(rank: Rank) -> None:
+    """The sum so far is halved whenever a gradient is added."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    for m in rank.microbatches:
+        rank.activations[0] = rank.load_batch([m])
+        grad = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+        made, _ = rank.backward(0, rank.activations.pop(0), grad, rank.weights[0])
+        so_far = rank.grad_weights[0] + made if m else made
+        rank.grad_weights[0] = rank.scale(so_far, Fraction(1, 2))
+
+
+RIGHT = (mean_over_ranks, sum_of_tokens, means_weighted_by_tokens)

@@ -1,0 +1,60 @@
+"""Factors on contributions: a mean that is one passes, whoever divides; what does not cancel is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.check import check
+from shardlab.program import Rank, Refused, Strategy, trace
+from shardlab.rules.factor import ONE, factor_of
+from tests.check import scaling_programs as programs
+from tests.program.tapes import alone, says
+from tests.support.interpreter import judge
+
+
+@pytest.mark.parametrize("program_of", programs.RIGHT)
+def test_a_mean_that_is_really_a_mean_passes(program_of: Strategy) -> None:
+    program = trace(program_of, 2, 2, 4)
+    assert check(program).backends() == ["gloo", "nccl"]
+    assert judge(program).right
+
+
+@pytest.mark.parametrize(
+    ("program_of", "ranks", "words"),
+    [
+        (programs.never_divided, 2, "tokens of microbatches 0-3 of the step's; each microbatch's loss is weighted by"),
+        (programs.divided_twice, 2, "1/4 of the step's; each microbatch's loss is weighted by its share of the step's"),
+        (programs.a_mean_of_shares, 2, "grad_weights[0] (microbatches 0-3, times 1/2), 1/2 of the step's"),
+        (programs.means_of_means, 2, "tokens of microbatches 0-3 / tokens of microbatch 1); values that are scaled by"),
+        (programs.divided_at_each_step, 1, "times 1/2) and the second value grad_weights[0] (microbatch 1); values"),
+    ],
+)
+def test_what_does_not_cancel_is_refused_with_the_factor(program_of: Strategy, ranks: int, words: str) -> None:
+    with pytest.raises(Refused) as refusal:
+        trace(program_of, ranks, 1, 4)
+    says(refusal.value, words)
+
+
+def test_factors_are_one_object_each_and_cancel() -> None:
+    tokens = factor_of(1, ((3, 1),))
+    assert tokens / tokens is ONE
+    assert 2 / tokens * tokens is factor_of(2)
+    assert str(1 / tokens) == "1 / tokens of microbatches 0-1"
+    assert str(tokens * tokens * 3) == "3 x (tokens of microbatches 0-1)^2"
+
+
+def test_only_gradients_are_scaled_and_by_what_is_not_zero() -> None:
+    def lines(by: object) -> None:
+        def scale(rank: Rank) -> None:
+            rank.scale(rank.load_weight(0) if by == 2 else rank.zero_gradient(0), by)  # type: ignore[arg-type]
+
+        alone(scale)
+
+    for by, words in (
+        (2, "weights[0] was given; only gradients are scaled"),
+        (0, "0 was given; give a Fraction that is not 0, or token counts"),
+        (0.5, "0.5 was given; give a Fraction that is not 0, or token counts"),
+    ):
+        with pytest.raises(Refused) as refusal:
+            lines(by)
+        says(refusal.value, words)
