@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any, cast
 
-from shardlab.program import Mesh, Rank, Value
+from shardlab.program import Handle, Mesh, Rank, Value
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
@@ -44,7 +44,7 @@ async def updates_as_chunks_come(rank: Rank) -> None:
             rank.weights[l, i], rank.opt_states[l, i] = rank.load_weights(l, i, 4)
         rank.weights[l] = rank.concatenate(rank.weights[l, i] for i in chunks)
     grad = forward(rank, rank.share())
-    coming = {}
+    coming: dict[tuple[int, int], Handle[Value]] = {}
     for l in reversed(rank.layers):
         rank.grad_weights[l], grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
         coming |= {(l, i): rank.all_reduce(rank.slice(rank.grad_weights[l], i, 4)) for i in chunks}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import cast
+
 import pytest
 
 from shardlab.check import check
@@ -46,7 +49,7 @@ def test_factors_are_one_object_each_and_cancel() -> None:
 def test_only_gradients_are_scaled_and_by_what_is_not_zero() -> None:
     def lines(by: object) -> None:
         def scale(rank: Rank) -> None:
-            rank.scale(rank.load_weight(0) if by == 2 else rank.zero_gradient(0), by)  # type: ignore[arg-type]
+            rank.scale(rank.load_weight(0) if by == 2 else rank.zero_gradient(0), cast(Fraction, by))
 
         alone(scale)
 

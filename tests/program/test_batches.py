@@ -56,15 +56,15 @@ def swallow(rank: Rank) -> None:
     del rank.grad_weights[0]
 
 
-@pytest.mark.parametrize(
-    ("between", "words"),
-    [
-        (swallow, "wait(handle 0) stands in a batch of messages, which are issued when its block ends; put it"),
-        (lambda rank: rank.all_reduce(rank.grad_weights[0]), "all_reduce(layer 0) on world stands in a batch"),
-        (lambda rank: rank.batch_p2p().__enter__(), "a batch of messages is open already; end its block first"),
-        (lambda rank: rank.exchange(rank.weights[0], to=1, source=1), "exchange: a batch of messages is open; send"),
-    ],
-)
+REFUSED: list[tuple[Callable[[Rank], object], str]] = [
+    (swallow, "wait(handle 0) stands in a batch of messages, which are issued when its block ends; put it"),
+    (lambda rank: rank.all_reduce(rank.grad_weights[0]), "all_reduce(layer 0) on world stands in a batch"),
+    (lambda rank: rank.batch_p2p().__enter__(), "a batch of messages is open already; end its block first"),
+    (lambda rank: rank.exchange(rank.weights[0], to=1, source=1), "exchange: a batch of messages is open; send"),
+]
+
+
+@pytest.mark.parametrize(("between", "words"), REFUSED)
 def test_a_batch_has_sends_and_receives_alone(between: Callable[[Rank], object], words: str) -> None:
     with pytest.raises(Refused) as refusal:
         trace(swap(between), 2, 1, 2)

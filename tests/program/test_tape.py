@@ -24,6 +24,7 @@ from shardlab.program import (
     trace,
 )
 from shardlab.program.rooted import want_delivered
+from shardlab.rules.factor import factor_of
 from shardlab.rules.spec import Space, form_of
 from shardlab.strategies import STRATEGIES
 from tests.program.tapes import says
@@ -60,6 +61,7 @@ CHANGES: dict[str, Any] = {
     "batch": 77,
     "root": 77,
     "reduction": Reduction.MAX,
+    "factor": st.sampled_from([None, factor_of(1), factor_of(2), factor_of(1, ((1, 1),))]),
 }
 
 
