@@ -18,7 +18,7 @@ from shardlab.cli.stretches import UNSEEN, Stretch, parts, steady_state, whole_s
 from shardlab.cli.timeline_rows import print_timeline
 from shardlab.cli.timeline_text import IDLE, MIXED, MOST, SAID, SIGNS, rank_row, unseen
 from shardlab.program import OpKind
-from shardlab.program.tape import BOOKKEEPING, COMMUNICATION
+from shardlab.program.ops import BOOKKEEPING, COMMUNICATION
 from shardlab.simulate import Event, Timeline, simulate
 from shardlab.strategies import STRATEGIES
 from tests.simulate.programs import prefetching

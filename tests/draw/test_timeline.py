@@ -17,9 +17,9 @@ from shardlab.draw import save_timeline, timeline_svg
 from shardlab.draw.canvas import Page, style
 from shardlab.draw.lanes import messages
 from shardlab.draw.memory import curve, short
-from shardlab.draw.palette import COMMUNICATION_LOOKS, FAMILIES, FORWARD, ink_on, layer_color, shade
+from shardlab.draw.palette import COLORS, FORWARD, SHADES, ink_on, layer_color, shade
 from shardlab.program import OpKind
-from shardlab.program.tape import COLLECTIVES, COMMUNICATION
+from shardlab.program.ops import COLLECTIVES, COMMUNICATION
 from shardlab.simulate import Timeline
 from shardlab.strategies import STRATEGIES
 from tests.simulate.programs import prefetching, recomputing
@@ -81,22 +81,21 @@ def test_boxes_carry_their_microbatches() -> None:
 )
 def test_each_kind_of_communication_has_its_own_colour_and_a_word_in_the_legend(name: str, kinds: set[OpKind]) -> None:
     svg = timeline_svg(timeline_of(name, 4))
-    drawn = {kind for kind in COMMUNICATION_LOOKS if COMMUNICATION_LOOKS[kind].word in texts(svg)}
+    drawn = {kind for kind in COMMUNICATION if kind.row.legend in texts(svg)}
     assert drawn == kinds
-    assert all(boxes(svg, COMMUNICATION_LOOKS[kind].color) >= 4 for kind in kinds)
+    assert all(boxes(svg, COLORS[kind.row.color]) >= 4 for kind in kinds)
 
 
 def test_every_kind_of_communication_can_be_drawn() -> None:
-    assert set(COMMUNICATION_LOOKS) == COMMUNICATION
-    assert len({look.color for look in COMMUNICATION_LOOKS.values()}) == len(COMMUNICATION)
-    assert len({COMMUNICATION_LOOKS[kind].letters for kind in COLLECTIVES}) == len(COLLECTIVES)
+    assert len({COLORS[kind.row.color] for kind in COMMUNICATION}) == len(COMMUNICATION)
+    assert len({kind.row.letters for kind in COLLECTIVES}) == len(COLLECTIVES)
 
 
 def test_every_op_that_takes_time_is_drawn() -> None:
     timeline = timeline_of("gpipe", 4, layers=8)
     svg = timeline_svg(timeline)
     sends = sum(event.kind is OpKind.SEND for events in timeline.events for event in events)
-    assert boxes(svg, COMMUNICATION_LOOKS[OpKind.SEND].color) == sends + 1  # and the legend's
+    assert boxes(svg, COLORS[OpKind.SEND.row.color]) == sends + 1  # and the legend's
 
 
 def test_recomputation_is_drawn_and_named() -> None:
@@ -186,10 +185,10 @@ def test_overlapping_communication_lies_below_the_compute_that_hides_it() -> Non
     forward = next(event for event in timeline.events[0] if event.kind is OpKind.FORWARD)
     assert any(gather.start < forward.end and gather.end > forward.start for gather in gathers[1:])
     svg = timeline_svg(timeline)
-    looks = COMMUNICATION_LOOKS[OpKind.ALL_GATHER]
+    color = COLORS[OpKind.ALL_GATHER.row.color]
     (path,) = [
         path
-        for path in re.findall(rf'<path d="([^"]*)"[^>]*style="fill: {looks.color}', svg)
+        for path in re.findall(rf'<path d="([^"]*)"[^>]*style="fill: {color}', svg)
         if path.count("z") == len(gathers) * 2
     ]
     tops = ys(path)
@@ -232,8 +231,8 @@ def test_elements_are_written_for_people(elements: int, text: str) -> None:
 
 def test_labels_can_be_read_on_every_colour() -> None:
     layers = [layer_color(layer, 16) for layer in range(16)]
-    shades = [shade(family, place / 8) for family in FAMILIES.values() for place in range(9)]
-    for color in (*layers, *shades, *(look.color for look in COMMUNICATION_LOOKS.values())):
+    shades = [shade(family, place / 8) for family in SHADES.values() for place in range(9)]
+    for color in (*layers, *shades, *COLORS.values()):
         assert contrast(color, ink_on(color)) >= 4.0, color
 
 

@@ -10,8 +10,8 @@ import torch
 from shardlab.execute.show import ACTS, BARRIER, Numbers, Shown, show_rank
 from shardlab.program import Holds, Kind, OpKind, Reduction, Sizes, Spec
 from shardlab.program.layers import rules_of
+from shardlab.program.ops import ROOTED
 from shardlab.program.rooted import Call, collective, values_of
-from shardlab.program.tape import ROOTED
 from shardlab.rules.pieces import WHOLE, bits
 from shardlab.rules.spec import Space, form_of
 from tests.support.ranks import Ranks

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardlab.check import Checked, check
 from shardlab.program import OpKind, UserError, trace
+from shardlab.program.ops import COMMUNICATION
 from shardlab.program.record import MemoryRecord, Moments, RankRecord, StepRecord
-from shardlab.program.tape import COMMUNICATION
 from shardlab.simulate import simulate
 from shardlab.simulate.compare import compare
 from shardlab.simulate.exposed import covered, rank_times

@@ -6,9 +6,8 @@ import pytest
 
 from shardlab.check import check
 from shardlab.draw import timeline_svg
-from shardlab.draw.palette import COMMUNICATION_LOOKS
 from shardlab.program import OpKind, Rank, trace
-from shardlab.program.tape import ROOTED
+from shardlab.program.ops import ROOTED
 from shardlab.simulate import UNIT_COSTS, traffic
 from tests.simulate.runs import event, run
 from tests.train.rooted_programs import by_root, by_root_mesh, parameter_server
@@ -72,5 +71,5 @@ def test_every_one_of_them_is_drawn_with_its_root() -> None:
     timeline = run(by_root, by_root_mesh(4), 1, 4)
     svg = timeline_svg(timeline, "by root")
     for kind in KINDS:
-        assert f">{COMMUNICATION_LOOKS[kind].word}<" in svg
-    assert f">{COMMUNICATION_LOOKS[OpKind.BROADCAST].letters}1<" in svg
+        assert f">{kind.row.legend}<" in svg
+    assert f">{OpKind.BROADCAST.row.letters}1<" in svg

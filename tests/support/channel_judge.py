@@ -13,7 +13,7 @@ from random import Random
 
 from shardlab.check import ChannelModel
 from shardlab.program import Op, OpKind, Program
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 
 QUEUES = (ChannelModel.QUEUED_PER_PAIR, ChannelModel.QUEUED)
 

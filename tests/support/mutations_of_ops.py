@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardlab.program import Holds, Op, OpKind, Program
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 from tests.support.mutating import changed, fresh_number, moved, mutation, places, renamed, with_tape
 
 

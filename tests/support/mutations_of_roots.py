@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardlab.program import Op, OpKind, Program, Reduction
-from shardlab.program.tape import COLLECTIVES, ROOT_GIVES, ROOTED
+from shardlab.program.ops import COLLECTIVES, ROOT_GIVES, ROOTED
 from tests.support.mutating import changed, fresh_number, mutation, places, wait_of, with_tape
 from tests.support.mutations_of_collectives import meetings
 

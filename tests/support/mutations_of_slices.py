@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from shardlab.program import LayerKind, Op, OpKind, Program
-from shardlab.program.tape import COLLECTIVES
+from shardlab.program.ops import COLLECTIVES
 from tests.support.mutating import changed, fresh_number, mutation, places, renamed, with_tape
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")

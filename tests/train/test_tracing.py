@@ -19,7 +19,7 @@ from shardlab.cli import main
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import OpKind
-from shardlab.program.tape import COLLECTIVES, COMMUNICATION
+from shardlab.program.ops import COLLECTIVES, COMMUNICATION
 from shardlab.simulate import Event, live_memory
 from shardlab.simulate.measured import Measured
 from shardlab.simulate.spans import communicator

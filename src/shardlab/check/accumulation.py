@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from shardlab.program import Op, OpKind
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
-WRITING = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.ALL_REDUCE, OpKind.REDUCE})
+WRITING = frozenset(kind for kind in OpKind if kind.row.in_place)
 """Ops that may write over what they read."""
 
 

@@ -12,8 +12,8 @@ from shardlab.check.checked import Meeting, Member
 from shardlab.check.rank_state import RankState
 from shardlab.program import Group, Message, Op, OpKind, Refused, Spec, rooted
 from shardlab.program.mesh import group_of
+from shardlab.program.ops import COLLECTIVES
 from shardlab.program.rooted import Call, said
-from shardlab.program.tape import COLLECTIVES
 from shardlab.program.waiting import Wait
 
 

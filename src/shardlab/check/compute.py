@@ -87,7 +87,7 @@ def add(state: RankState, op: Op) -> None:
 
 
 def update(state: RankState, op: Op) -> None:
-    _, weight, opt_state, *norms = op[2]
+    norms = op[2][3:]
     new_weight, new_state = op[3]
     live = state.live
     made = state.rules.update(op[1], [live[number] for number in op[2]], state.trained)
@@ -96,7 +96,7 @@ def update(state: RankState, op: Op) -> None:
     if state.clips is not None and state.clips != bool(norms):
         state.refuse(f"{op}: some updates of this rank are given the gradient's norm and some are not; give it to all.")
     state.clips = bool(norms)
-    for number in (weight, opt_state):
+    for number in (op[2][place] for place in OpKind.UPDATE.row.ends):
         if state.reading.get(number):
             state.refuse(f"{op}: {live[number]} is still read by a communication in flight; wait for it.")
         del live[number]

@@ -15,7 +15,7 @@ from shardlab.check.compute import COMPUTE_RULES, Rule
 from shardlab.check.ending import check_coverage, check_rank_ending, trained_layers
 from shardlab.check.rank_state import RankState
 from shardlab.program import Deadlock, Op, OpKind, Program, Refused
-from shardlab.program.tape import ARITIES
+from shardlab.program.ops import COMMUNICATION
 from shardlab.program.waiting import explain
 from shardlab.rules.kind import ROW_KINDS
 
@@ -76,7 +76,7 @@ class Dataflow:
             kind = op[0]
             if kind is FREE:  # half of all entries, so its rule stands here
                 if len(op[2]) != 1 or op[3]:
-                    _refuse_arity(state, op)
+                    _refuse_shape(state, op)
                 number = op[2][0]
                 spec = live[number]
                 if reading.get(number):
@@ -86,8 +86,8 @@ class Dataflow:
                     state.saved_of.pop(number, None)
                     state.half_of.pop(number, None)
             elif kind is not WAIT:
-                if (kind, len(op[2]), len(op[3])) not in ARITIES and not _concatenates(op):
-                    _refuse_arity(state, op)
+                if (kind, len(op[2]), len(op[3]), op[4] >= 0) not in SHAPES and not _takes_any(op):
+                    _refuse_shape(state, op)
                 rules[kind](state, op)
             elif op[4] in arrived:
                 self.communication.arrive(state, op)
@@ -101,12 +101,27 @@ class Dataflow:
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
+SHAPES = frozenset(
+    (kind, reads, makes, handle)
+    for kind in OpKind
+    for reads in kind.row.inputs
+    for makes in kind.row.outputs
+    for handle in ((False, True) if kind in COMMUNICATION else (False,))
+)
+"""(op, values that it reads, values that it makes, whether it has a handle) for each way in which an op may be called.
 
-def _concatenates(op: Op) -> bool:
-    """Whether an op puts any number of pieces together."""
-    return op.kind is OpKind.CONCATENATE and len(op.inputs) > 0 and len(op.outputs) == 1
+A communication without a handle is refused where it is issued.
+"""
 
 
-def _refuse_arity(state: RankState, op: Op) -> NoReturn:
-    """An op that reads or makes another number of values than its kind does."""
+def _takes_any(op: Op) -> bool:
+    """Whether an op is rightly given any number of values."""
+    row = op.kind.row
+    return not row.inputs and len(op.inputs) > 0 and len(op.outputs) in row.outputs and op.handle < 0
+
+
+def _refuse_shape(state: RankState, op: Op) -> NoReturn:
+    """An op that reads or makes another number of values than its kind does, or has a handle and is not under way."""
+    if op.handle >= 0 and op.kind not in COMMUNICATION:
+        state.refuse(f"{op}: has handle {op.handle}, but only a collective or a message has one; leave it out.")
     state.refuse(f"{op.kind.value}: has {len(op.inputs)} inputs and {len(op.outputs)} outputs, which it never has.")

@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from shardlab.check.views import ends_of, last_ends, roots_of
 from shardlab.program import Holds, Kind, Op, OpKind, Refused, Spec
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import bits, common, listed
 
 Key = tuple[int, Holds]
 """(layer, slices) of a loaded weight: the name of the memory that keeps it."""
-
-_SUMS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE})
 
 
 class Kept:
@@ -50,7 +48,8 @@ class Kept:
                     key = (form.layer, form.holds)
                     if key in number_of:
                         self.final[number] = key
-                        if op[0] in COMMUNICATION and op[0] not in _SUMS and last.get(number_of[key], at) < at:
+                        moves = op[0] in COMMUNICATION and not op[0].row.in_place
+                        if moves and last.get(number_of[key], at) < at:
                             self.arrives.add(number)
 
     def owner(self, layer: int, holds: Holds) -> Key | None:

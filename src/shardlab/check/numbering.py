@@ -9,15 +9,13 @@ from functools import partial
 from shardlab.check.checked import Checked, Meeting
 from shardlab.check.numbers import Numbers, positions
 from shardlab.program import Op, OpKind, Spec
-from shardlab.program.rooted import GATHERS
-from shardlab.program.tape import COMMUNICATION, ROOT_GIVES
+from shardlab.program.ops import COMMUNICATION, POINT_TO_POINT, ROOT_GIVES, Combine
 from shardlab.rules.kind import ROW_KINDS, Reduction
 
 ATOMIC = frozenset({"layer", "lookup", "mix", "combine", "dispatch"})
 """Primitives whose backward pass may add with atomics on a GPU, in no fixed order: embeddings, attention, routing."""
 
-_BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
-_ONE_GIVES = ROOT_GIVES | {OpKind.SEND, OpKind.RECV}
+_ONE_GIVES = ROOT_GIVES | POINT_TO_POINT
 
 
 class Numbering:
@@ -99,7 +97,7 @@ class Numbering:
             live[outputs[0]] = self.numbers.of(what)
             return
         what += (specs[inputs[0]][1], *[specs[number][0] for number in inputs])
-        if kind is OpKind.ATTEND_BACKWARD or (kind in _BACKWARD and layer in self._atomic):
+        if kind is OpKind.ATTEND_BACKWARD or (kind.row.saved >= 0 and layer in self._atomic):
             what += (rank, outputs[0])
         for number in outputs:
             live[number] = self.numbers.of((*what, specs[number][0]), given)
@@ -132,7 +130,7 @@ class Numbering:
             return given[0]
         specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in meeting.members]
         first = specs[0]
-        if op.kind in GATHERS or op.kind is OpKind.ALL_TO_ALL:
+        if op.kind.row.combines is Combine.UNION or op.kind is OpKind.ALL_TO_ALL:
             return self._gathered(op, specs, given)
         if len(given) == 2 and op.reduction is Reduction.SUM:
             return numbers.element_wise(numbers.sum, given, positions(first))

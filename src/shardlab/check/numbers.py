@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from shardlab.program import Holds, OpKind, Spec
+from shardlab.program.ops import Combine
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import common
 
 Key = tuple[tuple[object, ...], tuple[int, ...]]
 """How a value was computed: what was done, and the numbers that it was done to."""
 
-SUMS = frozenset({OpKind.ADD, OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE})
+SUMS = frozenset(kind for kind in OpKind if kind.row.combines is Combine.SUM)
 """What begins the key of a sum."""
 
 

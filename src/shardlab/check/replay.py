@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from shardlab.check.checked import ChannelModel, Meeting
 from shardlab.program import OpKind, Program
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 from shardlab.program.waiting import Wait, explain
 
 EXCHANGES = "exchanges"

@@ -8,11 +8,12 @@ from fractions import Fraction
 
 from shardlab.check.checked import Meeting
 from shardlab.program import Kind, Op, OpKind, Program, Spec
+from shardlab.program.ops import Combine
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
 from shardlab.rules.spec import share_of
 
-FORWARDS = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE})
+FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
 LOCAL = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.CONCATENATE})
 LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 
@@ -32,7 +33,7 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
             why = "an optimizer state stays where it was loaded; load it where it is updated"
         elif spec.kind is Kind.GRAD_ACTIVATION and spec.layer == 0:
             why = f"the model's input is tokens, which have no gradient; do not communicate {spec}"
-        elif op.kind in (OpKind.ALL_GATHER, OpKind.GATHER):
+        elif op.kind.row.combines is Combine.UNION:
             why = _no_gather([specs[m.rank][program.tapes[m.rank][m.op].inputs[0]] for m in meeting.members])
         if why is not None:
             return f"rank {rank}, op {at} {op}: {why}."

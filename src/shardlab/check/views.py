@@ -23,10 +23,8 @@ def ends_of(tape: Sequence[Op]) -> dict[int, int]:
     """Each value that ends, and the index of the op that ends it."""
     ends: dict[int, int] = {}
     for at, op in enumerate(tape):
-        if op[0] is OpKind.FREE:
-            ends[op[2][0]] = at
-        elif op[0] is OpKind.UPDATE:
-            ends[op[2][1]] = ends[op[2][2]] = at
+        for place in op[0].row.ends:
+            ends[op[2][place]] = at
     return ends
 
 

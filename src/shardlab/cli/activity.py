@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.program import OpKind
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 from shardlab.simulate import Event
 
 Array = NDArray[np.float64]

@@ -12,7 +12,7 @@ from shardlab.check import ChannelModel, Checked
 from shardlab.cli.console import stdout_console
 from shardlab.cli.timeline_rows import print_timeline
 from shardlab.program import LayerKind
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import counted, listed
 from shardlab.simulate import Timeline, bubble
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardlab.cli.activity import Activity
 from shardlab.cli.timeline_text import unseen
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 from shardlab.simulate import Event
 
 UNSEEN = 0.15

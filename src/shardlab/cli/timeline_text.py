@@ -9,37 +9,32 @@ from rich.text import Text
 
 from shardlab.cli.activity import Activity, Shares
 from shardlab.program import OpKind
+from shardlab.program.ops import BOOKKEEPING, Color
 
-SIGNS = {
-    OpKind.FORWARD: ("F", "dodger_blue2"),
-    OpKind.RECOMPUTE: ("R", "dodger_blue2"),
-    OpKind.BACKWARD: ("B", "dark_orange"),
-    OpKind.BACKWARD_INPUT: ("I", "dark_cyan"),
-    OpKind.BACKWARD_WEIGHT: ("W", "green"),
-    OpKind.ATTEND: ("A", "dodger_blue2"),
-    OpKind.ATTEND_BACKWARD: ("G", "dark_orange"),
-    OpKind.LOSS: ("L", "bold"),
-    OpKind.LOSS_STATS: ("T", "bold"),
-    OpKind.ADD: ("S", "bold"),
-    OpKind.NORM: ("N", "bold"),
-    OpKind.SCALE: ("M", "bold"),
-    OpKind.CONCATENATE: ("C", "bold"),
-    OpKind.UPDATE: ("U", "bold"),
-    OpKind.LOAD_BATCH: ("D", "dim"),
-    OpKind.LOAD_WEIGHT: ("Y", "dim"),
-    OpKind.LOAD_OPT_STATE: ("Z", "dim"),
-    OpKind.ALL_GATHER: ("+", "yellow"),
-    OpKind.REDUCE_SCATTER: ("/", "magenta"),
-    OpKind.ALL_REDUCE: ("=", "red"),
-    OpKind.ALL_TO_ALL: ("x", "cyan"),
-    OpKind.BROADCAST: ("*", "yellow"),
-    OpKind.SCATTER: (":", "magenta"),
-    OpKind.GATHER: ("&", "yellow"),
-    OpKind.REDUCE: ("-", "red"),
-    OpKind.BARRIER: ("|", "dim"),
-    OpKind.SEND: (">", "yellow"),
-    OpKind.RECV: ("<", "magenta"),
+STYLES: dict[Color, str] = {
+    "blue": "dodger_blue2",
+    "light blue": "dodger_blue2",
+    "orange": "dark_orange",
+    "teal": "dark_cyan",
+    "green": "green",
+    "black": "bold",
+    "brown": "bold",
+    "grey": "bold",
+    "light grey": "dim",
+    "yellow": "yellow",
+    "magenta": "magenta",
+    "red": "red",
+    "violet": "cyan",
+    "lilac": "yellow",
+    "pink": "magenta",
+    "cream": "yellow",
+    "rose": "red",
+    "slate": "yellow",
+    "light slate": "magenta",
 }
+"""The colours that ops name, as a terminal has them; signs tell those apart that have one style."""
+
+SIGNS = {kind: (kind.row.sign, STYLES[kind.row.color]) for kind in OpKind if kind not in BOOKKEEPING}
 """Capital letters are compute, and small ones compute beside communication; other signs are communication."""
 
 IDLE, MIXED = ".", "~"

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 
 from shardlab.draw.canvas import FAINT, Page
 from shardlab.draw.lanes import Panel, draw_lanes
-from shardlab.draw.palette import FAMILIES
 from shardlab.draw.rows import spaced
 from shardlab.draw.spans import Detail, passes
 from shardlab.program import OpKind
@@ -32,10 +31,7 @@ def close_up_of(panel: Panel, width: float) -> Panel | None:
         return None
     forwards = [s.end - s.start for row in panel.rows for kind, s in passes(row, panel.looks) if kind is OpKind.FORWARD]
     last = [max((e.start for e in row.events if e.kind is OpKind.FORWARD), default=0.0) for row in panel.rows]
-    first = [
-        min((e.start for e in row.events if e.kind in FAMILIES and "backward" in e.kind.value), default=panel.end)
-        for row in panel.rows
-    ]
+    first = [min((e.start for e in row.events if "backward" in e.kind.value), default=panel.end) for row in panel.rows]
     middle = (min(last) + max(first)) / 2 if max(first) < min(last) else panel.end / 2
     half = min(panel.end, width * 72 / PASS * median(forwards)) / 2
     start = max(0.0, min(panel.end - 2 * half, middle - half))

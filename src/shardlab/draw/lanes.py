@@ -15,7 +15,7 @@ from matplotlib.path import Path
 
 from shardlab.draw.canvas import FAINT, IDLE, Box, Page, fill, fitting
 from shardlab.draw.looks import Looks
-from shardlab.draw.palette import COMMUNICATION_LOOKS, LOSS, ink_on
+from shardlab.draw.palette import LOSS, ink_on
 from shardlab.draw.rows import Row, row_name
 from shardlab.draw.spans import Detail, Span, detail_of, tracks
 from shardlab.program import OpKind
@@ -149,7 +149,7 @@ def _letters(panel: Panel, row: Row, event: Event) -> str:
     """The letters of a communication, with its peer or root where the row is one rank's."""
     op = panel.timeline.program.tapes[event.rank][event.op]
     peer = max(op.peer, op.root) if len(row.ranks) == 1 else -1
-    return COMMUNICATION_LOOKS[event.kind].letters + (str(peer) if peer >= 0 else "")
+    return event.kind.row.letters + (str(peer) if peer >= 0 else "")
 
 
 def _draw_messages(axes: Axes, panel: Panel) -> None:

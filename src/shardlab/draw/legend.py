@@ -11,9 +11,10 @@ from typing import NamedTuple
 from shardlab.draw.canvas import FAINT, IDLE, Box, Page, fill
 from shardlab.draw.lanes import STRIPE, Panel
 from shardlab.draw.looks import Looks
-from shardlab.draw.palette import COMMUNICATION_LOOKS, FORWARD, LOSS, OTHER, UPDATE, ink_on
+from shardlab.draw.palette import COLORS, FORWARD, LOSS, OTHER, ink_on
 from shardlab.draw.spans import Detail
 from shardlab.program import OpKind
+from shardlab.program.ops import COMMUNICATION
 from shardlab.simulate import Event
 
 SIZE = 8.0
@@ -34,14 +35,15 @@ class Item(NamedTuple):
 def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
     """List what occurs in these panels, in the usual order; `numbered` if boxes name their microbatches."""
     looks = panels[0].looks
-    seen = {event.kind: event for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
-    items = [Item(text, _swatch(looks, kind)) for kind, text in COMPUTE.items() if kind in seen]
-    other = [kind for kind in seen if kind not in COMPUTE and kind not in COMMUNICATION_LOOKS]
+    drawn = {event.kind for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
+    seen = [kind for kind in USUAL if kind in drawn]
+    other = [kind for kind in seen if kind not in COMMUNICATION and COLORS.get(kind.row.color) == OTHER]
+    compute = [kind for kind in seen if kind not in COMMUNICATION and kind not in other]
+    items = [Item(kind.row.legend, _swatch(looks, kind)) for kind in compute]
     if other:
-        items.append(Item(", ".join(sorted(OTHERS.get(kind, kind.value) for kind in other)), _plain(OTHER)))
-    for kind, look in COMMUNICATION_LOOKS.items():
-        if kind in seen:
-            items.append(Item(look.word, _plain(look.color, letters=look.letters)))
+        items.append(Item(", ".join(sorted(kind.row.legend for kind in other)), _plain(OTHER)))
+    for row in [kind.row for kind in seen if kind in COMMUNICATION]:
+        items.append(Item(row.legend, _plain(COLORS[row.color], letters=row.letters)))
     items += _places(looks)
     if any(panel.detail is not Detail.OPS for panel in panels):
         items.append(Item("height: share of the time", _share))
@@ -59,26 +61,8 @@ def _is_drawn(event: Event) -> bool:
     return event.end > event.start or event.kind is OpKind.LOSS
 
 
-COMPUTE = {
-    OpKind.FORWARD: "forward",
-    OpKind.LOSS: "loss",
-    OpKind.RECOMPUTE: "recompute",
-    OpKind.BACKWARD: "backward",
-    OpKind.BACKWARD_INPUT: "backward: input gradient",
-    OpKind.BACKWARD_WEIGHT: "backward: weight gradient",
-    OpKind.ATTEND: "attention between slices",
-    OpKind.ATTEND_BACKWARD: "its backward",
-    OpKind.UPDATE: "update",
-}
-"""Compute by its word, as it is usually met."""
-
-OTHERS = {
-    OpKind.ADD: "sum of gradients",
-    OpKind.NORM: "norm of the gradient",
-    OpKind.SCALE: "scaling",
-    OpKind.CONCATENATE: "concatenation",
-    OpKind.LOSS_STATS: "statistics of the loss",
-}
+USUAL = sorted(OpKind, key=lambda kind: (kind is not OpKind.FORWARD, kind is not OpKind.LOSS))
+"""Ops as they are usually met: as in their table, but the loss, which ends the forward passes, after these."""
 
 
 def flow(items: list[Item], width: float) -> list[list[Item]]:
@@ -123,8 +107,8 @@ def _swatch(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
     """A box as it is usually met: of the first chunk, or of a layer in the middle."""
     if kind is OpKind.LOSS:
         return _loss
-    if kind is OpKind.UPDATE:
-        return _plain(UPDATE)
+    if not kind.row.part_of:
+        return _plain(COLORS[kind.row.color])
     place = 0 if looks.chunks and looks.by == "pass" else looks.layers // 2
     look = looks.compute_paint(kind, place)
 

@@ -7,12 +7,10 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from shardlab.draw.chunks import chunks_of, model_layer, model_layers
-from shardlab.draw.palette import COMMUNICATION_LOOKS, FAMILIES, LOSS, OTHER, UPDATE, layer_color, pale, shade
+from shardlab.draw.palette import BACKWARD_INPUT, BACKWARD_WEIGHT, COLORS, FORWARD, SHADES, layer_color, pale, shade
 from shardlab.program import OpKind
 from shardlab.program.picture import ColorBy
 from shardlab.simulate import Event, Timeline
-
-HATCHES = {OpKind.RECOMPUTE: "////", OpKind.ATTEND: "....", OpKind.ATTEND_BACKWARD: "...."}
 
 
 class Paint(NamedTuple):
@@ -53,23 +51,22 @@ class Looks:
 
     def paint(self, event: Event) -> Paint:
         """The look of an event's box."""
-        if event.kind in COMMUNICATION_LOOKS:
-            return Paint(COMMUNICATION_LOOKS[event.kind].color)
-        if event.kind not in FAMILIES:
-            return Paint({OpKind.UPDATE: UPDATE, OpKind.LOSS: LOSS}.get(event.kind, OTHER))
+        row = event.kind.row
+        if not row.part_of:
+            return Paint(COLORS[row.color])
         if self.by == "layer" or not self.chunks:
             return self.compute_paint(event.kind, self._layer_of(event.layer))
         return self.compute_paint(event.kind, self.chunk(event))
 
     def _compute_paint(self, kind: OpKind, place: int) -> Paint:
         """The look of a pass through a layer of the model, or through a chunk of a pipeline's rank."""
-        hatch = HATCHES.get(kind, "")
+        hatch, family = kind.row.hatch, SHADES[kind.row.color]
         if self.by == "pass":
             of = self.chunks or self.layers
-            return Paint(shade(FAMILIES[kind], place / (of - 1) if of > 1 else 0.2), hatch)
+            return Paint(shade(family, place / (of - 1) if of > 1 else 0.2), hatch)
         color = layer_color(place, self.layers)
-        if kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND):
+        if family is FORWARD:
             return Paint(color, hatch)
-        top = color if kind is not OpKind.BACKWARD_WEIGHT else ""
-        bottom = color if kind is not OpKind.BACKWARD_INPUT else ""
+        top = color if family is not BACKWARD_WEIGHT else ""
+        bottom = color if family is not BACKWARD_INPUT else ""
         return Paint(pale(color), hatch, top, bottom)

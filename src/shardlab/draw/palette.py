@@ -1,21 +1,17 @@
-"""Colours and letters of every op.
+"""The colours that ops name (see `shardlab.program.ops`), as they are drawn.
 
-Passes have the colours of the field's figures (Qi et al. 2023, arXiv 2401.10241): forward blue, input gradient teal,
-weight gradient green, full backward orange. Layers take the viridis map, which keeps its order for every kind of colour
-vision. Communication has the other colours, and letters besides.
+Layers take the viridis map, which keeps its order for every kind of colour vision.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
-from shardlab.program import OpKind
+from shardlab.program.ops import Color
 
-UPDATE = "#24292f"
 LOSS = "#9a6700"
 PEAK = "#d55e00"
 OTHER = "#8c959f"
@@ -29,40 +25,32 @@ BACKWARD: Family = ("#e0761b", "#fad0a0")
 BACKWARD_INPUT: Family = ("#10908f", "#98dcd6")
 BACKWARD_WEIGHT: Family = ("#5d9c1f", "#c5e39a")
 
-FAMILIES = {
-    OpKind.FORWARD: FORWARD,
-    OpKind.RECOMPUTE: FORWARD,
-    OpKind.ATTEND: FORWARD,
-    OpKind.BACKWARD: BACKWARD,
-    OpKind.ATTEND_BACKWARD: BACKWARD,
-    OpKind.BACKWARD_INPUT: BACKWARD_INPUT,
-    OpKind.BACKWARD_WEIGHT: BACKWARD_WEIGHT,
+SHADES: dict[Color, Family] = {
+    "blue": FORWARD,
+    "light blue": FORWARD,
+    "orange": BACKWARD,
+    "teal": BACKWARD_INPUT,
+    "green": BACKWARD_WEIGHT,
 }
-"""The passes."""
+"""The passes' colours."""
 
-
-@dataclass(frozen=True)
-class Look:
-    """A look of a communication: its colour, the letters on it and the word for it in the legend."""
-
-    color: str
-    letters: str
-    word: str
-
-
-COMMUNICATION_LOOKS = {
-    OpKind.ALL_GATHER: Look("#f2c811", "AG", "all-gather"),
-    OpKind.REDUCE_SCATTER: Look("#c763a5", "RS", "reduce-scatter"),
-    OpKind.ALL_REDUCE: Look("#b3243f", "AR", "all-reduce"),
-    OpKind.ALL_TO_ALL: Look("#8a63c7", "AA", "all-to-all"),
-    OpKind.BROADCAST: Look("#c3b1e1", "BC", "broadcast"),
-    OpKind.SCATTER: Look("#ecc3de", "SC", "scatter"),
-    OpKind.GATHER: Look("#f8e79b", "GA", "gather"),
-    OpKind.REDUCE: Look("#dc98a3", "RE", "reduce"),
-    OpKind.BARRIER: Look("#8c959f", "‖", "barrier"),
-    OpKind.SEND: Look("#57606a", "→", "send"),
-    OpKind.RECV: Look("#a4adb6", "←", "receive"),
+COLORS: dict[Color, str] = {
+    "black": "#24292f",
+    "brown": LOSS,
+    "grey": OTHER,
+    "light grey": OTHER,
+    "yellow": "#f2c811",
+    "magenta": "#c763a5",
+    "red": "#b3243f",
+    "violet": "#8a63c7",
+    "lilac": "#c3b1e1",
+    "pink": "#ecc3de",
+    "cream": "#f8e79b",
+    "rose": "#dc98a3",
+    "slate": "#57606a",
+    "light slate": "#a4adb6",
 }
+"""The colours of all other ops."""
 
 
 @cache

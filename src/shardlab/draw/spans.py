@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shardlab.draw.looks import Looks, Paint
-from shardlab.draw.palette import COMMUNICATION_LOOKS, FAMILIES
 from shardlab.draw.rows import Row, spaced
 from shardlab.program import OpKind
+from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import bits, listed
 from shardlab.simulate import Event
 
@@ -109,7 +109,7 @@ def _ops(row: Row, looks: Looks, letters: Callable[[Row, Event], str]) -> Track:
     for event in row.events:
         if event.end <= event.start or event.kind is OpKind.LOSS:
             continue
-        talks = event.kind in COMMUNICATION_LOOKS
+        talks = event.kind in COMMUNICATION
         text = letters(row, event) if talks else _microbatches(event)
         span = Span(event.start, event.end, ((looks.paint(event), 1.0),), text)
         (track.communication if talks else track.compute).append(span)
@@ -117,20 +117,15 @@ def _ops(row: Row, looks: Looks, letters: Callable[[Row, Event], str]) -> Track:
 
 
 def _microbatches(event: Event) -> str:
-    return listed(bits(event.microbatches)) if event.kind in FAMILIES else ""
+    return listed(bits(event.microbatches)) if event.kind.row.part_of else ""
 
 
 def _losses(row: Row) -> list[tuple[float, float]]:
     return [(event.start, event.end) for event in row.events if event.kind is OpKind.LOSS]
 
 
-_DIRECTIONS = {
-    OpKind.ATTEND: OpKind.FORWARD,
-    OpKind.RECOMPUTE: OpKind.BACKWARD,
-    OpKind.ATTEND_BACKWARD: OpKind.BACKWARD,
-    OpKind.BACKWARD_INPUT: OpKind.BACKWARD,
-}
-"""Ops that belong to a pass of another kind: to recompute a layer is part of its backward pass."""
+_PASS = {kind: OpKind(kind.row.part_of or kind.value) for kind in OpKind}
+"""The pass that an op belongs to, or the op itself: to recompute a layer is part of its backward pass."""
 
 
 def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
@@ -141,15 +136,15 @@ def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
 
     def end() -> None:
         if run:
-            found.append((_DIRECTIONS.get(run[0].kind, run[0].kind), _joined(run, looks, _microbatches(run[0]))))
+            found.append((_PASS[run[0].kind], _joined(run, looks, _microbatches(run[0]))))
             run.clear()
 
     for event in row.events:
-        if event.kind in COMMUNICATION_LOOKS or event.kind is OpKind.LOSS or event.end <= event.start:
+        if event.kind in COMMUNICATION or event.kind is OpKind.LOSS or event.end <= event.start:
             continue
         if event.kind is not OpKind.ADD or not run:
-            is_pass = event.kind in FAMILIES
-            key = _DIRECTIONS.get(event.kind, event.kind), is_pass and (event.microbatches, looks.chunk(event))
+            is_pass = bool(event.kind.row.part_of)
+            key = _PASS[event.kind], is_pass and (event.microbatches, looks.chunk(event))
             if key != of:
                 end()
             of = key
@@ -172,7 +167,7 @@ def _near(row: Row, looks: Looks, gap: float) -> list[Span]:
     spans: list[Span] = []
     run: list[Event] = []
     until = 0.0
-    events = [e for e in row.events if e.kind in COMMUNICATION_LOOKS and e.end > e.start]
+    events = [e for e in row.events if e.kind in COMMUNICATION and e.end > e.start]
     for event in sorted(events, key=lambda event: event.start):
         if run and event.start > until + gap:
             spans.append(_joined(run, looks))
@@ -195,7 +190,7 @@ def _shares(row: Row, looks: Looks, edges: np.ndarray) -> Track:
     busy: dict[bool, dict[Paint, list[Event]]] = {True: defaultdict(list), False: defaultdict(list)}
     for event in row.events:
         if event.end > event.start:
-            busy[event.kind in COMMUNICATION_LOOKS][looks.paint(event)].append(event)
+            busy[event.kind in COMMUNICATION][looks.paint(event)].append(event)
     return Track(_cells(busy[False], edges), _cells(busy[True], edges), [])
 
 

@@ -16,7 +16,6 @@ from shardlab.draw.lanes import Panel, draw_lanes
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
 from shardlab.draw.looks import Looks
 from shardlab.draw.memory import draw_memory, key_width
-from shardlab.draw.palette import FAMILIES
 from shardlab.draw.rows import MOST_ROWS, Row, row_name, rows_of, spaced
 from shardlab.program.files import write_whole
 from shardlab.program.picture import ColorBy
@@ -103,5 +102,5 @@ def left_of(timeline: Timeline, rows: Sequence[Row]) -> float:
 
 def _plot_width(timeline: Timeline) -> float:
     """Inches: wide enough that the shortest pass can carry its label, within reason."""
-    passes = [e.end - e.start for events in timeline.events for e in events if e.kind in FAMILIES and e.end > e.start]
+    passes = [e.end - e.start for events in timeline.events for e in events if e.kind.row.part_of and e.end > e.start]
     return max(8.0, min(15.0, 0.16 * timeline.end / min(passes))) if passes else 8.0

@@ -22,6 +22,7 @@ from shardlab.draw.memory import curve
 from shardlab.draw.rows import rank_name
 from shardlab.program import Op, OpKind
 from shardlab.program.files import whole_file
+from shardlab.program.ops import Color
 from shardlab.rules.pieces import bits, listed
 from shardlab.simulate import Event, Timeline
 from shardlab.simulate.counters import Counter
@@ -31,18 +32,16 @@ NANO = 1e9
 """Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""
 
 
-COLORS = {
-    OpKind.FORWARD: "rail_response",
-    OpKind.RECOMPUTE: "thread_state_runnable",
-    OpKind.BACKWARD: "rail_idle",
-    OpKind.BACKWARD_INPUT: "background_memory_dump",
-    OpKind.BACKWARD_WEIGHT: "rail_load",
-    OpKind.ATTEND: "rail_response",
-    OpKind.ATTEND_BACKWARD: "rail_idle",
-    OpKind.UPDATE: "black",
+COLORS: dict[Color, str] = {
+    "blue": "rail_response",
+    "light blue": "thread_state_runnable",
+    "orange": "rail_idle",
+    "teal": "background_memory_dump",
+    "green": "rail_load",
+    "black": "black",
 }
-"""The passes' colours among those that Chrome's viewer has names for (catapult's color_scheme.html): blue, pale blue,
-orange, teal and green."""
+"""The colours among those that Chrome's viewer has names for (catapult's color_scheme.html); the other ops take its
+own."""
 
 Shown = tuple[Timeline, Sequence[Counter] | None]
 """What happened when, and for each row its memory by category; None to show memory as one number."""
@@ -134,7 +133,8 @@ def _complete(event: Event, span: Span, layer: int) -> dict[str, Any]:
         name += f" {args['microbatches']}"
     if event.layer >= 0:
         name += f" (layer {layer})"
-    color = {"cname": COLORS[event.kind]} if event.kind in COLORS else {}
+    named = event.kind.row.color
+    color = {"cname": COLORS[named]} if named in COLORS else {}
     return {
         **color,
         "ph": "X",

@@ -9,7 +9,7 @@ from shardlab.check.accumulation import InPlace
 from shardlab.check.kept import Kept
 from shardlab.check.views import ends_of, last_ends, roots_of
 from shardlab.program import Kind, OpKind
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.kind import AUTOGRAD_KINDS
 
 _BUFFERED = COMMUNICATION | {OpKind.CONCATENATE}

@@ -15,8 +15,8 @@ from shardlab.execute.compute import Instruction
 from shardlab.execute.executor import Executor
 from shardlab.execute.stopwatch import Read, stopwatch_for
 from shardlab.program import Op
+from shardlab.program.ops import COMMUNICATION
 from shardlab.program.record import Moments, StepRecord
-from shardlab.program.tape import COMMUNICATION
 
 
 class Recorder:

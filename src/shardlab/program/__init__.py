@@ -3,9 +3,10 @@
 from shardlab.errors import Deadlock, Refused, UserError
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import AXES, Group, Mesh
+from shardlab.program.ops import OpKind
 from shardlab.program.rank import Rank
 from shardlab.program.sizes import LayerKind, Sizes
-from shardlab.program.tape import Message, Op, OpKind, Program
+from shardlab.program.tape import Message, Op, Program
 from shardlab.program.value import Store, Value
 from shardlab.program.world import Strategy, World, trace
 from shardlab.rules.kind import Kind, Reduction

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardlab.errors import Refused
 from shardlab.program.norm_verbs import NormVerbs
-from shardlab.program.tape import Op, OpKind
+from shardlab.program.ops import OpKind
+from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules import attention
 from shardlab.rules.kind import Kind

@@ -10,9 +10,10 @@ from shardlab.errors import Refused
 from shardlab.program import rooted
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group, group_among
+from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
 from shardlab.program.place import Place
 from shardlab.program.rooted import Call
-from shardlab.program.tape import COMMUNICATION, ROOT_GIVES, ROOTED, Message, Op, OpKind
+from shardlab.program.tape import Message, Op
 from shardlab.program.value import Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
 from shardlab.rules.pieces import mask_of
@@ -36,7 +37,7 @@ ones is a part of it, and `update` wants the whole (see `scale`). Scalars take a
 _ALL_GATHER, _REDUCE_SCATTER = Call(OpKind.ALL_GATHER), Call(OpKind.REDUCE_SCATTER)
 _APART = COMMUNICATION | {OpKind.WAIT}
 """Ops that wait for others, which may wait for the messages of a batch that is open."""
-_MAY_GIVE_NONE = ROOT_GIVES | {OpKind.BARRIER}
+_MAY_GIVE_NONE = frozenset(kind for kind in COLLECTIVES if 0 in kind.row.inputs)
 
 
 class CommunicationVerbs(Place):

@@ -7,8 +7,9 @@ from functools import partial
 from typing import overload
 
 from shardlab.errors import Refused
+from shardlab.program.ops import OpKind
 from shardlab.program.place import Place
-from shardlab.program.tape import NO_WEIGHT, Op, OpKind
+from shardlab.program.tape import NO_WEIGHT, Op
 from shardlab.program.value import Value
 from shardlab.rules import update
 from shardlab.rules.kind import Kind

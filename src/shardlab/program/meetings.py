@@ -10,8 +10,9 @@ from shardlab.errors import Refused
 from shardlab.program import rooted
 from shardlab.program.handle import Handle
 from shardlab.program.mesh import Group
+from shardlab.program.ops import OpKind
 from shardlab.program.rooted import Call, said
-from shardlab.program.tape import Message, OpKind
+from shardlab.program.tape import Message
 from shardlab.program.value import Value
 from shardlab.program.waiting import Wait
 from shardlab.rules.kind import Kind

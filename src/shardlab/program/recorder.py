@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 from shardlab.errors import Refused
 from shardlab.program.bounds import COUNTED, OpCount
 from shardlab.program.handle import Handle
+from shardlab.program.ops import OpKind
 from shardlab.program.sizes import Sizes
-from shardlab.program.tape import Op, OpKind
+from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import Holds

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 from shardlab.errors import Refused
-from shardlab.program.tape import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Message, OpKind
+from shardlab.program.ops import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Combine, OpKind
+from shardlab.program.tape import Message
 from shardlab.rules import dealing, exchanges, gathers, reductions
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.layers import Rules
@@ -23,7 +24,6 @@ _DEALT = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
 _ALIKE = COLLECTIVES - ROOTED - {OpKind.BARRIER}
 """Every member gives a value and receives one."""
 
-GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
 _REDUCES = frozenset({OpKind.REDUCE, OpKind.ALL_REDUCE})
 
 
@@ -125,7 +125,7 @@ def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
         Refused: as `collective` does.
     """
     op, names = f"{call.kind.value}({specs[0].name})", Names(ranks)
-    if call.kind in GATHERS:
+    if call.kind.row.combines is Combine.UNION:
         return gathers.gather(op, specs, names)
     if call.reduction is not Reduction.SUM:
         return reductions.replicas(op, call.reduction, specs, names)

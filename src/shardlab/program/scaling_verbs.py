@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from shardlab.errors import Refused
+from shardlab.program.ops import OpKind
 from shardlab.program.place import Place
-from shardlab.program.tape import Op, OpKind
+from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules import update
 from shardlab.rules.factor import Factor, factor_of

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardlab.errors import Refused
+from shardlab.program.ops import OpKind
 from shardlab.program.place import Place
 from shardlab.program.rooted import Names
-from shardlab.program.tape import Op, OpKind
+from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules import dealing, gathers
 from shardlab.rules.pieces import Holds

@@ -4,114 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from shardlab.program.layers import rules_of
 from shardlab.program.mesh import Group, Mesh
+from shardlab.program.ops import OpKind
 from shardlab.program.sizes import Sizes
 from shardlab.rules.factor import Factor
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.layers import Rules
 from shardlab.rules.pieces import Holds, microbatches_text
 from shardlab.rules.spec import Spec, microbatches_of
-
-
-class OpKind(Enum):
-    """Kinds of entry of a tape."""
-
-    LOAD_WEIGHT = "load_weight"
-    LOAD_OPT_STATE = "load_opt_state"
-    LOAD_BATCH = "load_batch"
-    FORWARD = "forward"
-    RECOMPUTE = "recompute"
-    LOSS_STATS = "loss_stats"
-    LOSS = "loss"
-    BACKWARD = "backward"
-    BACKWARD_INPUT = "backward_input"
-    BACKWARD_WEIGHT = "backward_weight"
-    ATTEND = "attend"
-    ATTEND_BACKWARD = "attend_backward"
-    ADD = "add"
-    NORM = "norm"
-    SCALE = "scale"
-    ZERO_GRADIENT = "zero_gradient"
-    SLICE = "slice"
-    CONCATENATE = "concatenate"
-    UPDATE = "update"
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    BROADCAST = "broadcast"
-    SCATTER = "scatter"
-    GATHER = "gather"
-    REDUCE = "reduce"
-    BARRIER = "barrier"
-    SEND = "send"
-    RECV = "recv"
-    WAIT = "wait"
-    FREE = "free"
-
-    __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
-
-
-_ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    OpKind.LOAD_WEIGHT: ((0,), (1,)),
-    OpKind.LOAD_OPT_STATE: ((0,), (1,)),
-    OpKind.LOAD_BATCH: ((0,), (1,)),
-    OpKind.FORWARD: ((2, 3), (1, 2, 3)),
-    OpKind.RECOMPUTE: ((2,), (1,)),
-    OpKind.LOSS_STATS: ((1,), (1,)),
-    OpKind.LOSS: ((1, 2), (1,)),
-    OpKind.BACKWARD: ((4, 5), (2, 3)),
-    OpKind.BACKWARD_INPUT: ((4, 5), (2, 3)),
-    OpKind.BACKWARD_WEIGHT: ((3,), (1,)),
-    OpKind.ATTEND: ((2,), (1,)),
-    OpKind.ATTEND_BACKWARD: ((4,), (2,)),
-    OpKind.ADD: ((2,), (1,)),
-    OpKind.NORM: ((1,), (1,)),
-    OpKind.SCALE: ((1,), (1,)),
-    OpKind.ZERO_GRADIENT: ((0,), (1,)),
-    OpKind.SLICE: ((1,), (1,)),
-    OpKind.UPDATE: ((3, 4), (2,)),
-    OpKind.ALL_REDUCE: ((1,), (1,)),
-    OpKind.ALL_GATHER: ((1,), (1,)),
-    OpKind.REDUCE_SCATTER: ((1,), (1,)),
-    OpKind.ALL_TO_ALL: ((1,), (1,)),
-    OpKind.BROADCAST: ((0, 1), (0, 1)),
-    OpKind.SCATTER: ((0, 1), (1,)),
-    OpKind.GATHER: ((1,), (0, 1)),
-    OpKind.REDUCE: ((1,), (0, 1)),
-    OpKind.BARRIER: ((0,), (0,)),
-    OpKind.SEND: ((1,), (0,)),
-    OpKind.RECV: ((0,), (1,)),
-    OpKind.WAIT: ((0,), (0,)),
-    OpKind.FREE: ((1,), (0,)),
-}
-ARITIES = {(kind, inputs, outputs) for kind, counts in _ARITY.items() for inputs in counts[0] for outputs in counts[1]}
-"""(op, values that it reads, values that it makes) for each way in which an op may be called; CONCATENATE reads any."""
-
-
-ROOT_GIVES = frozenset({OpKind.BROADCAST, OpKind.SCATTER})
-"""Collectives in which the root alone gives a value."""
-
-ROOT_RECEIVES = frozenset({OpKind.GATHER, OpKind.REDUCE})
-"""Collectives in which the root alone receives one."""
-
-ROOTED = ROOT_GIVES | ROOT_RECEIVES
-COLLECTIVES = ROOTED | {
-    OpKind.ALL_REDUCE,
-    OpKind.ALL_GATHER,
-    OpKind.REDUCE_SCATTER,
-    OpKind.ALL_TO_ALL,
-    OpKind.BARRIER,
-}
-POINT_TO_POINT = frozenset({OpKind.SEND, OpKind.RECV})
-COMMUNICATION = COLLECTIVES | POINT_TO_POINT
-BOOKKEEPING = frozenset({OpKind.WAIT, OpKind.FREE})
-
 
 NO_WEIGHT = "the head is tied to the embedding and has no weight of its own; it computes with weights[0], load layer 0."
 """Why nothing is loaded for the last layer of a tied model."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlab.program import Group, Kind, LayerKind, Op, OpKind, Sizes, Spec
-from shardlab.program.tape import COLLECTIVES
+from shardlab.program.ops import COLLECTIVES, Price
 from shardlab.rules import attention
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.rules.spec import share_of
@@ -88,12 +88,11 @@ class Costs:
 
     def duration(self, kind: OpKind, microbatches: float) -> float:
         """Time units of an op that acts on so many microbatches."""
-        if kind in COLLECTIVES:
-            return self.collective
-        if kind in _FREE_OF_CHARGE:
+        price = kind.row.price
+        if price is Price.NOTHING or price is Price.BYTES:
             return 0.0
-        each: float = getattr(self, kind.value)
-        return each * microbatches if kind.value in _PER_MICROBATCH else each
+        each: float = self.collective if kind in COLLECTIVES else getattr(self, kind.value)
+        return each * microbatches if price is Price.MICROBATCH else each
 
 
 def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
@@ -113,11 +112,5 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
 
 _TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
 """Kinds of value that tell which slices of its parameters a layer was computed with."""
-
-_LOCAL = frozenset({OpKind.SCALE, OpKind.ZERO_GRADIENT, OpKind.SLICE, OpKind.CONCATENATE})
-_LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH})
-_FREE_OF_CHARGE = _LOADS | _LOCAL | {OpKind.WAIT, OpKind.FREE}
-_ATTENTION = frozenset({"attend", "attend_backward"})
-_PER_MICROBATCH = frozenset({"forward", "recompute", "backward", "backward_input", "backward_weight"} | _ATTENTION)
 
 UNIT_COSTS = Costs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardlab.program.tape import COMMUNICATION
+from shardlab.program.ops import COMMUNICATION
 from shardlab.simulate.timeline import Timeline
 
 

@@ -29,8 +29,8 @@ from shardlab.program import (
 )
 from shardlab.program.bounds import MAX_FOLDED
 from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle, Wake
+from shardlab.program.ops import COLLECTIVES
 from shardlab.program.rooted import Call, collective, unite
-from shardlab.program.tape import COLLECTIVES
 from shardlab.program.value import Value
 from shardlab.program.world import gc_paused
 from shardlab.rules.dealing import share

@@ -10,7 +10,6 @@ from enum import Enum
 from shardlab.check.accumulation import InPlace
 from shardlab.check.views import roots_of
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
-from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.simulate.prices import Bytes
 from shardlab.simulate.traced import Traced
 
@@ -129,6 +128,7 @@ def account(
     starts: list[tuple[int, ...]] = []
     for at, op in enumerate(tape):
         kind, inputs, handle = op[0], op[2], op[4]
+        row = kind.row
         before.append(live)
         if counters:
             starts.append(tuple(by_category))
@@ -149,10 +149,10 @@ def account(
                 live -= room[older]
                 by_category[place[older]] -= room[older]
                 room[older] = 0
-            if kind is OpKind.UPDATE:  # in place: what is made is what was given
-                for number in views.ended(inputs[1:3]):
-                    live -= room[number]
-                    by_category[place[number]] -= room[number]
+            ended = views.ended(tuple([inputs[at_input] for at_input in row.ends])) if row.ends else ()
+            for number in ended:  # in place: what is made is what was given
+                live -= room[number]
+                by_category[place[number]] -= room[number]
             if live > peak:
                 peak, peak_op, at_peak = live, at, tuple(by_category)
         during.append(live)
@@ -161,11 +161,11 @@ def account(
         if kind is FREE:  # what most ops are
             gone = inputs if inputs[0] not in owned else (inputs[0], *owned.pop(inputs[0]).values())
             gone = views.ended(gone)
-        elif kind in _READS or kind in _MAKES:
+        elif row.saved >= 0 or row.keeps:
             kept = owned.setdefault(inputs[0], {})
-            gone = (kept.pop(_READS[kind]),) if kind in _READS else ()
-            if kind in _MAKES and op[3] and specs[op[3][-1]].kind in AUTOGRAD_KINDS:
-                made = _MAKES[kind]
+            gone = (kept.pop(specs[inputs[row.saved]].kind),) if row.saved >= 0 else ()
+            made = row.keeps
+            if made and specs[op[3][-1]].kind is made:
                 gone = (*gone, kept[made]) if made in kept else gone
                 kept[made] = op[3][-1]
         else:
@@ -210,13 +210,3 @@ class Views:
 
 
 _LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE})
-_READS = {
-    OpKind.BACKWARD: Kind.SAVED,
-    OpKind.BACKWARD_INPUT: Kind.SAVED,
-    OpKind.BACKWARD_WEIGHT: Kind.SAVED_FOR_WEIGHT,
-}
-_MAKES = {
-    OpKind.FORWARD: Kind.SAVED,
-    OpKind.RECOMPUTE: Kind.SAVED,
-    OpKind.BACKWARD_INPUT: Kind.SAVED_FOR_WEIGHT,
-}

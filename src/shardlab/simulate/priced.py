@@ -8,6 +8,7 @@ from typing import Protocol
 
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
 from shardlab.program import Group, Kind, Mesh, Op, OpKind, Sizes, Spec
+from shardlab.program.ops import Price
 from shardlab.rules import attention
 from shardlab.rules.spec import share_of
 from shardlab.simulate.precision import Precision
@@ -95,7 +96,7 @@ class ClusterPrices:
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         own = self.cluster.device.overhead(op.kind.value, self.precision.compute)
-        return own if op.kind in _FREE else own + self._kernels_time(op, specs, sizes)
+        return own if op.kind.row.price is Price.NOTHING else own + self._kernels_time(op, specs, sizes)
 
     def _kernels_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         kind = op.kind
@@ -187,13 +188,10 @@ class ClusterPrices:
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
     """Slices that a layer's parameters are cut into; one of them is computed here (1: the whole layer is)."""
-    if op.kind is OpKind.FORWARD or op.kind is OpKind.RECOMPUTE:
-        spec = specs[op.outputs[0]]
-    elif op.kind is OpKind.BACKWARD_WEIGHT:
-        spec = specs[op.inputs[2]]
-    else:
-        spec = specs[op.inputs[3] if op.kind in _BACKWARD else op.inputs[0]]
-    return _of_width(spec)
+    row = op.kind.row
+    if row.keeps is Kind.SAVED:
+        return _of_width(specs[op.outputs[0]])
+    return _of_width(specs[op.inputs[max(row.saved, 0)]])
 
 
 def _of_width(spec: Spec) -> int:
@@ -206,9 +204,7 @@ def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
     return [back for kernel in kernels for back in kernel.backward_input()]
 
 
-_FREE = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.LOAD_BATCH, OpKind.SLICE, OpKind.ZERO_GRADIENT})
 _DATA_AXES = frozenset({"dp_shard", "dp_replicate", "cp"})
 _RESIDUALS = frozenset({Kind.RESIDUAL, Kind.GRAD_RESIDUAL})
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 2}
 """Bytes of an element of a gradient, by the dtype of products of matrices."""
-_BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT})

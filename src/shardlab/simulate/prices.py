@@ -68,12 +68,11 @@ class PriceList:
     def compute(self, op: Op, specs: Mapping[int, Spec]) -> float:
         """The time of an op that does not communicate."""
         kind, layer, inputs, outputs = op[0], op[1], op[2], op[3]
-        if kind is _FORWARD or kind is _RECOMPUTE:
+        row = kind.row
+        if row.saved >= 0:
+            key = (kind, specs[inputs[0]][1].bit_count(), specs[inputs[row.saved]][0])
+        elif row.keeps:
             key = (kind, specs[inputs[0]][1].bit_count(), specs[outputs[0]][0])
-        elif kind is _BACKWARD or kind is _BACKWARD_INPUT:
-            key = (kind, specs[inputs[0]][1].bit_count(), specs[inputs[3]][0])
-        elif kind is _BACKWARD_WEIGHT:
-            key = (kind, specs[inputs[0]][1].bit_count(), specs[inputs[2]][0])
         elif kind is _ADD:
             key = (kind, layer, _told(specs[outputs[0]]))
         else:
@@ -137,5 +136,4 @@ def _told(spec: Spec) -> Hashable:
     return form, cells >> max(0, first - first % slices)
 
 
-_FORWARD, _RECOMPUTE, _ADD = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ADD
-_BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT = OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+_ADD = OpKind.ADD

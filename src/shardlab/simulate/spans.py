@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from shardlab.check import Checked
 from shardlab.program import Op, OpKind
+from shardlab.program.ops import COMMUNICATION
 from shardlab.program.record import StepRecord
-from shardlab.program.tape import COMMUNICATION
 
 Spans = dict[int, tuple[float, float]]
 """Start and end of ops, by place on the tape."""

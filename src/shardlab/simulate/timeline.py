@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardlab.program import OpKind, Program
+from shardlab.program.ops import BOOKKEEPING
 from shardlab.program.picture import picture
-from shardlab.program.tape import BOOKKEEPING
 
 
 class Event(NamedTuple):

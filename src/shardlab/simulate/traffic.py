@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardlab.check import Checked
 from shardlab.program import Kind, Op, OpKind, Spec
-from shardlab.program.tape import COLLECTIVES, ROOTED
+from shardlab.program.ops import COLLECTIVES, ROOTED
 from shardlab.rules.kind import ROW_KINDS
 
 

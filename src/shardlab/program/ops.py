@@ -1,0 +1,178 @@
+"""The table of ops: one row for each, with all that others want to know of it.
+
+Who traces, checks, times, draws or runs a tape looks here, and keeps no table of its own. A new op is a row, its rule,
+the verb that calls it and the function that runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from shardlab.rules.kind import Kind
+
+Color = Literal[
+    "blue", "light blue", "orange", "teal", "green", "black", "brown", "grey", "light grey", "yellow", "magenta", "red",
+    "violet", "lilac", "pink", "cream", "rose", "slate", "light slate",
+]  # fmt: skip
+"""Colours by name; a picture, a terminal and a trace viewer each have their own of that name.
+
+The passes have those of the field's figures (Qi et al. 2023, arXiv 2401.10241): forward blue, input gradient teal,
+weight gradient green, full backward orange.
+"""
+
+
+class Stream(Enum):
+    """Where an op runs.
+
+    COMPUTE: at once, in tape order. COLLECTIVE and MESSAGE: beside compute, from its issue until its group or its peer
+    has come; such an op has a handle. NONE: nowhere, it is bookkeeping.
+    """
+
+    COMPUTE = "compute"
+    COLLECTIVE = "collective"
+    MESSAGE = "message"
+    NONE = "none"
+
+
+class Price(Enum):
+    """What the time of an op follows.
+
+    MICROBATCH: the work on each of its microbatches. OP: the op itself. BYTES: what a device moves; unit costs take
+    none. NOTHING: it has none.
+    """
+
+    MICROBATCH = "microbatch"
+    OP = "op"
+    BYTES = "bytes"
+    NOTHING = "nothing"
+
+
+class Combine(Enum):
+    """What becomes of several values in one: their sum, or their pieces side by side."""
+
+    SUM = "sum"
+    UNION = "union"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of an op.
+
+    Attributes:
+        name: its word in programs, tapes and messages.
+        inputs, outputs: how many values it may read and make (inputs empty: one or more).
+        sign: the character for it in a terminal: a capital letter is compute.
+        color: of its sign or box.
+        letters: on the box of a communication.
+        word: for it in a picture's legend, if not its name.
+        hatch: over its colour (matplotlib's).
+        part_of: the name of the pass that it belongs to in a picture.
+        stream: where it runs.
+        price: what its time follows.
+        root: what its root alone does, if it has one.
+        combines: how it puts values together.
+        in_place: whether it may write over its first input, where nobody reads that any more.
+        ends: places among its inputs of the values that end with it.
+        saved: the place among its inputs of what autograd kept for it (-1: nothing).
+        keeps: what autograd keeps of it, as its last output.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sign: str = ""
+    color: Color = "light grey"
+    letters: str = ""
+    word: str = ""
+    hatch: str = ""
+    part_of: str = ""
+    stream: Stream = Stream.COMPUTE
+    price: Price = Price.OP
+    root: Literal["gives", "receives"] | None = None
+    combines: Combine | None = None
+    in_place: bool = False
+    ends: tuple[int, ...] = ()
+    saved: int = -1
+    keeps: Kind | None = None
+
+    @property
+    def legend(self) -> str:
+        """Its word in a picture's legend."""
+        return self.word or self.name.replace("_", "-")
+
+
+_COLLECTIVE, _MESSAGE, _NONE = Stream.COLLECTIVE, Stream.MESSAGE, Stream.NONE
+_EACH, _BYTES, _NOTHING = Price.MICROBATCH, Price.BYTES, Price.NOTHING
+_SUM, _UNION = Combine.SUM, Combine.UNION
+_SAVED, _HALF = Kind.SAVED, Kind.SAVED_FOR_WEIGHT
+
+
+class OpKind(Enum):
+    """What an entry of the tape does, in the order in which legends name them. The row of each is its `row`."""
+
+    _value_: str
+    row: Row
+
+    def __new__(cls, row: Row) -> OpKind:
+        self = object.__new__(cls)
+        self._value_, self.row = row.name, row
+        return self
+
+    __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
+
+    # fmt: off
+    FORWARD = Row("forward", (2, 3), (1, 2, 3), "F", "blue", part_of="forward", price=_EACH, keeps=_SAVED)
+    RECOMPUTE = Row("recompute", (2,), (1,), "R", "light blue", hatch="////", part_of="backward", price=_EACH,
+                    keeps=_SAVED)
+    BACKWARD = Row("backward", (4, 5), (2, 3), "B", "orange", part_of="backward", price=_EACH, saved=3)
+    BACKWARD_INPUT = Row("backward_input", (4, 5), (2, 3), "I", "teal", word="backward: input gradient",
+                         part_of="backward", price=_EACH, saved=3, keeps=_HALF)
+    BACKWARD_WEIGHT = Row("backward_weight", (3,), (1,), "W", "green", word="backward: weight gradient",
+                          part_of="backward_weight", price=_EACH, saved=2)
+    ATTEND = Row("attend", (2,), (1,), "A", "blue", word="attention between slices", hatch="....", part_of="forward",
+                 price=_EACH)
+    ATTEND_BACKWARD = Row("attend_backward", (4,), (2,), "G", "orange", word="its backward", hatch="....",
+                          part_of="backward", price=_EACH)
+    LOSS = Row("loss", (1, 2), (1,), "L", "brown")
+    LOSS_STATS = Row("loss_stats", (1,), (1,), "T", "grey", word="statistics of the loss")
+    ADD = Row("add", (2,), (1,), "S", "grey", word="sum of gradients", combines=_SUM, in_place=True)
+    NORM = Row("norm", (1,), (1,), "N", "grey", word="norm of the gradient")
+    SCALE = Row("scale", (1,), (1,), "M", "grey", word="scaling", price=_BYTES, in_place=True)
+    CONCATENATE = Row("concatenate", (), (1,), "C", "grey", word="concatenation", price=_BYTES)
+    SLICE = Row("slice", (1,), (1,), "P", "grey", price=_NOTHING)
+    ZERO_GRADIENT = Row("zero_gradient", (0,), (1,), "O", "grey", price=_NOTHING)
+    UPDATE = Row("update", (3, 4), (2,), "U", "black", ends=(1, 2))
+    LOAD_BATCH = Row("load_batch", (0,), (1,), "D", price=_NOTHING)
+    LOAD_WEIGHT = Row("load_weight", (0,), (1,), "Y", price=_NOTHING)
+    LOAD_OPT_STATE = Row("load_opt_state", (0,), (1,), "Z", price=_NOTHING)
+    ALL_GATHER = Row("all_gather", (1,), (1,), "+", "yellow", "AG", stream=_COLLECTIVE, combines=_UNION)
+    REDUCE_SCATTER = Row("reduce_scatter", (1,), (1,), "/", "magenta", "RS", stream=_COLLECTIVE, combines=_SUM)
+    ALL_REDUCE = Row("all_reduce", (1,), (1,), "=", "red", "AR", stream=_COLLECTIVE, combines=_SUM, in_place=True)
+    ALL_TO_ALL = Row("all_to_all", (1,), (1,), "x", "violet", "AA", stream=_COLLECTIVE)
+    BROADCAST = Row("broadcast", (0, 1), (0, 1), "*", "lilac", "BC", stream=_COLLECTIVE, root="gives")
+    SCATTER = Row("scatter", (0, 1), (1,), ":", "pink", "SC", stream=_COLLECTIVE, root="gives")
+    GATHER = Row("gather", (1,), (0, 1), "&", "cream", "GA", stream=_COLLECTIVE, root="receives", combines=_UNION)
+    REDUCE = Row("reduce", (1,), (0, 1), "-", "rose", "RE", stream=_COLLECTIVE, root="receives", combines=_SUM,
+                 in_place=True)
+    BARRIER = Row("barrier", (0,), (0,), "|", "light grey", "‖", stream=_COLLECTIVE)
+    SEND = Row("send", (1,), (0,), ">", "slate", "→", stream=_MESSAGE)
+    RECV = Row("recv", (0,), (1,), "<", "light slate", "←", word="receive", stream=_MESSAGE)
+    WAIT = Row("wait", (0,), (0,), stream=_NONE, price=_NOTHING)
+    FREE = Row("free", (1,), (0,), stream=_NONE, price=_NOTHING, ends=(0,))
+    # fmt: on
+
+
+COLLECTIVES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COLLECTIVE)
+POINT_TO_POINT = frozenset(kind for kind in OpKind if kind.row.stream is Stream.MESSAGE)
+COMMUNICATION = COLLECTIVES | POINT_TO_POINT
+BOOKKEEPING = frozenset(kind for kind in OpKind if kind.row.stream is Stream.NONE)
+
+ROOT_GIVES = frozenset(kind for kind in OpKind if kind.row.root == "gives")
+"""Collectives in which the root alone gives a value."""
+
+ROOT_RECEIVES = frozenset(kind for kind in OpKind if kind.row.root == "receives")
+"""Collectives in which the root alone receives one."""
+
+ROOTED = ROOT_GIVES | ROOT_RECEIVES
