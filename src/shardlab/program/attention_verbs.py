@@ -65,7 +65,7 @@ class AttentionVerbs(NormVerbs):
         """
         read = (queries, keys_values, attended, gradient)
         try:
-            q, kv, a, g = (self._read(value) for value in read)
+            q, kv, a, g = [self._read(value, "attend_backward", layer) for value in read]
             specs = attention.attend_backward(layer, q, kv, a, g)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None

@@ -183,8 +183,11 @@ class CommunicationVerbs(Place):
     def _collective(
         self, call: Call, value: Value | None, group: Group, expect: Message | None = None
     ) -> Handle[Value | None]:
-        spec = None if value is None and call.kind in _MAY_GIVE_NONE else self._read(cast("Value", value))
-        if call.kind in ROOTED:
+        kind, root, reduction = call
+        spec = None
+        if value is not None or kind not in _MAY_GIVE_NONE:
+            spec = self._read(cast("Value", value), kind.row.name)
+        if kind in ROOTED:
             try:
                 rooted.want_sound(call, group.ranks)
             except Refused as refusal:
@@ -193,7 +196,6 @@ class CommunicationVerbs(Place):
         inputs = () if value is None else (value.number,)
         outputs = () if handle.result is None or handle.result is value else (handle.result.number,)
         layer = spec[0].layer if spec is not None else -1 if expect is None else expect.layer
-        kind, root, reduction = call
         op = Op(kind, layer, inputs, outputs, handle.number, group, -1, None, expect, -1, root, reduction)
         self._issue(op, handle, value)
         self._world.collectives.meet(handle)
@@ -232,7 +234,7 @@ class CommunicationVerbs(Place):
         Raises:
             Refused: for a rank that does not exist, and for this rank itself.
         """
-        handle = self._send(value, to, self._batch)
+        handle = self._send("send", value, to, self._batch)
         self._world.channels.deliver(self.index, to)
         return handle
 
@@ -294,15 +296,15 @@ class CommunicationVerbs(Place):
         if self._batch >= 0:
             self.refuse("exchange: a batch of messages is open; send and receive in it, or end its block first.")
         self._batches += 1
-        sent = self._send(value, to, self._batches - 1)
+        sent = self._send("exchange", value, to, self._batches - 1)
         received = self._recv(source, expect, self._batches - 1)
         received.others = (sent,)
         self._world.channels.deliver(self.index, to)
         self._world.channels.deliver(source, self.index)
         return received
 
-    def _send(self, value: Value, to: int, batch: int) -> Handle[None]:
-        spec = self._read(value)
+    def _send(self, verb: str, value: Value, to: int, batch: int) -> Handle[None]:
+        spec = self._read(value, verb)
         self._check_peer("send to", to)
         handle = self._world.channels.post_send(self, value, to)
         op = Op(OpKind.SEND, spec.layer, (value.number,), (), handle.number, peer=to, batch=batch)

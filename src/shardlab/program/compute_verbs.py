@@ -156,7 +156,8 @@ class ComputeVerbs(Place):
         read = inputs if isinstance(inputs, tuple) else (inputs,)
         rules = self._rules.layers[layer]
         try:
-            made, saved = rules.forward([self._read(value) for value in read], self._read(weight))
+            specs = [self._read(value, "forward", layer) for value in read]
+            made, saved = rules.forward(specs, self._read(weight, "forward", layer))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         first = read[0]
@@ -203,8 +204,9 @@ class ComputeVerbs(Place):
 
     def _one(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
         """Record an op that makes one value of the values that it reads."""
+        verb = kind.row.name
         try:
-            made = rule(layer, *[self._read(value) for value in read])
+            made = rule(layer, *[self._read(value, verb, layer) for value in read])
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
@@ -282,8 +284,8 @@ class ComputeVerbs(Place):
         given = gradients if isinstance(gradients, tuple) else (gradients,)
         rules = self._rules.layers[layer]
         try:
-            spec, read = self._read(activation), self._read(weight)
-            made, follows = rules.backward(spec, [self._read(gradient) for gradient in given], read, op)
+            spec, read = self._read(activation, op, layer), self._read(weight, op, layer)
+            made, follows = rules.backward(spec, [self._read(gradient, op, layer) for gradient in given], read, op)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if given[0] is gradients and len(made) > 2:
@@ -314,8 +316,9 @@ class ComputeVerbs(Place):
         Raises:
             Refused: when no `backward_input` of this activation came before, and for a gradient of other microbatches.
         """
-        self._check_layer("backward_weight", layer)
-        spec, given = self._read(activation), self._read(gradient)
+        verb = "backward_weight"
+        self._check_layer(verb, layer)
+        spec, given = self._read(activation, verb, layer), self._read(gradient, verb, layer)
         half = activation.saved_for_weight
         if half < 0:
             self.refuse(
@@ -345,7 +348,7 @@ class ComputeVerbs(Place):
             Refused: for values of different layers, kinds or slices, and when a contribution would be counted twice.
         """
         try:
-            made = update.add_two(self._read(a), self._read(b))
+            made = update.add_two(self._read(a, "add"), self._read(b, "add"))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
@@ -385,7 +388,8 @@ class ComputeVerbs(Place):
         self._check_layer("update", layer)
         read = (gradient, weight, opt_state) if norm is None else (gradient, weight, opt_state, norm)
         try:
-            made = self._rules.update(layer, [self._read(value) for value in read], self._world.trained)
+            specs = [self._read(value, "update", layer) for value in read]
+            made = self._rules.update(layer, specs, self._world.trained)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         self._end_in_place(weight)

@@ -7,7 +7,6 @@ not say any of this.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -75,19 +74,25 @@ class Recorder:
             raise refusal.at(self.index, ops) from None
         self._counted, self._next_count = ops, max(len(self._values), self.handles) + COUNTED
 
-    def _read(self, value: Value) -> Spec:
-        """Get the spec of a value that may be used here and now."""
+    def _read(self, value: Value, verb: str, layer: int = -1) -> Spec:
+        """Get the spec of a value that may be used here and now.
+
+        Args:
+            value: what the program gave.
+            verb, layer: what reads it, for a refusal; a verb of no layer, as the loss, is told by its name alone.
+        """
         if value.__class__ is not Value or not value.alive or value.rank is not self:
-            self._refuse_value(value)
+            about = f"(layer {layer})" if 0 <= layer < self.sizes.layers else ""
+            self._refuse_value(value, f"{verb}{about}: ")
         return value.spec
 
-    def _refuse_value(self, value: object) -> NoReturn:
+    def _refuse_value(self, value: object, verb: str = "") -> NoReturn:
         if isinstance(value, Handle):
             issued = f"{self.ops[value.op]} (op {value.op})" if value.rank is self else "another rank's communication"
-            self.refuse(f"{_verb()}the handle of {issued} was given where a value is wanted: await it first.")
+            self.refuse(f"{verb}the handle of {issued} was given where a value is wanted: await it first.")
         if not isinstance(value, Value):
             hint = "unpack it, as in `a, b = ...`" if isinstance(value, tuple) else "compute on values from the stores"
-            self.refuse(f"{_verb()}{value!r} was given where a value is wanted: {hint}.")
+            self.refuse(f"{verb}{value!r} was given where a value is wanted: {hint}.")
         if value.rank is not self:
             self.refuse(f"{value.spec} belongs to rank {value.rank.index}: ranks share values only by communication.")
         if value.replaced:
@@ -96,7 +101,7 @@ class Recorder:
             why = "it was never stored, so it lived until the op that used it ended; keep it in a store"
         else:
             why = "its last key was deleted, or it was popped for one use and has had it"
-        self.refuse(f"{_verb()}{value.spec} is used after it was freed ({why}).")
+        self.refuse(f"{verb}{value.spec} is used after it was freed ({why}).")
 
     def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
         """Refuse to store what is not a live value of this store's kind."""
@@ -175,14 +180,3 @@ class Recorder:
                 else:
                     self._free(value)
         self._count_ops()
-
-
-def _verb() -> str:
-    """Find the verb that the program called, with its layer, for a refusal: `update(layer 3): `."""
-    frame = inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardlab.program."):
-        name, layer = frame.f_code.co_name, frame.f_locals.get("layer")
-        if not name.startswith("_") and name != "refuse_to_store":
-            return f"{name}(layer {layer}): " if isinstance(layer, int) else f"{name}: "
-        frame = frame.f_back
-    return ""

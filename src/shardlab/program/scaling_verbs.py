@@ -24,7 +24,7 @@ class ScalingVerbs(Place):
         Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. One that
         was scaled is summed with others that were scaled alike, and is used by an update when all factors cancel.
         """
-        spec = self._read(value)
+        spec = self._read(value, "scale")
         if by.__class__ is not Factor:
             if not isinstance(by, int | Fraction) or not by:
                 self.refuse(f"scale({spec.name}): {by!r} was given; give a Fraction that is not 0, or token counts.")

@@ -23,7 +23,7 @@ class SlicingVerbs(Place):
         Tokens are cut as `reduce_scatter` deals them: every sequence, where the mesh cuts sequences; else the batch, in
         whole microbatches. The slice is a view of the value's memory, which stays until the last of both is freed.
         """
-        spec = self._read(value)
+        spec = self._read(value, "slice")
         if index.__class__ is not int or of.__class__ is not int:
             self.refuse(f"slice({spec.name}): slice {index!r} of {of!r} was asked for; give whole numbers.")
         try:
@@ -43,7 +43,7 @@ class SlicingVerbs(Place):
         read = [values] if isinstance(values, Value) else list(values)
         if not read:
             self.refuse("concatenate: no value was given; give the pieces.")
-        specs = [self._read(value) for value in read]
+        specs = [self._read(value, "concatenate") for value in read]
         try:
             made = gathers.gather(f"concatenate({specs[0].name})", specs, Names(range(len(specs)), "piece"))
         except Refused as refusal:
