@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import pytest
 
 from shardlab.program import Rank
+from shardlab.program.value import Value
 from tests.program.tapes import refusal, says
 
-CALLS: dict[str, Callable[[Rank, Any, Any], object]] = {
+CALLS: dict[str, Callable[[Rank, Value, Value], object]] = {
     "forward(layer 1)": lambda rank, bad, x: [rank.forward(layer, x, bad) for layer in [1]],
     "loss": lambda rank, bad, x: rank.loss(bad),
     "loss_stats": lambda rank, bad, x: rank.loss_stats(bad),
@@ -37,6 +38,7 @@ def test_a_verb_that_is_given_a_handle_is_named_with_its_layer(verb: str) -> Non
     async def strategy(rank: Rank) -> None:
         rank.weights[0] = rank.load_weight(0)
         rank.activations[0] = rank.load_batch(rank.share())
-        CALLS[verb](rank, rank.all_gather(rank.weights[0]), rank.activations[0])
+        handle = cast("Value", rank.all_gather(rank.weights[0]))
+        CALLS[verb](rank, handle, rank.activations[0])
 
     says(refusal(strategy), f"rank 0, op 3 {verb}: the handle of all_gather(layer 0) on world (op 2) was given")

@@ -10,6 +10,7 @@ import pytest
 from shardlab.check import check
 from shardlab.program import Mesh, Op, OpKind, Rank, Sizes, Spec, UserError, trace
 from shardlab.program.mesh import group_of
+from shardlab.program.ops import Stream
 from shardlab.simulate import Costs
 from shardlab.simulate.clocks import Clocks
 from shardlab.simulate.prices import Bytes, PriceList
@@ -62,7 +63,7 @@ def test_a_transfer_starts_when_both_ends_have_come_and_ends_for_both_at_once() 
     entry = STRATEGIES["pipeline"]
     checked = check(trace(entry.program, entry.mesh(2), 2, 2))
     times = Clocks(checked, FakePrices()).run()
-    for meeting in (meeting for meeting in checked.meetings if meeting.group is None):
+    for meeting in (meeting for meeting in checked.meetings if meeting.stream is Stream.MESSAGE):
         (sender, _, sent), (receiver, _, received) = meeting.members
         assert times.starts[sender][sent] == times.starts[receiver][received]
         assert times.ends[sender][sent] == times.ends[receiver][received]

@@ -19,10 +19,10 @@ from shardlab.cli import main
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import OpKind
+from shardlab.program.matching import stream_of
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION
 from shardlab.simulate import Event, live_memory
 from shardlab.simulate.measured import Measured
-from shardlab.simulate.spans import communicator
 from shardlab.simulate.timeline import is_event
 from shardlab.simulate.trace_file import read_trace
 from shardlab.train.data import Batches, Corpus
@@ -104,7 +104,8 @@ def test_a_communicator_does_one_communication_at_a_time(traced: Traced, strateg
         streams: dict[object, list[Event]] = {}
         for event in events:
             if event.kind in COMMUNICATION:
-                streams.setdefault(communicator(rank, checked.program.tapes[rank][event.op]), []).append(event)
+                meeting = checked.meetings[checked.meeting_of[rank][checked.program.tapes[rank][event.op].handle]]
+                streams.setdefault(stream_of(checked.program, meeting), []).append(event)
         assert streams
         assert not [pair for each in streams.values() for pair in overlapping(each)]
 

@@ -10,9 +10,11 @@ between an exchange and a single call.
 
 from __future__ import annotations
 
-from shardlab.check.checked import ChannelModel, Meeting
+from shardlab.check.checked import ChannelModel
 from shardlab.check.replay import Replay
 from shardlab.program import Program
+from shardlab.program.matching import Meeting
+from shardlab.program.ops import Stream
 
 SIDE_BY_SIDE = (
     " It passes only where communicators work side by side; NCCL does not promise that, and with device_id, which "
@@ -45,7 +47,7 @@ def decide_models(
 def _two_communicators(program: Program, meetings: list[Meeting]) -> str | None:
     """Find a message with one end in an exchange and the other not: on two communicators they never meet."""
     for meeting in meetings:
-        if meeting.group is None:
+        if meeting.stream is Stream.MESSAGE:
             sender, receiver = ((m.rank, m.op, program.tapes[m.rank][m.op]) for m in meeting.members)
             if (sender[2].batch < 0) != (receiver[2].batch < 0):
                 ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in (sender, receiver))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from shardlab.program import Group, Program, Spec
+from shardlab.program import Program, Spec
+from shardlab.program.matching import Meeting
 
 if TYPE_CHECKING:
     from shardlab.check.drift import Drift
@@ -37,21 +38,6 @@ class ChannelModel(Enum):
 
 BACKENDS = {"gloo": ChannelModel.RENDEZVOUS, "nccl": ChannelModel.QUEUED}
 """The channel model that each torch.distributed backend keeps to, as ranks are started."""
-
-
-class Member(NamedTuple):
-    """A rank's part in a communication: its handle, and the index of the op that issues it."""
-
-    rank: int
-    handle: int
-    op: int
-
-
-class Meeting(NamedTuple):
-    """A collective of a group (members in group order), or a message (`group` is None; sender, then receiver)."""
-
-    group: Group | None
-    members: list[Member]
 
 
 @dataclass(frozen=True)

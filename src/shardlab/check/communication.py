@@ -5,16 +5,20 @@ Sends are buffered here, and messages between two ranks arrive in the order in w
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
-from shardlab.check.checked import Meeting, Member
 from shardlab.check.rank_state import RankState
 from shardlab.program import Group, Message, Op, OpKind, Refused, Spec, rooted
+from shardlab.program.matching import Matcher, Meeting, Member
 from shardlab.program.mesh import group_of
-from shardlab.program.ops import COLLECTIVES
+from shardlab.program.ops import COLLECTIVES, Stream
 from shardlab.program.rooted import Call, said
 from shardlab.program.waiting import Wait
+
+COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
+
+Part = tuple[Member, Spec | None, Call | None]
+"""A rank's part in a communication: what it gives, and of a collective how it calls it."""
 
 
 class Communication:
@@ -40,9 +44,7 @@ class Communication:
             **dict.fromkeys(COLLECTIVES, self._collective),
         }
         self._wake = wake
-        self._open: dict[tuple[Group, int], dict[int, tuple[Member, Spec | None, Call]]] = {}
-        self._sent: dict[tuple[int, int], deque[tuple[Member, Spec]]] = defaultdict(deque)
-        self._wanted: dict[tuple[int, int], deque[Member]] = defaultdict(deque)
+        self._matcher = Matcher[Part]()
 
     def arrive(self, state: RankState, op: Op) -> None:
         """WAIT for a communication that has come about: its result may be used, what it read may be freed."""
@@ -64,11 +66,8 @@ class Communication:
         if op[0] is OpKind.RECV:
             return Wait(str(op), [op.peer])
         assert op.group is not None
-        came = next(
-            meeting
-            for (group, _), meeting in self._open.items()
-            if group is op.group and state.index in meeting and meeting[state.index][0].handle == state.waits_for
-        )
+        mine = Member(state.index, state.waits_for, state.flying[state.waits_for])
+        came = next(came for came in self._matcher.left() if state.index in came and came[state.index][0] == mine)
         missing = [rank for rank in op.group.ranks if rank not in came]
         names = ", ".join(map(str, missing))
         spec = came[state.index][1]
@@ -80,10 +79,12 @@ class Communication:
         Raises:
             Refused: naming the first that was not.
         """
-        for (source, to), messages in self._sent.items():
-            for member, spec in messages:
-                text = f"send({spec}) to rank {to}: no receive on rank {to} takes this message."
-                self.states[source].refuse(text, member.op)
+        for came in self._matcher.left():
+            for member, spec, call in came.values():
+                state = self.states[member.rank]
+                to = state.ops[member.op].peer
+                if call is None:
+                    state.refuse(f"send({spec}) to rank {to}: no receive on rank {to} takes this message.", member.op)
 
     def _issue(self, state: RankState, op: Op) -> Member:
         handle = op[4]
@@ -105,27 +106,25 @@ class Communication:
         call = _call(op)
         spec = _given(state, op, call, group)
         member = self._issue(state, op)
-        turn = state.groups[group]
-        state.groups[group] = turn + 1
-        meeting = self._open.setdefault((group, turn), {})
-        if meeting:
-            first, first_spec, first_call = next(iter(meeting.values()))
+        line = self._matcher[group]
+        came = line.next(state.index)
+        if came:
+            first, first_spec, first_call = next(iter(came.values()))
+            assert first_call is not None
             if not rooted.agree(first_call, first_spec, call, spec):
                 state.refuse(
                     f"{said(call, spec)} on {group}: rank {first.rank} meets it with "
                     f"{said(first_call, first_spec)} (its op {first.op}); all members of a group must issue its "
                     "collectives in one order, of one kind and for one layer."
                 )
-        meeting[state.index] = (member, spec, call)
-        if len(meeting) == len(group.ranks):
-            del self._open[group, turn]
-            members = [meeting[rank] for rank in group.ranks]
-            given = [spec for _, spec, _ in members]
-            specs = rooted.collective(call, given, group.ranks, state.rules)
-            for (other, gave, _), received in zip(members, specs, strict=True):
+        came[state.index] = (member, spec, call)
+        parts = line.whole()
+        if parts is not None:
+            specs = rooted.collective(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
+            for (other, gave, _), received in zip(parts, specs, strict=True):
                 if gave is None and received is not None:
                     self._want_expected(other, call, received)
-            self._meet(Meeting(group, [other for other, _, _ in members]), specs)
+            self._meet(Meeting(COLLECTIVE, group, [part[0] for part in parts]), specs)
 
     def _want_expected(self, member: Member, call: Call, received: Spec) -> None:
         """Refuse what comes from a root if the receiving rank's op expects another value."""
@@ -145,8 +144,7 @@ class Communication:
         member = self._issue(state, op)
         state.arrived[op[4]] = None  # buffered: the sender never waits
         _check_peer(state, op)
-        self._sent[state.index, peer].append((member, spec))
-        self._deliver(state.index, peer)
+        self._deliver(state.index, peer, (member, spec, None))
 
     def _recv(self, state: RankState, op: Op) -> None:
         (_,), peer = op[3], op.peer
@@ -159,21 +157,26 @@ class Communication:
         state.want_layer(op, op.expect.layer)
         member = self._issue(state, op)
         _check_peer(state, op)
-        self._wanted[peer, state.index].append(member)
-        self._deliver(peer, state.index)
+        self._deliver(peer, state.index, (member, None, None))
 
-    def _deliver(self, source: int, to: int) -> None:
-        sent, wanted = self._sent[source, to], self._wanted[source, to]
-        while sent and wanted:
-            (sender, spec), receiver = sent.popleft(), wanted.popleft()
-            expect = self.states[to].ops[receiver.op].expect
-            assert expect is not None, "a recv is looked at when it is issued"
-            if expect != Message.of(spec):
-                try:
-                    rooted.want_delivered(source, expect, spec)
-                except Refused as refusal:
-                    raise refusal.at(to, receiver.op) from None
-            self._meet(Meeting(None, [sender, receiver]), [None, spec])
+    def _deliver(self, source: int, to: int, part: Part) -> None:
+        """One end of a message comes; with the other one there, it is delivered."""
+        rank, line = part[0].rank, self._matcher[source, to]
+        line.next(rank)[rank] = part
+        ends = line.whole()
+        if ends is None:
+            return
+        sender, spec, _ = ends[0]
+        receiver = ends[1][0]
+        expect = self.states[to].ops[receiver.op].expect
+        assert spec is not None
+        assert expect is not None, "a recv is looked at when it is issued"
+        if expect != Message.of(spec):
+            try:
+                rooted.want_delivered(source, expect, spec)
+            except Refused as refusal:
+                raise refusal.at(to, receiver.op) from None
+        self._meet(Meeting(MESSAGE, None, [sender, receiver]), [None, spec])
 
     def _meet(self, meeting: Meeting, delivers: Sequence[Spec | None]) -> None:
         """A communication has all its members: note what each receives, and let those go on that wait for it."""
@@ -228,7 +231,7 @@ def _join(state: RankState, op: Op) -> Group:
         )
     if group is not group_of(group.axis, group.ranks):
         state.refuse(f"{op}: the group {group} was not made by group_of, so its members would not find each other.")
-    state.groups[group] = 0
+    state.groups.add(group)
     return group
 
 

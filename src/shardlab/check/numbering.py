@@ -6,9 +6,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 
-from shardlab.check.checked import Checked, Meeting
+from shardlab.check.checked import Checked
 from shardlab.check.numbers import Numbers, positions
 from shardlab.program import Op, OpKind, Spec
+from shardlab.program.matching import Meeting
 from shardlab.program.ops import COMMUNICATION, POINT_TO_POINT, ROOT_GIVES, Combine
 from shardlab.rules.kind import ROW_KINDS, Reduction
 

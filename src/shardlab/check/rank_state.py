@@ -27,7 +27,7 @@ class RankState:
         arrived: handle to what it delivers (None: nothing).
         loaded: (kind, layer, slices) to the index of the op that loaded them.
         clips: whether its updates so far were given the norm (None: there was no update).
-        groups: group to how many of its collectives this rank has issued.
+        groups: those of which this rank has issued a collective.
         batches: batch to the index of its latest op.
         waits_for: the handle that the rank waits for (-1: it does not).
     """
@@ -48,7 +48,7 @@ class RankState:
         self.arrived: dict[int, Spec | None] = {}
         self.loaded: dict[tuple[Kind, int, Holds], int] = {}
         self.clips: bool | None = None
-        self.groups: dict[Group, int] = {}
+        self.groups: set[Group] = set()
         self.batches: dict[int, int] = {}
         self.waits_for = -1
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable
 
-from shardlab.check.checked import ChannelModel, Meeting
+from shardlab.check.checked import ChannelModel
 from shardlab.program import OpKind, Program
+from shardlab.program.matching import EXCHANGES, Meeting, communicator
 from shardlab.program.ops import COMMUNICATION
 from shardlab.program.waiting import Wait, explain
 
-EXCHANGES = "exchanges"
-"""The communicator of all exchanges: the world's, which is there before the first op."""
+WAIT = OpKind.WAIT
 
 
 class Slot:
@@ -54,7 +54,7 @@ class Replay:
         self.runnable = deque(range(len(program.tapes)))
         self.waiting: dict[int, int] = {}  # rank -> the meeting that it waits for, or (if it joins) is to issue
         self.waiters: dict[int, list[int]] = defaultdict(list)
-        self.lanes: list[Hashable] = [self._communicator(m) if self.per_pair else None for m in meetings]
+        self.lanes: list[Hashable] = [communicator(program, m) if self.per_pair else None for m in meetings]
         self.queues: list[dict[Hashable, deque[Slot]]] = [defaultdict(deque) for _ in program.tapes]
         self.made: set[Hashable] = {EXCHANGES}
         self.together: list[dict[int, list[int]]] = self._batches() if self.queued else [{} for _ in program.tapes]
@@ -63,7 +63,7 @@ class Replay:
 
     def deadlock(self) -> str | None:
         """Replay to the end: None, or the cycle in which the ranks wait."""
-        tapes = [[op for op in tape if op[0] is OpKind.WAIT or op[0] in COMMUNICATION] for tape in self.program.tapes]
+        tapes = [[op for op in tape if op[0] is WAIT or op[0] in COMMUNICATION] for tape in self.program.tapes]
         at = [0] * len(tapes)
         while self.runnable:
             rank = self.runnable.popleft()
@@ -71,7 +71,7 @@ class Replay:
             for index in range(at[rank], len(ops)):
                 op = ops[index]
                 meeting = meeting_of[op[4]]
-                if op[0] is OpKind.WAIT:
+                if op[0] is WAIT:
                     if op[4] in self.together[rank]:
                         meeting = next((m for m in self.together[rank][op[4]] if not self.done[m]), meeting)
                     if self.done[meeting]:
@@ -99,28 +99,20 @@ class Replay:
             found.append({h: [meeting_of[other] for other in batch] for batch in handles.values() for h in batch})
         return found
 
-    def _communicator(self, meeting: Meeting) -> Hashable:
-        """A group's collectives have one, two ranks' messages another, all exchanges a third."""
-        if meeting.group is not None:
-            return meeting.group
-        if any(self.program.tapes[member.rank][member.op].batch >= 0 for member in meeting.members):
-            return EXCHANGES
-        return frozenset(member.rank for member in meeting.members)
-
     def _joins(self, rank: int, meeting: int) -> bool:
         """Whether an op's communicator is made; its ranks make it together, and the last one to come wakes the rest."""
-        communicator = self.lanes[meeting]
-        if communicator in self.made:
+        lane = self.lanes[meeting]
+        if lane in self.made:
             return True
-        others = self.joining[communicator]
+        others = self.joining[lane]
         if len(others) + 1 < self.size[meeting]:
             others.append(rank)
             return False
         for other in others:
             del self.waiting[other]
         self.runnable.extend(others)
-        del self.joining[communicator]
-        self.made.add(communicator)
+        del self.joining[lane]
+        self.made.add(lane)
         return True
 
     def _issue(self, rank: int, meeting: int, batch: int) -> None:

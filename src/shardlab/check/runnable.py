@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from shardlab.check.checked import Meeting
 from shardlab.program import Kind, Op, OpKind, Program, Spec
+from shardlab.program.matching import Meeting
 from shardlab.program.ops import Combine
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits

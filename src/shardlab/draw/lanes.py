@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +18,8 @@ from shardlab.draw.looks import Looks
 from shardlab.draw.palette import LOSS, ink_on
 from shardlab.draw.rows import Row, row_name
 from shardlab.draw.spans import Detail, Span, detail_of, tracks
-from shardlab.program import OpKind
+from shardlab.program.ops import POINT_TO_POINT, Stream
 from shardlab.simulate import Event, Timeline
-from shardlab.simulate.traced import rank_of
 
 TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
 """A row is 1 high: compute lies between the first two, communication between the last two."""
@@ -167,15 +166,9 @@ def _draw_messages(axes: Axes, panel: Panel) -> None:
 
 def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
     """Pair every send with its receive; one whose sender is not in the timeline is left out."""
-    program = timeline.program
-    sent: dict[tuple[int, int], deque[Event]] = defaultdict(deque)
-    for events in timeline.events:
-        for event in events:
-            if event.kind is OpKind.SEND:
-                sent[rank_of(program, event.rank), program.tapes[event.rank][event.op].peer].append(event)
-    for events in timeline.events:
-        for event in events:
-            if event.kind is OpKind.RECV:
-                channel = sent[program.tapes[event.rank][event.op].peer, rank_of(program, event.rank)]
-                if channel:
-                    yield channel.popleft(), event
+    events = {(event.rank, event.op): event for row in timeline.events for event in row if event.kind in POINT_TO_POINT}
+    for meeting in timeline.meetings:
+        if meeting.stream is Stream.MESSAGE:
+            sent, received = (events.get((row, at)) for row, _, at in meeting.members)
+            if sent is not None and received is not None:
+                yield sent, received

@@ -22,7 +22,7 @@ from shardlab.draw.memory import curve
 from shardlab.draw.rows import rank_name
 from shardlab.program import Op, OpKind
 from shardlab.program.files import whole_file
-from shardlab.program.ops import Color
+from shardlab.program.ops import Color, Stream
 from shardlab.rules.pieces import bits, listed
 from shardlab.simulate import Event, Timeline
 from shardlab.simulate.counters import Counter
@@ -102,11 +102,12 @@ def _laid(event: Event, lanes: Sequence[Span], process: int, threads: Iterator[i
 
 def _stream(op: Op) -> str:
     """Compute; a group's communication; or that with one other rank, in one direction."""
-    if op.group is not None:
+    stream = op.kind.row.stream
+    if stream is Stream.COLLECTIVE:
         return f"communication on {op.group}"
-    if op.kind is OpKind.SEND:
-        return f"send to rank {op.peer}"
-    return f"recv from rank {op.peer}" if op.kind is OpKind.RECV else "compute"
+    if stream is Stream.MESSAGE:
+        return f"send to rank {op.peer}" if op.kind is OpKind.SEND else f"recv from rank {op.peer}"
+    return stream.value
 
 
 def _micro(nanoseconds: int) -> float:

@@ -34,6 +34,7 @@ ones is a part of it, and `update` wants the whole (see `scale`). Scalars take a
 """
 
 
+SEND, RECV = OpKind.SEND, OpKind.RECV
 _ALL_GATHER, _REDUCE_SCATTER = Call(OpKind.ALL_GATHER), Call(OpKind.REDUCE_SCATTER)
 _APART = COMMUNICATION | {OpKind.WAIT}
 """Ops that wait for others, which may wait for the messages of a batch that is open."""
@@ -307,7 +308,7 @@ class CommunicationVerbs(Place):
         spec = self._read(value, verb)
         self._check_peer("send to", to)
         handle = self._world.channels.post_send(self, value, to)
-        op = Op(OpKind.SEND, spec.layer, (value.number,), (), handle.number, peer=to, batch=batch)
+        op = Op(SEND, spec.layer, (value.number,), (), handle.number, peer=to, batch=batch)
         self._issue(op, handle, value)
         return handle
 
@@ -317,7 +318,7 @@ class CommunicationVerbs(Place):
         handle = self._world.channels.post_recv(self, source, message)
         number = handle.result.number
         layer = -1 if message is None else message.layer
-        op = Op(OpKind.RECV, layer, (), (number,), handle.number, peer=source, expect=message, batch=batch)
+        op = Op(RECV, layer, (), (number,), handle.number, peer=source, expect=message, batch=batch)
         self._issue(op, handle, None)
         return handle
 

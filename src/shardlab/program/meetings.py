@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Refused
 from shardlab.program import rooted
 from shardlab.program.handle import Handle
+from shardlab.program.matching import Matcher
 from shardlab.program.mesh import Group
 from shardlab.program.ops import OpKind
 from shardlab.program.rooted import Call, said
@@ -32,7 +32,7 @@ class CollectiveHandle(Handle[Value | None]):
     """A member's part in a collective."""
 
     def __init__(
-        self, rank: Recorder, call: Call, value: Value | None, group: Group, turn: int, meeting: Meeting
+        self, rank: Recorder, call: Call, value: Value | None, group: Group, came: dict[int, CollectiveHandle]
     ) -> None:
         _, made = rooted.values_of(call, rank.index)
         result = rank.make(IN_FLIGHT) if made else value if call.kind is OpKind.BROADCAST else None
@@ -40,11 +40,10 @@ class CollectiveHandle(Handle[Value | None]):
         self.call = call
         self.spec = None if value is None else value.spec
         self.group = group
-        self.turn = turn
-        self.meeting = meeting
+        self.came = came
 
     def wait(self) -> Wait:
-        missing = [rank for rank in self.group.ranks if rank not in self.meeting]
+        missing = [rank for rank in self.group.ranks if rank not in self.came]
         names = ", ".join(str(rank) for rank in missing)
         return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}", missing)
 
@@ -52,26 +51,19 @@ class CollectiveHandle(Handle[Value | None]):
         return f"{said(self.call, self.spec)} on {self.group}"
 
 
-Meeting = dict[int, CollectiveHandle]
-"""The members that have come, by rank."""
-
-
 class Collectives:
-    """Collectives under way: the k-th that each member of a group issues on it is one meeting."""
+    """Collectives under way: the k-th that each member of a group issues on it is one."""
 
     def __init__(self, wake: Wake, rules: Rules) -> None:
         self._wake = wake
         self._rules = rules
-        self._turns: dict[tuple[int, Group], int] = defaultdict(int)
-        self._open: dict[tuple[Group, int], Meeting] = {}
+        self._matcher = Matcher[CollectiveHandle]()
 
     def issue(self, rank: Recorder, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         """Issue this rank's part in the group's next collective that it has not joined yet."""
-        turn = self._turns[rank.index, group]
-        self._turns[rank.index, group] = turn + 1
-        meeting = self._open.setdefault((group, turn), {})
-        if meeting:
-            first = next(iter(meeting.values()))
+        came = self._matcher[group].next(rank.index)
+        if came:
+            first = next(iter(came.values()))
             spec = None if value is None else value.spec
             if not rooted.agree(first.call, first.spec, call, spec):
                 rank.refuse(
@@ -79,18 +71,15 @@ class Collectives:
                     f"{said(first.call, first.spec)} (its op {first.op}); all members of a group must issue its "
                     "collectives in one order, of one kind and for one layer."
                 )
-        handle = CollectiveHandle(rank, call, value, group, turn, meeting)
-        meeting[rank.index] = handle
+        handle = came[rank.index] = CollectiveHandle(rank, call, value, group, came)
         return handle
 
     def meet(self, handle: CollectiveHandle) -> None:
         """Give each member its result, if all have come."""
-        meeting, group = handle.meeting, handle.group
-        if len(meeting) < len(group.ranks):
+        group = handle.group
+        members = self._matcher[group].whole()
+        if members is None:
             return
-        del self._open[group, handle.turn]
-        members = [meeting[rank] for rank in group.ranks]
-        meeting.clear()  # its members refer to it
         specs = [member.spec for member in members]
         try:
             results = rooted.collective(handle.call, specs, group.ranks, self._rules)
@@ -143,32 +132,33 @@ class Channels:
 
     def __init__(self, wake: Wake) -> None:
         self._wake = wake
-        self._sent: dict[tuple[int, int], deque[SendHandle]] = defaultdict(deque)
-        self._wanted: dict[tuple[int, int], deque[RecvHandle]] = defaultdict(deque)
+        self._matcher = Matcher[Any]()  # of a send and a receive
 
     def post_send(self, rank: Recorder, value: Value, to: int) -> SendHandle:
-        handle = SendHandle(rank, value)
-        self._sent[rank.index, to].append(handle)
+        handle = self._matcher[rank.index, to].next(rank.index)[rank.index] = SendHandle(rank, value)
         return handle
 
     def post_recv(self, rank: Recorder, source: int, expect: Message | None) -> RecvHandle:
         handle = RecvHandle(rank, source, expect)
-        self._wanted[source, rank.index].append(handle)
+        self._matcher[source, rank.index].next(rank.index)[rank.index] = handle
         return handle
 
     def deliver(self, source: int, to: int) -> None:
-        """Match sends and receives of one channel as far as they go."""
-        sent, wanted = self._sent[source, to], self._wanted[source, to]
-        while sent and wanted:
-            spec, handle = sent.popleft().spec, wanted.popleft()
-            rank = handle.rank
-            message = Message.of(spec)
-            if handle.expect is None:
-                rank.ops[handle.op] = rank.ops[handle.op]._replace(layer=spec.layer, expect=message)
-            elif handle.expect != message:
-                try:
-                    rooted.want_delivered(source, handle.expect, spec)
-                except Refused as refusal:
-                    raise refusal.at(rank.index, handle.op) from None
-            handle.result.spec = spec
-            self._wake(handle)
+        """Hand over what was posted last on a channel, or what waited for it, once both ends have come."""
+        ends = self._matcher[source, to].whole()
+        if ends is None:
+            return
+        sent: SendHandle = ends[0]
+        handle: RecvHandle = ends[1]
+        spec = sent.spec
+        rank = handle.rank
+        message = Message.of(spec)
+        if handle.expect is None:
+            rank.ops[handle.op] = rank.ops[handle.op]._replace(layer=spec.layer, expect=message)
+        elif handle.expect != message:
+            try:
+                rooted.want_delivered(source, handle.expect, spec)
+            except Refused as refusal:
+                raise refusal.at(rank.index, handle.op) from None
+        handle.result.spec = spec
+        self._wake(handle)

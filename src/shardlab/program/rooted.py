@@ -24,6 +24,10 @@ _DEALT = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
 _ALIKE = COLLECTIVES - ROOTED - {OpKind.BARRIER}
 """Every member gives a value and receives one."""
 
+BARRIER, BROADCAST, SCATTER = OpKind.BARRIER, OpKind.BROADCAST, OpKind.SCATTER
+ALL_TO_ALL, REDUCE_SCATTER = OpKind.ALL_TO_ALL, OpKind.REDUCE_SCATTER
+UNION, SUM = Combine.UNION, Reduction.SUM
+
 _REDUCES = frozenset({OpKind.REDUCE, OpKind.ALL_REDUCE})
 
 
@@ -42,7 +46,7 @@ class Call(NamedTuple):
 
     @property
     def how(self) -> str:
-        by = f" by {self.reduction.value}" if self.reduction is not Reduction.SUM else ""
+        by = f" by {self.reduction.value}" if self.reduction is not SUM else ""
         return by + (f" with root {self.root}" if self.root >= 0 else "")
 
     def __str__(self) -> str:
@@ -65,7 +69,7 @@ def want_sound(call: Call, ranks: Sequence[int]) -> None:
             )
     elif root != -1:
         raise Refused(f"{kind.value}: names root {root}, but it has none.")
-    if reduction is not Reduction.SUM and kind not in _REDUCES:
+    if reduction is not SUM and kind not in _REDUCES:
         raise Refused(f"{kind.value}: is by {reduction.value}; only reduce and all_reduce are by anything but a sum.")
 
 
@@ -84,9 +88,9 @@ def values_of(call: Call, rank: int) -> tuple[int, int]:
     if kind in _ALIKE:
         return 1, 1
     is_root = rank == call.root
-    if kind is OpKind.BARRIER:
+    if kind is BARRIER:
         return 0, 0
-    if kind is OpKind.BROADCAST:
+    if kind is BROADCAST:
         return int(is_root), int(not is_root)
     return int(is_root or kind not in ROOT_GIVES), int(is_root or kind not in ROOT_RECEIVES)
 
@@ -98,20 +102,20 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
         Refused: when the values do not belong together, or a contribution would be lost or counted twice.
     """
     kind, root, _ = call
-    if kind is OpKind.BARRIER:
+    if kind is BARRIER:
         return [None] * len(ranks)
     specs = [spec for spec in given if spec is not None]
-    if kind is OpKind.BROADCAST:
+    if kind is BROADCAST:
         return [None if rank == root else specs[0] for rank in ranks]
-    if kind is OpKind.SCATTER:
+    if kind is SCATTER:
         return _scattered(specs[0], len(ranks))
     first = specs[0]
     op = f"{kind.value}({first.name})"
-    if kind is OpKind.ALL_TO_ALL:
+    if kind is ALL_TO_ALL:
         indices = rules.indices.get((first.kind, first.layer), ())
         return exchanges.all_to_all(op, specs, Names(ranks), indices)
     made = unite(call, specs, ranks)
-    if kind is OpKind.REDUCE_SCATTER:
+    if kind is REDUCE_SCATTER:
         return dealing.scatter(op, made, len(ranks))
     if kind not in ROOT_RECEIVES:
         return [made] * len(ranks)
@@ -125,9 +129,9 @@ def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
         Refused: as `collective` does.
     """
     op, names = f"{call.kind.value}({specs[0].name})", Names(ranks)
-    if call.kind.row.combines is Combine.UNION:
+    if call.kind.row.combines is UNION:
         return gathers.gather(op, specs, names)
-    if call.reduction is not Reduction.SUM:
+    if call.reduction is not SUM:
         return reductions.replicas(op, call.reduction, specs, names)
     return reductions.reduce(op, specs, names)
 

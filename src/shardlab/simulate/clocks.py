@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from shardlab.check import Meeting
 from shardlab.check.accumulation import InPlace
-from shardlab.check.checked import Member
 from shardlab.program import OpKind, UserError
+from shardlab.program.matching import Meeting, Member, stream_of
+from shardlab.program.ops import Stream
 from shardlab.simulate.prices import PriceList, Prices
 from shardlab.simulate.traced import Traced
 
 FREE, WAIT, SEND = OpKind.FREE, OpKind.WAIT, OpKind.SEND
+COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
 
 
 class Idle(NamedTuple):
@@ -164,7 +165,7 @@ class Clocks:
     def _issue(self, kind: OpKind, number: int, now: float) -> None:
         """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
         meeting = self._traced.meetings[number]
-        if meeting.group is not None or self._messages == "rendezvous":
+        if meeting.stream is COLLECTIVE or self._messages == "rendezvous":
             self._came[number] = self._came.get(number, 0) + 1
             if self._came[number] == len(meeting.members):
                 self._push(now, -1, number)
@@ -176,7 +177,7 @@ class Clocks:
 
     def _start(self, number: int, now: float) -> None:
         meeting = self._traced.meetings[number]
-        if meeting.group is not None:
+        if meeting.stream is COLLECTIVE:
             self._run(meeting, meeting.members, now, self._price.collective(meeting))
             return
         rank, _, at = meeting.members[0]
@@ -197,8 +198,9 @@ class Clocks:
 
     def _run(self, meeting: Meeting, members: Sequence[Member], now: float, duration: float) -> float:
         """Some members' part of a communication; when it ends."""
-        on_link = meeting.group is None and self._messages == "link"
-        stream, free, start = self._stream(meeting), self._stream_free, now
+        on_link = meeting.stream is MESSAGE and self._messages == "link"
+        stream = None if self._one_stream else stream_of(self._traced.program, meeting)
+        free, start = self._stream_free, now
         if not on_link:
             for rank, _, _ in members:
                 start = max(start, free[rank].get(stream, 0.0))
@@ -213,21 +215,6 @@ class Clocks:
             if (rank, handle) in self._parked:
                 self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
         return end
-
-    def _stream(self, meeting: Meeting) -> Hashable:
-        """The stream that a communication takes on each of its ranks: the only one, or its communicator's.
-
-        A group has a communicator; so have two ranks, for single messages (ProcessGroupNCCL::pointToPoint). What is
-        exchanged in one call crosses, so there each direction counts alone.
-        """
-        if self._one_stream:
-            return None
-        if meeting.group is not None:
-            return meeting.group
-        sender, receiver = meeting.members
-        if self._traced.program.tapes[sender.rank][sender.op].batch >= 0:
-            return sender.rank, receiver.rank
-        return frozenset((sender.rank, receiver.rank))
 
 
 def _computing(idle: Sequence[Idle], since: float, until: float) -> float:

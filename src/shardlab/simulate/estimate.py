@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlab.program import OpKind, Sizes
+from shardlab.program.ops import COLLECTIVES
 from shardlab.program.world import gc_paused
 from shardlab.rules.pieces import bits, listed
 from shardlab.simulate.clocks import Clocks, Times
@@ -89,8 +90,8 @@ class Estimate:
             ready = self.times.ready[row]
             for at, since, until in self.times.idle[row]:
                 op = tape[at]
-                axis = op.group.axis if op.group is not None else self._axis(row, op.peer)
-                kind = "message" if op.group is None else op.kind.value
+                axis = op.group.axis if op.group else self._axis(row, op.peer)
+                kind = op.kind.value if op.kind in COLLECTIVES else "message"
                 waited[kind, axis] += max(0.0, until - max(since, ready[at]))
         return {key: self._share(seconds) for key, seconds in sorted(waited.items(), key=lambda item: -item[1])}
 

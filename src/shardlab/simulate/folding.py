@@ -8,16 +8,15 @@ this is no check: that the others are alike is taken for granted.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from shardlab.check.checked import Meeting, Member
 from shardlab.program import (
     Group,
     Mesh,
+    Op,
     OpKind,
     Program,
     Rank,
@@ -28,8 +27,8 @@ from shardlab.program import (
     World,
 )
 from shardlab.program.bounds import MAX_FOLDED
+from shardlab.program.matching import Channel, Meeting, channel_of, meetings_of
 from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle, Wake
-from shardlab.program.ops import COLLECTIVES
 from shardlab.program.rooted import Call, collective, unite
 from shardlab.program.value import Value
 from shardlab.program.world import gc_paused
@@ -38,7 +37,6 @@ from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.layers import Rules
 from shardlab.rules.spec import Space, form_of
 from shardlab.simulate.rotation import Rotation
-from shardlab.simulate.traced import rank_of
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 
@@ -77,7 +75,7 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
         program = world.run(planned(plan))
         specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
         world.release()
-        return Folded(program, specs, *_meetings(program))
+        return Folded(program, specs, *meetings_of(program, partial(_channel, program.mesh, world.stride)))
 
 
 class FoldedRank(Rank):
@@ -131,7 +129,7 @@ class FoldedCollectives(Collectives):
     def issue(self, rank: Recorder, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         if _all_there(group, self._stride):
             return super().issue(rank, call, value, group)
-        return CollectiveHandle(rank, call, value, group, 0, {})
+        return CollectiveHandle(rank, call, value, group, {})
 
     def meet(self, handle: CollectiveHandle) -> None:
         if _all_there(handle.group, self._stride):
@@ -198,7 +196,7 @@ class FoldedChannels(Channels):
         if source != rank.index:
             axis, by = _along(self._rotation.mesh, rank.index, to)
             handle.spec = self._rotation.rotated(value.spec, axis, -by % self._rotation.mesh.sizes()[axis])
-        self._sent[source, there].append(handle)
+        self._matcher[source, there].next(source)[source] = handle
         return handle
 
     def deliver(self, source: int, to: int) -> None:
@@ -228,38 +226,11 @@ def _twin(mesh: Mesh, source: int, to: int, stride: int) -> tuple[int, int]:
     return ranks[(ranks.index(source) - by) % len(ranks)], source
 
 
-def _meetings(program: Program) -> tuple[list[Meeting], list[dict[int, int]]]:
-    """Who meets whom, from the tapes alone: the k-th on a group or a channel meet."""
-    meetings: list[Meeting] = []
-    meeting_of: list[dict[int, int]] = [{} for _ in program.tapes]
-    open_ones: dict[Hashable, list[int]] = defaultdict(list)  # by group, or by channel and direction
-    turns: dict[Hashable, int] = defaultdict(int)
-    stride = program.mesh.world // program.ranks
-    for row, tape in enumerate(program.tapes):
-        here = rank_of(program, row)
-        for at, op in enumerate(tape):
-            kind, handle = op[0], op[4]
-            if handle < 0 or kind is OpKind.WAIT:
-                continue
-            member = Member(row, handle, at)
-            if kind in COLLECTIVES and op.group is not None and not _all_there(op.group, stride):
-                meeting_of[row][handle] = len(meetings)
-                meetings.append(Meeting(op.group, [member]))
-                continue
-            key: Hashable = op.group
-            if kind is OpKind.SEND:
-                key = _twin(program.mesh, here, op.peer, stride)
-            elif kind is OpKind.RECV:
-                key = _twin(program.mesh, op.peer, here, stride)
-            turn = turns[row, kind, key]
-            turns[row, kind, key] = turn + 1
-            same = open_ones[key]
-            if turn == len(same):
-                same.append(len(meetings))
-                meetings.append(Meeting(op.group, []))
-            number = meeting_of[row][handle] = same[turn]
-            if kind is OpKind.SEND:
-                meetings[number].members.insert(0, member)
-            else:
-                meetings[number].members.append(member)
-    return meetings, meeting_of
+def _channel(mesh: Mesh, stride: int, rank: int, op: Op) -> Channel:
+    """The channel of a traced rank's op; it is alone on that of a group whose other members were not traced."""
+    channel = channel_of(rank, op)
+    assert channel is not None, "a traced op names its group or its peer"
+    if isinstance(channel, Group):
+        return channel if _all_there(channel, stride) else (rank,)
+    source, to = channel
+    return _twin(mesh, source, to, stride)

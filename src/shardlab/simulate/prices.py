@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Literal, Protocol
 
-from shardlab.check import Meeting
 from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
+from shardlab.program.matching import Meeting
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.simulate.traced import Traced, rank_of
 

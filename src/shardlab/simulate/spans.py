@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardlab.check import Checked
-from shardlab.program import Op, OpKind
+from shardlab.program.matching import stream_of
 from shardlab.program.ops import COMMUNICATION
 from shardlab.program.record import StepRecord
 
@@ -41,16 +41,7 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
                 found[rank][at] = (moments.began + shift[rank], moments.ended + shift[rank])
     free: dict[tuple[int, object], float] = {}
     for over, rank, at, meeting in sorted(parts):
-        stream = (rank, communicator(rank, checked.program.tapes[rank][at]))
+        stream = (rank, stream_of(checked.program, checked.meetings[meeting]))
         found[rank][at] = (min(over, max(came[meeting], free.get(stream, 0.0))), over)
         free[stream] = over
     return found
-
-
-def communicator(rank: int, op: Op) -> object:
-    """What a communication shares with those that it takes turns with: its group, or the two ranks' link."""
-    if op.group is not None:
-        return op.group
-    if op.batch < 0:
-        return frozenset((rank, op.peer))
-    return (rank, op.peer) if op.kind is OpKind.SEND else (op.peer, rank)  # what is exchanged crosses

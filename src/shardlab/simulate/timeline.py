@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardlab.program import OpKind, Program
+from shardlab.program.matching import Meeting, meetings_of
 from shardlab.program.ops import BOOKKEEPING
 from shardlab.program.picture import picture
 
@@ -66,6 +67,11 @@ class Timeline:
     def peak_memory(self) -> int:
         """The largest over the ranks."""
         return max(self.peak_memory_by_rank)
+
+    @cached_property
+    def meetings(self) -> list[Meeting]:
+        """The communications whose members all have rows; a member names its row."""
+        return meetings_of(self.program)[0]
 
     def _repr_svg_(self) -> str | None:
         return picture(self)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shardlab.check import Meeting
 from shardlab.program import Program, Spec
+from shardlab.program.matching import Meeting
 
 
 class Traced(Protocol):

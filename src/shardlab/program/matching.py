@@ -1,0 +1,155 @@
+"""Who communicates with whom: what each rank issues as its k-th on a channel belongs together.
+
+A channel is a group, whose ranks meet in collectives, or (source, destination), along which messages keep their order.
+Tracing, the check, folding and drawing all match here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+from shardlab.program.mesh import Group
+from shardlab.program.ops import COMMUNICATION, OpKind, Stream
+from shardlab.program.tape import Op, Program
+
+Channel = Group | tuple[int, ...]
+Part = TypeVar("Part")
+
+EXCHANGES = "exchanges"
+"""The communicator of all exchanges: the world's, which is there before the first op."""
+
+
+class Member(NamedTuple):
+    """One rank's part in a communication: its handle, and the index of the op that issues it."""
+
+    rank: int
+    handle: int
+    op: int
+
+
+class Meeting(NamedTuple):
+    """A communication with all its parts.
+
+    Attributes:
+        stream: whether it is a collective or a message.
+        group: of a collective.
+        members: in group order; of a message sender, then receiver.
+    """
+
+    stream: Stream
+    group: Group | None
+    members: list[Member]
+
+
+class Line(Generic[Part]):
+    """One channel: puts the parts of its communications together, whichever comes first. What is whole is forgotten."""
+
+    __slots__ = ("_done", "_issued", "_ranks", "open")
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._issued = dict.fromkeys(ranks, 0)
+        self._done = 0
+        self.open: deque[dict[int, Part]] = deque()
+
+    def next(self, rank: int) -> dict[int, Part]:
+        """The parts, by rank in the order in which they came, of what this rank joins now; it adds its own."""
+        number = self._issued[rank]
+        self._issued[rank] = number + 1
+        place = number - self._done
+        if place == len(self.open):
+            came: dict[int, Part] = {}
+            self.open.append(came)
+            return came
+        return self.open[place]
+
+    def whole(self) -> list[Part] | None:
+        """All parts of the first open communication, in the channel's order; None while one is missing."""
+        if not self.open or len(self.open[0]) < len(self._ranks):
+            return None
+        self._done += 1
+        came = self.open.popleft()
+        parts = list(map(came.__getitem__, self._ranks))
+        came.clear()  # a part may refer to it
+        return parts
+
+
+class Matcher(dict[Channel, Line[Part]]):
+    """The channels in use, each made when it is first asked for."""
+
+    def __missing__(self, channel: Channel) -> Line[Part]:
+        line = self[channel] = Line[Part](channel.ranks if isinstance(channel, Group) else channel)
+        return line
+
+    def left(self) -> Iterator[dict[int, Part]]:
+        """What is not whole, channel by channel."""
+        for line in self.values():
+            yield from line.open
+
+
+def channel_of(rank: int, op: Op) -> Channel | None:
+    """The channel of a communication; None if its op names neither a group nor a peer."""
+    if op.kind.row.stream is Stream.COLLECTIVE:
+        return op.group
+    if op.peer < 0:
+        return None
+    return (rank, op.peer) if op.kind is OpKind.SEND else (op.peer, rank)
+
+
+def meetings_of(
+    program: Program, channel_of: Callable[[int, Op], Channel | None] = channel_of
+) -> tuple[list[Meeting], list[dict[int, int]]]:
+    """All communications of a program, from its tapes alone, and for each tape the place in them of each handle.
+
+    They come in the order of their last members, which name tapes. What has no peer among the tapes is left out.
+
+    Args:
+        program: on whose tapes ops have been issued in an order that can be.
+        channel_of: the channel on which a rank issues an op.
+    """
+    matcher = Matcher[Member]()
+    meetings: list[Meeting] = []
+    apart = program.mesh.world // program.ranks  # of folded tapes, those of a pipeline's first ranks
+    for row, tape in enumerate(program.tapes):
+        rank = row * apart
+        for at, op in enumerate(tape):
+            channel = channel_of(rank, op) if op.kind in COMMUNICATION else None
+            if channel is None:
+                continue
+            end = rank
+            if isinstance(channel, tuple):
+                end = channel[0] if op.kind is OpKind.SEND else channel[-1]
+            line = matcher[channel]
+            line.next(end)[end] = Member(row, op.handle, at)
+            members = line.whole()
+            if members is not None:
+                meetings.append(Meeting(op.kind.row.stream, op.group, members))
+    meetings.sort(key=lambda meeting: meeting.members[-1])
+    places: list[dict[int, int]] = [{} for _ in program.tapes]
+    for place, meeting in enumerate(meetings):
+        for member in meeting.members:
+            places[member.rank][member.handle] = place
+    return meetings, places
+
+
+def communicator(program: Program, meeting: Meeting) -> Hashable:
+    """What carries a communication (as ProcessGroupNCCL does without `device_id`).
+
+    A group's collectives have one, the single messages of two ranks another, and all exchanges a third.
+    """
+    if meeting.stream is Stream.COLLECTIVE:
+        return meeting.group
+    if any(program.tapes[rank][at].batch >= 0 for rank, _, at in meeting.members):
+        return EXCHANGES
+    return frozenset(member.rank for member in meeting.members)
+
+
+def stream_of(program: Program, meeting: Meeting) -> Hashable:
+    """What a communication takes turns with on each of its ranks: all on its communicator.
+
+    What is exchanged in one call crosses, so there each direction counts alone.
+    """
+    found = communicator(program, meeting)
+    return tuple(member.rank for member in meeting.members) if found is EXCHANGES else found
