@@ -9,6 +9,7 @@ from typing import Literal, cast
 from shardlab.errors import Refused
 from shardlab.program import rooted
 from shardlab.program.handle import Handle
+from shardlab.program.meetings import RecvHandle, SendHandle
 from shardlab.program.mesh import Group, group_among
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
 from shardlab.program.place import Place
@@ -236,7 +237,7 @@ class CommunicationVerbs(Place):
             Refused: for a rank that does not exist, and for this rank itself.
         """
         handle = self._send("send", value, to, self._batch)
-        self._world.channels.deliver(self.index, to)
+        self._world.channels.deliver(handle)
         return handle
 
     def recv(self, *, source: int, expect: Expected | None = None) -> Handle[Value]:
@@ -251,7 +252,7 @@ class CommunicationVerbs(Place):
                 expected one.
         """
         handle = self._recv(source, expect, self._batch)
-        self._world.channels.deliver(source, self.index)
+        self._world.channels.deliver(handle)
         return handle
 
     @contextmanager
@@ -300,11 +301,11 @@ class CommunicationVerbs(Place):
         sent = self._send("exchange", value, to, self._batches - 1)
         received = self._recv(source, expect, self._batches - 1)
         received.others = (sent,)
-        self._world.channels.deliver(self.index, to)
-        self._world.channels.deliver(source, self.index)
+        self._world.channels.deliver(sent)
+        self._world.channels.deliver(received)
         return received
 
-    def _send(self, verb: str, value: Value, to: int, batch: int) -> Handle[None]:
+    def _send(self, verb: str, value: Value, to: int, batch: int) -> SendHandle:
         spec = self._read(value, verb)
         self._check_peer("send to", to)
         handle = self._world.channels.post_send(self, value, to)
@@ -312,7 +313,7 @@ class CommunicationVerbs(Place):
         self._issue(op, handle, value)
         return handle
 
-    def _recv(self, source: int, expect: Expected | None, batch: int) -> Handle[Value]:
+    def _recv(self, source: int, expect: Expected | None, batch: int) -> RecvHandle:
         self._check_peer("recv from", source)
         message = None if expect is None else self._message("recv", expect)
         handle = self._world.channels.post_recv(self, source, message)

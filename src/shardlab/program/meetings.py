@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardlab.errors import Refused
 from shardlab.program import rooted
 from shardlab.program.handle import Handle
-from shardlab.program.matching import Matcher
+from shardlab.program.matching import Line, Matcher
 from shardlab.program.mesh import Group
 from shardlab.program.ops import OpKind
 from shardlab.program.rooted import Call, said
@@ -108,19 +108,22 @@ class Collectives:
 class SendHandle(Handle[None]):
     """A message on its way; while tracing it is buffered, so the sender never waits."""
 
-    def __init__(self, rank: Recorder, value: Value) -> None:
+    ready = True
+
+    def __init__(self, rank: Recorder, value: Value, line: Line[Any]) -> None:
         super().__init__(rank, None, value)
         self.spec = value.spec
-        self.ready = True
+        self.line = line
 
 
 class RecvHandle(Handle[Value]):
     """A receive that waits for its message."""
 
-    def __init__(self, rank: Recorder, source: int, expect: Message | None) -> None:
+    def __init__(self, rank: Recorder, source: int, expect: Message | None, line: Line[Any]) -> None:
         super().__init__(rank, rank.make(IN_FLIGHT), None)
         self.source = source
         self.expect = expect
+        self.line = line
 
     def wait(self) -> Wait:
         about = f" of {self.expect}" if self.expect else ""
@@ -135,17 +138,18 @@ class Channels:
         self._matcher = Matcher[Any]()  # of a send and a receive
 
     def post_send(self, rank: Recorder, value: Value, to: int) -> SendHandle:
-        handle = self._matcher[rank.index, to].next(rank.index)[rank.index] = SendHandle(rank, value)
+        line, index = self._matcher[rank.index, to], rank.index
+        handle = line.next(index)[index] = SendHandle(rank, value, line)
         return handle
 
     def post_recv(self, rank: Recorder, source: int, expect: Message | None) -> RecvHandle:
-        handle = RecvHandle(rank, source, expect)
-        self._matcher[source, rank.index].next(rank.index)[rank.index] = handle
+        line, index = self._matcher[source, rank.index], rank.index
+        handle = line.next(index)[index] = RecvHandle(rank, source, expect, line)
         return handle
 
-    def deliver(self, source: int, to: int) -> None:
-        """Hand over what was posted last on a channel, or what waited for it, once both ends have come."""
-        ends = self._matcher[source, to].whole()
+    def deliver(self, posted: SendHandle | RecvHandle) -> None:
+        """Hand a message over, once both ends have come."""
+        ends = posted.line.whole()
         if ends is None:
             return
         sent: SendHandle = ends[0]
@@ -157,7 +161,7 @@ class Channels:
             rank.ops[handle.op] = rank.ops[handle.op]._replace(layer=spec.layer, expect=message)
         elif handle.expect != message:
             try:
-                rooted.want_delivered(source, handle.expect, spec)
+                rooted.want_delivered(handle.source, handle.expect, spec)
             except Refused as refusal:
                 raise refusal.at(rank.index, handle.op) from None
         handle.result.spec = spec

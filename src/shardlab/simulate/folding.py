@@ -191,16 +191,13 @@ class FoldedChannels(Channels):
         self._stride = stride
 
     def post_send(self, rank: Recorder, value: Value, to: int) -> SendHandle:
-        handle = SendHandle(rank, value)
         source, there = _twin(self._rotation.mesh, rank.index, to, self._stride)
+        line = self._matcher[source, there]
+        handle = line.next(source)[source] = SendHandle(rank, value, line)
         if source != rank.index:
             axis, by = _along(self._rotation.mesh, rank.index, to)
             handle.spec = self._rotation.rotated(value.spec, axis, -by % self._rotation.mesh.sizes()[axis])
-        self._matcher[source, there].next(source)[source] = handle
         return handle
-
-    def deliver(self, source: int, to: int) -> None:
-        super().deliver(*_twin(self._rotation.mesh, source, to, self._stride))
 
 
 @cache
