@@ -13,9 +13,6 @@ from shardlab.program.matching import Meeting
 from shardlab.program.ops import COMMUNICATION, POINT_TO_POINT, ROOT_GIVES, Combine
 from shardlab.rules.kind import ROW_KINDS, Reduction
 
-ATOMIC = frozenset({"layer", "lookup", "mix", "combine", "dispatch"})
-"""Primitives whose backward pass may add with atomics on a GPU, in no fixed order: embeddings, attention, routing."""
-
 _ONE_GIVES = ROOT_GIVES | POINT_TO_POINT
 
 
@@ -33,7 +30,7 @@ class Numbering:
         tapes = checked.program.tapes
         self.live: list[dict[int, int]] = [{} for _ in tapes]
         layers = checked.program.rules.layers
-        self._atomic = {rules.layer_number for rules in layers if any(n.name in ATOMIC for n in rules.layer.nodes)}
+        self._atomic = {rules.layer_number for rules in layers if any(node.atomic for node in rules.layer.nodes)}
         self._given: list[dict[int, int]] = [{} for _ in checked.meetings]  # by rank
         self._made: dict[int, int] = {}  # meeting -> the number of all that it delivers
         self._waiting: dict[int, list[int]] = defaultdict(list)  # meeting -> ranks

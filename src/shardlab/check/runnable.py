@@ -41,10 +41,10 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
         for at, op in enumerate(tape):
             if op[0] in LOCAL and (why := _no_pieces([specs[rank][number] for number in op.inputs])):
                 return f"rank {rank}, op {at} {op}: {why}."
-    if not program.sizes.kinds:  # nothing is sliced
+    if not any(layer.cut for layer in program.sizes.signatures):  # nothing is sliced
         return None
-    space = program.rules.space
-    cuts = [math.prod(space.count(index) for index in rules.layer.cut) for rules in program.rules.layers]
+    pieces = program.sizes.cuts(program.mesh)
+    cuts = [math.prod(pieces[index] for index in layer.cut) for layer in program.sizes.signatures]
     return next(
         (
             f"rank {rank}, op {at} {op}: {why}."

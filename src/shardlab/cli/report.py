@@ -11,21 +11,11 @@ from rich.text import Text
 from shardlab.check import ChannelModel, Checked
 from shardlab.cli.console import stdout_console
 from shardlab.cli.timeline_rows import print_timeline
-from shardlab.program import LayerKind
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import counted, listed
 from shardlab.simulate import Timeline, bubble
 
 INDENT = 16
-
-
-FINER = (
-    (LayerKind.EXPERTS, "dense layers and experts"),
-    (LayerKind.PROJECT, "halves and attention"),
-    (LayerKind.SLICED, "halves of blocks"),
-    (LayerKind.COLUMN, "columns of matrices"),
-)
-"""What layers are that a strategy or a plan needs finer than whole ones, by a kind that tells them."""
 
 
 def print_report(
@@ -120,10 +110,11 @@ def _recomputed(timeline: Timeline, without: Timeline | None) -> list[tuple[str,
 
 def _layers(checked: Checked) -> list[tuple[str, str, str]]:
     """Each layer takes a unit, however fine it is, so steps of finer and of whole layers are not to be compared."""
-    finer = next((what for kind, what in FINER if kind in checked.program.sizes.kinds), None)
-    if finer is None:
+    signatures = checked.program.sizes.signatures
+    if not any(layer.sliced for layer in signatures):
         return []
-    return [("layers", str(checked.program.layers), f"{finer}, each timed as a layer")]
+    names = sorted({layer.name for layer in signatures})
+    return [("layers", str(checked.program.layers), f"{', '.join(names)}; each timed as a layer")]
 
 
 def _row(label: str, text: str, style: str) -> Text:

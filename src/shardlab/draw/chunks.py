@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 
-from shardlab.program import LayerKind, OpKind, Sizes
+from shardlab.program import OpKind, Sizes
 from shardlab.simulate import Timeline
 
 Chunks = list[dict[int, int]]
@@ -41,7 +41,7 @@ def model_layers(sizes: Sizes) -> int:
     """Layers of the model in a reader's words: a program may cut each into several."""
     if sizes.blocks:
         return len(sizes.blocks) - 1
-    return sizes.kinds.count(LayerKind.EXPERTS) or sizes.layers
+    return len(_experts(sizes)) or sizes.layers
 
 
 def model_layer(sizes: Sizes, layer: int) -> int:
@@ -49,8 +49,13 @@ def model_layer(sizes: Sizes, layer: int) -> int:
     counted to it."""
     if sizes.blocks:
         found = bisect_right(sizes.blocks, layer) - 1
-    elif LayerKind.EXPERTS in sizes.kinds:
-        found = sizes.kinds[:layer].count(LayerKind.EXPERTS)
+    elif experts := _experts(sizes):
+        found = bisect_left(experts, layer)
     else:
         return layer
     return max(0, min(model_layers(sizes) - 1, found))
+
+
+def _experts(sizes: Sizes) -> list[int]:
+    """The program's layers that are a mixture's experts, one of each of the model's."""
+    return [number for number, layer in enumerate(sizes.signatures) if "expert" in layer.cut]

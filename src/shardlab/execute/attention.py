@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from shardlab.execute.state import State
-from shardlab.models import Halves
-from shardlab.models.halves import Projection
-from shardlab.models.parts import Attention
+from shardlab.models.attention import Attend
+from shardlab.models.primitives import DropoutSite
 from shardlab.models.tensors import attention
-from shardlab.models.tensors.dropout import Site
 from shardlab.program import Op, Spec
-from shardlab.program.sizes import HEAD
 from shardlab.rules.spec import share_of
 
 Instruction = Callable[[], None]
@@ -54,34 +51,28 @@ def merge(state: State, op: Op) -> Instruction:
     return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
 
 
-def _heads(state: State, layer: int, spec: Spec) -> Attention:
+def _heads(state: State, layer: int, spec: Spec) -> Attend:
     """The attention of the heads that a value is of."""
     share = share_of(spec.form)
-    return _projection(state, layer).part.heads_of(share.denominator // share.numerator)
-
-
-def _projection(state: State, layer: int) -> Projection:
-    assert isinstance(state.model, Halves), "only half-blocks have attention as a step of its own"
-    half = state.model.half(layer)
-    assert isinstance(half, Projection), f"layer {layer} makes no queries"
-    return half
+    return state.model.attention_after(layer).heads_of(share.denominator // share.numerator)
 
 
 def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
     """Dropout's mask of these queries and keys: drawn whole, as on one device, then cut."""
-    projection, queries, keys_values = _projection(state, op.layer), *(state.specs[n] for n in op.inputs[:2])
-    part, rows = projection.part, queries.microbatches.bit_count() * state.shapes.rows
+    queries, keys_values = (state.specs[number] for number in op.inputs[:2])
+    whole, step = state.model.attention_after(op.layer), state.model.run(op.layer).attend
+    assert step is not None
+    shape = (queries.microbatches.bit_count() * state.shapes.rows, whole.heads, whole.tokens, whole.tokens)
     tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
     count = _heads(state, op.layer, queries).heads
-    first = count * (queries.pieces(HEAD).bit_length() - 1 if queries.form.slices else 0)
+    first = count * (queries.pieces("head").bit_length() - 1 if queries.form.slices else 0)
     like = state.empty((0,), torch.promote_types(state.settings.dtype, torch.float32))
 
     def mask() -> Tensor | None:
         dropout = state.dropout(op)
         if dropout is None:
             return None
-        dropout = replace(dropout, layer=projection.block)
-        whole = dropout.mask(Site.ATTENTION, (rows, part.heads, part.block, part.block), like)
-        return whole[:, first : first + count, tokens[:, None].to(whole.device), key_tokens.to(whole.device)]
+        drawn = replace(dropout, layer=step.block).mask(DropoutSite.ATTENTION, shape, like)
+        return drawn[:, first : first + count, tokens[:, None].to(drawn.device), key_tokens.to(drawn.device)]
 
     return mask

@@ -8,12 +8,11 @@ from itertools import chain
 
 import torch
 
-from shardlab.execute import expert_exchange
+from shardlab.execute import exchange
 from shardlab.execute.communicator import Communicator, Wait
 from shardlab.execute.slicing import Join, along_sequence, cut_of, join_of
 from shardlab.execute.state import State
-from shardlab.program import Kind, LayerKind, Op, OpKind, Spec
-from shardlab.program.sizes import SLICE
+from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
 
@@ -127,7 +126,7 @@ def _places(members: list[Spec], whole: Spec) -> list[int]:
 def _pieces(member: Spec, of: int) -> int:
     """What a member gives, as a bit set: slices of the logits, microbatches, or some of `of` slices of a layer."""
     if member.kind is Kind.STATS:
-        return member.pieces(SLICE)
+        return sum(pieces for _, pieces in member.form.slices)
     if member.kind in ROW_KINDS:
         return member.microbatches
     return member.holds.refined(of).mask
@@ -143,7 +142,7 @@ def _room(state: State, number: int) -> torch.Tensor:
     tokens = spec.kind is Kind.ACTIVATION and spec.layer == 0
     exact = torch.promote_types(state.settings.dtype, torch.float32)
     dtypes = {Kind.SCALAR: torch.float64, Kind.STATS: exact}
-    attended = state.checked.program.sizes.kind(spec.layer - 1) is LayerKind.PROJECT
+    attended = spec.layer > 0 and state.signatures[spec.layer - 1].projects
     if attended and spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION):
         return state.empty(shape, exact)
     return state.empty(shape, torch.int64 if tokens else dtypes.get(spec.kind))
@@ -203,7 +202,7 @@ def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Experts' buffers, into new room."""
-    return expert_exchange.all_to_all(state, links, op, _given(state, op), _received(state, op))
+    return exchange.all_to_all(state, links, op, _given(state, op), _received(state, op))
 
 
 def send(state: State, links: Communicator, at: int, op: Op) -> Start:

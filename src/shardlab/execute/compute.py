@@ -18,8 +18,7 @@ from shardlab.execute.state import State
 from shardlab.models import tensors
 from shardlab.models.tensors import loss_of, views
 from shardlab.models.tensors.tokens import rows_of
-from shardlab.program import Kind, LayerKind, Op, OpKind, Spec
-from shardlab.program.sizes import CARRYING, SLICE
+from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.rules.pieces import bits
 
 Instruction = Callable[[], None]
@@ -79,27 +78,26 @@ def _rows(state: State, spec: Spec, which: int) -> Tensor:
 
 def forward(state: State, at: int, op: Op) -> Instruction:
     """A layer; with its graph, if the tape saves one."""
-    layer, (x, weight, *residual), values = state.layers[op.layer], op.inputs, state.values
+    layer, (x, weight, *carried), values = state.layers[op.layer], op.inputs, state.values
     share, hooked = state.share(op), at in state.analysis.hooked
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
-    outputs = op.outputs[: len(op.outputs) - saves]  # as the layer's, the last of which comes first
-    carries = state.checked.program.sizes.kind(op.layer) in CARRYING
+    outputs = op.outputs[: len(op.outputs) - saves]
 
-    def inputs() -> list[Tensor | None]:
-        return [values[residual[0]] if residual else None, values[x]] if carries else [values[x]]
+    def inputs() -> list[Tensor]:
+        return [values[number] for number in (x, *carried)]
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
         graph = Graph(layer, inputs(), flat, share, state.dropout(op), Saved(flat.flat) if hooked else None)
-        for number, made in zip(outputs, reversed(graph.take_outputs()), strict=True):  # the last is the activation
+        for number, made in zip(outputs, graph.take_outputs(), strict=True):
             values[number] = made
         values[op.outputs[-1]] = graph
 
     def run_without_saving() -> None:
         with torch.no_grad():
             leaves = state.flat_weight(op.layer, weight).leaves
-            made = layer.run(leaves, tuple(inputs()), share, state.dropout(op))
-        for number, each in zip(outputs, reversed([each for each in made if each is not None]), strict=True):
+            made = layer.run(leaves, inputs(), share, state.dropout(op))
+        for number, each in zip(outputs, made, strict=True):
             values[number] = each
 
     return run if saves else run_without_saving
@@ -169,7 +167,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 
 def backward(state: State, at: int, op: Op) -> Instruction:
     """Through the graph that FORWARD or RECOMPUTE left; adds to an older gradient where an ADD would follow."""
-    (_, gradient, weight, saved, *residual), (grad_weight, *outputs), values = op.inputs, op.outputs, state.values
+    (_, gradient, weight, saved, *carried), (grad_weight, *outputs), values = op.inputs, op.outputs, state.values
     layout, room = state.shapes.layout_of_weight(op.layer), _gradient_room(state, at, op)
     own = _own_columns(state, op)
 
@@ -177,7 +175,7 @@ def backward(state: State, at: int, op: Op) -> Instruction:
         graph: Graph = values[saved]
         values[saved] = None
         into = room()
-        gradients = [own(values[number]) for number in (*residual, gradient)]
+        gradients = [own(values[number]) for number in (gradient, *carried)]
         for number, made in zip(outputs, graph.backward(gradients, values[weight], views(layout, into)), strict=False):
             values[number] = made  # there is none for tokens
         values[grad_weight] = into
@@ -187,12 +185,12 @@ def backward(state: State, at: int, op: Op) -> Instruction:
 
 def backward_input(state: State, at: int, op: Op) -> Instruction:
     """The half that gives the input's gradient; the graph stays for the other half."""
-    (_, gradient, weight, saved, *residual), (*outputs, half), values = op.inputs, op.outputs, state.values
+    (_, gradient, weight, saved, *carried), (*outputs, half), values = op.inputs, op.outputs, state.values
     own = _own_columns(state, op)
 
     def run() -> None:
         graph: Graph = values[saved]
-        gradients = [own(values[number]) for number in (*residual, gradient)]
+        gradients = [own(values[number]) for number in (gradient, *carried)]
         made = graph.backward_input(gradients, values[weight], state.reads.get(op.layer))
         for number, gradient_made in zip(outputs, made, strict=False):
             values[number] = gradient_made
@@ -202,16 +200,13 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
 
 
 def _own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
-    """Of its output's complete gradient, a COLUMN layer's slice reads what belongs to its own slice of the output."""
+    """Of its output's complete gradient, a slice that takes its own reads what belongs to its slice of the output."""
     gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
-    if (
-        state.checked.program.sizes.kind(op.layer) is not LayerKind.COLUMN
-        or gradient.form.slices
-        or not saved.form.slices
-    ):
+    takes_own = any(node.takes_own for node in state.signatures[op.layer].nodes)
+    if not takes_own or gradient.form.slices or not saved.form.slices:
         return lambda whole: whole
-    count, place = saved.form.space.count(SLICE), saved.pieces(SLICE).bit_length() - 1
-    return lambda whole: whole.chunk(count, -1)[place]
+    ((index, piece),) = saved.form.slices
+    return lambda whole: whole.chunk(saved.form.space.count(index), -1)[piece.bit_length() - 1]
 
 
 def backward_weight(state: State, at: int, op: Op) -> Instruction:

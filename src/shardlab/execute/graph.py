@@ -29,23 +29,22 @@ class Graph:
     def __init__(
         self,
         layer: Layer,
-        inputs: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
         weight: FlatWeight,
         share: Share,
         dropout: Dropout | None,
         saved: Saved | None = None,
     ) -> None:
-        """Run the layer on its inputs: (x,) or, of a norm, (residual or None, branch).
+        """Run the layer on its inputs: the activation, and what is carried beside it.
 
         `saved` is what autograd saves into: for a weight that may be gathered again, or a backward pass in halves.
         """
         self._saved = saved
         self._leaves = weight.leaves
-        given = [x if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-        self._inputs = [x for x in reversed(given) if x is not None and x.requires_grad]  # the branch, the residual
+        given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        self._inputs = [x for x in given if x.requires_grad]
         with nullcontext() if saved is None else saved_tensors_hooks(saved.pack, saved.unpack):
-            made = layer.run(weight.leaves, tuple(given), share, dropout)
-        outputs = [y for y in made if y is not None]
+            outputs = layer.run(weight.leaves, given, share, dropout)
         self._edges: list[GradientEdge] = [get_gradient_edge(y) for y in outputs]
         self._entries: list[Entry] = []
         self._whole: dict[int, Tensor] = {}

@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from shardlab.check import Checked
-from shardlab.models import ExpertLayers, LayerLayout, Model
+from shardlab.models import LayerLayout, Model
 from shardlab.program import Holds, Kind, Spec, UserError
-from shardlab.program.sizes import SLICE
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
 from shardlab.rules.spec import share_of
@@ -50,19 +49,26 @@ class Shapes:
         rows = microbatches * self.rows
         if spec.kind in (Kind.RESIDUAL, Kind.GRAD_RESIDUAL):
             return (rows, len(self.tokens(spec)), self.model.residual_width)
-        if isinstance(self.model, ExpertLayers) and self.model.is_buffers(spec.layer):
-            experts, *capacity = self.model.buffers_shape(self.rows)
-            return (int(microbatches * experts * share_of(spec.form)), *capacity)
-        _, *features = self.model.activation_shape(spec.layer)
+        first, *others = self.model.activation_shape(spec.layer, self.rows)
+        if self.model.is_buffers(spec.layer):
+            return (int(microbatches * first * share_of(spec.form)), *others)
+        features = others[1:]
         if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
             features = [self.model.attention_features[0]]
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
             features = [self.model.attention_features[1]]
         if spec.kind is Kind.STATS:
-            return (spec.pieces(SLICE).bit_count() * rows, len(self.tokens(spec)), 3)
+            return (spec.pieces(self._sizes.scores_index).bit_count() * rows, len(self.tokens(spec)), 3)
         if spec.form.slices:
             features = [int(features[0] * share_of(spec.form))]
         return (rows, len(self.tokens(spec)), *features)
+
+    def sections(self, spec: Spec) -> tuple[int, ...]:
+        """Features of each section of a value that is cut by heads: each section has a part of every head."""
+        attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
+        if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
+            return attend.kv_width, attend.kv_width
+        return (attend.width,) if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES) else (attend.width, attend.heads)
 
     def tokens(self, spec: Spec) -> Sequence[int]:
         """The tokens of each sequence that a value holds, ascending; a range where they follow one another.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +14,9 @@ from shardlab.execute.analysis import Analysis
 from shardlab.execute.graph import FlatWeight
 from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
-from shardlab.models import Halves, Model
+from shardlab.models import CutModel, Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
-from shardlab.program import Holds, LayerKind, Op, OpKind, Spec
-from shardlab.program.sizes import SLICE
+from shardlab.program import Holds, Op, OpKind, Spec
 from shardlab.rules.pieces import bits
 
 
@@ -94,6 +92,7 @@ class State:
         self.tape = checked.program.tapes[rank]
         self.specs = checked.specs[rank]
         self.layers = layers_of(model)
+        self.signatures = checked.program.sizes.signatures
         self.shapes = Shapes(checked, model, rows)
         self.loss_owners = _loss_owners(checked)
         self.analysis = Analysis(checked, rank)
@@ -140,17 +139,13 @@ class State:
 
     def share(self, op: Op) -> Share:
         """Which share of its layer a FORWARD or RECOMPUTE computes: all, or one slice, as the check sees to."""
-        kind, spec = self.checked.program.sizes.kind(op.layer), self.specs[op.inputs[0]]
-        tokens = self.shapes.tokens(spec) if kind in (LayerKind.NORM, LayerKind.PROJECT) else None
-        if kind is LayerKind.NORM:
-            return Share(tokens=tokens)
-        whole = Share(microbatches=spec.microbatches.bit_count(), of_step=self.checked.program.microbatches)
-        space, cut = spec.form.space, self.checked.program.rules.layers[op.layer].layer.cut
-        slices = math.prod(space.count(index) for index in cut)
-        if slices == 1:
-            return replace(whole, tokens=tokens)
-        holds = self.specs[op.inputs[1]].holds.simplified()
-        return Share(holds.mask.bit_length() - 1, holds.of, tokens)
+        spec, holds = self.specs[op.inputs[0]], self.specs[op.inputs[1]].holds.simplified()
+        return Share(
+            dict.fromkeys(self.model.run(op.layer).cut, (holds.mask.bit_length() - 1, holds.of)),
+            self.shapes.tokens(spec),
+            spec.microbatches.bit_count(),
+            self.checked.program.microbatches,
+        )
 
     def dropout(self, op: Op) -> Dropout | None:
         """This step's masks of a layer, for the microbatches that an op reads."""
@@ -161,8 +156,8 @@ class State:
 
     def first_token(self, logits: Spec) -> int:
         """Of the vocabulary, the first token that a slice of the logits is about."""
-        assert isinstance(self.model, Halves), "only half-blocks have slices of the logits"
-        return self.model.first_token(logits.pieces(SLICE).bit_length() - 1)
+        assert isinstance(self.model, CutModel), "only a cut model has slices of the logits"
+        return self.model.first_token(logits.pieces(self.checked.program.sizes.scores_index).bit_length() - 1)
 
     def keep(self) -> None:
         """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""

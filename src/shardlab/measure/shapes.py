@@ -9,10 +9,8 @@ from shardlab.check import Checked, check
 from shardlab.hardware.device import BYTES
 from shardlab.hardware.measured import families
 from shardlab.measure.points import KernelWork
-from shardlab.models import GPT, Blocks, Halves, Llama, Model
-from shardlab.models.halves import Body
+from shardlab.models import GPT, CutModel, Llama, Model, cut
 from shardlab.models.kernels import Kernel
-from shardlab.models.parts import Attention, Embedding, FeedForward
 from shardlab.program import Mesh, Op, OpKind, UserError, trace
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
@@ -88,13 +86,10 @@ class Subject:
         if op.kind is OpKind.LOAD_BATCH:
             return "batch"
         model, last = self.model, self.model.layers - 1
-        if isinstance(model, Halves):
-            half = model.half(op.layer)
-            if not isinstance(half, Body):
+        if isinstance(model, CutModel):
+            if not model.run(op.layer).cut:
                 return "norm"
-            names = ((Embedding, "embedding"), (Attention, "attention"), (FeedForward, "mlp"))
-            return next((name for part, name in names if isinstance(half.part, part)), "head")
-        assert isinstance(model, Blocks)
+            return model.place(op.layer).split(", ")[-1].replace("feed-forward", "mlp")
         return {0: "first block", last: "last block"}.get(op.layer, "block")
 
     def work(self, op: Op, elements: int) -> tuple[KernelWork, ...]:
@@ -134,9 +129,9 @@ def subjects(shape: Shape, dtype: str, vocabulary: int) -> list[Subject]:
     llama = Llama(layers=1, width=shape.width, heads=heads, block=shape.tokens, vocabulary=vocabulary)
     return [
         Subject(replace(gpt, layers=3), shape.rows, False, dtype),
-        Subject(Halves(gpt, 1), shape.rows, False, dtype),
-        Subject(Halves(gpt, 1), shape.rows, True, dtype),
-        Subject(Halves(llama, 1), shape.rows, False, dtype),
+        Subject(cut(gpt), shape.rows, False, dtype),
+        Subject(cut(gpt), shape.rows, True, dtype),
+        Subject(cut(llama), shape.rows, False, dtype),
     ]
 
 

@@ -1,11 +1,8 @@
 """Models as lists of layers: their shapes, FLOPs and bytes. `shardlab.models.tensors` computes them on torch."""
 
 from shardlab.models.blocks import Blocks
-from shardlab.models.columns import Columns
-from shardlab.models.cut import CutModel
-from shardlab.models.expert_layers import ExpertLayers
+from shardlab.models.cutting import CutModel, cut, cut_for
 from shardlab.models.gpt import GPT
-from shardlab.models.halves import Halves
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
@@ -17,15 +14,14 @@ __all__ = [
     "GPT",
     "MLP",
     "Blocks",
-    "Columns",
     "CutModel",
-    "ExpertLayers",
-    "Halves",
     "LayerLayout",
     "Llama",
     "Mixtral",
     "MoE",
     "Model",
     "Parameter",
+    "cut",
+    "cut_for",
     "find_model",
 ]

@@ -1,34 +1,35 @@
-"""Attention: what it is made of, and its arithmetic."""
+"""The primitives of causal attention: projection, queries that meet keys and values, output."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
-from shardlab.models.layout import Cut, Parameter
-from shardlab.models.part import Part
+from shardlab.models.layout import Parameter
+from shardlab.models.primitive import Pieces, Primitive, piece
+from shardlab.models.primitives import Linear
 
 
-@dataclass(frozen=True)
-class Attention(Part):
-    """Norm, causal scaled dot product attention, projection, dropout; added to the residual stream.
+@dataclass(frozen=True, kw_only=True)
+class Projection(Primitive):
+    """Normalised features `x` to queries `q` (rows, T, C), and keys and values `kv` (rows, T, 2 kv_width), by one map.
 
     With fewer `kv_heads` than heads, neighbouring heads share keys and values (grouped queries, Ainslie et al. 2023,
-    arXiv 2305.13245). Without dropout, attention is one fused op that keeps the log-sum-exp of each head's rows; with
-    it, three T x T matrices a head: the softmax, its mask, and the product of both. Sliced by heads.
+    arXiv 2305.13245). Cut by heads.
 
     Attributes:
         heads, kv_heads: of queries, and of keys and values.
         rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; none: None).
     """
 
-    title = "attention"
-    norm_name = "ln_1"
-    added = "attn.c_proj.bias"
+    einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"
 
+    width: int
     heads: int
     kv_heads: int
-    rope_theta: float | None = field(default=None, kw_only=True)
+    bias: bool
+    rope_theta: float | None
 
     @property
     def kv_width(self) -> int:
@@ -36,67 +37,112 @@ class Attention(Part):
         return self.width // self.heads * self.kv_heads
 
     @property
-    def features(self) -> int:
+    def outputs(self) -> int:
         """Features of a token's queries, keys and values."""
         return self.width + 2 * self.kv_width
 
-    def heads_of(self, slices: int) -> Attention:
-        """As if the heads of one slice of so many were all."""
-        return replace(self, width=self.width // slices, heads=self.heads // slices, kv_heads=self.kv_heads // slices)
+    def features(self, tensor: str) -> int:
+        return self.width if tensor == "q" else 2 * self.kv_width
 
-    def parameters(self) -> list[Parameter]:
+    def parameters(self) -> tuple[Parameter, ...]:
         c, kv = self.width, self.kv_width
-        features = self.linear("attn.c_attn", self.features, c, Cut(0, (c, kv, kv)))
-        return [*self.norm(), *features, *self.linear("attn.c_proj", c, c, Cut(1))]
+        weight = Parameter("attn.c_attn.weight", (self.outputs, c), True, ("head", "width"), (c, kv, kv))
+        bias = Parameter("attn.c_attn.bias", (self.outputs,), False, ("head",), (c, kv, kv))
+        return (weight, bias) if self.bias else (weight,)
 
-    def saved(self) -> int:
-        return self.norm_saved + self.body_saved() + self.drops * self.stream
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
 
-    def saved_for_weight(self) -> int:
-        return self.norm_saved + self.body_saved_for_weight() + 2 * self.stream
+    def gradients_for_weight(self) -> tuple[str, ...]:
+        return ()
 
-    def body_saved_for_weight(self) -> int:
-        mixed, queries_keys_values = self.stream, self.block * self.features
-        return mixed + queries_keys_values
+    def keeps_beside_for_weight(self, rows: int) -> int:
+        """The gradient of queries, keys and values together."""
+        return rows * self.tokens * self.outputs
 
-    def body_saved(self) -> int:
-        mixed = self.stream  # with dropout, shared keys and values are kept once for each head
-        queries_keys_values = 3 * self.stream if self.drops else self.block * self.features
-        scores = self.heads * self.block * (3 * self.block if self.drops else 1)
-        return queries_keys_values + scores + mixed
+    def divides(self) -> tuple[tuple[str, str, int], ...]:
+        return (("head", "heads", self.heads), ("head", "key/value heads", self.kv_heads))
 
     def flops(self) -> int:
-        t, c = self.block, self.width
-        return 2 * t * c * self.features + 2 * (2 * t * t * c) + 2 * t * c * c
+        return 2 * self.tokens * self.width * self.outputs
 
-    def body_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        seen = (tokens + 1) / (2 * tokens)  # the causal triangle, with its diagonal
-        return (
-            *self.projection_kernels(sequences, tokens, slices),
-            *self.mixing_kernels(sequences, tokens, tokens, seen, slices),
-            *self.output_kernels(sequences, tokens, slices),
-        )
-
-    def projection_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        """Queries, keys and values; queries and keys rotated."""
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        """One product; queries and keys rotated."""
         rows = sequences * tokens
-        features = Matmul(rows, self.features // slices, self.width, bias=self.bias)
+        made = Matmul(rows, piece(self.outputs, pieces, "head"), self.width, bias=self.bias)
         if self.rope_theta is None:
-            return (features,)
-        turned = 2 * rows * (self.width + self.kv_width) // slices
-        return features, Pointwise("rotary", turned, turned)
+            return (made,)
+        turned = piece(2 * rows * (self.width + self.kv_width), pieces, "head")
+        return made, Pointwise("rotary", turned, turned)
 
-    def mixing_kernels(
-        self, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
+
+@dataclass(frozen=True, kw_only=True)
+class Attend(Primitive):
+    """What queries `q` make of keys and values `kv`: `x` (rows, T, C), causal scaled dot product attention.
+
+    Without dropout, it is one fused op that keeps the log-sum-exp of each head's rows; with it, three T x T matrices a
+    head: the softmax, its mask, and the product of both; and a copy of queries, keys and values, shared ones once for
+    each head. Cut by heads.
+    """
+
+    einsum: ClassVar[str] = "q(head) kv(head) -> x(head)"
+    atomic: ClassVar[bool] = True
+    mixes_tokens: ClassVar[bool] = True
+
+    width: int
+    heads: int
+    kv_heads: int
+    drops: bool
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all keys of a token, and of all values."""
+        return self.width // self.heads * self.kv_heads
+
+    def heads_of(self, pieces: int) -> Attend:
+        """As if the heads of one piece of so many were all."""
+        return replace(self, width=self.width // pieces, heads=self.heads // pieces, kv_heads=self.kv_heads // pieces)
+
+    def features(self, tensor: str) -> int:
+        return self.width
+
+    def keeps(self) -> tuple[str, ...]:
+        return () if self.drops else ("q", "kv", "x")
+
+    def keeps_beside(self, rows: int) -> int:
+        if self.drops:
+            return rows * 3 * self.tokens * self.width + 3 * self.mask(rows)
+        return rows * self.heads * self.tokens
+
+    def mask(self, rows: int) -> int:
+        return self.drops * rows * self.heads * self.tokens**2
+
+    def flops(self) -> int:
+        return 2 * (2 * self.tokens**2 * self.width)
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        """All tokens' queries, keys and values."""
+        seen = (tokens + 1) / (2 * tokens)  # the causal triangle, with its diagonal
+        return self.kernels_between(sequences, tokens, tokens, seen, pieces)
+
+    def kernels_between(
+        self, sequences: int, queries: int, keys: int, seen: float, pieces: Pieces
     ) -> tuple[Kernel, ...]:
-        """What queries make of keys and values.
+        """Some tokens' queries that meet some tokens' keys and values.
 
         Fused without dropout. With it step by step, as masks are drawn for the T x T square; then all pairs are
         computed, also those that are not seen.
+
+        Args:
+            sequences: of the microbatches that are computed together.
+            queries, keys: tokens of each sequence.
+            seen: the part of the pairs in which the query comes no earlier than the key.
+            pieces: into which heads are cut.
         """
-        size, heads = self.width // self.heads, self.heads // slices
+        size, heads = self.width // self.heads, piece(self.heads, pieces, "head")
         if not self.drops:
-            return (FusedAttention(sequences, heads, self.kv_heads // slices, queries, keys, size, seen),)
+            kv_heads = piece(self.kv_heads, pieces, "head")
+            return (FusedAttention(sequences, heads, kv_heads, queries, keys, size, seen),)
         squares = sequences * heads
         scores = squares * queries * keys
         return (
@@ -106,9 +152,18 @@ class Attention(Part):
             Matmul(queries, size, keys, squares, learned=False),
         )
 
-    def output_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        """The projection onto the residual stream."""
-        return (Matmul(sequences * tokens, self.width, self.width // slices),)
 
-    def sliceable(self) -> dict[str, int]:
-        return {"heads": self.heads, "key/value heads": self.kv_heads}
+def attention(
+    tokens: int, width: int, heads: int, kv_heads: int, bias: bool, drops: bool, rope_theta: float | None
+) -> tuple[Projection, Attend, Linear]:
+    """Projection, attention, and the map back onto the residual stream, whose bias is added with the residual."""
+    return (
+        Projection(
+            tokens=tokens, width=width, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta
+        ),
+        Attend(tokens=tokens, width=width, heads=heads, kv_heads=kv_heads, drops=drops),
+        Linear(
+            tokens=tokens, name="attn.c_proj", outputs=width, inputs=width, bias=False,
+            out_index="width", in_index="head",
+        ),
+    )  # fmt: skip

@@ -1,59 +1,79 @@
-"""Models whose layers are whole blocks of the body."""
+"""Models of which a program's layer is a whole block."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 from shardlab.errors import UserError
-from shardlab.models.kernels import Kernel
-from shardlab.models.layout import LayerLayout
 from shardlab.models.model import Model
-from shardlab.models.parts import Head, Part
+from shardlab.models.primitive import Primitive, Step
+from shardlab.models.primitives import Add, DropoutSite, Embed, Lookup, Norm, Scores
+from shardlab.models.run import Run, runs
 from shardlab.program.sizes import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Model):
-    """A model with one block of the body in each layer.
+    """A model with one block in each layer.
 
     The embedding belongs to layer 0, the final norm and the head to layer `layers - 1`.
     """
 
-    @property
     @abstractmethod
-    def embedding(self) -> Part:
-        """What comes before the first layer's body."""
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        """What every block computes: each part's name for a reader, and its primitives."""
 
     @property
-    @abstractmethod
-    def body(self) -> tuple[Part, ...]:
-        """What every layer computes."""
+    def positions(self) -> bool:
+        """Whether positions are learned."""
+        return False
 
     @property
-    @abstractmethod
-    def head(self) -> Part:
-        """What comes after the last layer's body."""
+    def rms(self) -> bool:
+        """Whether norms are RMSNorms."""
+        return False
 
     @property
-    def common(self) -> dict[str, Any]:
-        """The fields that all parts share."""
-        return {"block": self.block, "width": self.width, "bias": self.bias, "drops": self.dropout > 0}
+    def has_tied_head(self) -> bool:
+        """Whether the head computes with the token embedding."""
+        return False
 
-    def parts(self, layer: int) -> tuple[Part, ...]:
-        """What layer `layer` computes, in order."""
-        assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
-        first = (self.embedding,) if layer == 0 else ()
-        last = (self.head,) if layer == self.layers - 1 else ()
-        return (*first, *self.body, *last)
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """All primitives, in order."""
+        first, last, drops = 0, self.layers - 1, self.dropout > 0
+        tokens, width = self.block, self.width
+        lookup = Lookup(tokens=tokens, width=width, vocabulary=self.vocabulary)
+        embed = Embed(tokens=tokens, width=width, positions=self.positions, drops=drops)
+        found = [Step(lookup, first, "embedding"), Step(embed, first, "embedding")]
+        parts = self.block_parts()
+        for block in range(self.layers):
+            found += [Step(each, block, f"block {block}, {name}") for name, part in parts for each in part]
+        scores = Scores(
+            tokens=tokens, name="lm_head", outputs=self.vocabulary, inputs=width, bias=False,
+            out_index="vocab", in_index="width", tied=self.has_tied_head,
+        )  # fmt: skip
+        return (*found, Step(self.norm_of("ln_f"), last, "head"), Step(scores, last, "head"))
+
+    def norm_of(self, name: str) -> Norm:
+        """A norm of the residual stream."""
+        return Norm(tokens=self.block, name=name, width=self.width, rms=self.rms, bias=self.bias)
+
+    def add(self, site: DropoutSite, bias: str = "") -> Add:
+        """A sum of a branch with the residual stream; `bias` names that of the linear map before it."""
+        drops, bias = self.dropout > 0, bias if self.bias else ""
+        return Add(tokens=self.block, width=self.width, bias=bias, drops=drops, site=site)
+
+    @cached_property
+    def runs(self) -> Sequence[Run]:
+        blocks = [step.block for step in self.steps]
+        return runs(self.steps, [blocks.index(block) for block in range(1, self.layers)])
 
     def place(self, layer: int) -> str:
         return f"block {layer}"
-
-    def borrowed(self, layer: int) -> tuple[str, ...]:
-        tied = isinstance(self.head, Head) and self.head.tied
-        return ("wte.weight",) if tied and 0 < layer == self.layers - 1 else ()
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """As `Model.sizes`.
@@ -68,34 +88,3 @@ class Blocks(Model):
                 "half-blocks, set layers to 1, or leave the embeddings untied"
             )
         return super().sizes(rows, element_bytes)
-
-    def layout(self, layer: int) -> LayerLayout:
-        return LayerLayout(parameter for part in self.parts(layer) for parameter in part.parameters())
-
-    def activation_shape(self, index: int) -> tuple[int, ...]:
-        assert 0 <= index <= self.layers, f"activation {index} of {self.layers} layers"
-        if index == 0:
-            return (self.block,)
-        return (self.block, self.vocabulary if index == self.layers else self.width)
-
-    def saved_elements(self, layer: int) -> int:
-        return self.microbatch_saved(layer, 1)
-
-    def microbatch_saved(self, layer: int, rows: int) -> int:
-        parts = self.parts(layer)
-        between = (len(parts) - 1) * self.block * self.width  # the residual stream, where one part meets the next
-        return rows * between + sum(part.microbatch_saved(rows) for part in parts)
-
-    def saved_for_weight(self, layer: int) -> int:
-        *others, last = self.parts(layer)
-        between = len(others) * self.block * self.width
-        given = (
-            self.block * self.width if not last.drops and layer < self.layers - 1 else 0
-        )  # the output's own gradient
-        return between + sum(part.saved_for_weight() for part in (*others, last)) - given
-
-    def forward_flops(self, layer: int) -> int:
-        return sum(part.flops() for part in self.parts(layer))
-
-    def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        return tuple(kernel for part in self.parts(layer) for kernel in part.kernels(sequences, tokens, slices))

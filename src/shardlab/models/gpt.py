@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from shardlab.errors import UserError
+from shardlab.models.attention import attention
 from shardlab.models.blocks import Blocks
-from shardlab.models.feed_forward import ACTIVATIONS, Activation
-from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
+from shardlab.models.primitive import Primitive
+from shardlab.models.primitives import ACTIVATIONS, Activation, DropoutSite, feed_forward
 
 NormKind = Literal["layer", "rms"]
 
@@ -80,23 +82,24 @@ class GPT(Blocks):
         return 4 * self.width if self.ffn_hidden is None else self.ffn_hidden
 
     @property
-    def common(self) -> dict[str, Any]:
-        return super().common | {"rms": self.norm == "rms"}
+    def positions(self) -> bool:
+        return self.rope_theta is None
 
     @property
-    def embedding(self) -> Part:
-        return Embedding(**self.common, vocabulary=self.vocabulary, positions=self.rope_theta is None)
+    def rms(self) -> bool:
+        return self.norm == "rms"
 
     @property
-    def attention(self) -> Attention:
-        """Every layer's."""
-        kv_heads = self.kv_heads or self.heads
-        return Attention(**self.common, heads=self.heads, kv_heads=kv_heads, rope_theta=self.rope_theta)
+    def has_tied_head(self) -> bool:
+        return self.tied
 
-    @property
-    def body(self) -> tuple[Part, ...]:
-        return self.attention, FeedForward(**self.common, hidden=self.hidden, activation=self.activation)
+    def attention_part(self) -> tuple[Primitive, ...]:
+        """Norm, attention, sum with the residual stream."""
+        heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0
+        body = attention(self.block, self.width, heads, kv_heads, self.bias, drops, self.rope_theta)
+        return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
 
-    @property
-    def head(self) -> Part:
-        return Head(**self.common, vocabulary=self.vocabulary, tied=self.tied)
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        body = feed_forward(self.block, self.width, self.hidden, self.bias, self.activation)
+        added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
+        return ("attention", self.attention_part()), ("feed-forward", (self.norm_of("ln_2"), *body, added))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.models.blocks import Blocks
-from shardlab.models.halves import Body, Halves, Norm, Output, Projection
+from shardlab.models.attention import Attend, Projection
 from shardlab.models.model import Model
-from shardlab.models.parts import Attention, Embedding, FeedForward, Part
+from shardlab.models.primitive import Primitive
+from shardlab.models.primitives import Activate, Embed, Linear, Norm, Scores
+from shardlab.models.run import Run
 
 
 @dataclass(frozen=True)
@@ -46,64 +47,52 @@ AUTOGRAD = SavedActivations()
 
 def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:
     """Elements of `element` bytes that are kept of a layer for a microbatch of `rows` sequences, beyond its input."""
-    saved = model.microbatch_saved(layer, rows)
-    if kept == AUTOGRAD:
-        return saved
-    if isinstance(model, Halves):
-        half = model.half(layer)
-        if kept.per_op:
-            return rows * _every_second_of_half(half, kept)
-        part = half.before if isinstance(half, Norm) else half.part
-        return max(0, saved - int(rows * _less(part, kept, element, _what(half))))
-    assert isinstance(model, Blocks)
+    run = model.run(layer)
+    primitives = [step.primitive for step in run.steps]
     if kept.per_op:
-        return rows * sum(_every_second(part, kept) for part in model.parts(layer))
-    return max(0, saved - int(rows * sum(_less(part, kept, element, "all") for part in model.parts(layer))))
-
-
-def _what(half: Norm | Body) -> str:
-    if isinstance(half, Norm):
-        return "norm"
-    return "none" if isinstance(half, Projection | Output) else "body"
+        return sum(_every_second(each, kept, rows) for each in primitives) + _residuals(run, rows)
+    return max(0, run.saved(rows) - int(sum(_dropped(each, kept, element, rows) for each in primitives)))
 
 
 def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:
     """Elements that stay of each activation that enters a layer; `slices`: into how many sequence parallelism cuts."""
     sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]
-    if not isinstance(model, Halves):
-        return tuple(sizes)
-    for layer, half in enumerate(model.halves):
-        if isinstance(half, Norm):
+    for layer, run in enumerate(model.runs):
+        if "s" in run.inputs[1:] or isinstance(run.steps[0].primitive, Embed):
             sizes[layer] *= kept.branch
-        elif not isinstance(half, Output) and layer:
+        elif run.cut and layer and model.run(layer - 1).attend is None:
             sizes[layer] = 0 if kept.per_op else sizes[layer] // (1 if kept.gathered else slices)
     return tuple(sizes)
 
 
-def _less(part: Part, kept: SavedActivations, element: int, what: str) -> float:
-    """Elements of a part that are not kept, or (below zero) that are kept in addition."""
-    less = 0.0
-    narrower = (1 - kept.mask / element) if kept.mask and part.drops else 0.0
-    if what in ("all", "norm") and not isinstance(part, Embedding):
-        less += narrower * part.stream
-    if what in ("all", "body"):
-        if isinstance(part, Attention):
-            less += narrower * part.heads * part.block**2
-        elif isinstance(part, FeedForward) and kept.activated and part.activation == "swiglu":
-            less -= part.block * part.hidden
-    return less
+def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: int) -> float:
+    """Elements of a primitive that autograd keeps and this choice does not (negative: it keeps more)."""
+    if isinstance(primitive, Activate) and kept.activated and primitive.activation == "swiglu":
+        return -rows * primitive.tokens * primitive.hidden
+    narrower = 1 - kept.mask / element if kept.mask and not isinstance(primitive, Embed) else 0.0
+    return narrower * primitive.mask(rows)
 
 
-def _every_second_of_half(half: Norm | Body, kept: SavedActivations) -> int:
-    if isinstance(half, Norm):
-        return half.before.stream if isinstance(half.after, Attention) else 0
-    return _every_second(half.part, kept)
+def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> int:
+    """Elements kept of a primitive where every second product is: queries and values, gates, attention's result."""
+    each = rows * primitive.tokens
+    if isinstance(primitive, Projection):
+        return each * (primitive.width + primitive.kv_width)
+    if isinstance(primitive, Attend):
+        return each * primitive.width
+    if isinstance(primitive, Activate):
+        return each * primitive.hidden
+    if isinstance(primitive, Scores):
+        return each * primitive.inputs
+    if isinstance(primitive, Linear):
+        return each * primitive.outputs if kept.unread and primitive.in_index == "ffn" else 0
+    if isinstance(primitive, Norm) and primitive.name == "ln_f":
+        return primitive.keeps_beside(rows)
+    return primitive.mask(rows) if isinstance(primitive, Embed) else 0
 
 
-def _every_second(part: Part, kept: SavedActivations) -> int:
-    """Of a part, of its products (queries, keys, values, output; gate, up, down) the odd ones."""
-    if isinstance(part, Attention):
-        return part.block * (part.width + part.kv_width) + part.stream
-    if isinstance(part, FeedForward):
-        return part.block * part.hidden + kept.unread * part.stream
-    return part.saved()
+def _residuals(run: Run, rows: int) -> int:
+    """Elements of the blocks' inputs that are made in a layer: what attention's norms read."""
+    primitives = [step.primitive for step in run.steps]
+    norms = [n for n, each in enumerate(primitives) if n and isinstance(each, Norm) and each.name == "ln_1"]
+    return sum(rows * primitives[n].tokens * primitives[n].features("x") for n in norms)

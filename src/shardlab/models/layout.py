@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,38 +14,50 @@ ALIGNMENT = 16
 
 
 class Cut(NamedTuple):
-    """How tensor parallelism slices a parameter: along `dim`, each of its `sections` in equal pieces.
+    """How a parameter is sliced: along `dim`, each of its `sections` into `pieces` of equal length.
 
-    A slice is its piece of every section, one after the other. Attention's matrix has three, for queries, keys and
-    values; no `sections` means one. A single section that does not divide is cut as if it were longer (by padding).
+    A slice is its piece of every section, one after the other. Attention's matrix has three sections, for queries, keys
+    and values; no `sections` means one. A single section that does not divide is cut as if it were longer (by padding).
     """
 
     dim: int
+    pieces: int
     sections: tuple[int, ...] = ()
 
 
 class Parameter(NamedTuple):
-    """One parameter of a layer; AdamW's weight decay acts on it if it is `decayed`.
+    """One parameter of a layer.
 
-    Without a `cut`, tensor parallelism leaves it whole on every rank.
+    Attributes:
+        name: as in nanoGPT.
+        shape: of the whole parameter.
+        decayed: whether AdamW's weight decay acts on it.
+        indices: the name of each dim, which says along what it may be cut.
+        sections: lengths of the first dim's sections (none: one), which are cut alike.
     """
 
     name: str
     shape: tuple[int, ...]
     decayed: bool
-    cut: Cut | None = None
+    indices: tuple[str, ...]
+    sections: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def sliced(self, of: int) -> Parameter:
-        """One of `of` slices of it; all have one shape."""
-        if self.cut is None or of == 1:
+    def cuts(self, pieces: Mapping[str, int]) -> list[Cut]:
+        """How it is sliced where each index is cut into so many pieces."""
+        named = [(dim, pieces.get(index, 1)) for dim, index in enumerate(self.indices)]
+        return [Cut(dim, count, () if dim else self.sections) for dim, count in named if count > 1]
+
+    def sliced(self, pieces: Mapping[str, int]) -> Parameter:
+        """One slice of it; all have one shape."""
+        counts = [pieces.get(index, 1) for index in self.indices]
+        if all(count == 1 for count in counts):
             return self
-        dim = self.cut.dim
-        shape = (*self.shape[:dim], -(-self.shape[dim] // of), *self.shape[dim + 1 :])
-        return Parameter(self.name, shape, self.decayed)
+        shape = tuple(-(-length // count) for length, count in zip(self.shape, counts, strict=True))
+        return self._replace(shape=shape, sections=())
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,8 @@ class LayerLayout:
 
     With the decayed ones in front, an optimizer treats a whole layer, or any slice of it, as at most two runs.
 
-    >>> layout = LayerLayout([Parameter("bias", (3,), False), Parameter("weight", (3, 7), True)])
+    >>> bias, weight = Parameter("bias", (3,), False, ("out",)), Parameter("weight", (3, 7), True, ("out", "in"))
+    >>> layout = LayerLayout([bias, weight])
     >>> [p.name for p in layout.parameters], layout.offsets, layout.numel, layout.decayed_numel
     (['weight', 'bias'], (0, 32), 48, 32)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.models.feed_forward import Activation
 from shardlab.models.gpt import GPT, NormKind
 from shardlab.models.layout import aligned
 from shardlab.models.moe import MoE
+from shardlab.models.primitives import Activation
 
 ROUND = 32
 """SwiGLU's hidden features are a multiple of this unless they are given."""

@@ -1,34 +1,39 @@
-"""A mixture of experts: what it is made of, and its arithmetic."""
+"""The primitives of a mixture of experts: route, dispatch, experts, combine.
+
+Each token takes `top_k` of the experts. Experts compute on buffers of one fixed size: `capacity` places each, for the
+tokens of one microbatch.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
-from shardlab.models.feed_forward import Activation, activation_kernel, features_of
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
-from shardlab.models.layout import Cut, Parameter
-from shardlab.models.part import Part
+from shardlab.models.layout import Parameter
+from shardlab.models.primitive import Pieces, Primitive, piece
+from shardlab.models.primitives import Activation, activation_kernel, features_of
 
 
-@dataclass(frozen=True)
-class Mixture(Part):
-    """Norm, router, and MLPs (linear map, activation, linear map back) of which each token takes `top_k`; dropout;
-    added to the residual stream.
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How tokens are routed.
 
-    Experts compute on buffers of one fixed size: `capacity` places each, for the tokens of one microbatch. Sliced by
-    experts.
+    Attributes:
+        width: features of a token, C.
+        experts: how many there are.
+        top_k: how many of them a token is sent to.
+        capacity_factor: an expert's places for a microbatch, as a multiple of top_k * tokens / experts (None: as many
+            as tokens).
+        auxiliary: weight of the load-balancing loss.
     """
 
-    title = "experts"
-    norm_name = "ln_2"
-
-    hidden: int
+    width: int
     experts: int
     top_k: int
     capacity_factor: float | None
     auxiliary: float
-    activation: Activation = field(default="gelu", kw_only=True)
 
     def capacity(self, tokens: int) -> int:
         """Places of each expert for a microbatch of so many tokens (Fedus et al. 2021, arXiv 2101.03961, eq. 3).
@@ -39,98 +44,191 @@ class Mixture(Part):
             return tokens
         return min(tokens, math.ceil(self.capacity_factor * self.top_k * tokens / self.experts))
 
-    @property
-    def features(self) -> int:
-        """What an expert's first map makes of a token."""
-        return features_of(self.activation, self.hidden)
+    def places(self, tokens: int) -> int:
+        """Places of all experts' buffers."""
+        return self.experts * self.capacity(tokens)
 
-    def router(self) -> Parameter:
-        return Parameter("mlp.router.weight", (self.experts, self.width), True)
 
-    def parameters(self) -> list[Parameter]:
-        e, c = self.experts, self.width
-        weights = [
-            Parameter("mlp.experts.c_fc.weight", (e, self.features, c), True, Cut(0)),
-            Parameter("mlp.experts.c_proj.weight", (e, c, self.hidden), True, Cut(0)),
-        ]
-        biases = [
-            Parameter("mlp.experts.c_fc.bias", (e, self.features), False, Cut(0)),
-            Parameter("mlp.experts.c_proj.bias", (e, c), False, Cut(0)),
-        ]
-        return [*self.norm(), self.router(), *weights, *(biases if self.bias else [])]
+@dataclass(frozen=True, kw_only=True)
+class Routing(Primitive):
+    """A primitive that knows how tokens are routed."""
 
-    def routing_saved(self, rows: int) -> int:
-        """What the norm and the router keep: the choices' probabilities, numbers and places (both int32), the gates."""
-        return rows * (self.norm_saved + self.block * (self.experts + 2 * self.top_k))
+    router: Router
 
-    def buffers(self, rows: int) -> int:
-        """Elements of all experts' buffers."""
-        return self.experts * self.capacity(rows * self.block) * self.width
 
-    def experts_saved(self, rows: int) -> int:
-        """What the experts keep beyond their buffers."""
-        return self.experts * self.capacity(rows * self.block) * (self.features + self.hidden)
+@dataclass(frozen=True, kw_only=True)
+class Route(Routing):
+    """Normalised features `x` to `gates`, each token's weights of its experts, and `choices`, their numbers (int32),
+    both (rows, T, top_k).
+    """
 
-    def microbatch_saved(self, rows: int) -> int:
-        gates = rows * self.block * self.top_k
-        dropped = self.drops * rows * self.stream
-        return self.routing_saved(rows) + gates + 2 * self.buffers(rows) + self.experts_saved(rows) + dropped
+    einsum: ClassVar[str] = "x(width) -> gates choices"
 
-    def saved(self) -> int:
-        return self.microbatch_saved(1)
+    def features(self, tensor: str) -> int:
+        return self.router.top_k
 
-    def saved_for_weight(self) -> int:
-        """A bound, not measured: all that was saved, and the gradients of what norm, router and experts make."""
-        return self.saved() + 2 * self.stream + self.buffers(1) + self.experts_saved(1)
+    def parameters(self) -> tuple[Parameter, ...]:
+        shape = (self.router.experts, self.router.width)
+        return (Parameter("mlp.router.weight", shape, True, ("choice", "width")),)
 
-    def body_saved(self) -> int:
-        raise AssertionError("a mixture is cut by experts (ExpertLayers), not in half-blocks")
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
 
-    def router_flops(self) -> int:
-        return 2 * self.block * self.width * self.experts
+    def keeps_beside(self, rows: int) -> int:
+        """The probabilities of all experts, and the numbers of those chosen."""
+        return rows * self.tokens * (self.router.experts + self.router.top_k)
 
-    def experts_flops(self) -> int:
-        return 2 * self.experts * self.capacity(self.block) * self.width * (self.features + self.hidden)
+    def gradients_for_weight(self) -> tuple[str, ...]:
+        return ()
+
+    def keeps_beside_for_weight(self, rows: int) -> int:
+        """The gradient of the scores."""
+        return rows * self.tokens * self.router.experts
+
+    def flops(self) -> int:
+        return 2 * self.tokens * self.router.width * self.router.experts
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        rows = sequences * tokens
+        scores = rows * self.router.experts
+        return Matmul(rows, self.router.experts, self.router.width), Pointwise("route", 2 * scores, 3 * scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Routing):
+    """`choices` to `slots` (rows, T, top_k; int32): where each goes in the experts' buffers, -1 where none is left."""
+
+    einsum: ClassVar[str] = "choices -> slots"
+    mixes_tokens: ClassVar[bool] = True
+
+    def features(self, tensor: str) -> int:
+        return self.router.top_k
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        """Nothing that counts."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch(Routing):
+    """Normalised features `x` to the experts' buffers `x` (experts, capacity, C), with tokens in their `slots`."""
+
+    einsum: ClassVar[str] = "x(width) slots -> x(expert width)"
+    atomic: ClassVar[bool] = True
+    whole: ClassVar[frozenset[str]] = frozenset({"expert"})
+
+    def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
+        return (self.router.experts, self.router.capacity(rows * self.tokens), self.router.width)
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("slots",)
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        rows = sequences * tokens
+        moved = (rows + self.router.places(rows)) * self.router.width
+        return (Pointwise("dispatch", moved, moved),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLinear(Routing):
+    """A linear map for each expert, of its buffer `x` (experts, capacity, features)."""
+
+    einsum: ClassVar[str] = "x(expert {in_index}) -> x(expert {out_index})"
+
+    name: str
+    outputs: int
+    inputs: int
+    bias: bool
+    out_index: str
+    in_index: str
+    sections: tuple[int, ...] = ()
+
+    def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
+        return (self.router.experts, self.router.capacity(rows * self.tokens), self.outputs)
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        experts, indices = self.router.experts, ("expert", self.out_index, self.in_index)
+        weight = Parameter(f"{self.name}.weight", (experts, self.outputs, self.inputs), True, indices)
+        bias = Parameter(f"{self.name}.bias", (experts, self.outputs), False, indices[:2])
+        return (weight, bias) if self.bias else (weight,)
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def divides(self) -> tuple[tuple[str, str, int], ...]:
+        return (("expert", "experts", self.router.experts),)
 
     def flops(self) -> int:
         """Those of full buffers, with the capacity of one sequence."""
-        return self.router_flops() + self.experts_flops()
+        return 2 * self.router.places(self.tokens) * self.inputs * self.outputs
 
-    def kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        return (
-            *self.routing_kernels(sequences, tokens),
-            *self.body_kernels(sequences, tokens, slices),
-            *self.combining_kernels(sequences, tokens),
-        )
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        """On the full buffers of one piece."""
+        experts, capacity = piece(self.router.experts, pieces, "expert"), self.router.capacity(sequences * tokens)
+        outputs, inputs = piece(self.outputs, pieces, self.out_index), piece(self.inputs, pieces, self.in_index)
+        return (Matmul(capacity, outputs, inputs, experts, bias=self.bias),)
 
-    def routing_kernels(self, sequences: int, tokens: int) -> tuple[Kernel, ...]:
-        """Norm, router, and the copy of tokens into the experts' buffers."""
-        rows = sequences * tokens
-        scores, moved = rows * self.experts, rows * self.width + self._places(rows) * self.width
-        return (
-            *self.norm_kernels(sequences, tokens),
-            Matmul(rows, self.experts, self.width),
-            Pointwise("route", 2 * scores, 3 * scores),
-            Pointwise("dispatch", moved, moved),
-        )
 
-    def body_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        """The experts of one slice, on full buffers."""
-        experts, capacity = self.experts // slices, self.capacity(sequences * tokens)
-        return (
-            Matmul(capacity, self.features, self.width, experts, bias=self.bias),
-            activation_kernel(self.activation, experts * capacity, self.hidden),
-            Matmul(capacity, self.width, self.hidden, experts, bias=self.bias),
-        )
+@dataclass(frozen=True, kw_only=True)
+class ExpertActivate(Routing):
+    """An activation function on the experts' buffers `x`."""
 
-    def combining_kernels(self, sequences: int, tokens: int) -> tuple[Kernel, ...]:
-        """Each token's results, weighted and summed, and what follows a part's body."""
-        rows = sequences * tokens
-        read, written = rows * self.top_k * self.width, rows * self.width
-        gradient = self._places(rows) * self.width
-        combine = Pointwise("combine", read + written, read + written + gradient)
-        return (combine, *self.residual_kernels(sequences, tokens))
+    einsum: ClassVar[str] = "x(expert ffn) -> x(expert ffn)"
 
-    def _places(self, rows: int) -> int:
-        """Of all experts' buffers."""
-        return self.experts * self.capacity(rows)
+    activation: Activation
+    hidden: int
+
+    def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
+        return (self.router.experts, self.router.capacity(rows * self.tokens), self.hidden)
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        experts, capacity = piece(self.router.experts, pieces, "expert"), self.router.capacity(sequences * tokens)
+        return (activation_kernel(self.activation, experts * capacity, piece(self.hidden, pieces, "ffn")),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combine(Routing):
+    """The experts' buffers `x` to each token's results `x` (rows, T, C), weighted by its `gates` and summed; a choice
+    without a slot adds nothing.
+    """
+
+    einsum: ClassVar[str] = "x(expert width) gates slots -> x(width)"
+    atomic: ClassVar[bool] = True
+    whole: ClassVar[frozenset[str]] = frozenset({"expert"})
+
+    def features(self, tensor: str) -> int:
+        return self.router.width
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("x", "gates", "slots")
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        rows, width = sequences * tokens, self.router.width
+        read, written = rows * self.router.top_k * width, rows * width
+        gradient = self.router.places(rows) * width
+        return (Pointwise("combine", read + written, read + written + gradient),)
+
+
+def mixture(tokens: int, router: Router, hidden: int, bias: bool, activation: Activation) -> tuple[Primitive, ...]:
+    """Route, dispatch, the experts' two linear maps with an activation between them, combine."""
+    features = features_of(activation, hidden)
+    up = ExpertLinear(
+        tokens=tokens, router=router, name="mlp.experts.c_fc", outputs=features, inputs=router.width, bias=bias,
+        out_index="ffn", in_index="width",
+    )  # fmt: skip
+    down = ExpertLinear(
+        tokens=tokens, router=router, name="mlp.experts.c_proj", outputs=router.width, inputs=hidden, bias=bias,
+        out_index="width", in_index="ffn",
+    )  # fmt: skip
+    return (
+        Route(tokens=tokens, router=router),
+        Place(tokens=tokens, router=router),
+        Dispatch(tokens=tokens, router=router),
+        up,
+        ExpertActivate(tokens=tokens, router=router, activation=activation, hidden=hidden),
+        down,
+        Combine(tokens=tokens, router=router),
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlab.models.blocks import Blocks
-from shardlab.models.parts import Embedding, FeedForward, Head, Part
+from shardlab.models.primitive import Primitive
+from shardlab.models.primitives import DropoutSite, feed_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +30,7 @@ class MLP(Blocks):
         """Features inside each MLP."""
         return 4 * self.width if self.ffn_hidden is None else self.ffn_hidden
 
-    @property
-    def embedding(self) -> Part:
-        return Embedding(**self.common, vocabulary=self.vocabulary, positions=False)
-
-    @property
-    def body(self) -> tuple[Part, ...]:
-        return (FeedForward(**self.common, hidden=self.hidden),)
-
-    @property
-    def head(self) -> Part:
-        return Head(**self.common, vocabulary=self.vocabulary, tied=False)
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        body = feed_forward(self.block, self.width, self.hidden, self.bias, "gelu")
+        added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
+        return (("feed-forward", (self.norm_of("ln_2"), *body, added)),)

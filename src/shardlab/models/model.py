@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardlab.errors import UserError
+from shardlab.models.attention import Attend
 from shardlab.models.kernels import Kernel, Pointwise
 from shardlab.models.layout import LayerLayout
-from shardlab.program.sizes import CARRYING, LayerKind, Sizes
+from shardlab.models.run import Run
+from shardlab.program.sizes import Sizes
+from shardlab.rules.compose import Written, layers_of
 from shardlab.rules.kind import Kind
+from shardlab.rules.node import Layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +50,48 @@ class Model(ABC):
             if (count := getattr(self, name)) < 1:
                 raise UserError(f"{name} is {count}; a model needs at least 1")
 
+    @cached_property
     @abstractmethod
+    def runs(self) -> Sequence[Run]:
+        """The layers, in order."""
+
+    @abstractmethod
+    def place(self, layer: int) -> str:
+        """Where a layer of the program stands in the model, as a reader knows it: `block 31, feed-forward`."""
+
+    def run(self, layer: int) -> Run:
+        """What layer `layer` computes."""
+        assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
+        return self.runs[layer]
+
     def layout(self, layer: int) -> LayerLayout:
         """Where the layer's parameters lie in its flat buffer."""
+        return self.run(layer).layout
 
-    @abstractmethod
-    def activation_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of activation `index` for one sequence: int64 tokens at first, logits at last."""
+    def activation_shape(self, index: int, rows: int = 1) -> tuple[int, ...]:
+        """Shape of activation `index` for a microbatch of `rows` sequences: int64 tokens at first, logits at last.
 
-    @abstractmethod
+        What attention has mixed, as an op of its own, comes with the log-sum-exp of each head's scores.
+        """
+        if index == 0:
+            return (rows, self.block)
+        before = self.run(index - 1)
+        if before.attend is not None:
+            attend = before.attend.primitive
+            assert isinstance(attend, Attend)
+            return (rows, self.block, attend.width + attend.heads)
+        return before.shape(before.outputs[0], rows)
+
+    def is_buffers(self, index: int) -> bool:
+        """Whether activation `index` is the experts' buffers, (experts, capacity, features)."""
+        before = self.run(index - 1) if index else None
+        return before is not None and before.attend is None and "expert" in before.indices(before.outputs[0])
+
+    def carried_features(self, layer: int) -> tuple[int, ...]:
+        """Features of a token in each tensor that a layer makes beside its activation for a later one to read."""
+        run = self.run(layer)
+        return () if run.attend else tuple(run.shape(name, 1)[-1] for name in run.outputs[1:])
+
     def saved_elements(self, layer: int) -> int:
         """Elements that autograd keeps between the layer's forward and backward, for one sequence in training.
 
@@ -61,24 +100,20 @@ class Model(ABC):
         `heads * block` elements count twice there. Not measured on a GPU: its kernels keep other statistics, and where
         it has no fused attention (float64) also T x T matrices.
         """
+        return self.run(layer).saved(1)
 
-    @abstractmethod
     def saved_for_weight(self, layer: int) -> int:
         """Elements that are left of that between the halves of a split backward pass, for one sequence.
 
         With the gradients that the first half leaves for the second, beyond that of the layer's output. So it is from
         the second time on: in the first, it is not yet known what the second half reads, and all stays.
         """
+        return self.run(layer).saved_for_weight(1)
 
-    @abstractmethod
-    def place(self, layer: int) -> str:
-        """Where a layer of the program stands in the model, as a reader knows it: `block 31, feed-forward`."""
-
-    @abstractmethod
     def forward_flops(self, layer: int) -> int:
         """FLOPs of the layer's matrix products for one sequence; a backward pass takes twice as many."""
+        return self.run(layer).flops()
 
-    @abstractmethod
     def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
         """What the layer's forward pass asks of a device.
 
@@ -88,6 +123,14 @@ class Model(ABC):
             tokens: of each sequence that are here, at most `block`.
             slices: that the layer's parameters are cut into, if they are cut; one of them is computed.
         """
+        return self.run(layer).kernels(sequences, tokens, slices)
+
+    def attention_after(self, layer: int) -> Attend:
+        """The attention that mixes what a layer makes of queries, keys and values, as an op of its own."""
+        attend = self.run(layer).attend
+        assert attend is not None, f"attention is no op of its own after layer {layer}"
+        assert isinstance(attend.primitive, Attend)
+        return attend.primitive
 
     def attend_kernels(
         self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
@@ -101,12 +144,12 @@ class Model(ABC):
             seen: the part of the pairs of queries and keys in which the query comes no earlier than the key.
             slices: that heads are cut into.
         """
-        raise AssertionError(f"attention is no op of its own in {type(self).__name__}")
+        return self.attention_after(layer).kernels_between(sequences, queries, keys, seen, {"head": slices})
 
     @property
     def logits(self) -> int:
         """Scores of a token, those of padding included."""
-        return self.vocabulary
+        return self.activation_shape(self.layers)[-1]
 
     def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
         """Cross-entropy of one of `slices` slices of the vocabulary; its backward kernels make the logits' gradient.
@@ -118,30 +161,35 @@ class Model(ABC):
 
     def borrowed(self, layer: int) -> tuple[str, ...]:
         """The parameters of the first layer that this other layer computes with as well, by name: a tied embedding."""
-        return ()
+        return self.run(layer).borrows
 
     @property
     def residual_width(self) -> int:
-        """Features of a token in what is carried from layer to layer beside the activations, if anything is."""
-        return self.width
+        """Features of a token in what is carried from layer to layer beside the activations (0: nothing is)."""
+        return max(sum(self.carried_features(layer)) for layer in range(self.layers))
 
     def microbatch_elements(self, index: int, rows: int) -> int:
         """Elements of activation `index` for a microbatch of `rows` sequences."""
-        return rows * math.prod(self.activation_shape(index))
+        return math.prod(self.activation_shape(index, rows))
 
     def microbatch_saved(self, layer: int, rows: int) -> int:
         """`saved_elements` for a microbatch of `rows` sequences."""
-        return rows * self.saved_elements(layer)
+        return self.run(layer).saved(rows)
 
     @property
     def parameter_count(self) -> int:
         """Parameters of the whole model, without padding."""
         return sum(self.layout(layer).parameter_count for layer in range(self.layers))
 
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer makes of its input."""
-        return (LayerKind.WHOLE,) * self.layers
+    @cached_property
+    def signatures(self) -> tuple[Layer, ...]:
+        """What each layer takes and makes."""
+        written: list[Written] = []
+        for run in self.runs:
+            written.append((run.name, [step.primitive.node for step in run.steps], run.cut))
+            if run.attend is not None:
+                written.append(("attention", [run.attend.primitive.node], ()))
+        return layers_of(written, tied=bool(self.borrowed(self.layers - 1)) and self.layers > 1)
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
@@ -151,7 +199,11 @@ class Model(ABC):
     @property
     def attention_features(self) -> tuple[int, int]:
         """Features of a token's queries, and of its keys and values, where layers make them for others to mix."""
-        return (0, 0)
+        layer = next((layer for layer in range(self.layers) if self.run(layer).attend), None)
+        if layer is None:
+            return (0, 0)
+        attend = self.attention_after(layer)
+        return attend.width, 2 * attend.kv_width
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """Elements of every value in a program whose microbatches are `rows` sequences.
@@ -167,13 +219,13 @@ class Model(ABC):
             opt_states=tuple(2 * elements for elements in weights),
             activations=tuple(self.microbatch_elements(i, rows) for i in range(self.layers + 1)),
             saved=tuple(self.microbatch_saved(layer, rows) for layer in range(self.layers)),
-            saved_for_weight=tuple(rows * self.saved_for_weight(layer) for layer in range(self.layers)),
+            saved_for_weight=tuple(self.run(layer).saved_for_weight(rows) for layer in range(self.layers)),
             element_bytes=dict.fromkeys(Kind, element_bytes),
-            kinds=self.kinds,
+            signatures=self.signatures,
             blocks=self.block_bounds,
             tied=bool(self.borrowed(self.layers - 1)),
             stats=3 * rows * self.block,
-            residual=rows * self.block * self.residual_width if CARRYING.intersection(self.kinds) else 0,
+            residual=rows * self.block * self.residual_width,
             queries=rows * self.block * self.attention_features[0],
             keys_values=rows * self.block * self.attention_features[1],
         )

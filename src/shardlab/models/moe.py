@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlab.errors import UserError
 from shardlab.models.gpt import GPT
-from shardlab.models.mixture import Mixture
-from shardlab.models.parts import Part
+from shardlab.models.mixture import Router, mixture
+from shardlab.models.primitive import Primitive
+from shardlab.models.primitives import DropoutSite
 
 MOST_EXPERTS = 256
 """An expert's number travels beside the residual stream in the compute dtype; bfloat16 is exact up to here."""
@@ -59,18 +61,17 @@ class MoE(GPT):
             raise UserError(f"auxiliary is {self.auxiliary}; the load-balancing loss has a weight of 0 or more")
 
     @property
-    def mixture(self) -> Mixture:
-        """Every layer's."""
-        return Mixture(
-            **self.common,
-            hidden=self.hidden,
+    def router(self) -> Router:
+        """How every layer's tokens are routed."""
+        return Router(
+            width=self.width,
             experts=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
             auxiliary=self.auxiliary,
-            activation=self.activation,
         )
 
-    @property
-    def body(self) -> tuple[Part, ...]:
-        return self.attention, self.mixture
+    def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        body = mixture(self.block, self.router, self.hidden, self.bias, self.activation)
+        added = self.add(DropoutSite.FEED_FORWARD_OUTPUT)
+        return ("attention", self.attention_part()), ("experts", (self.norm_of("ln_2"), *body, added))

@@ -5,7 +5,7 @@ from shardlab.program.handle import Handle
 from shardlab.program.mesh import AXES, Group, Mesh
 from shardlab.program.ops import OpKind
 from shardlab.program.rank import Rank
-from shardlab.program.sizes import LayerKind, Sizes
+from shardlab.program.sizes import Sizes
 from shardlab.program.tape import Message, Op, Program
 from shardlab.program.value import Store, Value
 from shardlab.program.world import Strategy, World, trace
@@ -20,7 +20,6 @@ __all__ = [
     "Handle",
     "Holds",
     "Kind",
-    "LayerKind",
     "Mesh",
     "Message",
     "Op",

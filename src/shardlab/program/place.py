@@ -24,7 +24,7 @@ class Place(Recorder):
         layers: `range` of the model's layers.
         microbatches: `range` of the step's microbatches.
         mesh: the ranks' grid.
-        kinds: each layer's kind.
+        signatures: what each layer takes and makes.
         weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, grad_residuals, stats,
             queries, keys_values, grad_queries, grad_keys_values: the stores, a program's only memory.
     """
@@ -33,7 +33,7 @@ class Place(Recorder):
         super().__init__(index, world.sizes, world.count)
         self.world = world.mesh.world
         self.layers = range(world.sizes.layers)
-        self.kinds = [world.sizes.kind(layer) for layer in self.layers]
+        self.signatures = world.sizes.signatures
         self.microbatches = range(world.microbatches)
         self.mesh: Mesh = world.mesh
         self.weights = Store(self, Kind.WEIGHT)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from shardlab.program.layers import rules_of
 from shardlab.program.mesh import Group, Mesh
 from shardlab.program.ops import OpKind
 from shardlab.program.sizes import Sizes
 from shardlab.rules.factor import Factor
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
-from shardlab.rules.layers import Rules
+from shardlab.rules.layers import Rules, rules_of
 from shardlab.rules.pieces import Holds, microbatches_text
 from shardlab.rules.spec import Spec, microbatches_of
 
@@ -131,7 +130,7 @@ class Program:
     @cached_property
     def rules(self) -> Rules:
         """Rules of what its ops make of values."""
-        return rules_of(self.sizes, self.sizes.space(self.mesh, self.microbatches))
+        return rules_of(self.sizes.signatures, self.sizes.space(self.mesh, self.microbatches))
 
     def fingerprint(self) -> str:
         """A hash of all tapes: processes compare it, since unequal tapes on gloo silently give wrong numbers."""

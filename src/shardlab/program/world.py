@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from shardlab.errors import Deadlock, Refused, UserError
 from shardlab.program.bounds import MAX_OPS, OpCount, max_ops
 from shardlab.program.handle import Handle
-from shardlab.program.layers import rules_of
 from shardlab.program.meetings import Channels, Collectives
 from shardlab.program.mesh import Mesh
 from shardlab.program.rank import Rank
@@ -21,6 +20,7 @@ from shardlab.program.sizes import Sizes
 from shardlab.program.stoppable import run_stepwise
 from shardlab.program.tape import Program
 from shardlab.program.waiting import explain
+from shardlab.rules.layers import rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -73,7 +73,7 @@ class World:
             sizes = Sizes.of_puzzle(sizes, self.mesh)
         self.sizes = sizes
         self.microbatches = microbatches
-        self.rules = rules_of(sizes, sizes.space(self.mesh, microbatches))
+        self.rules = rules_of(sizes.signatures, sizes.space(self.mesh, microbatches))
         self.trained = 0
         self.collectives = Collectives(self._wake, self.rules)
         self.channels = Channels(self._wake)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardlab.program import Holds, Refused, Sizes, Spec, UserError
-from shardlab.program.layers import rules_of
 from shardlab.program.lines import here
 from shardlab.puzzles import rules
 from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten
@@ -17,6 +16,7 @@ from shardlab.puzzles.stores import Storage, Stores
 from shardlab.puzzles.values import Activation, ActivationGrad, OptState, PuzzleValue, Weight, WeightGrad
 from shardlab.rules import update as sums
 from shardlab.rules.layer import LayerRules
+from shardlab.rules.layers import rules_of
 from shardlab.rules.pieces import common
 from shardlab.rules.spec import Space
 
@@ -47,7 +47,7 @@ class PuzzleCompute(Stores):
         self.forgotten = self._run.watch.forgotten
         self._updated: dict[int, Holds] = {}
         self._space = Space(batches)
-        self._rules = rules_of(Sizes.puzzle(layers), self._space)
+        self._rules = rules_of(Sizes.puzzle(layers).signatures, self._space)
 
     def storage(self) -> Storage:
         """The five stores: weights, opt_states, activations, grad_activations, grad_weights."""

@@ -12,11 +12,9 @@ from typing import NoReturn
 from shardlab.errors import Refused
 from shardlab.rules.dealing import deal
 from shardlab.rules.gathers import index_apart, united_cells, united_pieces, with_pieces
+from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.pieces import bits, mask_of
 from shardlab.rules.spec import Form, Spec
-
-EXCHANGED = frozenset({"expert"})
-"""Indices whose pieces may be dealt to other ranks while cells are put together, and back."""
 
 
 def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
@@ -30,7 +28,8 @@ def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Se
     """
     first, count = specs[0], len(specs)
     form = first.form
-    if len(indices) != 1 or indices[0] not in EXCHANGED or form.term is not None:
+    indices = [index for index in indices if INDICES[index].exchanged]
+    if len(indices) != 1 or form.term is not None:
         raise Refused(
             f"{op}: {first} was given; an all_to_all exchanges what may be cut along another index than the batch, as "
             "experts' buffers are: what goes into experts or comes out of them."
@@ -53,7 +52,7 @@ def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Se
         runs = _runs(form, index, count)
         if runs is None:
             held = first.pieces(index).bit_count()
-            raise Refused(f"{op}: {held} slices of the {index}s do not divide among {count} ranks; meet on axis ep.")
+            raise Refused(f"{op}: {held} {piece_of(index)}{'s' * (held > 1)} held do not divide among {count} ranks.")
         cells, joined = united_cells(op, specs, names)
         return [Spec(run, cells, joined) for run in runs]
     united = _united_runs(tuple([spec.form for spec in specs]), index)
@@ -91,4 +90,6 @@ def _refuse_runs(op: str, specs: Sequence[Spec], names: Sequence[str], index: st
     """Say why members' pieces of an index cannot be put together."""
     index_apart(op, specs, names)
     united_pieces(op, specs, names, index)
-    raise Refused(f"{op}: the ranks have their {index}s in another order than the group's; they meet in its order.")
+    raise Refused(
+        f"{op}: the ranks have their {piece_of(index)}s in another order than the group's; they meet in its order."
+    )

@@ -10,12 +10,10 @@ from functools import lru_cache
 
 from shardlab.errors import Refused
 from shardlab.rules import update
+from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.pieces import Holds, bits, common, listed
 from shardlab.rules.spec import Form, Joined, Spec, cells_text
-
-GATHERED = frozenset({"slice"})
-"""Indices whose pieces lie side by side and may be gathered; of heads and experts each rank keeps its own."""
 
 
 def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -100,9 +98,9 @@ def united_cells(op: str, specs: Sequence[Spec], names: Sequence[str]) -> tuple[
 def _gathered_pieces(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Pieces of one index, for the same tokens."""
     first, index = specs[0], index_apart(op, specs, names)
-    if index not in GATHERED:
+    if not INDICES[index].gathered:
         raise Refused(
-            f"{op}: {first} was given, which does not lie beside others to be gathered; {update.SIDE_BY_SIDE[index]}."
+            f"{op}: {first} was given, which does not lie beside others to be gathered; {INDICES[index].together}."
         )
     return first._replace(form=with_pieces(first.form, index, united_pieces(op, specs, names, index)))
 
@@ -130,8 +128,8 @@ def united_pieces(op: str, specs: Sequence[Spec], names: Sequence[str], index: s
         pieces = spec.pieces(index)
         if twice := mask & pieces:
             raise Refused(
-                f"{op}: {index} {listed(bits(twice))} would be counted twice ({name} and {_earlier(name)} both have "
-                f"it); each {index} belongs into the whole once."
+                f"{op}: {piece_of(index)} {listed(bits(twice))} would be counted twice ({name} and {_earlier(name)} "
+                f"both have it); each {piece_of(index)} belongs into the whole once."
             )
         mask |= pieces
     return mask

@@ -9,6 +9,7 @@ from shardlab.errors import Refused
 from shardlab.rules import attention, derive, update
 from shardlab.rules.derive import Held, Misfit
 from shardlab.rules.factor import ONE, Factor
+from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.node import Layer, Port
 from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of
@@ -288,7 +289,7 @@ class LayerRules:
             if form.term.over == KEY:
                 raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {attention.missing_text(spec)}.")
             missing = ~form.term.bits & (1 << terms_of(form, form.term)) - 1
-            lacks = missing_text(" x ".join(form.term.over), missing)
+            lacks = missing_text(" x ".join(map(piece_of, form.term.over)), missing)
             raise Refused(
                 f"{op}: the {WORDS[kind]} given is {spec}; {lacks}. Put all "
                 "together first: reduce the terms over the ranks that have them (all_reduce, or reduce_scatter along "
@@ -320,14 +321,14 @@ class LayerRules:
         start = f"{op}: the {word} given is {spec}"
         if misfit.wanted is None:
             assert misfit.given is not None
-            missing = missing_text(index, self.space.full(index) & ~misfit.given)
-            return Refused(f"{start}; {missing}. Put all together first: {_TOGETHER[index]}.")
-        wanted = f"{index}{'s' * (misfit.wanted.bit_count() > 1)} {listed(bits(misfit.wanted))}"
+            missing = missing_text(piece_of(index), self.space.full(index) & ~misfit.given)
+            return Refused(f"{start}; {missing}. Put all together first: {INDICES[index].together}.")
+        wanted = f"{piece_of(index)}{'s' * (misfit.wanted.bit_count() > 1)} {listed(bits(misfit.wanted))}"
         if misfit.of_gradient:
             return Refused(f"{start}; give {wanted} of {self.space.count(index)} alone, as the weight has.")
         if weight is not None:
             start += f" and the weight {weight}"
-        return Refused(f"{start}; {_OWN.get(index, _OWN_PIECES).format(layer=self.layer.name, index=index)}")
+        return Refused(f"{start}; {_OWN.get(index, _OWN_PIECES).format(layer=self.layer.name, index=piece_of(index))}")
 
     def _refuse_cut(self, op: str, spec: Spec) -> None:
         raise Refused(
@@ -342,13 +343,6 @@ class LayerRules:
             f"{theirs}; both must be of the same tokens and step."
         )
 
-
-_TOGETHER = {
-    "slice": "all_gather the slices, which lie side by side",
-    "head": "heads are mixed by the layer after attention, which takes them as they are",
-    "expert": "exchange the experts' buffers by all_to_all",
-}
-"""How what is cut along an index becomes whole."""
 
 _OWN_PIECES = (
     "a {layer} layer's {index}s take their own {index}s of it and no others: give what this rank has of the layer "

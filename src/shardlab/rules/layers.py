@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from shardlab.rules import update
 from shardlab.rules.kind import Kind
@@ -10,6 +11,12 @@ from shardlab.rules.layer import GRADIENT_OF, LayerRules
 from shardlab.rules.node import Layer
 from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Form, Space, Spec
+
+
+@lru_cache(maxsize=64)
+def rules_of(layers: tuple[Layer, ...], space: Space) -> Rules:
+    """The rules of these layers; one object for all programs of one shape, since it learns as it is used."""
+    return Rules(layers, space)
 
 
 class Rules:

@@ -22,6 +22,7 @@ class Node:
         whole: indices that must be held whole, since the primitive mixes them.
         mixes_tokens: whether tokens of a sequence are mixed, so that sequences must be whole.
         takes_own: whether of a complete gradient of its result it takes what belongs to its own slices.
+        atomic: whether a device may add in any order, so that two ranks round alike only by chance.
     """
 
     name: str
@@ -31,6 +32,11 @@ class Node:
     whole: frozenset[str] = frozenset()
     mixes_tokens: bool = False
     takes_own: bool = False
+    atomic: bool = False
+
+    def __hash__(self) -> int:
+        tensors = (self.reads, self.makes, self.weights)
+        return hash((self.name, *(pair for each in tensors for pair in each.items()), self.whole))
 
 
 class Port(NamedTuple):
@@ -73,5 +79,21 @@ class Layer:
         return len(self.inputs) == len(self.outputs) == 1
 
     @property
+    def sliced(self) -> bool:
+        """Whether its parameters may be cut into slices."""
+        return bool(self.cut)
+
+    @property
+    def carries(self) -> bool:
+        """Whether it takes or makes a residual beside its activation."""
+        return any(port.kind is Kind.RESIDUAL for port in (*self.inputs, *self.outputs))
+
+    @property
+    def projects(self) -> bool:
+        """Whether it makes queries, keys and values for an attention that is an op of its own."""
+        return self.outputs[0].kind is Kind.QUERIES
+
+    @property
     def mixes_tokens(self) -> bool:
+        """Whether it mixes the tokens of a sequence."""
         return any(node.mixes_tokens for node in self.nodes)

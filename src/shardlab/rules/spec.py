@@ -14,6 +14,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from shardlab.rules.factor import ONE, Factor
+from shardlab.rules.index import piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of, microbatches_text, repeated
 
@@ -227,7 +228,7 @@ class Spec(NamedTuple):
             parts.append(summed_text(form, self.cells) if self.cells else "zero")
         elif kind in ROW_KINDS:
             parts.append(cells_text(self.cells, space))
-        parts += [f"{index} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
+        parts += [f"{piece_of(index)} {listed(bits(mask))} of {space.count(index)}" for index, mask in form.slices]
         if form.term is not None:
             parts.append(term_text(form, form.term))
         if kind is Kind.SCALAR and not form.holds.complete:
@@ -308,7 +309,7 @@ def term_text(form: Form, term: Term) -> str:
         of_keys = form.kind is Kind.GRAD_KEYS_VALUES
         return f"{'queries' if of_keys else 'keys and values'} {numbers} of {form.space.sequence} alone"
     many = "s" * (term.bits.bit_count() > 1)
-    return f"the term{many} of {' x '.join(term.over)} {numbers} of {terms_of(form, term)}"
+    return f"the term{many} of {' x '.join(map(piece_of, term.over))} {numbers} of {terms_of(form, term)}"
 
 
 def terms_of(form: Form, term: Term) -> int:

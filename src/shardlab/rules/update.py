@@ -8,6 +8,7 @@ from typing import NoReturn
 from shardlab.errors import Refused
 from shardlab.rules import attention
 from shardlab.rules.factor import ONE, Factor
+from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
 from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of
@@ -138,18 +139,10 @@ def _refuse_no_term(op: str, spec: Spec, name: str) -> NoReturn:
     if form.slices:
         (index, _), *_ = form.slices
         raise Refused(
-            f"{op}: {name} gave {spec}, {index}s of the whole and no term of a sum; {SIDE_BY_SIDE[index]}, or leave "
-            f"them where they are if the next layer takes {index}s."
+            f"{op}: {name} gave {spec}, {piece_of(index)}s of the whole and no term of a sum; "
+            f"{INDICES[index].together}, or leave them where they are if the next layer takes {piece_of(index)}s."
         )
     raise Refused(f"{op}: {name} gave {spec}, which is complete; summing it again would count it twice.")
-
-
-SIDE_BY_SIDE = {
-    "slice": "they lie side by side: all_gather them",
-    "head": "heads stay where they are, since attention and the layer after it take their own",
-    "expert": "exchange experts' buffers by all_to_all",
-}
-"""What to do with pieces of an index, to have what comes next take them."""
 
 
 ALIKE = "values that are scaled by different factors do not belong together; scale them alike first"

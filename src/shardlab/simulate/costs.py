@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardlab.program import Group, Kind, LayerKind, Op, OpKind, Sizes, Spec
+from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
 from shardlab.program.ops import COLLECTIVES, Price
 from shardlab.rules import attention
 from shardlab.rules.kind import AUTOGRAD_KINDS
@@ -76,7 +76,7 @@ class Costs:
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """Time units of a compute op: its microbatches count, and of half-blocks the part that is computed."""
         acted_on: float = specs[op.inputs[0]].cells.bit_count() if op.inputs else 0
-        if sizes.kinds and op.inputs:
+        if any(layer.sliced for layer in sizes.signatures) and op.inputs:
             acted_on *= _share(op, specs, sizes)
         return self.duration(op.kind, acted_on)
 
@@ -100,7 +100,7 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
 
     A norm counts as none, a body by its slices, and attention by the pairs of slices that meet.
     """
-    if sizes.kind(op.layer) is LayerKind.NORM:
+    if op.layer < sizes.layers and sizes.signatures[op.layer].name == "norm":
         return 0.0
     if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
         queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]

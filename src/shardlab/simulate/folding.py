@@ -121,8 +121,8 @@ class FoldedCollectives(Collectives):
         self._stride = stride
         self._results: dict[Hashable, Spec] = {}
         sizes = rotation.sizes
-        kinds = [sizes.kind(layer).value for layer in range(-1, sizes.layers + 1)]
-        around = ((*kinds[l : l + 2], l == 0, l == sizes.layers) for l in range(sizes.layers + 1))
+        layers = [None, *((layer.nodes, layer.cut) for layer in sizes.signatures), None]
+        around = ((*layers[l : l + 3], l == 0, l == sizes.layers) for l in range(sizes.layers + 1))
         classes: dict[Hashable, int] = {}
         self._alike = [classes.setdefault(each, len(classes)) for each in around]
 

@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from shardlab.errors import find
-from shardlab.models.halves import Halves
+from shardlab.models import CutModel
 from shardlab.models.kept import AUTOGRAD, SavedActivations, kept_activations, kept_elements
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.model import Model
@@ -128,7 +128,7 @@ class Recipe:
         saved = tuple(kept_elements(model, layer, rows, self.saved, width) for layer in range(model.layers))
         activations = kept_activations(model, rows, self.saved, slices)
         if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
-            sliced = isinstance(model, Halves) and model.slices > 1 and self.sliced_logit_bytes is not None
+            sliced = isinstance(model, CutModel) and model.slices > 1 and self.sliced_logit_bytes is not None
             each = self.sliced_logit_bytes if sliced else self.logit_bytes
             activations = (*activations[:-1], int(activations[-1] * (each or 0.0) / (2 * width)))
         bytes = dict(sizes.element_bytes)

@@ -7,16 +7,19 @@ same pieces with that digit one further, and the last one has the first one's.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardlab.program import Holds, Kind, Mesh, Sizes, Spec
-from shardlab.program.layers import rules_of
 from shardlab.rules.kind import ROW_KINDS
-from shardlab.rules.layers import Rules
+from shardlab.rules.layers import Rules, rules_of
 from shardlab.rules.pieces import repeated
 from shardlab.rules.spec import KEY, Form, Joined, Space
 from shardlab.strategies.plan import BATCH_AXES, Plan
+
+AXES_OF = {"head": ("tp", "cp"), "expert": ("ep",)}
+"""The mesh axes that cut an index, outermost first; all others are cut by `tp`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Rotation:
 
     @cached_property
     def rules(self) -> Rules:
-        return rules_of(self.sizes, self.space)
+        return rules_of(self.sizes.signatures, self.space)
 
     def rotated(self, spec: Spec, axis: str, by: int) -> Spec:
         """What the rank has that stands `by` further along an axis."""
@@ -61,16 +64,21 @@ class Rotation:
     def _row_form(self, spec: Spec, axis: str, by: int) -> Form:
         """The form of an activation: its slices of a layer's parameters, and which terms are in it."""
         form, term = spec.form, spec.form.term
-        if axis in ("tp", "ep") and (form.slices or term):
-            space = form.space
-            slices = tuple([(i, cycled(mask, space.count(i), 1, space.count(i), by)) for i, mask in form.slices])
-            if term is not None and term.over != KEY:
-                count = math.prod(space.count(index) for index in term.over)
-                term = term._replace(bits=cycled(term.bits, count, 1, count, by))
-            return form.but(slices=slices, term=term)
-        if axis == "cp" and term is not None and term.over == KEY:
-            return form.but(term=term._replace(bits=self._met(spec, term.bits, by)))
-        return form
+        slices = tuple([(index, self._cycled((index,), mask, axis, by)) for index, mask in form.slices])
+        if term is not None and term.over == KEY:
+            term = term._replace(bits=self._met(spec, term.bits, by)) if axis == "cp" else term
+        elif term is not None:
+            term = term._replace(bits=self._cycled(term.over, term.bits, axis, by))
+        return form if (slices, term) == (form.slices, form.term) else form.but(slices=slices, term=term)
+
+    def _cycled(self, indices: Sequence[str], mask: int, axis: str, by: int) -> int:
+        """Pieces of some indices, or tuples of them, which axes of the mesh cut, outermost first."""
+        cuts = tuple([name for index in indices for name in AXES_OF.get(index, ("tp",))])
+        if axis not in cuts:
+            return mask
+        outer, size = self._digit(cuts, axis)
+        count = math.prod(self.space.count(index) for index in indices)
+        return cycled(mask, count, count // outer, size, by)
 
     def _met(self, spec: Spec, met: int, by: int) -> int:
         """Which slices of the sequence the neighbour's value has met.

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlab.hardware import Cluster
-from shardlab.models import Blocks, Model
-from shardlab.models.fit import cut_for
+from shardlab.models import Blocks, Model, cut_for
 from shardlab.program import Mesh, Sizes
 from shardlab.program.world import gc_paused
 from shardlab.simulate.estimate import Estimate, estimate
@@ -59,7 +58,13 @@ class Workload:
         """The model in the program's layers."""
         if isinstance(self.plan, Mesh):
             return cut_for(self.model, self.plan, columns=self.columns)
-        return cut_for(self.model, self.mesh, planned=True, attention_apart=self.plan.attention_apart)
+        return cut_for(
+            self.model,
+            self.mesh,
+            planned=True,
+            attention_apart=self.plan.attention_apart,
+            heads_dealt=self.plan.heads_dealt,
+        )
 
     @cached_property
     def traced(self) -> Traced:

@@ -1,7 +1,7 @@
 """Tensor parallelism in its simplest form: every matrix is cut by columns (Stanford CS336, spring 2025, lecture 8:
 github.com/stanford-cs336/spring2025-lectures lecture_08.py, whose backward pass is "homework exercise")."""
 
-from shardlab.program import LayerKind, Rank
+from shardlab.program import Rank, Value
 
 
 async def column_parallel(rank: Rank) -> None:
@@ -10,28 +10,28 @@ async def column_parallel(rank: Rank) -> None:
     Backward, each rank's columns tell a term of the gradient of the layer's input: the terms are summed, and of the sum
     each rank of the layer below reads its own features.
     """
-    norm = LayerKind.NORM
     for l in rank.layers:
-        cut = (0, 1) if rank.kinds[l] is norm else (rank.index, rank.world)
+        cut = (rank.index, rank.world) if rank.signatures[l].sliced else (0, 1)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     rank.activations[0] = rank.load_batch(rank.microbatches)
 
-    residual = None
+    residual: list[Value] = []
     for l in rank.layers:
-        if rank.kinds[l] is norm:
-            residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], rank.weights[l])
-        else:
+        if rank.signatures[l].sliced:
             features = rank.forward(l, rank.activations[l], rank.weights[l])
             rank.activations[l + 1] = await rank.all_gather(features, axis="tp")
-
-    gradient, residual = rank.loss(rank.activations.pop(len(rank.layers))), None
-    for l in reversed(rank.layers):
-        x = rank.activations.pop(l)
-        if rank.kinds[l] is norm:
-            rank.grad_weights[l], gradient, residual = rank.backward_norm(l, x, gradient, residual, rank.weights[l])
         else:
+            given = rank.activations[l], *residual
+            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
+
+    gradient, residual = rank.loss(rank.activations.pop(len(rank.layers))), []
+    for l in reversed(rank.layers):
+        x, given = rank.activations.pop(l), (gradient, *residual)
+        if rank.signatures[l].sliced:
             rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
             gradient = await rank.all_reduce(terms, axis="tp") if l else terms
+        else:
+            rank.grad_weights[l], gradient, *residual = rank.backward(l, x, given, rank.weights[l])
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]

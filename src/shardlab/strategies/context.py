@@ -33,7 +33,9 @@ class Attention:
 
     In a ring, each block of keys and values is passed on while queries meet it; on the way back its gradient follows
     it, a hop behind, and comes home when all ranks have added to it (Liu et al. 2023, arXiv 2310.01889, section 3).
-    Otherwise all blocks are gathered, in both directions, and the gradients of all are reduce-scattered.
+    Or all blocks are gathered, in both directions, and the gradients of all are reduce-scattered.
+    Or, with DeepSpeed-Ulysses, ranks exchange slices of sequences for heads: each has whole sequences of some heads
+    while they meet, and everything is exchanged back (Jacobs et al. 2023, arXiv 2309.14509, section 3).
     """
 
     def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
@@ -42,31 +44,46 @@ class Attention:
         self._hops = len(ring)
         self._next, self._previous = ring[(here + 1) % len(ring)], ring[here - 1]
         self._in_ring = rank_plan.plan.context == "ring"
+        self._by_heads = rank_plan.plan.context == "ulysses" and self._hops > 1
 
     async def forward(self, layer: int, m: int, *, keeps: bool) -> None:
         """Mix keys and values by a layer's queries; all three stay for the backward pass if it `keeps` them."""
         rank = self._rank
-        rank.activations[layer + 1, m] = await self._attended(layer, m)
+        if self._by_heads:
+            for store in (rank.queries, rank.keys_values):
+                store[layer, m] = await rank.all_to_all(store.pop((layer, m)), axis="cp")
+        attended = await self._attended(layer, m)
+        if self._by_heads:
+            rank.activations["attended", layer, m] = attended
+            attended = await rank.all_to_all(attended, axis="cp")
+        rank.activations[layer + 1, m] = attended
         if not keeps:
             del rank.queries[layer, m], rank.keys_values[layer, m]
+            if self._by_heads:
+                del rank.activations["attended", layer, m]
 
     def keep(self, layer: int, m: int) -> None:
         """Keep what `layer` has mixed for its backward pass, before the layer that reads it ends it."""
-        self._rank.activations["attended", layer, m] = self._rank.activations[layer + 1, m]
+        if not self._by_heads:
+            self._rank.activations["attended", layer, m] = self._rank.activations[layer + 1, m]
 
     async def backward(self, layer: int, m: int) -> None:
         """The gradients of a layer's queries, and of its keys and values."""
-        rank = self._rank
-        if self._hops == 1:
+        rank, grads = self._rank, self._rank.grad_activations
+        if self._by_heads:
+            grads[layer + 1, m] = await rank.all_to_all(grads.pop((layer + 1, m)), axis="cp")
+        if self._hops == 1 or self._by_heads:
             made = self._met(layer, m, rank.keys_values[layer, m])
         else:
             made = await (self._ring_backward if self._in_ring else self._gathered_backward)(layer, m)
+        if self._by_heads:
+            made = await rank.all_to_all(made[0], axis="cp"), await rank.all_to_all(made[1], axis="cp")
         rank.grad_queries[layer, m], rank.grad_keys_values[layer, m] = made
         del rank.queries[layer, m], rank.keys_values[layer, m]
         del rank.activations["attended", layer, m], rank.grad_activations[layer + 1, m]
 
     async def _attended(self, layer: int, m: int) -> Value:
-        if self._hops == 1:
+        if self._hops == 1 or self._by_heads:
             return self._rank.attend(layer, self._rank.queries[layer, m], self._rank.keys_values[layer, m])
         return await (self._ring if self._in_ring else self._gathered)(layer, m)
 

@@ -1,45 +1,43 @@
 """Expert parallel: every rank holds 1/world of every layer's experts and all of the rest (GShard, Lepikhin et al. 2020,
 section 3.2)."""
 
-from shardlab.program import LayerKind, Rank
+from shardlab.program import Rank, Value
 
 
 async def expert_parallel(rank: Rank) -> None:
     """Data parallel but for the experts: their tokens travel to them and back, in both directions.
 
-    Dense layers are replicated, and their gradients summed over the ranks. Experts see the tokens of all ranks, so that
+    The other layers are replicated, and their gradients summed over the ranks. Experts see the tokens of all ranks, so
     their gradients are complete where they are.
     """
     last = len(rank.layers)
     for l in rank.layers:
-        shard, of = (rank.index, rank.world) if rank.kinds[l] is LayerKind.EXPERTS else (0, 1)
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard, of)
+        cut = (rank.index, rank.world) if rank.signatures[l].sliced else (0, 1)
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     rank.activations[0] = rank.load_batch(rank.share())
 
+    residual: list[Value] = []
     for l in rank.layers:
-        if rank.kinds[l] is LayerKind.EXPERTS:
+        if rank.signatures[l].sliced:
             rank.activations[l] = await rank.all_to_all(rank.activations.pop(l))
             results = rank.forward(l, rank.activations[l], rank.weights[l])
             rank.activations[l + 1] = await rank.all_to_all(results)
         else:
-            residual = rank.residuals.pop(l) if l > 0 else None
-            residual, rank.activations[l + 1] = rank.forward_dense(l, residual, rank.activations[l], rank.weights[l])
-            if residual is not None:
-                rank.residuals[l + 2] = residual
+            given = rank.activations[l], *residual
+            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
+    residual = []
     for l in reversed(rank.layers):
         x, gradient = rank.activations.pop(l), rank.grad_activations.pop(l + 1)
-        if rank.kinds[l] is LayerKind.EXPERTS:
+        if rank.signatures[l].sliced:
             gradient = await rank.all_to_all(gradient)
             rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
             rank.grad_activations[l] = await rank.all_to_all(gradient)
         else:
-            above = rank.grad_residuals.pop(l + 2) if l < last - 1 else None
-            grad_weight, rank.grad_activations[l], below = rank.backward_dense(l, x, gradient, above, rank.weights[l])
+            made = rank.backward(l, x, (gradient, *residual), rank.weights[l])
+            grad_weight, rank.grad_activations[l], *residual = made
             rank.grad_weights[l] = await rank.all_reduce(grad_weight)
-            if below is not None:
-                rank.grad_residuals[l] = below
 
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from shardlab.program import Kind, LayerKind, Sizes, UserError
-from shardlab.program.layers import layers_of
-from shardlab.program.sizes import CARRYING, EXPERT
+from shardlab.program import Sizes, UserError
 from shardlab.rules.node import Layer
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
@@ -17,7 +15,7 @@ from shardlab.strategies.plan import Plan
 
 def model_layers(sizes: Sizes) -> ModelLayers:
     """The layers of a model of these sizes; the same object for all models of one shape."""
-    return _model_layers(sizes.kinds or (LayerKind.WHOLE,) * sizes.layers, sizes.blocks, sizes.tied)
+    return _model_layers(sizes.signatures, sizes.blocks)
 
 
 @dataclass(frozen=True)
@@ -25,19 +23,12 @@ class ModelLayers:
     """A model's layers, as a plan needs to know them.
 
     Attributes:
-        kinds: each layer's kind.
+        layers: each layer's signature: what it takes and makes, and whose weight it computes with.
         blocks: where the blocks of finer layers begin, and where the last one ends (empty: each layer is a block).
-        tied: whether the last layer computes with the first one's weight.
     """
 
-    kinds: tuple[LayerKind, ...]
+    layers: tuple[Layer, ...]
     blocks: tuple[int, ...]
-    tied: bool
-
-    @cached_property
-    def layers(self) -> list[Layer]:
-        """Each layer's signature: what it takes and makes, and whose weight it computes with."""
-        return layers_of(self.kinds, tied=self.tied)
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:
@@ -50,18 +41,20 @@ class ModelLayers:
     def cut_axis(self, layer: int) -> str | None:
         """The mesh axis over which a layer's parameters may be sliced (None: every rank has all of them)."""
         cut = self.layers[layer].cut
-        return ("ep" if EXPERT in cut else "tp") if cut else None
+        return ("ep" if "expert" in cut else "tp") if cut else None
 
     @cached_property
     def feeding_attention(self) -> frozenset[int]:
         """The layers that make queries, keys and values: attention lies between each of them and the next layer."""
-        return frozenset(l for l, layer in enumerate(self.layers) if layer.outputs[0].kind is Kind.QUERIES)
+        return frozenset(l for l, layer in enumerate(self.layers) if layer.projects)
 
     @cached_property
     def pipeline_cuts(self) -> list[int]:
         """Layers before which a pipeline may cut, both ends included: all, or those that take a residual."""
-        carrying = [layer for layer, kind in enumerate(self.kinds) if kind in CARRYING]
-        return [0, *carrying[1:], len(self.kinds)] if carrying else list(range(len(self.kinds) + 1))
+        if not any(layer.carries for layer in self.layers):
+            return list(range(len(self.layers) + 1))
+        taking = [number for number, layer in enumerate(self.layers) if len(layer.inputs) > 1]
+        return [0, *taking, len(self.layers)]
 
     @property
     def pipeline_units(self) -> int:
@@ -74,7 +67,7 @@ class ModelLayers:
         if self.blocks:
             halves, blocks = self.pipeline_units - 1, len(self.blocks) - 1
             return f"{counted(halves, 'half-block')} of {counted(blocks, 'block')}, and the head,"
-        return counted(self.pipeline_units, "layer" if self.pipeline_units == len(self.kinds) else "part")
+        return counted(self.pipeline_units, "layer" if self.pipeline_units == len(self.layers) else "part")
 
     @cached_property
     def recomputable(self) -> list[range]:
@@ -85,8 +78,8 @@ class ModelLayers:
         """
         if self.blocks:
             return [range(start, stop) for start, stop in pairwise(self.blocks)]
-        experts = [layer for layer in range(len(self.kinds)) if self.cut_axis(layer) == "ep"]
-        return [range(layer, layer + 1) for layer in experts or range(len(self.kinds))]
+        experts = [layer for layer in range(len(self.layers)) if self.cut_axis(layer) == "ep"]
+        return [range(layer, layer + 1) for layer in experts or range(len(self.layers))]
 
     def gathered_with(self, layer: int) -> int:
         """A number that layers share whose weights are gathered together: those of one block, as FSDP wraps it."""
@@ -99,6 +92,9 @@ class ModelLayers:
         """
         return bisect_right((self.blocks or self.pipeline_cuts)[1:-1], layer)
 
+    def _is_cut_along(self, axis: str) -> bool:
+        return any(self.cut_axis(layer) == axis for layer in range(len(self.layers)))
+
     def require(self, plan: Plan) -> None:
         """Refuse a plan whose mesh or recomputation asks for finer layers than these.
 
@@ -106,22 +102,22 @@ class ModelLayers:
             UserError: with the layers that are wanted.
         """
         mesh = plan.mesh
-        if mesh.tp > 1 and LayerKind.NORM not in self.kinds:
+        if mesh.tp > 1 and not self._is_cut_along("tp"):
             raise UserError(
                 f"the mesh has tp {mesh.tp}, which works on half-blocks, but this model's layers are whole; give "
-                "Sizes.half_blocks or those of models.Halves"
+                "Sizes.half_blocks or those of models.cut"
             )
-        if mesh.ep > 1 and LayerKind.EXPERTS not in self.kinds:
+        if mesh.ep > 1 and not self._is_cut_along("ep"):
             raise UserError(
                 f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but this model has none; give "
-                "Sizes.mixture or those of models.ExpertLayers"
+                "Sizes.mixture or those of models.cut"
             )
-        if plan.attention_apart and LayerKind.TOKENWISE not in self.kinds:
+        if plan.attention_apart and not any(layer.projects for layer in self.layers):
             cuts = f"the mesh has cp {mesh.cp}, which cuts sequences"
             what = cuts if mesh.cp > 1 else "selective recomputation was asked for"
             raise UserError(
                 f"{what}, but attention is not a step of its own in this model's layers; give Sizes.context_blocks or "
-                "those of models.Halves with context=True"
+                "those of models.cut with attention_apart=True"
             )
 
 

@@ -36,7 +36,7 @@ BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
 CUT_AXES = (*DATA_AXES, "cp")
 """The axes whose ranks see different tokens, and so may share the work of keeping weights."""
 
-Context = Literal["ring", "all_gather"]
+Context = Literal["ring", "all_gather", "ulysses"]
 Reshard = Literal["layer", "stage", "step"]
 ReduceAt = Literal["layer", "step"]
 Recompute = Literal["none", "selective", "full"]
@@ -114,7 +114,8 @@ class Plan:
     by number, from 0."""
 
     context: Annotated[Context, choice(Context)] = "ring"
-    """How queries meet the keys and values of other context-parallel ranks: these go round, or are gathered."""
+    """How queries meet the keys and values of other context-parallel ranks: these go round, or are gathered; or, by
+    ulysses, ranks exchange slices of sequences for heads."""
 
     def __post_init__(self) -> None:
         for name, written in field_types(Plan).items():
@@ -150,6 +151,11 @@ class Plan:
     def attention_apart(self) -> bool:
         """Whether attention must be a step of its own, between two layers of half-blocks."""
         return self.mesh.cp > 1 or self.recompute == "selective"
+
+    @property
+    def heads_dealt(self) -> bool:
+        """Whether ranks exchange slices of sequences for heads."""
+        return self.mesh.cp > 1 and self.context == "ulysses"
 
     @property
     def axes_of_every_microbatch(self) -> tuple[str, ...]:

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.check import Checked, check
-from shardlab.models import Blocks, Model
-from shardlab.models.fit import cut_for
+from shardlab.models import Blocks, Model, cut_for
 from shardlab.program import Sizes, trace
 from shardlab.program.bounds import bounded
 from shardlab.strategies.load import load
@@ -73,8 +72,11 @@ class Job:
         """
         entry = load(self.strategy)
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
-        apart = plan is not None and plan.attention_apart
-        return cut_for(self.model, mesh, planned=plan is not None, attention_apart=apart, columns=entry.columns)
+        if plan is None:
+            return cut_for(self.model, mesh, columns=entry.columns)
+        return cut_for(
+            self.model, mesh, planned=True, attention_apart=plan.attention_apart, heads_dealt=plan.heads_dealt
+        )
 
     @property
     def sizes(self) -> Sizes:

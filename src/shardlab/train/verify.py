@@ -18,7 +18,7 @@ from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
 from shardlab.models import CutModel, Model
-from shardlab.models.tensors import lengthened, to_blocks, to_halves
+from shardlab.models.tensors import lengthened, to_blocks, to_layers
 from shardlab.program import Holds, OpKind
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job, agree
@@ -133,7 +133,7 @@ def _worst(state: State, slices: Mapping[tuple[int, Holds], Tensor], expected: S
 
 def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     """Every layer's flat buffer, from every block's."""
-    return to_halves(model, blocks) if isinstance(model, CutModel) else blocks
+    return to_layers(model, blocks) if isinstance(model, CutModel) else blocks
 
 
 def _trained(job: Job, checked: Checked) -> Sequence[Tensor]:

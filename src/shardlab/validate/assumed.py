@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks
-from shardlab.models.parts import Head
 from shardlab.simulate.workload import Workload
 from shardlab.strategies.plan import Plan
 from shardlab.validate.records import HardwareRecord, ModelRecord, ParallelismRecord, RunRecord
@@ -25,7 +24,7 @@ def assumptions(record: RunRecord, workload: Workload) -> tuple[str, ...]:
 
 
 def _of_model(written: ModelRecord, model: Blocks) -> Iterator[str]:
-    tied = isinstance(model.head, Head) and model.head.tied
+    tied = model.has_tied_head
     if written.vocab is None:
         yield f"vocabulary: {model.vocabulary}, the framework's usual one, padded"
     elif written.vocab != model.vocabulary:

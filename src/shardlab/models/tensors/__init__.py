@@ -3,12 +3,11 @@
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.flat import lengthened, named_views, views, with_borrowed
 from shardlab.models.tensors.generate import generate
-from shardlab.models.tensors.halving import to_blocks, to_halves
-from shardlab.models.tensors.layers import Layer
+from shardlab.models.tensors.layers import Layer, layers_of
 from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, loss_stats
-from shardlab.models.tensors.model_layers import layers_of
-from shardlab.models.tensors.parts import Share
+from shardlab.models.tensors.recutting import to_blocks, to_layers
 from shardlab.models.tensors.seeding import generator_of
+from shardlab.models.tensors.share import Share
 from shardlab.models.tensors.weights import initial_weights
 
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
     "loss_stats",
     "named_views",
     "to_blocks",
-    "to_halves",
+    "to_layers",
     "views",
     "with_borrowed",
 ]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.feed_forward import Activation
+from shardlab.models.primitives import Activation
 
 
 def activated(activation: Activation, x: Tensor) -> Tensor:

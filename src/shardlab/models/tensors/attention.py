@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardlab.models.parts import Attention
+from shardlab.models.attention import Attend
 from shardlab.models.tensors.tokens import runs
 
 
 def attend(
-    part: Attention,
+    part: Attend,
     queries: Tensor,
     keys_values: Tensor,
     tokens: Sequence[int],
@@ -46,7 +46,7 @@ def attend(
     return torch.cat([_tokens(mixed), _tokens(lse[..., None])], -1)
 
 
-def merge(part: Attention, a: Tensor, b: Tensor) -> Tensor:
+def merge(part: Attend, a: Tensor, b: Tensor) -> Tensor:
     """Attended to two lots of keys and values that have none in common, from attended to either."""
     lse_a, lse_b = a[..., part.width :], b[..., part.width :]
     lse = torch.logaddexp(lse_a, lse_b)
@@ -57,7 +57,7 @@ def merge(part: Attention, a: Tensor, b: Tensor) -> Tensor:
 
 
 def attend_backward(
-    part: Attention,
+    part: Attend,
     queries: Tensor,
     keys_values: Tensor,
     attended: Tensor,
@@ -112,13 +112,13 @@ def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[in
     return scores.masked_fill_(key_places > places[:, None], float("-inf"))
 
 
-def _heads(part: Attention, x: Tensor, heads: int) -> Tensor:
+def _heads(part: Attend, x: Tensor, heads: int) -> Tensor:
     """(rows, T, features of so many heads) to (rows, kv heads, heads of each, T, features of one)."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x.view(*x.shape[:2], part.kv_heads, heads // part.kv_heads, -1).permute(0, 2, 3, 1, 4)
 
 
-def _keys_and_values(part: Attention, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_and_values(part: Attend, keys_values: Tensor) -> tuple[Tensor, Tensor]:
     """Of each (rows, kv heads, 1, T', size)."""
     keys, values = keys_values.chunk(2, -1)
     return _heads(part, keys, part.kv_heads), _heads(part, values, part.kv_heads)
@@ -129,7 +129,7 @@ def _tokens(x: Tensor) -> Tensor:
     return x.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
-def _grouped(part: Attention, mask: Tensor) -> Tensor:
+def _grouped(part: Attend, mask: Tensor) -> Tensor:
     """(rows, heads, T, T') to (rows, kv heads, heads of each, T, T')."""
     return mask.view(len(mask), part.kv_heads, -1, *mask.shape[2:])
 

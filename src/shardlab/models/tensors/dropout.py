@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from shardlab.models.primitives import DropoutSite
 from shardlab.models.tensors.seeding import generator_of
-
-
-class Site(IntEnum):
-    """The places of a layer where elements are dropped."""
-
-    EMBEDDING = 0
-    ATTENTION = 1
-    ATTENTION_OUTPUT = 2
-    FEED_FORWARD_OUTPUT = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class Dropout:
     microbatches: tuple[int, ...]
 
     def mask(
-        self, site: Site, shape: tuple[int, ...], like: Tensor, dim: int = 0, part: Sequence[int] | None = None
+        self, site: DropoutSite, shape: tuple[int, ...], like: Tensor, dim: int = 0, part: Sequence[int] | None = None
     ) -> Tensor:
         """What to multiply with: 0 or 1 / (1 - probability), of `shape` (rows first), as `like` in dtype and device.
 

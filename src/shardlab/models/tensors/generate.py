@@ -10,7 +10,7 @@ from torch import Tensor
 from shardlab.errors import UserError
 from shardlab.models.model import Model
 from shardlab.models.tensors.flat import views, with_borrowed
-from shardlab.models.tensors.model_layers import layers_of
+from shardlab.models.tensors.layers import layers_of
 from shardlab.models.tensors.seeding import generator_of
 
 

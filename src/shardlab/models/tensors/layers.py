@@ -1,164 +1,99 @@
-"""The layers as functions of tensors, in one form whichever way a model is cut into layers."""
+"""A layer as a function of tensors: its primitives, one after the other."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.columns import Matrix
-from shardlab.models.halves import Body, Norm
-from shardlab.models.parts import Attention, Embedding, FeedForward, Head, Part
-from shardlab.models.tensors.activations import activated
+from shardlab.models.model import Model
+from shardlab.models.run import Run
+from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.dropout import Dropout
-from shardlab.models.tensors.parts import ALL, Share, add_branch, body_of, compute, norm_of
-from shardlab.models.tensors.rotary import rotated
-
-Tensors = tuple[Tensor | None, ...]
+from shardlab.models.tensors.share import ALL, Share
 
 
 @dataclass(frozen=True)
-class Layer(ABC):
+class Layer:
     """One layer of a model, a function of its parameters and its inputs; it holds no tensor itself.
 
     Attributes:
         names: of the parameters, in the layout's order; then of those that it borrows.
+        layer: its primitives.
+        carried: features of each tensor that the last layer before it that made any made beside its activation.
     """
 
     names: tuple[str, ...]
+    layer: Run
+    carried: tuple[int, ...]
 
     def run(
-        self, parameters: Sequence[Tensor], inputs: Tensors, share: Share = ALL, dropout: Dropout | None = None
-    ) -> Tensors:
-        """The layer's outputs, rows first like its inputs.
+        self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share = ALL, dropout: Dropout | None = None
+    ) -> tuple[Tensor, ...]:
+        """The layer's outputs, rows first like its inputs; the activation comes first, each is memory of its own.
+
+        What is carried from layer to layer beside it is one tensor, its parts side by side.
 
         Args:
             parameters: in the layout's order; of one slice where the layer is sliced.
+            inputs: activation l, (rows, *shape), and what is carried.
             share: which slice or which tokens are computed.
-            dropout: the step's and the microbatches'; the layer's masks are those of the block that it is part of.
+            dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
         """
         if dropout is not None and dropout.probability == 0:
             dropout = None
-        return self.compute(dict(zip(self.names, parameters, strict=True)), inputs, share, dropout)
+        by_name = dict(zip(self.names, parameters, strict=True))
+        tensors = self._unpacked(inputs)
+        for step, dropped in zip(self.layer.steps, self._dropped, strict=True):
+            masks = None if dropout is None else replace(dropout, layer=step.block)
+            made = compute(step.primitive, Given(by_name, tensors, share, masks))
+            tensors.update(zip(step.primitive.makes, made, strict=True))
+            for name in dropped:
+                del tensors[name]
+        return self._packed(tensors, inputs)
 
     def __call__(
         self, parameters: Sequence[Tensor], x: Tensor, dropout: Dropout | None = None, share: Share = ALL
     ) -> Tensor:
         """Activation l, (rows, *shape), to activation l + 1, for a layer with one input and one output."""
         (y,) = self.run(parameters, (x,), share, dropout)
-        assert y is not None
         return y
 
-    @abstractmethod
-    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
-        """`run`, with the parameters by name, and without dropout of probability 0."""
+    @cached_property
+    def _dropped(self) -> list[set[str]]:
+        """After each step, the tensors that it read and that nothing reads any more."""
+        needed, dropped = set(self.layer.outputs), list[set[str]]()
+        for step in reversed(self.layer.steps):
+            reads, makes = set(step.primitive.reads), set(step.primitive.makes)
+            dropped.append(reads - needed - makes)
+            needed = needed - makes | reads
+        return dropped[::-1]
+
+    def _unpacked(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        first, *others = self.layer.inputs
+        if len(others) <= 1:
+            return dict(zip(self.layer.inputs, inputs, strict=True))
+        x, carried = inputs
+        return {first: x} | dict(zip(others, torch.split(carried, list(self.carried), -1), strict=True))
+
+    def _packed(self, tensors: dict[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        first, *others = (tensors[name] for name in self.layer.outputs)
+        if self.layer.attend is not None:  # queries, and keys and values, are views of one tensor
+            return first.clone(), *(each.clone() for each in others)
+        if len(others) > 1:
+            others = [torch.cat([each.to(others[0].dtype) for each in others], -1)]
+        return first, *(each.clone() if any(each is x for x in inputs) else each for each in others)
 
 
-@dataclass(frozen=True)
-class BlockLayer(Layer):
-    """(x,) to (y,): a block, with what comes before the first and after the last. It is not sliced."""
-
-    parts: tuple[Part, ...]
-
-    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
-        (x,) = inputs
-        assert x is not None
-        assert (share.of, share.tokens) == (1, None), f"a layer of whole blocks has no share {share}"
-        for part in self.parts:
-            x = compute(part, p, x, dropout, share)
-        return (x,)
-
-
-@dataclass(frozen=True)
-class NormLayer(Layer):
-    """(residual, branch) to (residual, normalised), for the share's tokens.
-
-    The first norm is given no residual (None), and the last one hands none on. A residual handed on is memory of its
-    own, never the branch's.
-    """
-
-    half: Norm
-    last: bool
-
-    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
-        residual, branch = inputs
-        assert branch is not None
-        if dropout is not None:
-            dropout = replace(dropout, layer=self.half.block_before)
-        residual = add_branch(self.half.before, p, residual, branch, share, dropout)
-        if residual is branch:
-            residual = branch.clone()
-        return None if self.last else residual, norm_of(self.half.after, p, residual)
-
-
-@dataclass(frozen=True)
-class BodyLayer(Layer):
-    """(x,) to (branch,): all tokens; from a slice of the parameters, that slice's term of the branch.
-
-    The head gives the slice's logits, -inf for tokens beyond the vocabulary.
-    """
-
-    half: Body
-
-    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
-        (x,) = inputs
-        assert x is not None
-        if dropout is not None:
-            dropout = replace(dropout, layer=self.half.block)
-        return (body_of(self.half.part, p, x, share, dropout),)
-
-
-@dataclass(frozen=True)
-class ColumnLayer(Layer):
-    """(x,) to (features,): one matrix; from a slice of its columns, that slice of the features, or of the logits."""
-
-    half: Matrix
-
-    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
-        (x,) = inputs
-        assert x is not None
-        part, weight = self.half.part, p[f"{self.half.name}.weight"]
-        if isinstance(part, Embedding):
-            return (F.embedding(x, weight),)
-        if isinstance(part, Head):
-            return (body_of(part, p, x, share, dropout),)
-        made = F.linear(x, weight, p.get(f"{self.half.name}.bias"))
-        if self.half.activates and isinstance(part, FeedForward):
-            made = activated(part.activation, made)
-        return (made,)
-
-
-@dataclass(frozen=True)
-class ProjectionLayer(Layer):
-    """(x,) to (keys and values, queries), of any tokens, or those of a slice's heads; each is memory of its own."""
-
-    part: Attention
-
-    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
-        (x,) = inputs
-        assert x is not None
-        features = F.linear(x, p["attn.c_attn.weight"], p.get("attn.c_attn.bias"))  # one node where parameters enter
-        mine = self.part.heads_of(share.of)
-        if mine.rope_theta is not None:
-            heads, size = mine.heads + mine.kv_heads, mine.width // mine.heads
-            features = rotated(features, heads, size, share.tokens or range(x.shape[1]), mine.rope_theta)
-        queries, keys_values = torch.split(features, [mine.width, 2 * mine.kv_width], -1)
-        return keys_values.clone(), queries.clone()
-
-
-@dataclass(frozen=True)
-class OutputLayer(Layer):
-    """(attended,) to (branch,), of any tokens (see `attention.attend`); from a slice's heads, a term of it."""
-
-    part: Attention
-
-    def compute(self, p: dict[str, Tensor], inputs: Tensors, share: Share, dropout: Dropout | None) -> Tensors:
-        (attended,) = inputs
-        assert attended is not None
-        weight = p["attn.c_proj.weight"]
-        mixed = attended[..., : self.part.heads_of(share.of).width]
-        return (F.linear(mixed.to(weight.dtype), weight),)
+def layers_of(model: Model) -> list[Layer]:
+    """The model's layers, in order."""
+    carried: tuple[int, ...] = ()
+    found: list[Layer] = []
+    for number, layer in enumerate(model.runs):
+        names = (*(p.name for p in layer.layout.parameters), *layer.borrows)
+        found.append(Layer(names, layer, carried))
+        carried = model.carried_features(number) or carried
+    return found

@@ -10,17 +10,14 @@ algorithm 1). Every strategy thus drops the same tokens. The steps are autograd 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.mixture import Mixture
-from shardlab.models.tensors.activations import activated
-from shardlab.models.tensors.dropout import Dropout
-from shardlab.models.tensors.parts import Share, body_of
+from shardlab.models.mixture import Router
+from shardlab.models.tensors.share import Share
 
 
 class Routed(NamedTuple):
@@ -30,7 +27,7 @@ class Routed(NamedTuple):
     choices: Tensor
 
 
-def route(part: Mixture, p: Mapping[str, Tensor], x: Tensor, share: Share) -> Routed:
+def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> Routed:
     """Choose for every token of `x` (rows, T, C), in float32 at least; of equal scores the lower number wins.
 
     The gates' backward pass adds the gradient of the microbatches' auxiliary loss, each with its share of the step:
@@ -38,9 +35,9 @@ def route(part: Mixture, p: Mapping[str, Tensor], x: Tensor, share: Share) -> Ro
     (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices counted where they have one).
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    scores = F.linear(x.to(exact), p["mlp.router.weight"].to(exact))
-    weight = part.auxiliary / share.of_step
-    return Routed(*cast("tuple[Tensor, Tensor]", _Choose.apply(scores, part.top_k, weight, share.microbatches)))
+    scores = F.linear(x.to(exact), weight.to(exact))
+    auxiliary = router.auxiliary / share.of_step
+    return Routed(*cast("tuple[Tensor, Tensor]", _Choose.apply(scores, router.top_k, auxiliary, share.microbatches)))
 
 
 def _shares(choices: Tensor, like: Tensor) -> Tensor:
@@ -80,26 +77,26 @@ class _Choose(torch.autograd.Function):
         return probabilities * (of_probabilities - mean), None, None, None
 
 
-def slots_of(part: Mixture, choices: Tensor, microbatches: int) -> Tensor:
+def slots_of(router: Router, choices: Tensor, microbatches: int) -> Tensor:
     """Where each choice (rows, T, top_k) goes in the buffers (experts * capacity places of each microbatch).
 
     Of the same shape, int32, counted over all microbatches; -1 where the expert has no place left.
     """
     slots: list[Tensor] = []
     for microbatch, its in enumerate(choices.long().chunk(microbatches)):
-        capacity = part.capacity(its[..., 0].numel())
+        capacity = router.capacity(its[..., 0].numel())
         in_turn = its.flatten(0, -2).t().flatten()  # first choices of all tokens, then second ones
-        earlier = F.one_hot(in_turn, part.experts).cumsum(0).gather(1, in_turn[:, None])[:, 0] - 1
-        slot = (microbatch * part.experts + in_turn) * capacity + earlier
+        earlier = F.one_hot(in_turn, router.experts).cumsum(0).gather(1, in_turn[:, None])[:, 0] - 1
+        slot = (microbatch * router.experts + in_turn) * capacity + earlier
         slot = slot.masked_fill(earlier >= capacity, -1)
-        slots.append(slot.view(part.top_k, -1).t().reshape(its.shape))
+        slots.append(slot.view(router.top_k, -1).t().reshape(its.shape))
     return torch.cat(slots).to(torch.int32)
 
 
-def dispatch(part: Mixture, x: Tensor, slots: Tensor, microbatches: int) -> Tensor:
+def dispatch(router: Router, x: Tensor, slots: Tensor, microbatches: int) -> Tensor:
     """The experts' buffers (microbatches * experts, capacity, C) with tokens (rows, T, C) in their slots, else zero."""
-    capacity = part.capacity(x[..., 0].numel() // microbatches)
-    return cast(Tensor, _Dispatch.apply(x, slots, (microbatches * part.experts, capacity)))
+    capacity = router.capacity(x[..., 0].numel() // microbatches)
+    return cast(Tensor, _Dispatch.apply(x, slots, (microbatches * router.experts, capacity)))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -153,14 +150,9 @@ def _gathered(buffers: Tensor, slots: Tensor) -> Tensor:
     return found.masked_fill_((slots < 0)[..., None], 0)
 
 
-def experts_of(part: Mixture, p: Mapping[str, Tensor], buffers: Tensor) -> Tensor:
-    """Buffers (microbatches * experts, capacity, C) through the experts whose parameters are given."""
-    hidden = _linear(p, "mlp.experts.c_fc", buffers)
-    return _linear(p, "mlp.experts.c_proj", activated(part.activation, hidden))
-
-
-def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return cast(Tensor, _ExpertLinear.apply(x, p[f"{name}.weight"], p.get(f"{name}.bias")))
+def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Buffers (microbatches * experts, capacity, inputs) through each expert's linear map; see `_ExpertLinear`."""
+    return cast(Tensor, _ExpertLinear.apply(x, weight, bias))
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -192,11 +184,3 @@ class _ExpertLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_bias = gradient.view(-1, len(weight), *gradient.shape[1:]).sum((0, 2))
         return of_x, of_weight, of_bias
-
-
-@body_of.register
-def _(part: Mixture, p: Mapping[str, Tensor], x: Tensor, share: Share, dropout: Dropout | None) -> Tensor:
-    routed = route(part, p, x, share)
-    slots = slots_of(part, routed.choices, share.microbatches)
-    buffers = experts_of(part, p, dispatch(part, x, slots, share.microbatches))
-    return combine(buffers, routed.gates, slots)

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from shardlab.models.cut import CutModel
+from shardlab.models.cutting import CutModel
 from shardlab.models.model import Model
 from shardlab.models.tensors.flat import views
-from shardlab.models.tensors.halving import half_of
+from shardlab.models.tensors.recutting import layer_of
 from shardlab.models.tensors.seeding import generator_of
 
 DEVIATION = 0.02
@@ -21,12 +21,12 @@ def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> 
     """The first weights of a layer (layout.numel,), a function of seed and layer; zero in the gaps.
 
     As nanoGPT: matrices normal, those that end a residual branch smaller by sqrt(2 layers); biases 0, norms 1.
-    Drawn in float64 and rounded, so that runs in two dtypes begin alike. Half-blocks begin as the whole model does.
+    Drawn in float64 and rounded, so that runs in two dtypes begin alike. A cut model begins as the whole one does.
     """
     if isinstance(model, CutModel):
-        blocks = {block for block, _ in model.half(layer).sources()} or {0}
+        blocks = {block for block, _ in model.run(layer).parameters()} or {0}
         wholes = {block: initial_weights(model.whole, block, seed, dtype) for block in blocks}
-        return half_of(model, layer, wholes)
+        return layer_of(model, layer, wholes)
     layout = model.layout(layer)
     generator = generator_of("weights", seed, layer)
     flat = torch.zeros(layout.numel, dtype=dtype)

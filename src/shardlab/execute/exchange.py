@@ -1,0 +1,88 @@
+"""ALL_TO_ALL on tensors: each member sends every other one what it holds of that one's result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardlab.execute.communicator import Communicator, Wait
+from shardlab.execute.shapes import Shapes
+from shardlab.execute.state import State
+from shardlab.program import Op, Spec
+from shardlab.rules.pieces import bits
+
+Places = tuple[Tensor, ...]
+"""For each of a tensor's first dims, and for its features, which of its elements are meant."""
+
+
+def all_to_all(
+    state: State, links: Communicator, op: Op, members: Sequence[Spec], received: Sequence[Spec]
+) -> Callable[[], Wait]:
+    """Start the exchange; `members` are the specs that the group's ranks give, `received` those that they receive.
+
+    Equal parts go to all members: the cells and the pieces of an index that both sides hold.
+    """
+    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
+    assert group is not None
+    mine, result = state.specs[given], state.specs[output]
+    sent = [_places(state.shapes, mine, _common(mine, theirs)) for theirs in received]
+    came = [_places(state.shapes, result, _common(theirs, result)) for theirs in members]
+    shape = state.shapes.shape(result)
+
+    def start() -> Wait:
+        tensor: Tensor = values[given]
+        parts = torch.stack([tensor[_mesh(places)] for places in sent])
+        inbox = torch.empty_like(parts)
+        wait = links.all_to_all(inbox, parts, group)
+
+        def sort() -> None:
+            wait()
+            whole = values[output] = tensor.new_empty(shape)
+            for places, part in zip(came, inbox, strict=True):
+                whole[_mesh(places)] = part
+
+        return sort
+
+    return start
+
+
+def _mesh(places: Places) -> tuple[Tensor, ...]:
+    return torch.meshgrid(*places, indexing="ij")
+
+
+def _common(one: Spec, other: Spec) -> Spec:
+    """What two values of one tensor both hold."""
+    names = {index for index, _ in (*one.form.slices, *other.form.slices)}
+    slices = tuple(sorted((index, one.pieces(index) & other.pieces(index)) for index in names))
+    return one._replace(form=one.form.but(slices=slices), cells=one.cells & other.cells)
+
+
+def _places(shapes: Shapes, spec: Spec, part: Spec) -> Places:
+    """Where the elements of a part lie in the tensor of a value that holds it."""
+    held = list(bits(spec.microbatches))
+    rows = [held.index(m) for m in bits(part.microbatches)]
+    if shapes.model.is_buffers(spec.layer):  # experts' buffers: of each microbatch, one expert's after the other's
+        of = spec.form.space.count("expert")
+        experts = shapes.model.activation_shape(spec.layer)[0] // of
+        here = list(bits(spec.pieces("expert")))
+        mine = [here.index(piece) * experts + e for piece in bits(part.pieces("expert")) for e in range(experts)]
+        return (torch.tensor([row * len(here) * experts + e for row in rows for e in mine]),)
+    rows = [row * shapes.rows + r for row in rows for r in range(shapes.rows)]
+    tokens = torch.tensor(shapes.positions(spec, part))
+    return torch.tensor(rows), tokens, torch.tensor(_features(shapes, spec, part))
+
+
+def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
+    """Where the features of some pieces of heads lie among those of the pieces that a value holds."""
+    of = spec.form.space.count("head")
+    held = list(bits(spec.pieces("head")))
+    wanted = [held.index(piece) for piece in bits(part.pieces("head"))]
+    places: list[int] = []
+    start = 0
+    for section in shapes.sections(spec):
+        size = section // of
+        places += [start + piece * size + feature for piece in wanted for feature in range(size)]
+        start += len(held) * size
+    return places

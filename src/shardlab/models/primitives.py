@@ -1,0 +1,287 @@
+"""The primitives that most models are made of: look-up, norm, linear map, activation, sum with the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, Literal, get_args
+
+from shardlab.models.kernels import Kernel, Matmul, Pointwise
+from shardlab.models.layout import Parameter
+from shardlab.models.primitive import Pieces, Primitive, piece
+
+Activation = Literal["gelu", "squared_relu", "swiglu"]
+"""Exact GELU; max(x, 0)^2 (So et al. 2021, arXiv 2109.08668); silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
+
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+
+
+class DropoutSite(IntEnum):
+    """The places of a block where elements are dropped."""
+
+    EMBEDDING = 0
+    ATTENTION = 1
+    ATTENTION_OUTPUT = 2
+    FEED_FORWARD_OUTPUT = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup(Primitive):
+    """Tokens (rows, T) to their rows of the embedding, `x` (rows, T, C). Of a slice of the vocabulary, the tokens of
+    other slices give zero.
+    """
+
+    einsum: ClassVar[str] = "x -> x(width)"
+    atomic: ClassVar[bool] = True
+
+    width: int
+    vocabulary: int
+
+    def features(self, tensor: str) -> int:
+        return self.width
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (Parameter("wte.weight", (self.vocabulary, self.width), True, ("vocab", "width")),)
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def divides(self) -> tuple[tuple[str, str, int], ...]:
+        return (("width", "width", self.width),)
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        """On the way back a gradient of the whole matrix is made, and the tokens' rows are added to it."""
+        width = piece(self.width, pieces, "width")
+        elements, matrix = sequences * tokens * width, piece(self.vocabulary, pieces, "vocab") * width
+        return (Pointwise("embedding", 2 * elements, 3 * elements + matrix),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(Primitive):
+    """The embedding `x` to the residual stream `s`: learned positions are added if there are any; dropout."""
+
+    einsum: ClassVar[str] = "x(width) -> s(width)"
+
+    width: int
+    positions: bool
+    drops: bool
+
+    def features(self, tensor: str) -> int:
+        return self.width
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        if not self.positions:
+            return ()
+        return (Parameter("wpe.weight", (self.tokens, self.width), True, ("token", "width")),)
+
+    def mask(self, rows: int) -> int:
+        return self.drops * rows * self.tokens * self.width
+
+    def keeps_for_weight(self) -> tuple[str, ...]:
+        return ()
+
+    def gradients_for_weight(self) -> tuple[str, ...]:
+        return ("x",) if self.positions else ()
+
+    @property
+    def adds_to(self) -> str:
+        return "" if self.drops else "s"
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        elements, matrix = sequences * tokens * self.width, tokens * self.width
+        positions = (Pointwise("positions", 2 * elements + matrix, elements + matrix),) if self.positions else ()
+        dropout = (Pointwise("dropout", 3 * elements, 3 * elements),) if self.drops else ()
+        return (*positions, *dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Primitive):
+    """The residual stream `s`, normalised, to `x`: a LayerNorm, or an RMSNorm (Zhang and Sennrich 2019, arXiv
+    1910.07467), which has no bias.
+    """
+
+    einsum: ClassVar[str] = "s(width) -> x(width)"
+    whole: ClassVar[frozenset[str]] = frozenset({"width"})
+
+    name: str
+    width: int
+    rms: bool
+    bias: bool
+
+    def features(self, tensor: str) -> int:
+        return self.width
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        ends = ("weight", "bias") if self.bias and not self.rms else ("weight",)
+        return tuple(Parameter(f"{self.name}.{end}", (self.width,), False, ("width",)) for end in ends)
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("s",)
+
+    def keeps_beside(self, rows: int) -> int:
+        """1/deviation of each token, and of a LayerNorm the mean."""
+        return rows * self.tokens * (1 if self.rms else 2)
+
+    def keeps_beside_for_weight(self, rows: int) -> int:
+        return self.keeps_beside(rows)
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        elements = sequences * tokens * self.width
+        return (Pointwise("rms_norm" if self.rms else "layer_norm", 2 * elements, 3 * elements),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Primitive):
+    """A linear map of `x`: of each token's `inputs` features, `outputs` features.
+
+    Attributes:
+        name: of its parameters, without "weight" and "bias".
+        out_index, in_index: names of the features made and read.
+        sections: of the outputs that are cut alike.
+    """
+
+    einsum: ClassVar[str] = "x({in_index}) -> x({out_index})"
+
+    name: str
+    outputs: int
+    inputs: int
+    bias: bool
+    out_index: str
+    in_index: str
+    sections: tuple[int, ...] = ()
+
+    def features(self, tensor: str) -> int:
+        return self.outputs
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        out, indices = self.out_index, (self.out_index, self.in_index)
+        weight = Parameter(f"{self.name}.weight", (self.outputs, self.inputs), True, indices, self.sections)
+        bias = Parameter(f"{self.name}.bias", (self.outputs,), False, (out,), self.sections)
+        return (weight, bias) if self.bias else (weight,)
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def flops(self) -> int:
+        return 2 * self.tokens * self.inputs * self.outputs
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        outputs, inputs = piece(self.outputs, pieces, self.out_index), piece(self.inputs, pieces, self.in_index)
+        return (Matmul(sequences * tokens, outputs, inputs, bias=self.bias),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(Linear):
+    """A score (logit) for every token of the vocabulary. If `tied`, the scores are products with the token embedding,
+    and there is no matrix of its own.
+    """
+
+    tied: bool
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        return () if self.tied else super().parameters()
+
+    @property
+    def borrows(self) -> tuple[str, ...]:
+        return ("wte.weight",) if self.tied else ()
+
+    def keeps_for_weight(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def gradients_for_weight(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def _borrowed_indices(self) -> dict[str, str]:
+        return {"wte.weight": "vocab width"} if self.tied else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activate(Primitive):
+    """An activation function, from the features that a linear map makes for it to the `hidden` that the next one takes.
+
+    SwiGLU takes two features for each: all gates, then all that they multiply.
+    """
+
+    einsum: ClassVar[str] = "x(ffn) -> x(ffn)"
+
+    activation: Activation
+    hidden: int
+
+    def features(self, tensor: str) -> int:
+        return self.hidden
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def divides(self) -> tuple[tuple[str, str, int], ...]:
+        return (("ffn", "hidden features", self.hidden),)
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        return (activation_kernel(self.activation, sequences * tokens, piece(self.hidden, pieces, "ffn")),)
+
+
+def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwise:
+    """The activation function on rows of what a linear map made for it."""
+    before, after = rows * features_of(activation, hidden), rows * hidden
+    return Pointwise(activation, before + after, 2 * before + after)
+
+
+def features_of(activation: Activation, hidden: int) -> int:
+    """Features that a linear map makes for `hidden` features after the activation."""
+    return 2 * hidden if activation == "swiglu" else hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(Primitive):
+    """A branch `x` to the residual stream `s`: the last linear map's bias is added if there is one, dropout, the sum.
+
+    Attributes:
+        bias: the name of the bias (empty: none).
+        site: where elements are dropped.
+    """
+
+    einsum: ClassVar[str] = "x(width) s(width) -> s(width)"
+
+    width: int
+    bias: str
+    drops: bool
+    site: DropoutSite
+
+    def features(self, tensor: str) -> int:
+        return self.width
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (Parameter(self.bias, (self.width,), False, ("width",)),) if self.bias else ()
+
+    def mask(self, rows: int) -> int:
+        return self.drops * rows * self.tokens * self.width
+
+    def keeps_for_weight(self) -> tuple[str, ...]:
+        return ()
+
+    def gradients_for_weight(self) -> tuple[str, ...]:
+        return ("x",) if self.bias else ()
+
+    @property
+    def adds_to(self) -> str:
+        return "" if self.drops else "s"
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        """On the way back also the sum of what norm and residual give to the gradient."""
+        elements = sequences * tokens * self.width
+        bias = (Pointwise("bias", 2 * elements, elements),) if self.bias else ()
+        return (*bias, Pointwise("residual", (3 + self.drops) * elements, (3 + 3 * self.drops) * elements))
+
+
+def feed_forward(tokens: int, width: int, hidden: int, bias: bool, activation: Activation) -> tuple[Primitive, ...]:
+    """Two linear maps with an activation between them; the second one's bias is added with the residual."""
+    features = features_of(activation, hidden)
+    sections = (hidden, hidden) if features > hidden else ()
+    up = Linear(
+        tokens=tokens, name="mlp.c_fc", outputs=features, inputs=width, bias=bias,
+        out_index="ffn", in_index="width", sections=sections,
+    )  # fmt: skip
+    down = Linear(
+        tokens=tokens, name="mlp.c_proj", outputs=width, inputs=hidden, bias=False, out_index="width", in_index="ffn"
+    )
+    return up, Activate(tokens=tokens, activation=activation, hidden=hidden), down

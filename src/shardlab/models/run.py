@@ -1,0 +1,182 @@
+"""A layer: a run of primitives between two places where a program may communicate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from shardlab.models.kernels import Kernel
+from shardlab.models.layout import LayerLayout, Parameter
+from shardlab.models.primitive import Primitive, Step
+from shardlab.models.primitives import Add, Linear
+from shardlab.rules.compose import crossing, is_attention
+
+INPUT = -1
+"""In place of the step that made a tensor: the layer was given it."""
+
+
+class Made(NamedTuple):
+    """A tensor of a layer: the last one made under its name before some step, by the step of this number."""
+
+    name: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One layer of a program.
+
+    Attributes:
+        steps: its primitives, in order.
+        inputs, outputs: names of the tensors that it is given and makes for others; the activation comes first.
+        cut: the indices along which its parameters are cut, outermost first.
+        pieces: into how many.
+        attend: the attention that lies between it and the next layer, as an op of its own.
+        name: what sort of layer it is, for messages.
+    """
+
+    steps: tuple[Step, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    cut: tuple[str, ...] = ()
+    pieces: Mapping[str, int] = field(default_factory=dict[str, int])
+    attend: Step | None = None
+    name: str = "whole"
+
+    @cached_property
+    def slices(self) -> int:
+        """How many slices its parameters have."""
+        return math.prod(self.pieces.get(index, 1) for index in self.cut)
+
+    @cached_property
+    def own_pieces(self) -> dict[str, int]:
+        """The pieces of the indices that its parameters are cut along."""
+        return {index: self.pieces.get(index, 1) for index in self.cut}
+
+    def parameters(self) -> list[tuple[int, Parameter]]:
+        """Its parameters, whole, each with the block that holds it in the whole model."""
+        return [(step.block, parameter) for step in self.steps for parameter in step.primitive.parameters()]
+
+    @cached_property
+    def layout(self) -> LayerLayout:
+        """Where its parameters lie in its flat buffer."""
+        return LayerLayout((each.sliced(self.own_pieces) for _, each in self.parameters()), self.slices)
+
+    @cached_property
+    def borrows(self) -> tuple[str, ...]:
+        """Names of parameters of the first layer that it computes with as well, and does not hold itself."""
+        own = {parameter.name for _, parameter in self.parameters()}
+        return tuple(name for step in self.steps for name in step.primitive.borrows if name not in own)
+
+    def shape(self, output: str, rows: int) -> tuple[int, ...]:
+        """Shape of a tensor that it makes of `rows` sequences, all slices together; the last piece is filled up."""
+        step = next(step for step in reversed(self.steps) if output in step.primitive.makes)
+        *dims, features = step.primitive.shape(output, rows)
+        index = step.primitive.makes[output].split()[-1:]
+        count = self.own_pieces.get(index[0], 1) if index else 1
+        return (*dims, -(-features // count) * count)
+
+    def indices(self, output: str) -> list[str]:
+        """The indices of a tensor that it makes."""
+        return next(
+            step.primitive.makes[output].split() for step in reversed(self.steps) if output in step.primitive.makes
+        )
+
+    def flops(self) -> int:
+        """FLOPs of the forward pass on one sequence."""
+        return sum(step.primitive.flops() for step in self.steps)
+
+    def kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
+        """What the forward pass asks of a device: one of `slices` slices."""
+        pieces = dict.fromkeys(self.cut, slices)
+        return tuple(kernel for step in self.steps for kernel in step.primitive.kernels(sequences, tokens, pieces))
+
+    def saved(self, rows: int) -> int:
+        """Elements that autograd keeps beyond the layer's inputs and parameters, for `rows` sequences."""
+        kept: set[Made] = set()
+        beside = 0
+        for number, primitive in self._primitives():
+            kept |= {self._read_or_made(name, number) for name in primitive.keeps()}
+            beside += primitive.keeps_beside(rows)
+        return beside + self._elements(kept, rows)
+
+    def saved_for_weight(self, rows: int) -> int:
+        """Elements left of that between the halves of a split backward pass, with the gradients that the first half
+        leaves for the second, beyond those of the layer's outputs.
+        """
+        kept: set[Made] = set()
+        gradients: set[Made] = set()
+        beside = 0
+        for number, primitive in self._primitives():
+            kept |= {self._read(name, number) for name in primitive.keeps_for_weight()}
+            gradients |= {self._gradient(name, number) for name in primitive.gradients_for_weight()}
+            beside += primitive.keeps_beside_for_weight(rows)
+        given = {self._last(name) for name in self.outputs}
+        mine = {each for each in gradients if each not in given or self._readers(each)}
+        return beside + self._elements(kept, rows) + self._elements(mine, rows)
+
+    def _primitives(self) -> Iterator[tuple[int, Primitive]]:
+        return ((number, step.primitive) for number, step in enumerate(self.steps))
+
+    def _read(self, name: str, number: int) -> Made:
+        """The tensor that step `number` reads under a name."""
+        earlier = (k for k in range(number - 1, INPUT, -1) if name in self.steps[k].primitive.makes)
+        return Made(name, next(earlier, INPUT))
+
+    def _read_or_made(self, name: str, number: int) -> Made:
+        return self._read(name, number) if name in self.steps[number].primitive.reads else Made(name, number)
+
+    def _last(self, name: str) -> Made:
+        return self._read(name, len(self.steps))
+
+    def _readers(self, made: Made) -> list[int]:
+        """The steps that read a tensor."""
+        return [
+            k
+            for k, primitive in self._primitives()
+            if made.name in primitive.reads and self._read(made.name, k) == made
+        ]
+
+    def _gradient(self, name: str, number: int) -> Made:
+        """The tensor whose gradient is that of what step `number` makes under a name, or reads: a sum passes it on."""
+        made = Made(name, number) if name in self.steps[number].primitive.makes else self._read(name, number)
+        for reader in self._readers(made):
+            if total := self.steps[reader].primitive.adds_to:
+                return Made(total, reader)
+        if made.step == INPUT:  # what is added here is dropped first, so that its gradient is made here
+            return Made(next(iter(self.steps[number].primitive.makes)), number)
+        return made
+
+    def _elements(self, tensors: Iterable[Made], rows: int) -> int:
+        """Elements of tensors that the layer makes; those of its inputs are not its own."""
+        own = [each for each in tensors if each.step != INPUT]
+        return sum(math.prod(self.steps[each.step].primitive.shape(each.name, rows)) for each in own)
+
+
+def runs(steps: Sequence[Step], breaks: Sequence[int]) -> list[Run]:
+    """The layers between `breaks`, numbers of steps that begin a layer; an attention alone between two is no layer."""
+    parts = [tuple(steps[start:stop]) for start, stop in pairwise([0, *breaks, len(steps)])]
+    found: list[Run] = []
+    crossed = crossing([[(step.primitive.reads, step.primitive.makes) for step in part] for part in parts])
+    for part, (taken, given) in zip(parts, crossed, strict=True):
+        if is_attention([step.primitive.reads for step in part]):
+            found[-1] = replace(found[-1], attend=part[0])
+        else:
+            found.append(Run(_fused(part), taken, given))
+    return found
+
+
+def _fused(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """A linear map adds its own bias, if the sum with the residual that would add it comes in the same layer."""
+    fused: list[Step] = []
+    for step in steps:
+        before, primitive = fused[-1] if fused else None, step.primitive
+        if before and isinstance(primitive, Add) and primitive.bias and isinstance(before.primitive, Linear):
+            fused[-1] = before._replace(primitive=replace(before.primitive, bias=True))
+            step = step._replace(primitive=replace(primitive, bias=""))
+        fused.append(step)
+    return tuple(fused)

@@ -1,0 +1,182 @@
+"""The primitives' arithmetic: for each the function that computes it, whole or one rank's share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import singledispatch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlab.models.attention import Attend, Projection
+from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route
+from shardlab.models.primitive import Primitive
+from shardlab.models.primitives import Activate, Add, DropoutSite, Embed, Linear, Lookup, Norm, Scores
+from shardlab.models.tensors import mixture
+from shardlab.models.tensors.activations import activated
+from shardlab.models.tensors.attention_with_dropout import attention_with_dropout
+from shardlab.models.tensors.dropout import Dropout
+from shardlab.models.tensors.lookup import look_up
+from shardlab.models.tensors.rms_norm import rms_norm
+from shardlab.models.tensors.rotary import rotated
+from shardlab.models.tensors.share import Share
+from shardlab.models.tensors.tokens import rows_of
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a primitive computes with.
+
+    Attributes:
+        parameters: by name; of one slice where they are sliced.
+        tensors: those that it reads, by name, rows first.
+        share: which slice, or which tokens, these are.
+        dropout: the masks of its block (None: nothing is dropped).
+    """
+
+    parameters: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    share: Share
+    dropout: Dropout | None
+
+    @property
+    def x(self) -> Tensor:
+        """The tensor that most primitives read."""
+        return self.tensors["x"]
+
+
+@singledispatch
+def compute(primitive: Primitive, given: Given) -> tuple[Tensor, ...]:
+    """What a primitive makes, in the order of `primitive.makes`."""
+    raise NotImplementedError(f"no arithmetic for {type(primitive).__name__}")
+
+
+@compute.register
+def _(primitive: Lookup, given: Given) -> tuple[Tensor, ...]:
+    weight, (number, of) = given.parameters["wte.weight"], given.share.piece("vocab")
+    return (F.embedding(given.x, weight) if of == 1 else look_up(weight, given.x, number * len(weight)),)
+
+
+@compute.register
+def _(primitive: Embed, given: Given) -> tuple[Tensor, ...]:
+    x = given.x
+    if primitive.positions:
+        x = x + rows_of(given.parameters["wpe.weight"], given.share.tokens or range(x.shape[1]))
+    mask = _mask(DropoutSite.EMBEDDING, primitive, given)
+    return (x if mask is None else x * mask,)
+
+
+@compute.register
+def _(primitive: Norm, given: Given) -> tuple[Tensor, ...]:
+    s, weight = given.tensors["s"], given.parameters[f"{primitive.name}.weight"]
+    if primitive.rms:
+        return (rms_norm(s, weight),)
+    return (F.layer_norm(s, s.shape[-1:], weight, given.parameters.get(f"{primitive.name}.bias")),)
+
+
+@compute.register
+def _(primitive: Linear, given: Given) -> tuple[Tensor, ...]:
+    x, weight = given.x, given.parameters[f"{primitive.name}.weight"]
+    if x.shape[-1] > weight.shape[1]:  # what attention has mixed, as an op of its own, comes with its log-sum-exp
+        x = x[..., : weight.shape[1]].to(weight.dtype)
+    return (F.linear(x, weight, given.parameters.get(f"{primitive.name}.bias")),)
+
+
+@compute.register
+def _(primitive: Scores, given: Given) -> tuple[Tensor, ...]:
+    """-inf for tokens beyond the vocabulary."""
+    weight = given.parameters["wte.weight" if primitive.tied else "lm_head.weight"]
+    logits = F.linear(given.x, weight)
+    real = max(0, primitive.outputs - given.share.piece("vocab")[0] * len(weight))
+    if real < len(weight):
+        logits[..., real:].fill_(float("-inf"))
+    return (logits,)
+
+
+@compute.register
+def _(primitive: Activate, given: Given) -> tuple[Tensor, ...]:
+    return (activated(primitive.activation, given.x),)
+
+
+@compute.register
+def _(primitive: Add, given: Given) -> tuple[Tensor, ...]:
+    x, s = given.x, given.tensors["s"]
+    if primitive.bias:
+        x = x + given.parameters[primitive.bias]
+    mask = _mask(primitive.site, primitive, given)
+    return (s + x if mask is None else torch.addcmul(s, x, mask),)
+
+
+@compute.register
+def _(primitive: Projection, given: Given) -> tuple[Tensor, ...]:
+    """Queries, and keys and values, are views of one tensor."""
+    x, (_, of) = given.x, given.share.piece("head")
+    features = F.linear(x, given.parameters["attn.c_attn.weight"], given.parameters.get("attn.c_attn.bias"))
+    if primitive.rope_theta is not None:
+        heads, size = (primitive.heads + primitive.kv_heads) // of, primitive.width // primitive.heads
+        features = rotated(features, heads, size, given.share.tokens or range(x.shape[1]), primitive.rope_theta)
+    queries, keys_values = torch.split(features, [primitive.width // of, 2 * primitive.kv_width // of], -1)
+    return queries, keys_values
+
+
+@compute.register
+def _(primitive: Attend, given: Given) -> tuple[Tensor, ...]:
+    number, of = given.share.piece("head")
+    mine = primitive.heads_of(of)
+    (rows, tokens, _), size = given.tensors["q"].shape, mine.width // mine.heads
+    q = given.tensors["q"].view(rows, tokens, mine.heads, size).transpose(1, 2)  # (rows, heads, T, size)
+    keys_values = given.tensors["kv"].view(rows, tokens, 2 * mine.kv_heads, size).transpose(1, 2)
+    k, v = keys_values[:, : mine.kv_heads], keys_values[:, mine.kv_heads :]
+    if given.dropout is None:
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=mine.kv_heads < mine.heads)
+    else:
+        if mine.kv_heads < mine.heads:
+            q = q.clone()  # autograd then keeps this and not all features
+            k, v = (each.repeat_interleave(mine.heads // mine.kv_heads, 1) for each in (k, v))
+        whole = (rows, primitive.heads, tokens, tokens)
+        here = range(number * mine.heads, (number + 1) * mine.heads)
+        mixed = attention_with_dropout(q, k, v, given.dropout.mask(DropoutSite.ATTENTION, whole, q, 1, here))
+    return (mixed.transpose(1, 2).flatten(2),)
+
+
+@compute.register
+def _(primitive: Route, given: Given) -> tuple[Tensor, ...]:
+    return mixture.route(primitive.router, given.parameters["mlp.router.weight"], given.x, given.share)
+
+
+@compute.register
+def _(primitive: Place, given: Given) -> tuple[Tensor, ...]:
+    return (mixture.slots_of(primitive.router, given.tensors["choices"], given.share.microbatches),)
+
+
+@compute.register
+def _(primitive: Dispatch, given: Given) -> tuple[Tensor, ...]:
+    return (mixture.dispatch(primitive.router, given.x, given.tensors["slots"], given.share.microbatches),)
+
+
+@compute.register
+def _(primitive: ExpertLinear, given: Given) -> tuple[Tensor, ...]:
+    weight, bias = (given.parameters.get(f"{primitive.name}.{end}") for end in ("weight", "bias"))
+    assert weight is not None
+    return (mixture.expert_linear(given.x, weight, bias),)
+
+
+@compute.register
+def _(primitive: ExpertActivate, given: Given) -> tuple[Tensor, ...]:
+    return (activated(primitive.activation, given.x),)
+
+
+@compute.register
+def _(primitive: Combine, given: Given) -> tuple[Tensor, ...]:
+    return (mixture.combine(given.x, given.tensors["gates"], given.tensors["slots"]),)
+
+
+def _mask(site: DropoutSite, primitive: Add | Embed, given: Given) -> Tensor | None:
+    """The mask of the tokens that are here, drawn for the whole sequence."""
+    if given.dropout is None:
+        return None
+    x, tokens = given.x, given.share.tokens
+    whole = (len(x), x.shape[1] if tokens is None else primitive.tokens, primitive.width)
+    return given.dropout.mask(site, whole, x, 1, tokens)

@@ -1,0 +1,84 @@
+"""The same weights (or gradients) in whole blocks and in the layers of a cut model: copies, exact both ways.
+
+For a layer with k slices a flat buffer may be longer than its layout if its k runs are equally long: only their
+beginnings are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardlab.models.cutting import CutModel
+from shardlab.models.layout import Cut, Parameter
+from shardlab.models.run import Run
+from shardlab.models.tensors.flat import named_views
+
+
+def to_layers(model: CutModel, wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Every layer's flat buffer (layout.numel,), zero in its gaps, from every block's of `model.whole`."""
+    by_block = dict(enumerate(wholes))
+    return [layer_of(model, layer, by_block) for layer in range(model.layers)]
+
+
+def to_blocks(model: CutModel, layers: Sequence[Tensor]) -> list[Tensor]:
+    """Every block's flat buffer of `model.whole`, zero in its gaps, from every layer's."""
+    layouts = [model.whole.layout(block) for block in range(model.whole.layers)]
+    wholes = [torch.zeros(layout.numel, dtype=layers[0].dtype, device=layers[0].device) for layout in layouts]
+    named = [named_views(layout, flat) for layout, flat in zip(layouts, wholes, strict=True)]
+    for layer, flat in enumerate(layers):
+        layout, run = model.layout(layer), model.run(layer)
+        for slice, its in enumerate(flat.chunk(layout.slices)):
+            mine = named_views(layout, its)
+            for block, parameter in run.parameters():
+                _put(named[block][parameter.name], mine[parameter.name], _cuts(run, parameter, slice))
+    return wholes
+
+
+def layer_of(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:
+    """One layer's flat buffer, from those of the blocks that it takes its parameters from, by number."""
+    layout, run = model.layout(layer), model.run(layer)
+    named = {block: named_views(model.whole.layout(block), flat) for block, flat in wholes.items()}
+    like = next(iter(wholes.values()))
+    flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
+    for slice, its in enumerate(flat.chunk(layout.slices)):
+        mine = named_views(layout, its)
+        for block, parameter in run.parameters():
+            _take(mine[parameter.name], named[block][parameter.name], _cuts(run, parameter, slice))
+    return flat
+
+
+def _cuts(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
+    """How a parameter is cut, each with the number of the piece that a slice of the layer has."""
+    numbers: dict[str, int] = {}
+    for index in reversed(run.cut):
+        slice, numbers[index] = divmod(slice, run.pieces[index])
+    return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.own_pieces)]
+
+
+def _take(piece: Tensor, whole: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
+    """Copy a piece from the whole; the last one gets zeros at its end where there is nothing left."""
+    for cut, number in cuts:
+        whole = whole.index_select(cut.dim, _places(whole.shape[cut.dim], cut, number))
+    piece[tuple(slice(length) for length in whole.shape)] = whole
+
+
+def _put(whole: Tensor, piece: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
+    """Copy a piece to its place in the whole."""
+    places = {cut.dim: _places(whole.shape[cut.dim], cut, number) for cut, number in cuts}
+    every = [places.get(dim, torch.arange(length)) for dim, length in enumerate(whole.shape)]
+    here = tuple(slice(len(each)) for each in every)
+    whole[torch.meshgrid(*every, indexing="ij")] = piece[here]
+
+
+def _places(length: int, cut: Cut, number: int) -> Tensor:
+    """Where the elements of piece `number` stand along the dim that is cut."""
+    places: list[Tensor] = []
+    start = 0
+    for section in cut.sections or (length,):
+        size = -(-section // cut.pieces)
+        places.append(start + torch.arange(min(number * size, section), min((number + 1) * size, section)))
+        start += section
+    return torch.cat(places)

@@ -1,0 +1,31 @@
+"""Which share of a layer, and of a step, a rank computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which share of a layer, and of a step, is computed.
+
+    Attributes:
+        pieces: for each index that the parameters given are cut along, (number of the piece, how many there are).
+        tokens: which of the sequence's tokens the inputs are of, ascending (None: all).
+        microbatches: how many the input's rows are, with equally many rows each; each is routed by itself.
+        of_step: how many the step has; each has an equal share of the tokens that are routed.
+    """
+
+    pieces: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    tokens: Sequence[int] | None = None
+    microbatches: int = 1
+    of_step: int = 1
+
+    def piece(self, index: str) -> tuple[int, int]:
+        """(number of the piece, how many there are) of an index."""
+        return self.pieces.get(index, (0, 1))
+
+
+ALL = Share()
+"""The whole layer."""
