@@ -11,7 +11,7 @@ from shardlab.models import LayerLayout, Model
 from shardlab.program import Holds, Kind, Spec, UserError
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
-from shardlab.rules.spec import share_of
+from shardlab.rules.spec import pieces_share, share_of
 
 
 class Shapes:
@@ -51,7 +51,7 @@ class Shapes:
             return (rows, len(self.tokens(spec)), self.model.residual_width)
         first, *others = self.model.activation_shape(spec.layer, self.rows)
         if self.model.is_buffers(spec.layer):
-            return (int(microbatches * first * share_of(spec.form)), *others)
+            return (int(microbatches * first * pieces_share(spec.form)), *others)
         features = others[1:]
         if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES):
             features = [self.model.attention_features[0]]

@@ -140,8 +140,10 @@ class State:
     def share(self, op: Op) -> Share:
         """Which share of its layer a FORWARD or RECOMPUTE computes: all, or one slice, as the check sees to."""
         spec, holds = self.specs[op.inputs[0]], self.specs[op.inputs[1]].holds.simplified()
+        run = self.model.run(op.layer)
+        numbers = run.numbers(holds.refined(run.slices).mask.bit_length() - 1) if holds.of > 1 else {}
         return Share(
-            dict.fromkeys(self.model.run(op.layer).cut, (holds.mask.bit_length() - 1, holds.of)),
+            {index: (number, run.pieces[index]) for index, number in numbers.items()},
             self.shapes.tokens(spec),
             spec.microbatches.bit_count(),
             self.checked.program.microbatches,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import Any
 from shardlab.errors import UserError
 from shardlab.models.attention import Attend, Projection
 from shardlab.models.blocks import Blocks
-from shardlab.models.mixture import Combine, Dispatch, ExpertLinear, Place
+from shardlab.models.mixture import Combine, Dispatch, ExpertLinear, Place, Route
 from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
 from shardlab.models.moe import MoE
@@ -30,21 +30,17 @@ class CutModel(Model):
 
     Attributes:
         whole: the model that is cut; `layers` counts the finer layers, all other fields are its own.
-        slices: of every layer that is sliced.
     """
 
     whole: Blocks
-    slices: int
     layer_runs: tuple[Run, ...] = field(repr=False)
 
-    def __init__(self, whole: Blocks, slices: int, layer_runs: Sequence[Run]) -> None:
+    def __init__(self, whole: Blocks, layer_runs: Sequence[Run]) -> None:
         common: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(Model)}
         common["layers"] = len(layer_runs)
         super().__init__(**common)
         object.__setattr__(self, "whole", whole)
-        object.__setattr__(self, "slices", slices)
         object.__setattr__(self, "layer_runs", tuple(layer_runs))
-        self.at_least_one("slices")
 
     @cached_property
     def runs(self) -> Sequence[Run]:
@@ -55,12 +51,14 @@ class CutModel(Model):
         last = run.steps[-1]
         if isinstance(last.primitive, Norm):
             return f"norm of {last.place}"
-        matrices = [step for step in run.steps if isinstance(step.primitive, Matrix)]
+        matrices = [step for step in run.steps if isinstance(step.primitive, Matrix | Route)]
         if run.attend is not None:
             return f"{last.place}'s queries, keys and values"
         if run.inputs == ("x",) and layer and self.run(layer - 1).attend is not None:
             return f"{last.place}'s output"
-        return matrices[-1].place
+        if not isinstance(matrices[-1].primitive, Matrix) and len(matrices) == 1:
+            return f"routing of {last.place}"
+        return next(step.place for step in reversed(matrices) if isinstance(step.primitive, Matrix))
 
     @property
     def parameter_count(self) -> int:
@@ -78,7 +76,12 @@ class CutModel(Model):
 
     def first_token(self, slice: int) -> int:
         """The first token of the vocabulary whose embedding and logit belong to a slice."""
-        return self.logits // self.slices * slice
+        return self.logits // self.vocab_slices * slice
+
+    @property
+    def vocab_slices(self) -> int:
+        """Into how many slices the vocabulary is cut."""
+        return self.run(self.layers - 1).pieces.get("vocab", 1)
 
 
 def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = False, columns: bool = False) -> CutModel:
@@ -104,18 +107,8 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
     Raises:
         UserError: when the model does not divide, or cannot be cut so.
     """
-    if isinstance(model, MoE):
-        if tp > 1 or attention_apart or columns:
-            raise UserError(
-                "half-blocks, which tp, cp, selective recomputation and tied embeddings need, do not cut mixtures of "
-                "experts; leave these out, and use ep"
-            )
-        if model.tied:
-            raise UserError(
-                "tied embeddings need the embedding and the head in one layer, but expert parallelism has one in the "
-                "first and the other in the last; leave the embeddings untied"
-            )
-        return _sliced(model, _experts(model.steps), ep, ("expert",), "expert-parallel")
+    if min(tp, ep) < 1:
+        raise UserError(f"a model was to be cut into {tp} x {ep} slices (tp x ep); give at least 1 of each")
     if columns:
         if not isinstance(model, MLP):
             raise UserError(
@@ -124,64 +117,78 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
             )
         ends = [step.primitive for step in model.steps]
         breaks = sorted({*_bodies(model.steps), *(n for n, each in enumerate(ends) if isinstance(each, Linear))})
-        return _sliced(model, runs(model.steps, breaks), tp, None, "column-parallel")
-    breaks = _bodies(model.steps)
+        return _sliced(model, runs(model.steps, breaks), dict.fromkeys(("ffn", "width", "vocab"), tp), columns=True)
+    steps, pieces = model.steps, {"vocab": tp, "head": tp, "ffn": tp}
+    if isinstance(model, MoE):
+        steps, pieces = _placed_again(steps), {"expert": ep} | pieces
+        if tp == 1 and not attention_apart and not model.tied:  # attention is a part of the layer before the experts
+            return _sliced(model, runs(steps, _experts(steps)), {"expert": ep})
+    breaks = {*_bodies(steps), *_experts(steps)}
     if attention_apart:
-        attends = [number for number, step in enumerate(model.steps) if isinstance(step.primitive, Attend)]
-        breaks = sorted({*breaks, *attends, *(number + 1 for number in attends)})
-    return _sliced(model, runs(model.steps, breaks), tp, ("vocab", "head", "ffn"), "tensor-parallel")
+        attends = [number for number, step in enumerate(steps) if isinstance(step.primitive, Attend)]
+        breaks |= {*attends, *(number + 1 for number in attends)}
+    return _sliced(model, runs(steps, sorted(breaks)), pieces)
 
 
 def _bodies(steps: Sequence[Step]) -> list[int]:
-    """Where bodies begin, after a norm or at first, and where they end, before what adds them to the residual."""
+    """Where bodies begin, after a norm or at first, and where they end, before what adds them to the residual.
+
+    Tokens are routed where they are normalised, and what experts give is added where it is combined.
+    """
     return [
         number
         for number, (before, step) in enumerate(pairwise(steps), 1)
-        if isinstance(before.primitive, Norm) or isinstance(step.primitive, Add | Embed)
+        if (isinstance(before.primitive, Norm) and not isinstance(step.primitive, Route))
+        or (isinstance(step.primitive, Add | Embed) and not isinstance(before.primitive, Combine))
     ]
 
 
-def _experts(steps: Sequence[Step]) -> list[Run]:
-    """Layers that end where tokens have been dispatched, or experts have computed.
+def _experts(steps: Sequence[Step]) -> list[int]:
+    """Where experts begin, when tokens have been dispatched, and where they end."""
+    kinds = [(type(before.primitive), type(step.primitive)) for before, step in pairwise(steps)]
+    return [
+        number
+        for number, (before, step) in enumerate(kinds, 1)
+        if before is Dispatch or (before, step) == (ExpertLinear, Place)
+    ]
 
-    What has been dispatched is combined in another layer than it was: there, places follow from the choices again, so
-    that experts' numbers alone are carried, exactly, in the compute dtype.
+
+def _placed_again(steps: Sequence[Step]) -> list[Step]:
+    """What has been dispatched is combined in another layer than it was: there, places follow from the choices again,
+    so that experts' numbers alone are carried, exactly, in the compute dtype.
     """
     again: list[Step] = []
-    breaks: list[int] = []
     for step in steps:
-        before = again[-1].primitive if again else None
-        if isinstance(before, Dispatch):
-            breaks.append(len(again))
         if isinstance(step.primitive, Combine):
-            breaks.append(len(again))
             place = Place(tokens=step.primitive.tokens, router=step.primitive.router)
             again.append(step._replace(primitive=place))
         again.append(step)
-    return runs(again, breaks)
+    return again
 
 
-def _sliced(model: Blocks, layers: Sequence[Run], slices: int, along: tuple[str, ...] | None, how: str) -> CutModel:
-    """These layers, each cut along those indices that its parameters have (None: along what it makes)."""
+def _sliced(model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, columns: bool = False) -> CutModel:
+    """These layers, each cut along those indices that its parameters have; by columns, along what it makes."""
     found: list[Run] = []
     for run in layers:
-        if along is None:
-            own = next((step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)), "")
-            run = replace(run, steps=tuple(_taking_own(step) for step in run.steps)) if own else run
-        else:
-            mine = {index for step in run.steps for index in _indices(step.primitive)}
-            own = " ".join(index for index in along if index in mine)
-        pieces = dict.fromkeys(own.split(), slices)
+        mine = {index for step in run.steps for index in _indices(step.primitive)}
+        if columns:
+            made = [step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)]
+            mine = set(made[:1])
+            run = replace(run, steps=tuple(_taking_own(step) for step in run.steps)) if made else run
+        own = {index: count for index, count in pieces.items() if index in mine}
         for step in run.steps:
             for index, name, count in step.primitive.divides():
-                if count % pieces.get(index, 1):
+                if rest := count % own.get(index, 1):
+                    how = (
+                        "column-parallel" if columns else "expert-parallel" if index == "expert" else "tensor-parallel"
+                    )
                     raise UserError(
-                        f"{count} {name} do not divide into {slices} {how} slices (remainder {count % slices}); choose "
+                        f"{count} {name} do not divide into {own[index]} {how} slices (remainder {rest}); choose "
                         f"{name} that are a multiple of the slices, or fewer slices"
                     )
         before = found[-1] if found else None
-        found.append(replace(run, cut=tuple(pieces), pieces=pieces, name=_name(run, before, bool(pieces))))
-    return CutModel(model, slices, found)
+        found.append(replace(run, cut=tuple(own), pieces=own, name=_name(run, before, bool(own))))
+    return CutModel(model, found)
 
 
 def _taking_own(step: Step) -> Step:

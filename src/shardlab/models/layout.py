@@ -33,7 +33,8 @@ class Parameter(NamedTuple):
         shape: of the whole parameter.
         decayed: whether AdamW's weight decay acts on it.
         indices: the name of each dim, which says along what it may be cut.
-        sections: lengths of the first dim's sections (none: one), which are cut alike.
+        sections: lengths of the sections of dim `section_dim` (none: one), which are cut alike.
+        section_dim: the dim that has sections.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Parameter(NamedTuple):
     decayed: bool
     indices: tuple[str, ...]
     sections: tuple[int, ...] = ()
+    section_dim: int = 0
 
     @property
     def numel(self) -> int:
@@ -49,7 +51,7 @@ class Parameter(NamedTuple):
     def cuts(self, pieces: Mapping[str, int]) -> list[Cut]:
         """How it is sliced where each index is cut into so many pieces."""
         named = [(dim, pieces.get(index, 1)) for dim, index in enumerate(self.indices)]
-        return [Cut(dim, count, () if dim else self.sections) for dim, count in named if count > 1]
+        return [Cut(dim, count, self.sections if dim == self.section_dim else ()) for dim, count in named if count > 1]
 
     def sliced(self, pieces: Mapping[str, int]) -> Parameter:
         """One slice of it; all have one shape."""

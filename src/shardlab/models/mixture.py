@@ -114,7 +114,6 @@ class Dispatch(Routing):
     """Normalised features `x` to the experts' buffers `x` (experts, capacity, C), with tokens in their `slots`."""
 
     einsum: ClassVar[str] = "x(width) slots -> x(expert width)"
-    atomic: ClassVar[bool] = True
     whole: ClassVar[frozenset[str]] = frozenset({"expert"})
 
     def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
@@ -147,9 +146,11 @@ class ExpertLinear(Routing):
         return (self.router.experts, self.router.capacity(rows * self.tokens), self.outputs)
 
     def parameters(self) -> tuple[Parameter, ...]:
+        """A bias of features that are summed over slices of `ffn` is cut as well: each slice adds its part of it."""
         experts, indices = self.router.experts, ("expert", self.out_index, self.in_index)
-        weight = Parameter(f"{self.name}.weight", (experts, self.outputs, self.inputs), True, indices)
-        bias = Parameter(f"{self.name}.bias", (experts, self.outputs), False, indices[:2])
+        shape = (experts, self.outputs, self.inputs)
+        weight = Parameter(f"{self.name}.weight", shape, True, indices, self.sections, 1)
+        bias = Parameter(f"{self.name}.bias", shape[:2], False, ("expert", "ffn"), self.sections, 1)
         return (weight, bias) if self.bias else (weight,)
 
     def keeps(self) -> tuple[str, ...]:
@@ -184,6 +185,9 @@ class ExpertActivate(Routing):
     def keeps(self) -> tuple[str, ...]:
         return ("x",)
 
+    def divides(self) -> tuple[tuple[str, str, int], ...]:
+        return (("ffn", "hidden features", self.hidden),)
+
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         experts, capacity = piece(self.router.experts, pieces, "expert"), self.router.capacity(sequences * tokens)
         return (activation_kernel(self.activation, experts * capacity, piece(self.hidden, pieces, "ffn")),)
@@ -196,7 +200,6 @@ class Combine(Routing):
     """
 
     einsum: ClassVar[str] = "x(expert width) gates slots -> x(width)"
-    atomic: ClassVar[bool] = True
     whole: ClassVar[frozenset[str]] = frozenset({"expert"})
 
     def features(self, tensor: str) -> int:
@@ -217,7 +220,7 @@ def mixture(tokens: int, router: Router, hidden: int, bias: bool, activation: Ac
     features = features_of(activation, hidden)
     up = ExpertLinear(
         tokens=tokens, router=router, name="mlp.experts.c_fc", outputs=features, inputs=router.width, bias=bias,
-        out_index="ffn", in_index="width",
+        out_index="ffn", in_index="width", sections=(hidden, hidden) if features > hidden else (),
     )  # fmt: skip
     down = ExpertLinear(
         tokens=tokens, router=router, name="mlp.experts.c_proj", outputs=router.width, inputs=hidden, bias=bias,

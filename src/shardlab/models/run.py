@@ -92,8 +92,15 @@ class Run:
 
     def kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
         """What the forward pass asks of a device: one of `slices` slices."""
-        pieces = dict.fromkeys(self.cut, slices)
+        pieces = self.own_pieces if slices > 1 else {}
         return tuple(kernel for step in self.steps for kernel in step.primitive.kernels(sequences, tokens, pieces))
+
+    def numbers(self, slice: int) -> dict[str, int]:
+        """The piece of each index that a slice of the parameters is; the last index counts fastest."""
+        numbers: dict[str, int] = {}
+        for index in reversed(self.cut):
+            slice, numbers[index] = divmod(slice, self.pieces[index])
+        return numbers
 
     def saved(self, rows: int) -> int:
         """Elements that autograd keeps beyond the layer's inputs and parameters, for `rows` sequences."""

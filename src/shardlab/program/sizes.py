@@ -113,8 +113,6 @@ class Sizes:
         cuts = self.cuts(mesh)
         if not cuts:
             return Space(microbatches)
-        if "expert" in cuts:
-            return Space(microbatches, 1, tuple(cuts.items()))
         slices = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
         pieces = {index: count * (mesh.cp if index == "head" else 1) for index, count in cuts.items()}
         return Space(microbatches, slices, tuple(pieces.items()), 2 if self.tied else 1)

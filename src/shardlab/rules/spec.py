@@ -244,11 +244,17 @@ class Spec(NamedTuple):
         return self.name + (f" ({', '.join(parts)})" if parts else "")
 
 
-def share_of(form: Form) -> Fraction:
-    """Which part of an index that parameters are cut along is in a value, as pieces or as terms (1: all of it)."""
+def pieces_share(form: Form) -> Fraction:
+    """Which part of a value's tensor its pieces are (1: all of it)."""
     share = Fraction(1)
     for index, pieces in form.slices:
         share *= Fraction(pieces.bit_count(), form.space.count(index))
+    return share
+
+
+def share_of(form: Form) -> Fraction:
+    """Which part of an index that parameters are cut along is in a value, as pieces or as terms (1: all of it)."""
+    share = pieces_share(form)
     if form.term is not None and form.term.over != KEY:
         share *= Fraction(form.term.bits.bit_count(), terms_of(form, form.term))
     return share

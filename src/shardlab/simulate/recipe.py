@@ -128,7 +128,7 @@ class Recipe:
         saved = tuple(kept_elements(model, layer, rows, self.saved, width) for layer in range(model.layers))
         activations = kept_activations(model, rows, self.saved, slices)
         if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
-            sliced = isinstance(model, CutModel) and model.slices > 1 and self.sliced_logit_bytes is not None
+            sliced = isinstance(model, CutModel) and model.vocab_slices > 1 and self.sliced_logit_bytes is not None
             each = self.sliced_logit_bytes if sliced else self.logit_bytes
             activations = (*activations[:-1], int(activations[-1] * (each or 0.0) / (2 * width)))
         bytes = dict(sizes.element_bytes)

@@ -5,6 +5,8 @@ A value's key is (layer, microbatch): activations[l, m] enters layer l, grad_act
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardlab.program import Handle, Kind, Rank, Value
 from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.context import Attention
@@ -27,7 +29,7 @@ class LayerRunner:
         """Activation l to activation l + 1, with what is carried beside them."""
         rank, signature = self._rank, self._layers[layer]
         completions = self._plan.layers[layer].completions
-        if completions.input is not None:
+        if completions.input:
             rank.activations[layer, m] = await self._completed(rank.activations.pop((layer, m)), completions.input)
         given: list[Value] = []
         for port in signature.inputs:
@@ -38,7 +40,7 @@ class LayerRunner:
         for port, value in zip(signature.outputs[1:], made[1:], strict=True):
             rank.store(port.kind)[port.layer, m] = value
         port = signature.outputs[0]
-        first = made[0] if completions.output is None else await self._completed(made[0], completions.output)
+        first = await self._completed(made[0], completions.output) if completions.output else made[0]
         rank.store(port.kind)[port.layer, m] = first
         if layer in self._plan.model.feeding_attention:
             await self._attention.forward(layer, m, keeps=keeps == "all")
@@ -52,26 +54,24 @@ class LayerRunner:
 
     async def backward(self, layer: int, m: int, weight: Value) -> Value:
         """The gradients of the layer's inputs; the gradient of its weight is given back."""
-        if self._beside_attention(layer):
-            await self._before_backward(layer, m)
+        await self._before_backward(layer, m)
         rank = self._rank
         x = rank.activations.pop((layer, m))
         gradients = [rank.store(kind).pop(key) for kind, key in self._gradients(layer, m)]
-        if (completion := self._plan.layers[layer].completions.grad_output) is not None:
-            gradients[0] = await self._completed(gradients[0], completion)
+        if completions := self._plan.layers[layer].completions.grad_output:
+            gradients[0] = await self._completed(gradients[0], completions)
         made = rank.backward(layer, x, tuple(gradients), weight)
         await self._store_gradients(layer, m, made[1:])
         return made[0]
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
         """The gradients of the layer's inputs alone; the first of its outputs' gradients stays for the other half."""
-        if self._beside_attention(layer):
-            await self._before_backward(layer, m)
-        rank, completion = self._rank, self._plan.layers[layer].completions.grad_output
+        await self._before_backward(layer, m)
+        rank, completions = self._rank, self._plan.layers[layer].completions.grad_output
         (kind, key), *others = self._gradients(layer, m)
         grads = rank.store(kind)
-        if completion is not None:
-            grads[key] = await self._completed(grads.pop(key), completion)
+        if completions:
+            grads[key] = await self._completed(grads.pop(key), completions)
         gradients = (grads[key], *(rank.store(kind).pop(key) for kind, key in others))
         made = rank.backward_input(layer, rank.activations[layer, m], gradients, weight)
         await self._store_gradients(layer, m, made)
@@ -81,15 +81,15 @@ class LayerRunner:
         rank, (kind, key) = self._rank, self._gradients(layer, m)[0]
         return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.store(kind).pop(key))
 
-    def _beside_attention(self, layer: int) -> bool:
-        feeds = self._plan.model.feeding_attention
-        return layer in feeds or layer - 1 in feeds
-
     async def _before_backward(self, layer: int, m: int) -> None:
-        if layer in self._plan.model.feeding_attention:
+        feeds, plan = self._plan.model.feeding_attention, self._plan.layers[layer]
+        if layer in feeds:
             await self._attention.backward(layer, m)
-        else:
+        elif layer - 1 in feeds:
             self._attention.keep(layer - 1, m)
+        if plan.completions.input and plan.recompute:  # what comes before this layer has been computed again
+            activations = self._rank.activations
+            activations[layer, m] = await self._completed(activations.pop((layer, m)), plan.completions.input)
 
     def _gradients(self, layer: int, m: int) -> list[tuple[Kind, tuple[int, int]]]:
         """Stores and keys of the gradients of a layer's outputs."""
@@ -99,10 +99,12 @@ class LayerRunner:
         """Store the gradients of a layer's inputs, the first of them completed."""
         for port, value in zip(self._layers[layer].inputs[1:], made[1:], strict=True):
             self._rank.store(GRADIENT_OF[port.kind])[layer, m] = value
-        completion = self._plan.layers[layer].completions.grad_input
-        first = made[0] if completion is None else await self._completed(made[0], completion)
+        completions = self._plan.layers[layer].completions.grad_input
+        first = await self._completed(made[0], completions) if completions else made[0]
         self._rank.grad_activations[layer, m] = first
 
-    async def _completed(self, value: Value, completion: Completion) -> Value:
-        handle: Handle[Value] = getattr(self._rank, completion.verb)(value, axis=completion.axis)
-        return await handle
+    async def _completed(self, value: Value, completions: Sequence[Completion]) -> Value:
+        for completion in completions:
+            handle: Handle[Value] = getattr(self._rank, completion.verb)(value, axis=completion.axis)
+            value = await handle
+        return value

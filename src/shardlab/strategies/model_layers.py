@@ -38,10 +38,9 @@ class ModelLayers:
             users[layer.weight] = (*users.get(layer.weight, ()), number)
         return users
 
-    def cut_axis(self, layer: int) -> str | None:
-        """The mesh axis over which a layer's parameters may be sliced (None: every rank has all of them)."""
-        cut = self.layers[layer].cut
-        return ("ep" if "expert" in cut else "tp") if cut else None
+    def cut_axes(self, layer: int) -> tuple[str, ...]:
+        """The mesh axes over which a layer's parameters may be sliced, outermost first; every other rank has all."""
+        return tuple("ep" if index == "expert" else "tp" for index in self.layers[layer].cut)
 
     @cached_property
     def feeding_attention(self) -> frozenset[int]:
@@ -78,7 +77,7 @@ class ModelLayers:
         """
         if self.blocks:
             return [range(start, stop) for start, stop in pairwise(self.blocks)]
-        experts = [layer for layer in range(len(self.layers)) if self.cut_axis(layer) == "ep"]
+        experts = [layer for layer in range(len(self.layers)) if "ep" in self.cut_axes(layer)]
         return [range(layer, layer + 1) for layer in experts or range(len(self.layers))]
 
     def gathered_with(self, layer: int) -> int:
@@ -93,7 +92,7 @@ class ModelLayers:
         return bisect_right((self.blocks or self.pipeline_cuts)[1:-1], layer)
 
     def _is_cut_along(self, axis: str) -> bool:
-        return any(self.cut_axis(layer) == axis for layer in range(len(self.layers)))
+        return any(axis in self.cut_axes(layer) for layer in range(len(self.layers)))
 
     def require(self, plan: Plan) -> None:
         """Refuse a plan whose mesh or recomputation asks for finer layers than these.
@@ -111,6 +110,12 @@ class ModelLayers:
             raise UserError(
                 f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but this model has none; give "
                 "Sizes.mixture or those of models.cut"
+            )
+        if self._is_cut_along("ep") and (plan.sequence_parallel or mesh.cp > 1):
+            what = "sequence_parallel" if plan.sequence_parallel else f"cp {mesh.cp}"
+            raise UserError(
+                f"{what} cuts sequences, but a mixture's tokens are routed by whole sequences; leave it out, or train "
+                "a model without experts"
             )
         if plan.attention_apart and not any(layer.projects for layer in self.layers):
             cuts = f"the mesh has cp {mesh.cp}, which cuts sequences"

@@ -127,16 +127,11 @@ class Plan:
                     f"{name} is {as_text(cut)} but shard_optimizer is {as_text(kept)}; what is updated must be a slice "
                     f"of what is kept: let shard_optimizer begin with {as_text(cut)}"
                 )
-        if self.mesh.ep > 1 and max(self.mesh.tp, self.mesh.cp) > 1:
-            sizes = ", ".join(f"{axis} {self.mesh.sizes()[axis]}" for axis in ("cp", "tp", "ep"))
+        if self.mesh.ep > 1 and (self.mesh.cp > 1 or self.sequence_parallel):
+            what = f"cp {self.mesh.cp}" if self.mesh.cp > 1 else "sequence_parallel"
             raise UserError(
-                f"the mesh has {sizes}; tensor and context parallelism cut half-blocks, expert parallelism cuts "
-                "mixtures, and no model is cut into both yet: set ep to 1, or tp and cp"
-            )
-        if self.recompute == "selective" and self.mesh.ep > 1:
-            raise UserError(
-                f"selective recomputation works on half-blocks, but the mesh has ep {self.mesh.ep}, which cuts "
-                "mixtures; recompute none, full, or blocks by number"
+                f"the mesh has ep {self.mesh.ep} and the plan {what}; a mixture's tokens are routed by whole "
+                "sequences, which this cuts: set ep to 1, or leave it out"
             )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")

@@ -30,14 +30,14 @@ class Completions(NamedTuple):
     """Collectives by which a layer meets other ranks.
 
     Attributes:
-        input, output: how its first input and its first output are completed in the forward pass (None: they are so).
+        input, output: how its first input and its first output are completed in the forward pass, in order.
         grad_output, grad_input: how the gradients of these are completed in the backward pass, before and after it.
     """
 
-    input: Completion | None = None
-    output: Completion | None = None
-    grad_output: Completion | None = None
-    grad_input: Completion | None = None
+    input: tuple[Completion, ...] = ()
+    output: tuple[Completion, ...] = ()
+    grad_output: tuple[Completion, ...] = ()
+    grad_input: tuple[Completion, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class WeightPlan:
 
     Attributes:
         users: how many of this rank's layers compute with it.
-        cut_axis: the axis over which the layer's parameters are sliced, before they are sharded (None: over none).
+        cut_axes: the axes over which the layer's parameters are sliced, before they are sharded.
         parameters, optimizer: (which, of how many) slices of the weight and of the optimizer's state the rank keeps.
         elements: of the gradient before it is sharded.
         reduce_every_microbatch: axes over which each microbatch's gradient is reduced; those that scatter it first.
@@ -71,7 +71,7 @@ class WeightPlan:
     """
 
     users: int
-    cut_axis: str | None
+    cut_axes: tuple[str, ...]
     parameters: tuple[int, int]
     optimizer: tuple[int, int]
     elements: int

@@ -89,8 +89,10 @@ class GradientReducer:
             if weight.shared_by:
                 rank.grad_weights[l] = await rank.all_reduce(rank.grad_weights.pop(l), among=weight.shared_by)
         counted = [l for l, weight in weights.items() if weight.counted]
-        await self._norm([l for l in counted if weights[l].cut_axis], ("tp", "ep"))
-        await self._norm([l for l in counted if not weights[l].cut_axis], (*self._plan.scatter_axes, "pp"))
+        for axis in ("ep", "tp"):  # experts, which both may cut, first: their squares are on more ranks
+            cut = any(axis in weights[l].cut_axes for l in counted)
+            await self._norm([l for l in counted if weights[l].cut_axes[:1] == (axis,)], (axis,) if cut else ())
+        await self._norm([l for l in counted if not weights[l].cut_axes], (*self._plan.scatter_axes, "pp"))
         for l in weights:
             rank.weights[l], rank.opt_states[l] = rank.update(
                 l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"]

@@ -132,22 +132,24 @@ class _Resolver:
         Experts' buffers are exchanged before and after them, in either direction (Lepikhin et al. 2020, arXiv
         2006.16668, section 3.2): between, a rank has its experts' buffers of the microbatches of its `ep` group.
         """
-        sequence, cut = self.plan.sequence_parallel, self.model.cut_axis(layer)
-        gathered = Completion("all_gather", "tp") if sequence else None
-        if cut is None:
+        sequence, sliced = self.plan.sequence_parallel, self.model.cut_axes(layer)
+        cut = self.among_several(sliced)
+        gathered = (Completion("all_gather", "tp"),) if sequence else ()
+        if not sliced:
             return Completions(output=gathered)
-        if self.size[cut] == 1:
+        reduced = (Completion("reduce_scatter" if sequence else "all_reduce", "tp"),) if "tp" in cut else ()
+        if "ep" in sliced:
+            dealt = (Completion("all_to_all", "ep"),) if "ep" in cut else ()
+            return Completions(dealt, (*reduced, *dealt), dealt, (*reduced, *dealt))
+        if not cut:
             return Completions()
-        if cut == "ep":
-            return Completions(*[Completion("all_to_all", cut)] * 4)
-        reduced = Completion("reduce_scatter" if sequence else "all_reduce", cut)
         # Attention and the loss take slices, and nobody needs the gradient of the tokens.
         makes_slices = layer in self.model.feeding_attention or layer == len(self.model.layers) - 1
         reads_slices = layer - 1 in self.model.feeding_attention or layer == 0
         return Completions(
-            output=None if makes_slices else reduced,
-            grad_output=None if makes_slices else gathered,
-            grad_input=None if reads_slices else reduced,
+            output=() if makes_slices else reduced,
+            grad_output=() if makes_slices else gathered,
+            grad_input=() if reads_slices else reduced,
         )
 
     def weights(self, own: Sequence[int], ranks: Sequence[int]) -> dict[int, WeightPlan]:
@@ -160,17 +162,16 @@ class _Resolver:
         plan, model = self.plan, self.model
         made: dict[int, WeightPlan] = {}
         for layer, users in Counter(model.layers[layer].weight for layer in own).items():
-            cut = model.cut_axis(layer)
-            sliced = () if cut is None else (cut,)
+            sliced = model.cut_axes(layer)
             # Experts' gradients have every microbatch of their `ep` group in them already.
-            axes = (*self.token_axes, *self.among_several(() if cut == "ep" else ("ep",)))
+            axes = (*self.token_axes, *self.among_several(() if "ep" in sliced else ("ep",)))
             once = [axis for axis in axes if axis not in plan.axes_of_every_microbatch]
-            if plan.sequence_parallel and cut is None:
+            if plan.sequence_parallel and not sliced:
                 once.append("tp")  # each of the tensor-parallel ranks has seen other tokens
             keepers = tuple(dict.fromkeys(ranks[user] for user in model.users[layer]))
             made[layer] = WeightPlan(
                 users=users,
-                cut_axis=cut,
+                cut_axes=sliced,
                 parameters=self.slice((*sliced, *plan.shard_parameters)),
                 optimizer=self.slice((*sliced, *plan.shard_optimizer)),
                 elements=-(-self.sizes.weights[layer] // self.slice(sliced)[1]),

@@ -160,6 +160,9 @@ def _(primitive: Dispatch, given: Given) -> tuple[Tensor, ...]:
 def _(primitive: ExpertLinear, given: Given) -> tuple[Tensor, ...]:
     weight, bias = (given.parameters.get(f"{primitive.name}.{end}") for end in ("weight", "bias"))
     assert weight is not None
+    number, of = given.share.piece("ffn")
+    if bias is not None and of > 1 and primitive.in_index == "ffn":  # each slice adds its part of the sum's bias
+        bias = F.pad(bias, (number * bias.shape[1], (of - 1 - number) * bias.shape[1]))
     return (mixture.expert_linear(given.x, weight, bias),)
 
 

@@ -52,9 +52,7 @@ def layer_of(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tenso
 
 def _cuts(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
     """How a parameter is cut, each with the number of the piece that a slice of the layer has."""
-    numbers: dict[str, int] = {}
-    for index in reversed(run.cut):
-        slice, numbers[index] = divmod(slice, run.pieces[index])
+    numbers = run.numbers(slice)
     return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.own_pieces)]
 
 
