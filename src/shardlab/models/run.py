@@ -43,7 +43,7 @@ class Run:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     cut: tuple[str, ...] = ()
-    pieces: Mapping[str, int] = field(default_factory=dict[str, int])
+    pieces: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
     attend: Step | None = None
     name: str = "whole"
 

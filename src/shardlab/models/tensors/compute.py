@@ -61,11 +61,13 @@ def _(primitive: Lookup, given: Given) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: Embed, given: Given) -> tuple[Tensor, ...]:
+    """A residual stream is memory of its own, which outlives the embedding."""
     x = given.x
     if primitive.positions:
         x = x + rows_of(given.parameters["wpe.weight"], given.share.tokens or range(x.shape[1]))
-    mask = _mask(DropoutSite.EMBEDDING, primitive, given)
-    return (x if mask is None else x * mask,)
+    if (mask := _mask(DropoutSite.EMBEDDING, primitive, given)) is not None:
+        x = x * mask
+    return (x.clone() if x is given.x else x,)
 
 
 @compute.register

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -53,7 +53,7 @@ class Layer:
             tensors.update(zip(step.primitive.makes, made, strict=True))
             for name in dropped:
                 del tensors[name]
-        return self._packed(tensors, inputs)
+        return self._packed(tensors)
 
     def __call__(
         self, parameters: Sequence[Tensor], x: Tensor, dropout: Dropout | None = None, share: Share = ALL
@@ -79,13 +79,13 @@ class Layer:
         x, carried = inputs
         return {first: x} | dict(zip(others, torch.split(carried, list(self.carried), -1), strict=True))
 
-    def _packed(self, tensors: dict[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _packed(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         first, *others = (tensors[name] for name in self.layer.outputs)
         if self.layer.attend is not None:  # queries, and keys and values, are views of one tensor
             return first.clone(), *(each.clone() for each in others)
         if len(others) > 1:
             others = [torch.cat([each.to(others[0].dtype) for each in others], -1)]
-        return first, *(each.clone() if any(each is x for x in inputs) else each for each in others)
+        return first, *others
 
 
 def layers_of(model: Model) -> list[Layer]:
