@@ -8,39 +8,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.models import ExpertLayers, Model
+from shardlab.models import Model
+from shardlab.models.mixture import Routing
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
-from shardlab.models.tensors.parts import ALL
-from shardlab.program.sizes import LayerKind
+from shardlab.models.tensors.share import ALL
 
 
-def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> tuple[Tensor | None, ...]:
-    """Random inputs of a layer: of a norm the residual (but for the first) and the branch, of a share's tokens."""
-    shape = model.activation_shape(layer)
+def piece_of(model: Model, layer: int, number: int) -> Share:
+    """One slice of a layer, if it is sliced."""
+    run = model.run(layer)
+    return Share({index: (number, run.pieces[index]) for index in run.cut})
+
+
+def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> tuple[Tensor, ...]:
+    """Random inputs of a layer, of a share's tokens: its activation, and what is carried beside it, if anything is."""
+    shape = list(model.activation_shape(layer, rows))
     if share.tokens is not None:
-        shape = (len(share.tokens), *shape[1:])
+        shape[1] = len(share.tokens)
     if layer == 0:
-        tokens = torch.randint(model.vocabulary, (rows, *shape))
-        return (None, tokens) if model.kinds[0] is LayerKind.DENSE else (tokens,)
-    if isinstance(model, ExpertLayers):
-        return _inputs_of_expert_layers(model, layer, rows, dtype)
-    x = torch.randn(rows, *shape, dtype=dtype).requires_grad_()
-    if model.kinds[layer] is not LayerKind.NORM:
+        return (torch.randint(model.vocabulary, shape),)
+    x = torch.randn(shape, dtype=dtype).requires_grad_()
+    others = model.run(layer).inputs[1:]
+    if not others:
         return (x,)
-    return (None if layer == 1 else torch.randn_like(x).requires_grad_(), x)
-
-
-def _inputs_of_expert_layers(
-    model: ExpertLayers, layer: int, rows: int, dtype: torch.dtype
-) -> tuple[Tensor | None, ...]:
-    """Random buffers; for a dense layer also a residual stream with the gates and different experts for each token."""
-    buffers = torch.randn(model.buffers_shape(rows), dtype=dtype).requires_grad_()
-    if model.kinds[layer] is LayerKind.EXPERTS:
-        return (buffers,)
-    experts, top_k = model.whole.experts, model.whole.top_k
-    carried = torch.rand(rows, model.block, model.residual_width, dtype=dtype)
-    carried[..., -top_k:] = torch.rand(rows, model.block, experts).argsort(-1)[..., :top_k]
-    return carried.requires_grad_(), buffers
+    features = layers_of(model)[layer].carried
+    carried = torch.rand(rows, model.block if share.tokens is None else len(share.tokens), sum(features), dtype=dtype)
+    if "choices" in others:  # different experts for each token
+        router = next(s.primitive.router for s in model.run(layer).steps if isinstance(s.primitive, Routing))
+        chosen = torch.rand(*carried.shape[:2], router.experts).argsort(-1)[..., : router.top_k]
+        carried[..., -router.top_k :] = chosen
+    return x, carried.requires_grad_()
 
 
 def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> int:
@@ -58,10 +55,9 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         dropout = Dropout(model.dropout, 0, 0, layer, (0,))
         outputs = layers_of(model)[layer].run(parameters, inputs, share, dropout)
-    assert all(output is None or output.requires_grad for output in outputs)
+    assert all(output.requires_grad for output in outputs)
     for given in (flat, *inputs):
-        if given is not None:
-            storages.pop(given.untyped_storage().data_ptr(), None)
+        storages.pop(given.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -52,7 +52,7 @@ def test_embedding_and_head_belong_to_the_first_and_the_last_layer() -> None:
 
 def test_activations_go_from_tokens_to_logits() -> None:
     model = GPT(layers=2, width=32, heads=2, vocabulary=100, block=16)
-    assert [model.activation_shape(i) for i in range(3)] == [(16,), (16, 32), (16, 100)]
+    assert [model.activation_shape(i, 3) for i in range(3)] == [(3, 16), (3, 16, 32), (3, 16, 100)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -93,7 +93,7 @@ def test_flops_are_those_that_torch_counts(kv_heads: int | None) -> None:
     """Counted by torch's own FLOP counter on plain attention, which does the whole T x T square."""
     model = GPT(layers=3, width=32, heads=2, kv_heads=kv_heads, vocabulary=100, block=16)
     for layer, compute in enumerate(layers_of(model)):
-        shape = (1, *model.activation_shape(layer))
+        shape = model.activation_shape(layer)
         x = torch.zeros(shape, dtype=torch.int64) if layer == 0 else torch.zeros(shape)
         parameters = views(model.layout(layer), initial_weights(model, layer, 0, torch.float32))
         with FlopCounterMode(display=False) as counter:

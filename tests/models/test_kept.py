@@ -6,11 +6,11 @@ from dataclasses import fields
 
 import pytest
 
-from shardlab.models import GPT, Halves, Llama, Model
-from shardlab.models.fit import cut_for
-from shardlab.models.halves import Norm
+from shardlab.models import GPT, CutModel, Llama, Model, cut_for
 from shardlab.models.kept import AUTOGRAD, kept_activations, kept_elements
 from shardlab.models.kept import SavedActivations as Kept
+from shardlab.models.primitives import Norm
+from shardlab.models.run import Run
 from shardlab.program import Mesh
 
 S, H, HEADS, ROWS = 256, 128, 4, 3
@@ -20,10 +20,14 @@ GPT3 = GPT(layers=3, width=H, heads=HEADS, block=S, dropout=0.1)
 LLAMA = Llama(layers=3, width=H, heads=HEADS, block=S, ffn_hidden=384)
 
 
-def halves_of(model: GPT | Llama) -> Halves:
+def halves_of(model: GPT | Llama) -> CutModel:
     cut = cut_for(model, Mesh(tp=2), planned=True)
-    assert isinstance(cut, Halves)
+    assert isinstance(cut, CutModel)
     return cut
+
+
+def is_norm(run: Run) -> bool:
+    return isinstance(run.steps[-1].primitive, Norm)
 
 
 def saved(model: Model, kept: Kept, element: int = 2) -> list[int]:
@@ -59,9 +63,9 @@ def test_a_mask_takes_less_the_wider_an_element_is() -> None:
 def test_a_branch_that_is_not_kept_leaves_the_residual_alone() -> None:
     model = halves_of(GPT3)
     stay = kept_activations(model, ROWS, Kept(branch=False), 2)
-    for layer, half in enumerate(model.halves):
+    for layer, run in enumerate(model.runs):
         entering = model.microbatch_elements(layer, ROWS)
-        assert stay[layer] == (0 if isinstance(half, Norm) else entering)
+        assert stay[layer] == (0 if is_norm(run) else entering)
     assert saved(model, Kept(branch=False)) == saved(model, AUTOGRAD)
 
 
@@ -69,9 +73,9 @@ def test_a_branch_that_is_not_kept_leaves_the_residual_alone() -> None:
 def test_what_sequence_parallelism_gathered_stays_as_a_slice(slices: int) -> None:
     model = halves_of(GPT3)
     stay = kept_activations(model, ROWS, Kept(gathered=False), slices)
-    for layer, half in enumerate(model.halves):
+    for layer, run in enumerate(model.runs):
         entering = model.microbatch_elements(layer, ROWS)
-        sliced = not isinstance(half, Norm) and layer > 0
+        sliced = not is_norm(run) and layer > 0
         assert stay[layer] == (entering // slices if sliced else entering)
 
 
@@ -89,11 +93,8 @@ def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() 
     assert middle <= ROWS * (products + result + S * H)
     assert middle < kept_elements(LLAMA, 1, ROWS, AUTOGRAD, 2) / 2
     stay = kept_activations(halves_of(LLAMA), ROWS, Kept(per_op=True), 1)
-    assert all(
-        not size
-        for half, size in zip(halves_of(LLAMA).halves[1:-1], stay[1:], strict=False)
-        if not isinstance(half, Norm)
-    )
+    inner = list(zip(halves_of(LLAMA).runs, stay[:-1], strict=True))[1:-1]
+    assert all(not size for run, size in inner if not is_norm(run))
 
 
 def test_a_product_that_nobody_reads_is_the_feed_forwards_last() -> None:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.models import GPT, MLP, Blocks, Columns, ExpertLayers, Halves, Model, MoE
+from shardlab.models import GPT, MLP, Blocks, CutModel, MoE, cut
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
-from shardlab.program import LayerKind
 
 SMALL = {"layers": 2, "width": 48, "block": 8, "vocabulary": 32}
 GROUPED = GPT(heads=8, kv_heads=4, **SMALL)
@@ -29,6 +28,11 @@ def flops(kernels: Iterable[Kernel], *kinds: type) -> float:
 
 def elements(kernels: Iterable[Kernel], name: str) -> float:
     return sum(kernel.elements for kernel in kernels if isinstance(kernel, Pointwise) and kernel.name == name)
+
+
+def sliced(whole: Blocks, slices: int) -> CutModel:
+    """The model in layers of which those with experts, or else all bodies, are sliced."""
+    return cut(whole, ep=slices) if isinstance(whole, MoE) else cut(whole, tp=slices)
 
 
 @pytest.mark.parametrize("whole", MODELS, ids=str)
@@ -60,10 +64,10 @@ def test_with_dropout_attention_is_three_squares_a_head_and_none_is_skipped() ->
 
 @given(st.sampled_from(MODELS), st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 2, 4]))
 def test_slices_add_up_to_the_whole(whole: Blocks, sequences: int, tokens: int, slices: int) -> None:
-    model: Model = ExpertLayers(whole, slices) if isinstance(whole, MoE) else Halves(whole, slices)
-    for layer, kind in enumerate(model.kinds):
+    model = sliced(whole, slices)
+    for layer, run in enumerate(model.runs):
         one, whole_of_it = (model.kernels(layer, sequences, tokens, of) for of in (slices, 1))
-        shared = 1 if layer == 0 or kind in (LayerKind.NORM, LayerKind.DENSE) else slices  # look-ups give whole rows
+        shared = slices if run.cut and layer else 1  # look-ups give whole rows
         assert flops(one) * shared == pytest.approx(flops(whole_of_it))
         passes = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (one, whole_of_it)]
         assert passes[0] * shared == pytest.approx(passes[1])
@@ -72,11 +76,11 @@ def test_slices_add_up_to_the_whole(whole: Blocks, sequences: int, tokens: int, 
 @given(st.booleans(), st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 2, 4]))
 def test_columns_add_up_to_the_matrices_of_half_blocks(bias: bool, sequences: int, tokens: int, slices: int) -> None:
     whole = MLP(ffn_hidden=12, bias=bias, **SMALL)
-    halves, model = Halves(whole), Columns(whole, slices)
+    halves, model = cut(whole), cut(whole, tp=slices, columns=True)
     norms, matrices = list[Kernel](), list[Kernel]()
-    for layer, kind in enumerate(model.kinds):
+    for layer, run in enumerate(model.runs):
         made = model.kernels(layer, sequences, tokens, slices)
-        (norms if kind is LayerKind.NORM else matrices).extend(made)
+        (matrices if run.cut else norms).extend(made)
     apart = [k for layer in range(halves.layers) for k in halves.kernels(layer, sequences, tokens)]
     assert slices * flops(matrices) == pytest.approx(flops(apart))
     both = [sum(k.elements for k in ks if isinstance(k, Pointwise)) for ks in (matrices, norms, apart)]
@@ -89,8 +93,8 @@ def test_columns_add_up_to_the_matrices_of_half_blocks(bias: bool, sequences: in
 @given(st.sampled_from(MODELS), st.integers(1, 3))
 def test_half_blocks_ask_for_what_whole_blocks_do(whole: Blocks, sequences: int) -> None:
     """All but the bodies' last biases, which half-blocks add in a pass of their own, and the first residual."""
-    cut: Model = ExpertLayers(whole) if isinstance(whole, MoE) else Halves(whole)
-    together = [k for layer in range(cut.layers) for k in cut.kernels(layer, sequences, 8)]
+    model = sliced(whole, 1)
+    together = [k for layer in range(model.layers) for k in model.kernels(layer, sequences, 8)]
     apart = [k for layer in range(whole.layers) for k in whole.kernels(layer, sequences, 8)]
     assert flops(together) == pytest.approx(flops(apart))
     others = [[k for k in ks if isinstance(k, Pointwise) and k.name != "bias"] for ks in (together, apart)]
@@ -99,12 +103,12 @@ def test_half_blocks_ask_for_what_whole_blocks_do(whole: Blocks, sequences: int)
 
 @pytest.mark.parametrize("whole", [GROUPED, DROPPING, LLAMA_LIKE], ids=str)
 def test_attention_between_layers_is_what_a_body_asks_for_less_its_maps(whole: GPT) -> None:
-    body, cut = Halves(whole), Halves(whole, context=True)
-    project = cut.kinds.index(LayerKind.PROJECT)
-    mixing = cut.attend_kernels(project, 2, 8, 8, 9 / 16)
-    apart = (*cut.kernels(project, 2, 8), *mixing, *cut.kernels(project + 1, 2, 8))
+    body, model = cut(whole), cut(whole, attention_apart=True)
+    project = next(layer for layer, its in enumerate(model.signatures) if its.projects)
+    mixing = model.attend_kernels(project, 2, 8, 8, 9 / 16)
+    apart = (*model.kernels(project, 2, 8), *mixing, *model.kernels(project + 1, 2, 8))
     assert apart == body.kernels(2, 2, 8)
-    ring = [cut.attend_kernels(project, 2, 4, 4, seen) for seen in (5 / 8, 1.0, 5 / 8)]  # two ranks, three blocks
+    ring = [model.attend_kernels(project, 2, 4, 4, seen) for seen in (5 / 8, 1.0, 5 / 8)]  # two ranks, three blocks
     if not whole.dropout:
         assert sum(map(flops, ring)) == pytest.approx(flops(mixing))
 
@@ -133,15 +137,16 @@ def test_a_bias_is_added_by_its_product_and_its_gradient_is_a_sum_over_rows() ->
 
 
 def test_experts_compute_on_full_buffers() -> None:
-    model = MoE(heads=4, experts=4, top_k=2, capacity_factor=1.0, **SMALL)
-    experts = [k for k in model.mixture.body_kernels(3, 8) if isinstance(k, Matmul)]
-    assert [(k.batch, k.m) for k in experts] == [(4, 3 * 8 * 2 // 4)] * 2
-    dropless = MoE(heads=4, experts=4, top_k=2, capacity_factor=None, **SMALL).mixture
-    assert flops(dropless.body_kernels(3, 8)) == 2 * flops(experts)
+    capped, dropless = (
+        cut(MoE(heads=4, experts=4, top_k=2, capacity_factor=factor, **SMALL)).kernels(1, 3, 8)
+        for factor in (1.0, None)
+    )
+    assert [(k.batch, k.m) for k in capped if isinstance(k, Matmul)] == [(4, 3 * 8 * 2 // 4)] * 2
+    assert flops(dropless) == 2 * flops(capped)
 
 
 @given(st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_the_loss_reads_every_logit_of_its_slice(sequences: int, slices: int) -> None:
-    model = Halves(GPT(heads=4, **SMALL | {"vocabulary": 30}), slices)
+    model = cut(GPT(heads=4, **SMALL | {"vocabulary": 30}), tp=slices)
     (kernel,) = model.loss_kernels(sequences, 8, slices)
     assert kernel.elements * slices == sequences * 8 * math.ceil(30 / slices) * slices

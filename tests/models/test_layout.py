@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 from shardlab.models import LayerLayout, Parameter
 from shardlab.models.layout import ALIGNMENT, Cut
 
+INDICES = ("out", "in", "deep")
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 layouts = st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=12).map(
-    lambda given: LayerLayout(Parameter(str(i), shape, decayed) for i, (shape, decayed) in enumerate(given))
+    lambda given: LayerLayout(
+        Parameter(str(i), shape, decayed, INDICES[: len(shape)]) for i, (shape, decayed) in enumerate(given)
+    )
 )
 
 
@@ -50,7 +53,7 @@ def test_a_padded_buffer_splits_into_equal_aligned_slices(layout: LayerLayout, o
 
 
 def test_a_layout_with_the_same_parameters_is_equal_and_hashes_alike() -> None:
-    parameters = [Parameter("a", (2, 3), True), Parameter("b", (2,), False)]
+    parameters = [Parameter("a", (2, 3), True, ("out", "in")), Parameter("b", (2,), False, ("out",))]
     assert LayerLayout(parameters) == LayerLayout(reversed(parameters))
     assert hash(LayerLayout(parameters)) == hash(LayerLayout(reversed(parameters)))
 
@@ -70,7 +73,16 @@ def test_a_sliced_layers_runs_are_equal_and_split_into_equal_aligned_shards(
     assert len(layout.decayed_runs(length)) == slices
 
 
-def test_a_sliced_parameter_is_a_piece_along_its_cut_and_longer_if_that_does_not_divide() -> None:
-    assert Parameter("a", (6, 5), True, Cut(1)).sliced(5).shape == (6, 1)
-    assert Parameter("a", (7, 5), True, Cut(0)).sliced(2).shape == (4, 5)
-    assert Parameter("a", (7, 5), True).sliced(2).shape == (7, 5)
+def test_a_sliced_parameter_is_a_piece_along_its_indices_and_longer_if_they_do_not_divide() -> None:
+    parameter = Parameter("a", (7, 5), True, ("out", "in"))
+    assert parameter.sliced({"in": 5}).shape == (7, 1)
+    assert parameter.sliced({"out": 2}).shape == (4, 5)
+    assert parameter.sliced({"out": 2, "in": 2}).shape == (4, 3)
+    assert parameter.sliced({"other": 2, "out": 1}) == parameter
+
+
+def test_a_parameter_is_cut_along_the_indices_that_have_more_than_one_piece() -> None:
+    parameter = Parameter("a", (6, 5), True, ("out", "in"), sections=(4, 2))
+    assert parameter.cuts({"in": 5, "out": 2}) == [Cut(0, 2, (4, 2)), Cut(1, 5)]
+    assert parameter.cuts({"in": 1, "other": 3}) == []
+    assert parameter.sliced({"out": 2}).sections == ()

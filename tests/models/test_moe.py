@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.models import GPT, ExpertLayers, Halves, Mixtral, MoE
-from shardlab.models.mixture import Mixture
-from shardlab.program import LayerKind, UserError
+from shardlab.errors import UserError
+from shardlab.models import GPT, Mixtral, MoE, cut
+from shardlab.models.attention import Attend
+from shardlab.models.mixture import Combine, Dispatch, Place, Route
 
 SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12}
 
@@ -28,32 +29,33 @@ def test_capacity_is_enough_for_balanced_tokens_from_a_factor_of_1_on(
     tokens: int, experts: int, factor: float, data: st.DataObject
 ) -> None:
     top_k = data.draw(st.integers(1, experts))
-    part = MoE(experts=experts, top_k=top_k, capacity_factor=factor).mixture
-    assert 1 <= part.capacity(tokens) <= tokens
+    router = MoE(experts=experts, top_k=top_k, capacity_factor=factor).router
+    assert 1 <= router.capacity(tokens) <= tokens
     if factor >= 1:
-        assert part.capacity(tokens) * experts >= top_k * tokens
-    dropless = MoE(experts=experts, top_k=top_k, capacity_factor=None).mixture
+        assert router.capacity(tokens) * experts >= top_k * tokens
+    dropless = MoE(experts=experts, top_k=top_k, capacity_factor=None).router
     assert dropless.capacity(tokens) == tokens
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_expert_layers_have_the_whole_models_parameters(slices: int) -> None:
     whole = MoE(**SMALL)
-    model = ExpertLayers(whole, slices)
+    model = cut(whole, ep=slices)
     assert sum(model.layout(layer).parameter_count for layer in range(model.layers)) == whole.parameter_count
-    assert model.kinds == (*(LayerKind.DENSE, LayerKind.EXPERTS) * 2, LayerKind.DENSE)
+    assert [layer.cut for layer in model.signatures] == [(), ("expert",)] * 2 + [()]
+    assert [layer.carries for layer in model.signatures] == [True, False] * 2 + [True]
     assert [model.layout(layer).slices for layer in range(5)] == [1, slices, 1, slices, 1]
 
 
 def test_flops_are_those_of_the_whole_model() -> None:
     whole = MoE(**SMALL)
-    model = ExpertLayers(whole, 2)
-    cut = sum(model.forward_flops(layer) for layer in range(model.layers))
-    assert cut == sum(whole.forward_flops(layer) for layer in range(whole.layers))
+    model = cut(whole, ep=2)
+    layers = sum(model.forward_flops(layer) for layer in range(model.layers))
+    assert layers == sum(whole.forward_flops(layer) for layer in range(whole.layers))
 
 
 def test_dropless_buffers_have_room_for_every_token_at_every_expert() -> None:
-    sizes = ExpertLayers(MoE(experts=4, capacity_factor=None, **SMALL), 2).sizes(rows=3, element_bytes=4)
+    sizes = cut(MoE(experts=4, capacity_factor=None, **SMALL), ep=2).sizes(rows=3, element_bytes=4)
     assert sizes.activations[1] == sizes.activations[2] == 4 * (3 * 12) * 16
     assert sizes.residual == 3 * 12 * (16 + 2 * 2)
 
@@ -68,7 +70,7 @@ def test_what_autograd_keeps_is_what_the_model_declares(
     whole = kind(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, **SMALL)
     for layer in range(whole.layers):
         assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
-    model = ExpertLayers(whole)
+    model = cut(whole)
     for layer in range(model.layers):
         assert saved_bytes(model, layer, 3, torch.float32) == 4 * model.microbatch_saved(layer, 3), f"layer {layer}"
 
@@ -89,13 +91,17 @@ def test_impossible_mixtures_are_refused(fields: dict[str, Any], said: str) -> N
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(UserError, match=r"4 experts do not divide among 3 .* \(remainder 1\)"):
-        ExpertLayers(MoE(**SMALL), 3)
+    with pytest.raises(UserError, match=r"4 experts do not divide into 3 .* \(remainder 1\)"):
+        cut(MoE(**SMALL), ep=3)
     with pytest.raises(UserError, match="tied embeddings"):
-        ExpertLayers(MoE(**SMALL | {"layers": 1}, tied=True))
+        cut(MoE(**SMALL | {"layers": 1}, tied=True))
     with pytest.raises(UserError, match="use ep"):
-        Halves(MoE(**SMALL), 2)
+        cut(MoE(**SMALL), tp=2)
 
 
-def test_a_mixture_is_every_layers_second_part() -> None:
-    assert all(isinstance(MoE(**SMALL).parts(layer)[1 + (layer == 0)], Mixture) for layer in range(2))
+def test_a_mixture_follows_every_blocks_attention() -> None:
+    model = MoE(**SMALL)
+    for layer in range(model.layers):
+        primitives = [type(step.primitive) for step in model.run(layer).steps]
+        assert primitives.index(Attend) < primitives.index(Route) < primitives.index(Combine)
+        assert [primitives.count(each) for each in (Route, Place, Dispatch, Combine)] == [1, 1, 1, 1]

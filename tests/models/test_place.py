@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.models import GPT
-from shardlab.models.expert_layers import ExpertLayers
-from shardlab.models.halves import Halves
-from shardlab.models.model import Model
-from shardlab.models.moe import MoE
+from shardlab.models import GPT, Model, MoE, cut
 
 
 def places(model: Model) -> list[str]:
@@ -18,7 +14,7 @@ def test_whole_blocks_are_numbered() -> None:
 
 
 def test_half_blocks_are_told_by_block_and_part() -> None:
-    assert places(Halves(GPT(layers=1))) == [
+    assert places(cut(GPT(layers=1))) == [
         "embedding",
         "norm of block 0, attention",
         "block 0, attention",
@@ -30,9 +26,9 @@ def test_half_blocks_are_told_by_block_and_part() -> None:
 
 
 def test_an_attention_that_is_cut_in_two_has_two_places() -> None:
-    cut = places(Halves(GPT(layers=1), context=True))
-    assert cut[2:4] == ["block 0, attention's queries, keys and values", "block 0, attention's output"]
+    told = places(cut(GPT(layers=1), attention_apart=True))
+    assert told[2:4] == ["block 0, attention's queries, keys and values", "block 0, attention's output"]
 
 
 def test_experts_lie_between_what_is_dense() -> None:
-    assert places(ExpertLayers(MoE(layers=1))) == ["block 0, attention", "block 0, experts", "head"]
+    assert places(cut(MoE(layers=1))) == ["block 0, attention", "block 0, experts", "head"]
