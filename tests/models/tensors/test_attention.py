@@ -11,31 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardlab.models.parts import Attention
+from shardlab.models.attention import Attend
 from shardlab.models.tensors.attention import attend, attend_backward, merge
 
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
 
 
-def part_of(block: int, heads: int, kv_heads: int) -> Attention:
-    return Attention(block, heads * 3, True, False, heads, kv_heads)
+def part_of(tokens: int, heads: int, kv_heads: int) -> Attend:
+    return Attend(tokens=tokens, width=heads * 3, heads=heads, kv_heads=kv_heads, drops=False)
 
 
-def inputs(part: Attention, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(part: Attend, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, and a gradient of what is mixed, for two rows."""
     generator = torch.Generator().manual_seed(seed)
     widths = (part.width, 2 * part.kv_width, part.width)
-    q, kv, grad = (torch.randn(2, part.block, w, dtype=torch.float64, generator=generator) for w in widths)
+    q, kv, grad = (torch.randn(2, part.tokens, w, dtype=torch.float64, generator=generator) for w in widths)
     return q, kv, grad
 
 
-def plain(part: Attention, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+def plain(part: Attend, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     """Causal attention of all tokens as the formula says."""
     size = part.width // part.heads
     k, v = kv.split(part.kv_width, -1)
     heads = [x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (q, k, v)]
     keys, values = (x.repeat_interleave(part.heads // part.kv_heads, 1) for x in heads[1:])
-    future = torch.ones(part.block, part.block, dtype=torch.bool).triu(1)
+    future = torch.ones(part.tokens, part.tokens, dtype=torch.bool).triu(1)
     weights = (heads[0] @ keys.mT / size**0.5).masked_fill(future, float("-inf")).softmax(-1)
     if mask is not None:
         weights = weights * mask
@@ -57,13 +57,13 @@ def test_parts_in_any_order_equal_the_whole_forward_and_backward(
     chance = random.Random(seed)
     part = part_of(chance.randint(4, 12), *heads)
     q, kv, grad = inputs(part, seed)
-    shape = (2, part.heads, part.block, part.block)
+    shape = (2, part.heads, part.tokens, part.tokens)
     mask = torch.randint(2, shape, generator=torch.Generator().manual_seed(seed)) * 2.0 if drops else None
     leaves = q.clone().requires_grad_(), kv.clone().requires_grad_()
     expected = plain(part, *leaves, mask)
     expected.backward(grad)
 
-    mine, theirs = dealt(part.block, owners, chance), dealt(part.block, blocks, chance)
+    mine, theirs = dealt(part.tokens, owners, chance), dealt(part.tokens, blocks, chance)
     mixed, grad_q, grad_kv = torch.empty_like(grad), torch.zeros_like(q), torch.zeros_like(kv)
     for tokens in mine:
         chance.shuffle(theirs)

@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.models import GPT, MLP, Blocks, Halves, Llama
-from shardlab.models.halves import Projection
-from shardlab.models.tensors import Dropout, Share, layers_of, loss_of, to_blocks, to_halves, views
+from shardlab.models import GPT, MLP, Blocks, Llama, cut
+from shardlab.models.tensors import Dropout, Share, layers_of, loss_of, to_blocks, to_layers, views
 from shardlab.models.tensors.attention import attend, attend_backward, merge
 from shardlab.models.tensors.tokens import rows_of, runs
-from shardlab.program.sizes import LayerKind
 from tests.models.tensors.test_halves import batch, error, random_flats
 
 SMALL = {"layers": 2, "width": 16, "vocabulary": 40, "block": 12}
@@ -62,30 +60,24 @@ def test_the_cut_model_equals_the_whole_in_loss_and_gradients(whole: Blocks) -> 
     expected = loss_of(x, targets)
     expected.backward()
 
-    model = Halves(whole, context=True)
+    model = cut(whole, attention_apart=True)
     leaves = [
         [v.requires_grad_() for v in views(model.layout(layer), flat)]
-        for layer, flat in enumerate(to_halves(model, flats))
+        for layer, flat in enumerate(to_layers(model, flats))
     ]
     held = [rows_of(tokens.T, mine).T for mine in TOKENS]
-    residuals: list[Tensor | None] = [None, None]
-    for number, (layer, kind) in enumerate(zip(layers_of(model), model.kinds, strict=True)):
-        if kind is LayerKind.NORM:
-            made = [
-                layer.run(leaves[number], (r, x), Share(tokens=mine), dropout)
-                for r, x, mine in zip(residuals, held, TOKENS, strict=True)
-            ]
-            residuals, held = [r for r, _ in made], [x for _, x in made]
+    residuals: list[tuple[Tensor, ...]] = [(), ()]
+    for number, (layer, its) in enumerate(zip(layers_of(model), model.signatures, strict=True)):
+        made = [
+            layer.run(leaves[number], (x, *(r if its.carries else ())), Share(tokens=mine), dropout)
+            for x, r, mine in zip(held, residuals, TOKENS, strict=True)
+        ]
+        if its.projects:
+            held = Attended.apply(model.attention_after(number), *(q for q, _ in made), *(kv for _, kv in made))
         else:
-            made = [
-                layer.run(leaves[number], (x,), Share(tokens=mine), dropout)
-                for x, mine in zip(held, TOKENS, strict=True)
-            ]
-            half = model.half(number)
-            if isinstance(half, Projection):
-                held = Attended.apply(half.part, *(q for _, q in made), *(kv for kv, _ in made))
-            else:
-                held = [x for (x,) in made]
+            held = [x for x, *_ in made]
+        if its.carries:
+            residuals = [tuple(each[1:]) for each in made]
     loss = sum(loss_of(x, rows_of(targets.T, mine).T) for x, mine in zip(held, TOKENS, strict=True))
     loss.backward()
 

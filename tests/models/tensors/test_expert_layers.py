@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.models import ExpertLayers, MoE
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, to_blocks, to_halves, views
-from shardlab.program import LayerKind
+from shardlab.models import CutModel, MoE, cut
+from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, to_blocks, to_layers, views
 
 SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12, "experts": 4, "auxiliary": 0.5}
 MODELS = [
@@ -32,17 +31,17 @@ def random_flats(model: MoE) -> list[Tensor]:
     return flats
 
 
-def played(model: ExpertLayers, leaves: list[list[list[Tensor]]], tokens: list[Tensor]) -> list[Tensor]:
+def played(model: CutModel, leaves: list[list[list[Tensor]]], tokens: list[Tensor]) -> list[Tensor]:
     """Every rank's logits, of its own microbatch; leaves[layer][slice] are parameters."""
-    carried: list[Tensor | None] = [None] * len(tokens)
+    carried: list[tuple[Tensor, ...]] = [()] * len(tokens)
     xs, share = tokens, Share(of_step=len(tokens))
-    for number, (layer, kind) in enumerate(zip(layers_of(model), model.kinds, strict=True)):
-        if kind is LayerKind.DENSE:
+    for number, (layer, run) in enumerate(zip(layers_of(model), model.runs, strict=True)):
+        if not run.cut:
             made = [
-                layer.run(leaves[number][0], (c, x), share, Dropout(model.dropout, 1, 2, 99, (m,)))
+                layer.run(leaves[number][0], (x, *c), share, Dropout(model.dropout, 1, 2, 99, (m,)))
                 for m, c, x in zip(MICROBATCHES, carried, xs, strict=True)
             ]
-            carried, xs = [c for c, _ in made], [x for _, x in made if x is not None]
+            xs, carried = [x for x, *_ in made], [tuple(each[1:]) for each in made]
         else:
             slices = [x.chunk(model.slices) for x in xs]
             there = [torch.cat([its[rank] for its in slices]) for rank in range(model.slices)]
@@ -64,10 +63,10 @@ def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, 
     expected = loss_of(x, targets.flatten(0, 1))
     expected.backward()
 
-    model = ExpertLayers(whole, slices)
+    model = cut(whole, ep=slices)
     leaves = [
         [[view.clone().requires_grad_() for view in views(layout, run)] for run in flat.chunk(layout.slices)]
-        for layout, flat in zip(map(model.layout, range(model.layers)), to_halves(model, flats), strict=True)
+        for layout, flat in zip(map(model.layout, range(model.layers)), to_layers(model, flats), strict=True)
     ]
     logits = played(model, leaves, list(tokens))
     loss = torch.stack([loss_of(its, theirs) for its, theirs in zip(logits, targets, strict=True)]).sum()
@@ -93,11 +92,10 @@ def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, 
 
 def test_experts_numbers_survive_being_carried_in_bfloat16() -> None:
     whole = MoE(layers=1, width=16, heads=2, vocabulary=40, block=64, experts=256, top_k=4)
-    model = ExpertLayers(whole)
+    model = cut(whole)
     parameters = [views(model.layout(layer), initial_weights(model, layer, 0, torch.bfloat16)) for layer in range(3)]
     tokens = torch.randint(40, (2, 64))
-    carried, _ = layers_of(model)[0].run(parameters[0], (None, tokens))
-    assert carried is not None
+    _, carried = layers_of(model)[0].run(parameters[0], (tokens,))
     numbers = carried[..., -4:].float()
     assert torch.equal(numbers, numbers.round())
     assert numbers.max() > 200

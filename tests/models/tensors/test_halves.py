@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.models import GPT, MLP, Blocks, Halves, Llama
+from shardlab.models import GPT, MLP, Blocks, CutModel, Llama, cut
 from shardlab.models.tensors import (
     Dropout,
     Share,
@@ -18,11 +18,11 @@ from shardlab.models.tensors import (
     loss_of,
     loss_stats,
     to_blocks,
-    to_halves,
+    to_layers,
     views,
     with_borrowed,
 )
-from shardlab.program.sizes import LayerKind
+from tests.models.conftest import piece_of
 
 SMALL = {"layers": 2, "width": 16, "vocabulary": 40, "block": 12}
 MODELS = [
@@ -56,7 +56,7 @@ def random_flats(model: Blocks) -> list[Tensor]:
     return flats
 
 
-def leaves_of(model: Halves, flats: Sequence[Tensor], rank: int) -> list[list[Tensor]]:
+def leaves_of(model: CutModel, flats: Sequence[Tensor], rank: int) -> list[list[Tensor]]:
     """A tensor-parallel rank's parameters: its slices of the bodies, and norms of its own."""
     leaves: list[list[Tensor]] = []
     for layer, flat in enumerate(flats):
@@ -67,37 +67,36 @@ def leaves_of(model: Halves, flats: Sequence[Tensor], rank: int) -> list[list[Te
 
 
 def played(
-    model: Halves, ranks: list[list[list[Tensor]]], x: Tensor, dropout: Dropout, cuts: list[range]
+    model: CutModel, ranks: list[list[list[Tensor]]], x: Tensor, dropout: Dropout, cuts: list[range]
 ) -> list[Tensor]:
     """Every rank's slice of the logits; norms run on the ranks' `cuts` of the sequence."""
     ranks = [with_borrowed(model, leaves) for leaves in ranks]
-    residuals: list[Tensor | None] = [None] * len(cuts)
-    for number, (layer, kind) in enumerate(zip(layers_of(model), model.kinds, strict=True)):
-        if kind is LayerKind.SLICED:
-            shares = [Share(rank, model.slices) for rank in range(model.slices)]
-            branches = [layer.run(ranks[s.slice][number], (x,), s, dropout)[0] for s in shares]
+    residuals: list[tuple[Tensor, ...]] = [()] * len(cuts)
+    for number, (layer, run) in enumerate(zip(layers_of(model), model.runs, strict=True)):
+        if run.cut:
+            shares = [piece_of(model, number, rank) for rank in range(model.slices)]
+            branches = [layer.run(ranks[i][number], (x,), share, dropout)[0] for i, share in enumerate(shares)]
         else:
             branch = sum(branches)
-            pairs = [
-                layer.run(ranks[i][number], (residuals[i], branch[:, cut.start : cut.stop]), Share(tokens=cut), dropout)
-                for i, cut in enumerate(cuts)
+            made = [
+                layer.run(ranks[i][number], (branch[:, t.start : t.stop], *residuals[i]), Share(tokens=t), dropout)
+                for i, t in enumerate(cuts)
             ]
-            residuals, normalised = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            x = torch.cat(normalised, 1)
+            x, residuals = torch.cat([normalised for normalised, *_ in made], 1), [tuple(each[1:]) for each in made]
     return branches
 
 
-def gradients_of(model: Halves, ranks: list[list[list[Tensor]]]) -> list[Tensor]:
+def gradients_of(model: CutModel, ranks: list[list[list[Tensor]]]) -> list[Tensor]:
     """Flat gradients: the slices' one after the other, the norms' summed over ranks."""
     flats: list[Tensor] = []
-    for layer, kind in enumerate(model.kinds):
+    for layer, its in enumerate(model.runs):
         layout = model.layout(layer)
         runs = torch.zeros(len(ranks), layout.run_numel, dtype=torch.float64)
         for run, leaves in zip(runs, ranks, strict=True):
             for view, leaf in zip(views(layout, run), leaves[layer], strict=True):
                 if leaf.grad is not None:  # a rank without a cut of the sequence has no part in the norms
                     view.copy_(leaf.grad)
-        flats.append(runs.flatten() if kind is LayerKind.SLICED else runs.sum(0))
+        flats.append(runs.flatten() if its.cut else runs.sum(0))
     return flats
 
 
@@ -122,9 +121,9 @@ def test_sliced_half_blocks_equal_the_whole_model_in_loss_and_gradients(
     expected = loss_of(x, targets)
     expected.backward()
 
-    model = Halves(whole, slices)
-    halves = to_halves(model, flats)
-    ranks = [leaves_of(model, halves, rank) for rank in range(slices)]
+    model = cut(whole, tp=slices)
+    layers = to_layers(model, flats)
+    ranks = [leaves_of(model, layers, rank) for rank in range(slices)]
     length = whole.block // slices if sequence_parallel else whole.block
     cuts = [range(start, start + length) for start in range(0, whole.block, length)]
     logits = played(model, ranks, tokens, Dropout(whole.dropout, 1, 2, 99, (3, 5)), cuts)
@@ -147,14 +146,14 @@ GPT_CUT = GPT(heads=4, **SMALL)
 
 
 @pytest.mark.parametrize("dropout", [None, DROPPED])
-@pytest.mark.parametrize("layer", range(0, Halves(GPT_CUT).layers - 1, 2))
+@pytest.mark.parametrize("layer", range(0, cut(GPT_CUT).layers - 1, 2))
 def test_a_bodys_result_is_the_sum_of_its_slices_results(layer: int, dropout: Dropout | None) -> None:
-    flats, one, two = random_flats(GPT_CUT), Halves(GPT_CUT), Halves(GPT_CUT, 2)
+    flats, one, two = random_flats(GPT_CUT), cut(GPT_CUT), cut(GPT_CUT, tp=2)
     x = batch(GPT_CUT)[0] if layer == 0 else torch.randn(4, 12, 16, dtype=torch.float64)
-    (whole,) = layers_of(one)[layer].run(leaves_of(one, to_halves(one, flats), 0)[layer], (x,), Share(), dropout)
-    halves = to_halves(two, flats)
+    (whole,) = layers_of(one)[layer].run(leaves_of(one, to_layers(one, flats), 0)[layer], (x,), Share(), dropout)
+    layers = to_layers(two, flats)
     terms = [
-        layers_of(two)[layer].run(leaves_of(two, halves, rank)[layer], (x,), Share(rank, 2), dropout)[0]
+        layers_of(two)[layer].run(leaves_of(two, layers, rank)[layer], (x,), piece_of(two, layer, rank), dropout)[0]
         for rank in range(2)
     ]
     assert error(sum(terms), whole) <= 1e-12
@@ -163,42 +162,41 @@ def test_a_bodys_result_is_the_sum_of_its_slices_results(layer: int, dropout: Dr
 
 def test_the_heads_slices_are_slices_of_the_logits_and_padding_is_minus_infinity() -> None:
     whole = GPT(heads=4, **SMALL | {"vocabulary": 37})
-    flats, one, four = random_flats(whole), Halves(whole), Halves(whole, 4)
+    flats, one, four = random_flats(whole), cut(whole), cut(whole, tp=4)
     x, last = torch.randn(4, 12, 16, dtype=torch.float64), one.layers - 1
-    logits = layers_of(one)[last](leaves_of(one, to_halves(one, flats), 0)[last], x)
-    halves = to_halves(four, flats)
+    logits = layers_of(one)[last](leaves_of(one, to_layers(one, flats), 0)[last], x)
+    layers = to_layers(four, flats)
     slices = [
-        layers_of(four)[last].run(leaves_of(four, halves, rank)[last], (x,), Share(rank, 4))[0] for rank in range(4)
+        layers_of(four)[last].run(leaves_of(four, layers, rank)[last], (x,), piece_of(four, last, rank))[0]
+        for rank in range(4)
     ]
     together = torch.cat(slices, -1)
-    assert together.shape[1:] == four.activation_shape(four.layers)
+    assert together.shape == four.activation_shape(four.layers, 4)
     assert error(together[..., :37], logits) <= 1e-12
     assert together[..., 37:].isneginf().all()
 
 
 @pytest.mark.parametrize("dropout", [None, DROPPED])
-@pytest.mark.parametrize("layer", range(1, Halves(GPT_CUT).layers, 2))
+@pytest.mark.parametrize("layer", range(1, cut(GPT_CUT).layers, 2))
 @pytest.mark.parametrize("ends", [(6,), (3, 6, 9), (1, 11)])
 def test_a_norm_on_slices_of_the_sequence_concatenates_and_its_gradients_sum(
     layer: int, ends: tuple[int, ...], dropout: Dropout | None
 ) -> None:
-    model = Halves(GPT_CUT, 2)
-    flats, compute = to_halves(model, random_flats(GPT_CUT)), layers_of(model)[layer]
+    model = cut(GPT_CUT, tp=2)
+    flats, compute = to_layers(model, random_flats(GPT_CUT)), layers_of(model)[layer]
     branch, residual, grad_residual, grad_normalised = torch.randn(4, 4, 12, 16, dtype=torch.float64)
     results, totals = [], []
     for places in [(0, 12), (0, *ends, 12)]:
         cuts = [range(start, stop) for start, stop in pairwise(places)]
         outputs, total = [], 0
-        for cut in cuts:
+        for its in cuts:
             leaves = leaves_of(model, flats, 0)[layer]
-            mine = slice(cut.start, cut.stop)
-            given = None if layer == 1 else residual[:, mine]
-            handed_on, normalised = compute.run(leaves, (given, branch[:, mine]), Share(tokens=cut), dropout)
-            assert (handed_on is None) == (layer == model.layers - 2)
-            pairs = [(handed_on, grad_residual[:, mine]), (normalised, grad_normalised[:, mine])]
-            pairs = [(y, grad) for y, grad in pairs if y is not None]
-            torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
-            outputs.append(torch.stack([y.detach() for y, _ in pairs]))
+            mine = slice(its.start, its.stop)
+            given = (branch[:, mine],) if layer == 1 else (branch[:, mine], residual[:, mine])
+            made = compute.run(leaves, given, Share(tokens=its), dropout)
+            assert len(made) == (1 if layer == model.layers - 2 else 2), "the last norm hands nothing on"
+            torch.autograd.backward(made, [grad_normalised[:, mine], grad_residual[:, mine]][: len(made)])
+            outputs.append(torch.stack([y.detach() for y in made]))
             full = [leaf.grad.flatten() for leaf in leaves]
             total = total + torch.cat(full)
         results.append(torch.cat(outputs, 2))
@@ -209,25 +207,25 @@ def test_a_norm_on_slices_of_the_sequence_concatenates_and_its_gradients_sum(
 
 def test_a_body_never_adds_the_residual() -> None:
     """Were it added by every slice, their sum would count it more than once; with zero weights nothing may remain."""
-    model = Halves(GPT_CUT, 2)
+    model = cut(GPT_CUT, tp=2)
     x = torch.randn(4, 12, 16, dtype=torch.float64)
     for layer in range(2, model.layers - 1, 2):
         zeros = [torch.zeros(p.shape, dtype=torch.float64) for p in model.layout(layer).parameters]
-        (branch,) = layers_of(model)[layer].run(zeros, (x,), Share(1, 2))
+        (branch,) = layers_of(model)[layer].run(zeros, (x,), piece_of(model, layer, 1))
         assert not branch.any()
 
 
 def test_the_residual_that_a_norm_hands_on_is_memory_of_its_own() -> None:
-    model = Halves(MLP(layers=1))  # neither positions nor dropout: the first residual is the branch itself
+    model = cut(MLP(layers=1))  # neither positions nor dropout: the first residual is the branch itself
     branch = torch.randn(1, 64, 64)
     parameters = views(model.layout(1), initial_weights(model, 1, 0, torch.float32))
-    residual, _ = layers_of(model)[1].run(parameters, (None, branch))
+    _, residual = layers_of(model)[1].run(parameters, (branch,))
     assert torch.equal(residual, branch)
     assert residual.data_ptr() != branch.data_ptr()
 
 
-@pytest.mark.parametrize("layer", range(Halves(GPT_CUT).layers))
+@pytest.mark.parametrize("layer", range(cut(GPT_CUT).layers))
 def test_half_blocks_begin_as_the_whole_model_does(layer: int) -> None:
-    model = Halves(GPT_CUT, 4)
+    model = cut(GPT_CUT, tp=4)
     wholes = [initial_weights(GPT_CUT, block, 7, torch.float32) for block in range(2)]
-    assert torch.equal(initial_weights(model, layer, 7, torch.float32), to_halves(model, wholes)[layer])
+    assert torch.equal(initial_weights(model, layer, 7, torch.float32), to_layers(model, wholes)[layer])
