@@ -345,7 +345,7 @@ class LayerRules:
 
 
 _OWN_PIECES = (
-    "a {layer} layer's {index}s take their own {index}s of it and no others: give what this rank has of the layer "
+    "this {layer} layer's {index}s take their own {index}s of it and no others: give what this rank has of the layer "
     "before, ungathered, or gather the weight."
 )
 _OWN = {
