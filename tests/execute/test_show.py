@@ -9,9 +9,9 @@ import torch
 
 from shardlab.execute.show import ACTS, BARRIER, Numbers, Shown, show_rank
 from shardlab.program import Holds, Kind, OpKind, Reduction, Sizes, Spec
-from shardlab.program.layers import rules_of
 from shardlab.program.ops import ROOTED
 from shardlab.program.rooted import Call, collective, values_of
+from shardlab.rules.layers import rules_of
 from shardlab.rules.pieces import WHOLE, bits
 from shardlab.rules.spec import Space, form_of
 from tests.support.ranks import Ranks
@@ -55,7 +55,7 @@ def test_what_is_shown_is_what_the_rules_say(ranks: World, kind: OpKind, count: 
     root = count - 1
     call = Call(kind, root if kind in ROOTED else -1)
     given = [spec_of(kind, rank, count) if values_of(call, rank)[0] else None for rank in range(count)]
-    received = list(collective(call, given, range(count), rules_of(Sizes.puzzle(1), Space(count))))
+    received = list(collective(call, given, range(count), rules_of(Sizes.puzzle(1).signatures, Space(count))))
     if kind is OpKind.BROADCAST:
         received[root] = given[root]  # it has it already
     found = shown(ranks, count, kind.value, root=root)

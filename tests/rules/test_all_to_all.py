@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, OpKind, Refused, Sizes, Spec
-from shardlab.program.layers import rules_of
 from shardlab.program.rooted import Call, collective
-from shardlab.program.sizes import EXPERT
-from shardlab.rules.layers import Rules
+from shardlab.rules.layers import Rules, rules_of
 from shardlab.rules.pieces import mask_of
 from shardlab.rules.spec import Space, form_of
 
@@ -20,18 +18,18 @@ STEP = 12
 
 
 def space(of: int) -> Space:
-    return Space(STEP, 1, ((EXPERT, of),))
+    return Space(STEP, 1, (("expert", of),))
 
 
 def rules(of: int = 2) -> Rules:
-    return rules_of(SIZES, space(of))
+    return rules_of(SIZES.signatures, space(of))
 
 
 def buffers(
     microbatches: set[int], experts: int = 0, kind: Kind = Kind.ACTIVATION, layer: int = 1, of: int = 2
 ) -> Spec:
     """Buffers of some slices of the experts, as a bit set (0: of all), for some microbatches."""
-    slices = ((EXPERT, experts),) if experts else ()
+    slices = (("expert", experts),) if experts else ()
     return Spec(form_of(kind, layer, 0, space(of), slices=slices), mask_of(microbatches))
 
 
@@ -107,19 +105,19 @@ def test_what_no_all_to_all_can_exchange_is_refused(given_: list[Spec], said: st
 
 @pytest.mark.parametrize("kind", [OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER])
 def test_experts_buffers_are_never_summed(kind: OpKind) -> None:
-    with pytest.raises(Refused, match="no term of a sum; exchange experts' buffers by all_to_all"):
+    with pytest.raises(Refused, match="no term of a sum; exchange the experts' buffers by all_to_all"):
         collective(Call(kind), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
 
 
 def test_experts_buffers_are_never_gathered() -> None:
-    with pytest.raises(Refused, match="exchange experts' buffers by all_to_all"):
+    with pytest.raises(Refused, match="exchange the experts' buffers by all_to_all"):
         collective(Call(OpKind.ALL_GATHER), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
 
 
 def test_without_experts_there_is_nothing_to_exchange() -> None:
     whole = [Spec(form_of(Kind.ACTIVATION, 1, 0, Space(STEP)), 1 << m) for m in range(2)]
     with pytest.raises(Refused, match="goes into experts"):
-        collective(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4), Space(STEP)))
+        collective(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4).signatures, Space(STEP)))
 
 
 def test_buffers_of_some_experts_for_all_are_as_many_as_of_all_experts_for_some() -> None:

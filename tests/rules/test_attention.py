@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Kind, OpKind, Refused, Sizes, Spec
-from shardlab.program.layers import rules_of
 from shardlab.program.rooted import Call, collective
 from shardlab.rules import update
 from shardlab.rules.attention import attend, attend_backward, pattern, work
+from shardlab.rules.layers import rules_of
 from shardlab.rules.pieces import mask_of
 from shardlab.rules.spec import KEY, Space, Term, form_of
 from shardlab.strategies.context import balanced
@@ -103,7 +103,7 @@ def test_the_balanced_order_gives_every_rank_the_same_work(ranks: int) -> None:
 def test_gathered_chunks_gradients_come_home_as_they_were_gathered(dealt: tuple[int, list[set[int]]]) -> None:
     """In the balanced order, striped, or any other: equally many slices or not."""
     slices, ranks = dealt
-    members, rules = range(len(ranks)), rules_of(Sizes.context_blocks(1), Space(2, slices))
+    members, rules = range(len(ranks)), rules_of(Sizes.context_blocks(1).signatures, Space(2, slices))
     chunks = [spec(Kind.KEYS_VALUES, mine, slices) for mine in ranks]
     gathered = collective(Call(OpKind.ALL_GATHER), chunks, members, rules)
     given_: list[Spec] = []
@@ -131,8 +131,9 @@ def test_a_chunk_that_was_met_twice_is_named() -> None:
 
 def test_what_queries_have_met_is_no_term_over_ranks() -> None:
     part = attend(LAYER, spec(Kind.QUERIES, {0, 3}, 4), spec(Kind.KEYS_VALUES, {1, 2}, 4))
+    rules = rules_of(Sizes.context_blocks(1).signatures, Space(2, 4))
     with pytest.raises(Refused, match="each rank has its own queries"):
-        collective(Call(OpKind.ALL_REDUCE), [part, part], [0, 1], rules_of(Sizes.context_blocks(1), Space(2, 4)))
+        collective(Call(OpKind.ALL_REDUCE), [part, part], [0, 1], rules)
 
 
 @given(deals())

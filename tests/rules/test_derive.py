@@ -9,25 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import Kind, LayerKind, Sizes, Spec
-from shardlab.program.layers import layers_of
-from shardlab.program.sizes import EXPERT, HEAD, SLICE
+from shardlab.models import GPT, MLP, MoE, cut
+from shardlab.program import Kind, Sizes, Spec
 from shardlab.rules import derive
 from shardlab.rules.derive import Held
+from shardlab.rules.index import INDICES
 from shardlab.rules.layer import GRADIENT_OF, LayerRules
 from shardlab.rules.node import Layer
 from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Space, form_of
+from tests.rules.toys import matrices
 
-COLUMN, ROW = LayerKind.COLUMN, LayerKind.ROW
-MODELS: Sequence[tuple[LayerKind, ...]] = (
-    (LayerKind.WHOLE,),
-    Sizes.half_blocks(1).kinds,
-    Sizes.context_blocks(1).kinds,
-    Sizes.mixture(1).kinds,
-    (COLUMN, ROW, COLUMN),
+MODELS: Sequence[Sequence[Layer]] = (
+    Sizes.puzzle(1).signatures,
+    Sizes.half_blocks(1).signatures,
+    Sizes.context_blocks(1).signatures,
+    Sizes.mixture(2).signatures,
+    Sizes.columns(3).signatures,
+    matrices(["column", "row", "column", "column"]),
+    GPT(layers=1).signatures,
+    cut(GPT(layers=1)).signatures,
+    cut(GPT(layers=1), attention_apart=True).signatures,
+    cut(MLP(layers=2), columns=True).signatures,
+    cut(MoE(layers=2)).signatures,
 )
-LAYERS = [layer for kinds in MODELS for layer in layers_of(kinds, tied=False)]
+LAYERS = [layer for layers in MODELS for layer in layers]
 CELLS = 0b01
 
 
@@ -38,7 +44,7 @@ def transposed(layer: Layer) -> Layer:
 
 
 def space_of(pieces: int) -> Space:
-    return Space(2, 1, ((EXPERT, pieces), (HEAD, pieces), (SLICE, pieces)))
+    return Space(2, 1, tuple((index, pieces) for index in sorted(INDICES)))
 
 
 def indices_of(layer: Layer, tensor: str) -> set[str]:
@@ -104,20 +110,22 @@ def test_every_slice_of_the_weight_is_held_or_summed_on_either_side(layer: Layer
 
 
 @pytest.mark.parametrize(
-    ("kinds", "number", "forward", "backward"),
+    ("layers", "number", "forward", "backward"),
     [
-        ((COLUMN, ROW), 0, "held", "summed"),
-        ((COLUMN, ROW), 1, "summed", "held"),
-        (Sizes.half_blocks(1).kinds, 2, "summed", "summed"),
-        (Sizes.half_blocks(1).kinds, 6, "held", "summed"),
-        (Sizes.context_blocks(1).kinds, 2, "held", "summed"),
-        (Sizes.context_blocks(1).kinds, 3, "summed", "held"),
-        (Sizes.mixture(1).kinds, 1, "held", "held"),
+        (matrices(["column", "row"]), 0, "held", "summed"),
+        (matrices(["column", "row"]), 1, "summed", "held"),
+        (Sizes.half_blocks(1).signatures, 0, "summed", "summed"),
+        (Sizes.half_blocks(1).signatures, 2, "summed", "summed"),
+        (Sizes.half_blocks(1).signatures, 4, "summed", "summed"),
+        (Sizes.half_blocks(1).signatures, 6, "held", "summed"),
+        (Sizes.context_blocks(1).signatures, 2, "held", "summed"),
+        (Sizes.context_blocks(1).signatures, 3, "summed", "held"),
+        (Sizes.mixture(1).signatures, 1, "held", "held"),
     ],
 )
-def test_what_each_kind_of_layer_holds_and_sums(
-    kinds: tuple[LayerKind, ...], number: int, forward: str, backward: str
+def test_what_each_sort_of_layer_holds_and_sums(
+    layers: Sequence[Layer], number: int, forward: str, backward: str
 ) -> None:
-    _, outputs, _, made = passes(layers_of(kinds, tied=False)[number], 2, 0b10)
+    _, outputs, _, made = passes(layers[number], 2, 0b10)
     assert {"held" if spec.form.term is None else "summed" for spec in outputs} == {forward}
     assert {"held" if spec.form.term is None else "summed" for spec in made} == {backward}

@@ -24,8 +24,10 @@ ONE_SLICE, OTHER_SLICE = Holds(0b01, 2), Holds(0b10, 2)
 
 
 def value(kind: Kind, layer: int, cells: int = SEQUENCE, term: int = 0, slices: int = 0) -> Spec:
-    held = {"slice": slices} if slices else {}
-    return TOY.spec_of(kind, layer, cells, slices=held, term=Term(("slice",), term) if term else None)
+    """A value that the layer before makes and this one reads: of these two one is a body, and cut."""
+    (index,) = (index for its in TOY.sizes.signatures[max(0, layer - 1) : layer + 1] for index in its.cut)
+    held = {index: slices} if slices else {}
+    return TOY.spec_of(kind, layer, cells, slices=held, term=Term((index,), term) if term else None)
 
 
 def x(layer: int, cells: int = SEQUENCE, term: int = 0, slices: int = 0) -> Spec:
@@ -144,11 +146,15 @@ REFUSED: Refusals = {
     "forward, layer": (lambda: forward(2, weight(2), x(4)), ["layer 2 reads activations[2], give that"]),
     "forward, terms": (
         lambda: forward(2, weight(2), x(2, term=0b01)),
-        ["activations[2] (microbatch 0, the term of slice 0 of 2)", "slice 1 is missing", "together first: reduce the"],
+        [
+            "activations[2] (microbatch 0, the term of head slice 0 of 2)",
+            "head slice 1 is missing",
+            "together first: reduce the",
+        ],
     ),
     "forward, slices": (
         lambda: forward(2, weight(2), x(2, slices=0b01)),
-        ["activations[2] (microbatch 0, slice 0 of 2); slice 1 is missing", "together first: all_gather the slices"],
+        ["activations[2] (microbatch 0, head slice 0 of 2); head slice 1 is missing", "heads stay where they are"],
     ),
     "forward, sequence": (
         lambda: forward(2, weight(2), x(2, SECOND)),
@@ -174,19 +180,19 @@ REFUSED: Refusals = {
     ),
     "backward, gradient's terms": (
         lambda: backward(2, weight(2, ONE_SLICE), x(2), dx(3, term=0b10)),
-        ["the gradient given is grad_activations[3]", "slice 0 is missing", "reduce the terms"],
+        ["the gradient given is grad_activations[3]", "head slice 0 is missing", "reduce the terms"],
     ),
     "backward, gradient's slices": (
         lambda: backward(2, weight(2, ONE_SLICE), x(2), dx(3, slices=0b01)),
-        ["the gradient given is grad_activations[3]", "slice 1 is missing"],
+        ["the gradient given is grad_activations[3]", "head slice 1 is missing"],
     ),
     "backward, head's gradient of all": (
         lambda: backward(6, weight(6, ONE_SLICE), x(6), dx(7)),
-        ["the gradient given is grad_activations[7] (microbatch 0); give slice 0 of 2 alone, as the weight has"],
+        ["given is grad_activations[7] (microbatch 0); give vocabulary slice 0 of 2 alone, as the weight has"],
     ),
     "backward, whole head's gradient of a slice": (
         lambda: backward(6, weight(6), x(6), dx(7, slices=0b01)),
-        ["the gradient given is grad_activations[7] (microbatch 0, slice 0 of 2); slice 1 is missing"],
+        ["given is grad_activations[7] (microbatch 0, vocabulary slice 0 of 2); vocabulary slice 1 is missing"],
     ),
     "backward, gradient's tokens": (
         lambda: backward(2, weight(2), x(2), dx(3, BOTH)),
@@ -198,15 +204,15 @@ REFUSED: Refusals = {
     ),
     "backward_weight, other slices": (
         lambda: backward_weight(6, weight(6, ONE_SLICE), x(6), dx(7, slices=0b10)),
-        ["backward_weight(layer 6)", "give slice 0 of 2 alone, as the weight has"],
+        ["backward_weight(layer 6)", "give vocabulary slice 0 of 2 alone, as the weight has"],
     ),
     "backward_weight, all slices": (
         lambda: backward_weight(6, weight(6, ONE_SLICE), x(6), dx(7)),
-        ["backward_weight(layer 6)", "give slice 0 of 2 alone, as the weight has"],
+        ["backward_weight(layer 6)", "give vocabulary slice 0 of 2 alone, as the weight has"],
     ),
     "norm, terms of a branch": (
         lambda: forward(3, weight(3), x(3, term=0b01), r(3)),
-        ["forward(layer 3): the activation given is", "slice 1 is missing"],
+        ["forward(layer 3): the activation given is", "head slice 1 is missing"],
     ),
     "norm, no residual": (
         lambda: forward(3, weight(3), x(3)),
@@ -250,7 +256,7 @@ REFUSED: Refusals = {
     ),
     "norm backward, terms": (
         lambda: backward(3, weight(3), x(3), dx(4, term=0b10), dr(5)),
-        ["the gradient given is grad_activations[4]", "slice 0 is missing"],
+        ["the gradient given is grad_activations[4]", "feed-forward slice 0 is missing"],
     ),
     "loss_stats, all logits": (
         lambda: update.loss_stats(LAYERS, x(7)),
@@ -276,7 +282,10 @@ REFUSED: Refusals = {
     ),
     "loss, own stats": (
         lambda: update.loss(LAYERS, x(7, slices=0b01), stats(0b01)),
-        ["the stats given are stats[7] (microbatch 0, slice 0 of 2)", "all_gather the loss_stats of all slices first"],
+        [
+            "the stats given are stats[7] (microbatch 0, vocabulary slice 0 of 2)",
+            "all_gather the loss_stats of all slices first",
+        ],
     ),
     "loss, other tokens": (
         lambda: update.loss(LAYERS, x(7, slices=0b01), stats(0, BOTH)),
@@ -284,11 +293,14 @@ REFUSED: Refusals = {
     ),
     "reduce, logits": (
         lambda: meet(OpKind.ALL_REDUCE, x(7, slices=0b01), x(7, slices=0b10)),
-        ["all_reduce(activations[7]): rank 0 gave", "slices of the whole and no term of a sum", "all_gather them"],
+        [
+            "all_reduce(activations[7]): rank 0 gave",
+            "vocabulary slices of the whole and no term of a sum; all_gather the slices",
+        ],
     ),
     "reduce, other tokens": (
         lambda: meet(OpKind.ALL_REDUCE, x(3, term=0b01), x(3, BOTH, term=0b10)),
-        ["rank 0 gave activations[3] (microbatch 0, the term of slice 0 of 2)", "only terms of one value"],
+        ["rank 0 gave activations[3] (microbatch 0, the term of head slice 0 of 2)", "only terms of one value"],
     ),
     "reduce, complete": (
         lambda: meet(OpKind.ALL_REDUCE, x(3), x(3)),
@@ -300,7 +312,7 @@ REFUSED: Refusals = {
     ),
     "reduce, twice": (
         lambda: meet(OpKind.REDUCE_SCATTER, x(3, term=0b01), x(3, term=0b01)),
-        ["reduce_scatter(activations[3]): the term of slice 0 of 2 would be counted twice (rank 1 and an earlier one"],
+        ["reduce_scatter(activations[3]): the term of head slice 0 of 2 would be counted twice (rank 1 and an"],
     ),
     "reduce, a residual": (
         lambda: meet(OpKind.ALL_REDUCE, r(3, FIRST), r(3, FIRST)),
@@ -320,7 +332,7 @@ REFUSED: Refusals = {
     ),
     "gather, one slice's stats twice": (
         lambda: meet(OpKind.ALL_GATHER, stats(0b01), stats(0b01)),
-        ["all_gather(stats[7]): slice 0 would be counted twice"],
+        ["all_gather(stats[7]): vocabulary slice 0 would be counted twice"],
     ),
 }
 

@@ -26,8 +26,8 @@ from shardlab.rules.spec import (
     whole_sequences,
 )
 
-SPACE = Space(4, 1, (("expert", 2), ("head", 2), ("slice", 2)))
-SEQUENCES = Space(2, 2, (("head", 2), ("slice", 2)))
+SPACE = Space(4, 1, (("expert", 2), ("ffn", 2), ("head", 2)))
+SEQUENCES = Space(2, 2, (("ffn", 2), ("head", 2)))
 TIED = Space(2, 2, uses=2)
 
 
@@ -61,8 +61,8 @@ def term_of(kind: Kind, cells: int, term: Term, space: Space = SPACE) -> Spec:
         (spec_of(Kind.SAVED_FOR_WEIGHT, 1, 0b1), "saved_for_weight[1] (microbatch 0)"),
         (of_slices(Kind.ACTIVATION, 0b1, "expert", 0b10), "activations[3] (microbatch 0, expert 1 of 2)"),
         (
-            term_of(Kind.ACTIVATION, 0b11, Term(("slice",), 0b01)),
-            "activations[3] (microbatches 0-1, the term of slice 0 of 2)",
+            term_of(Kind.ACTIVATION, 0b11, Term(("ffn",), 0b01)),
+            "activations[3] (microbatches 0-1, the term of feed-forward slice 0 of 2)",
         ),
         (
             term_of(Kind.ACTIVATION, 0b01, Term(KEY, 0b01), SEQUENCES),
@@ -93,7 +93,7 @@ def test_cells_are_said_with_their_use() -> None:
 
 
 def test_what_is_missing_is_named_in_the_singular_or_the_plural() -> None:
-    assert missing_text("slice", 0b10) == "slice 1 is missing"
+    assert missing_text("head slice", 0b10) == "head slice 1 is missing"
     assert missing_text("expert", 0b1101) == "experts 0, 2-3 are missing"
 
 
@@ -115,15 +115,15 @@ def test_whole_sequences_are_those_of_which_no_slice_is_missing(count: int, slic
 
 def test_a_slice_takes_its_share_and_so_does_a_term() -> None:
     assert share_of(spec_of(Kind.ACTIVATION, 0, 1).form) == 1
-    assert share_of(of_slices(Kind.ACTIVATION, 1, "slice", 0b01).form) == Fraction(1, 2)
-    assert share_of(term_of(Kind.ACTIVATION, 1, Term(("slice",), 0b10)).form) == Fraction(1, 2)
+    assert share_of(of_slices(Kind.ACTIVATION, 1, "ffn", 0b01).form) == Fraction(1, 2)
+    assert share_of(term_of(Kind.ACTIVATION, 1, Term(("ffn",), 0b10)).form) == Fraction(1, 2)
     assert share_of(term_of(Kind.ACTIVATION, 1, Term(KEY, 0b1), SEQUENCES).form) == 1
 
 
 @st.composite
 def some_specs(draw: st.DrawFn) -> Spec:
     """Of any kind, cut and summed in any way."""
-    pieces = draw(st.dictionaries(st.sampled_from(["expert", "head", "slice"]), st.integers(2, 4)))
+    pieces = draw(st.dictionaries(st.sampled_from(["expert", "ffn", "head"]), st.integers(2, 4)))
     space = Space(
         draw(st.integers(1, 4)), draw(st.integers(1, 4)), tuple(sorted(pieces.items())), draw(st.integers(1, 2))
     )

@@ -9,10 +9,11 @@ from functools import cached_property
 import pytest
 
 from shardlab.program import Holds, Kind, Mesh, OpKind, Reduction, Refused, Sizes, Spec
-from shardlab.program.layers import rules_of
 from shardlab.program.rooted import Call, collective
+from shardlab.rules.compose import Written, layers_of
 from shardlab.rules.layer import LayerRules
-from shardlab.rules.layers import Rules
+from shardlab.rules.layers import Rules, rules_of
+from shardlab.rules.node import Layer, Node
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Space, Term, form_of
 from tests.program.tapes import says
@@ -56,7 +57,7 @@ class Toy:
 
     @cached_property
     def rules(self) -> Rules:
-        return rules_of(self.sizes, self.space)
+        return rules_of(self.sizes.signatures, self.space)
 
     def layer(self, number: int) -> ToyLayer:
         return ToyLayer(self.rules.layers[number])
@@ -80,6 +81,16 @@ class Toy:
         """What each member of a collective receives."""
         made = collective(Call(kind), members, ranks or range(len(members)), self.rules)
         return [spec for spec in made if spec is not None]
+
+
+def matrices(sorts: Sequence[str]) -> tuple[Layer, ...]:
+    """Layers that are one matrix each, cut along what it makes (`column`) or along what it reads (`row`)."""
+    written: list[Written] = []
+    for l, sort in enumerate(sorts):
+        read, made = ("width", "ffn") if l % 2 == 0 else ("ffn", "width")
+        node = Node(sort, {"x": read}, {"x": made}, {"w": f"{made} {read}"}, takes_own=sort == "column")
+        written.append((sort, [node], (made if sort == "column" else read,)))
+    return layers_of(written)
 
 
 def shard(n: int, of: int) -> Holds:
