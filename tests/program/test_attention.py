@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from shardlab.program import Holds, Kind, Mesh, Rank, Sizes, Spec, Strategy, Value, trace
-from shardlab.program.sizes import HEAD, SLICE
 from shardlab.rules.pieces import mask_of
 from shardlab.rules.spec import Space, form_of
 from shardlab.strategies.context import balanced
@@ -182,8 +181,8 @@ def test_what_is_loaded_is_told_by_its_slices() -> None:
 def test_sizes_of_the_model_for_context_parallelism() -> None:
     sizes = Sizes.context_blocks(2)
     assert [sizes.next_carrying(layer) for layer in (0, 1, 4, 7)] == [1, 4, 7, -1]
-    assert sizes.space(Mesh(cp=3), 2) == Space(2, 6, ((HEAD, 1), (SLICE, 1)))
-    assert sizes.space(Mesh(), 2) == Space(2, 1, ((HEAD, 1), (SLICE, 1)))
+    assert sizes.space(Mesh(cp=3), 2) == Space(2, 6, (("head", 1), ("vocab", 1)))
+    assert sizes.space(Mesh(), 2) == Space(2, 1, (("head", 1), ("vocab", 1)))
     cells = mask_of(4 + s for s in (0, 3))
     part = Spec(form_of(Kind.KEYS_VALUES, 2, 0, Space(2, 4)), cells)
     assert sizes.elements(part) == sizes.keys_values // 2

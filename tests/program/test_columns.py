@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shardlab.program import LayerKind, Mesh, Rank, Sizes, Strategy, Value, trace
+from shardlab.program import Mesh, Rank, Sizes, Strategy, Value, trace
+from shardlab.rules.compose import layers_of
+from shardlab.rules.node import Node
 from tests.program.tapes import refusal, says
-
-COLUMN, ROW, SLICED = LayerKind.COLUMN, LayerKind.ROW, LayerKind.SLICED
-
+from tests.rules.toys import matrices
 
 # Programs with one mistake each, on two ranks; layers 0 and 1 are columns, 2 is a row after one, 3 is a column.
 
-SIZES = Sizes((8,) * 4, (8,) * 4, (16,) * 5, (0,) * 4, kinds=(COLUMN, COLUMN, ROW, COLUMN))
+SIZES = Sizes((8,) * 4, (8,) * 4, (16,) * 5, (0,) * 4, signatures=matrices(["column", "column", "row", "column"]))
 
 
 def start(rank: Rank) -> Value:
@@ -102,18 +102,18 @@ async def summed_a_rows_gradients(rank: Rank) -> None:
 
 
 MISTAKES: dict[Strategy, str] = {
-    forgot_to_gather: "forward(layer 1): the activation given is activations[1] (microbatch 0, slice",
-    summed_slices: "slice 0 of 2), slices of the whole and no term of a sum",
-    scattered_slices: "slices of the whole and no term of a sum",
+    forgot_to_gather: "forward(layer 1): the activation given is activations[1] (microbatch 0, feed-forward slice",
+    summed_slices: "feed-forward slice 0 of 2), feed-forward slices of the whole and no term of a sum",
+    scattered_slices: "feed-forward slices of the whole and no term of a sum",
     gathered_terms: "which is one term of a sum and no piece of the whole. Reduce before gathering",
     gathered_twice: "gathered pieces must not overlap",
-    a_row_given_all: "a row layer's slices take their own slices of it and no others",
-    a_row_given_other_slices: "a row layer's slices take their own slices of it and no others",
-    row_terms_unreduced: "forward(layer 3): the activation given is activations[3] (microbatch 0, the term of slice",
+    a_row_given_all: "this row layer's feature slices take their own feature slices of it and no others",
+    a_row_given_other_slices: "this row layer's feature slices take their own feature slices of it and no others",
+    row_terms_unreduced: "the activation given is activations[3] (microbatch 0, the term of feature slice",
     reduced_twice: "which is complete; summing it again would count it twice",
     gradient_unreduced: "backward(layer 2): the gradient given is grad_activations[3] (microbatch 0, the term",
     gradient_unreduced_below_a_column: "backward(layer 0): the gradient given is grad_activations[1] (microbatch 0,",
-    summed_a_rows_gradients: "slices of the whole and no term of a sum",
+    summed_a_rows_gradients: "feature slices of the whole and no term of a sum",
 }
 
 
@@ -125,13 +125,17 @@ def test_a_mistake_with_slices_is_refused_at_its_line(strategy: Strategy) -> Non
 @pytest.mark.parametrize(
     ("reduced", "words"),
     [
-        (False, "activations[1] (microbatch 0, the term of slice"),
-        (True, "a row layer's slices take their own slices of it and no others"),
+        (False, "activations[1] (microbatch 0, the term of feed-forward slice"),
+        (True, "this row layer's feature slices take their own feature slices of it and no others"),
     ],
 )
 def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: str) -> None:
     """Neither its terms nor their sum are slices of it."""
-    sizes = Sizes((8,) * 2, (8,) * 2, (16,) * 3, (0,) * 2, kinds=(SLICED, ROW))
+    up = Node("up", {"x": "width"}, {"x": "ffn"}, {"w1": "ffn width"})
+    down = Node("down", {"x": "ffn"}, {"x": "width"}, {"w2": "width ffn"})
+    row = Node("row", {"x": "width"}, {"x": "head"}, {"w": "head width"})
+    layers = layers_of([("feed-forward", [up, down], ("ffn",)), ("row", [row], ("width",))])
+    sizes = Sizes((8,) * 2, (8,) * 2, (16,) * 3, (0,) * 2, signatures=layers)
 
     async def strategy(rank: Rank) -> None:
         terms = start(rank)

@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shardlab.program import LayerKind, Mesh, Rank, Refused, Sizes, Value, trace
-from shardlab.program.sizes import EXPERT
+from shardlab.program import Mesh, Rank, Refused, Sizes, Value, trace
 from shardlab.rules.spec import Space
 
 
@@ -78,13 +77,13 @@ async def with_a_sum(rank: Rank) -> None:
             without_return,
             r"expert [01] is missing. Put all together first: exchange the experts' buffers by all_to_all",
         ),
-        (without_residual, r"the residual is missing; this dense layer reads activations\[2\] and residuals\[2\]"),
+        (without_residual, r"the residual is missing; this non-expert layer reads activations\[2\] and residuals\[2\]"),
         (with_the_wrong_verb, r"forward\(layer 0\): this layer makes 2 values; give its inputs as a tuple"),
         (
             backward_with_the_wrong_verb,
             r"backward\(layer 2\): this layer read 2 values; give the gradients as a tuple",
         ),
-        (with_a_sum, "and no term of a sum; exchange experts' buffers by all_to_all"),
+        (with_a_sum, "and no term of a sum; exchange the experts' buffers by all_to_all"),
     ],
 )
 def test_mistakes_of_programs_are_refused_at_their_line(
@@ -96,5 +95,6 @@ def test_mistakes_of_programs_are_refused_at_their_line(
 
 def test_only_experts_are_counted_in_slices() -> None:
     sizes = Sizes.mixture(1)
-    assert sizes.space(Mesh(ep=4), 2) == Space(2, 1, ((EXPERT, 4),))
-    assert sizes.kinds == (LayerKind.DENSE, LayerKind.EXPERTS, LayerKind.DENSE)
+    assert sizes.space(Mesh(ep=4), 2) == Space(2, 1, (("expert", 4),))
+    assert [layer.cut for layer in sizes.signatures] == [(), ("expert",), ()]
+    assert [layer.carries for layer in sizes.signatures] == [True, False, True]

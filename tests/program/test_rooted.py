@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Reduction, Refused, Sizes, Spec, World
-from shardlab.program.layers import rules_of
 from shardlab.program.rooted import Call, collective, want_sound
 from shardlab.rules import update
+from shardlab.rules.layers import rules_of
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Space, form_of
 from tests.program.tapes import refusal, says, together
@@ -20,7 +20,7 @@ RANKS = (4, 5, 6)
 SIX = 0b111111
 """All microbatches of the step."""
 SPACE = Space(6)
-RULES = rules_of(Sizes.puzzle(2), SPACE)
+RULES = rules_of(Sizes.puzzle(2).signatures, SPACE)
 BROADCAST, SCATTER = Call(OpKind.BROADCAST, 5), Call(OpKind.SCATTER, 5)
 GATHER, REDUCE = Call(OpKind.GATHER, 5), Call(OpKind.REDUCE, 5)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, Mesh, Sizes, Spec
-from shardlab.program.sizes import LayerKind
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Space, Term, form_of
+from tests.rules.toys import matrices
 
 SQUARE, ROW = 512 * 512, 512 * 256
 
@@ -98,14 +98,14 @@ def test_the_number_of_layers_is_that_of_the_tables() -> None:
 
 
 def test_a_slice_takes_its_share_of_room_and_a_term_takes_all() -> None:
-    sizes = Sizes((8, 8), (8, 8), (12, 20, 12), (0, 0), kinds=(LayerKind.COLUMN, LayerKind.ROW))
+    sizes = Sizes((8, 8), (8, 8), (12, 20, 12), (0, 0), signatures=matrices(["column", "row"]))
     space = sizes.space(Mesh(tp=2), 1)
 
     def held(kind: Kind, layer: int) -> int:
-        return sizes.elements(Spec(form_of(kind, layer, 0, space, slices=(("slice", 0b01),)), 0b11))
+        return sizes.elements(Spec(form_of(kind, layer, 0, space, slices=(("ffn", 0b01),)), 0b11))
 
     def term(kind: Kind, layer: int) -> int:
-        return sizes.elements(Spec(form_of(kind, layer, 0, space, term=Term(("slice",), 0b10)), 0b11))
+        return sizes.elements(Spec(form_of(kind, layer, 0, space, term=Term(("ffn",), 0b10)), 0b11))
 
     assert held(Kind.ACTIVATION, 1) == held(Kind.GRAD_ACTIVATION, 1) == 10
     assert term(Kind.ACTIVATION, 2) == term(Kind.GRAD_ACTIVATION, 0) == 12
