@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import LayerKind, Mesh, Rank, Store, Value
+from shardlab.program import Mesh, Rank, Store, Value
 
 
 def terms_added_by_hand_mesh(ranks: int) -> Mesh:
@@ -19,14 +19,14 @@ async def summed(rank: Rank, store: Store, terms: Value) -> Value:
 
 async def terms_added_by_hand(rank: Rank) -> None:
     """Tensor parallelism on two ranks that exchange their terms and add them: an all-reduce by hand."""
-    norm, last = LayerKind.NORM, rank.layers[-1]
+    last = rank.layers[-1]
     for l in rank.layers:
-        cut = (0, 1) if rank.kinds[l] is norm else (rank.index, rank.world)
+        cut = (0, 1) if rank.sizes.signatures[l].carries else (rank.index, rank.world)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     rank.activations[0] = rank.load_batch(rank.microbatches)
     residual = None
     for l in rank.layers:
-        if rank.kinds[l] is norm:
+        if rank.sizes.signatures[l].carries:
             residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], rank.weights[l])
         else:
             terms = rank.forward(l, rank.activations[l], rank.weights[l])
@@ -35,7 +35,7 @@ async def terms_added_by_hand(rank: Rank) -> None:
     gradient, residual = rank.loss(rank.activations.pop(last + 1), stats), None
     for l in reversed(rank.layers):
         x = rank.activations.pop(l)
-        if rank.kinds[l] is norm:
+        if rank.sizes.signatures[l].carries:
             rank.grad_weights[l], gradient, residual = rank.backward_norm(l, x, gradient, residual, rank.weights[l])
         else:
             rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
@@ -54,11 +54,11 @@ async def experts_interleaved_batch(rank: Rank) -> None:
     """Microbatches dealt as a distributed sampler does, m % world; they go to the experts, and come home."""
     last = len(rank.layers)
     for l in rank.layers:
-        cut = (rank.index, rank.world) if rank.kinds[l] is LayerKind.EXPERTS else (0, 1)
+        cut = (rank.index, rank.world) if "expert" in rank.sizes.signatures[l].cut else (0, 1)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     rank.activations[0] = rank.load_batch([m for m in rank.microbatches if m % rank.world == rank.index])
     for l in rank.layers:
-        if rank.kinds[l] is LayerKind.EXPERTS:
+        if "expert" in rank.sizes.signatures[l].cut:
             rank.activations[l] = await rank.all_to_all(rank.activations.pop(l))
             rank.activations[l + 1] = await rank.all_to_all(rank.forward(l, rank.activations[l], rank.weights[l]))
         else:
@@ -69,7 +69,7 @@ async def experts_interleaved_batch(rank: Rank) -> None:
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
     for l in reversed(rank.layers):
         x, gradient = rank.activations.pop(l), rank.grad_activations.pop(l + 1)
-        if rank.kinds[l] is LayerKind.EXPERTS:
+        if "expert" in rank.sizes.signatures[l].cut:
             gradient = await rank.all_to_all(gradient)
             rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
             rank.grad_activations[l] = await rank.all_to_all(gradient)
@@ -91,14 +91,14 @@ def striped_context_mesh(ranks: int) -> Mesh:
 
 async def striped_context(rank: Rank) -> None:
     """Striped attention (Brandon et al. 2023, arXiv 2311.09431): rank r has slices r, r + cp, ... of every sequence."""
-    xs, norm, project = rank.activations, LayerKind.NORM, LayerKind.PROJECT
+    xs = rank.activations
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     xs[0], residual = rank.load_batch(rank.microbatches, [rank.index, rank.index + rank.world]), None
     for l in rank.layers:
-        if rank.kinds[l] is norm:
+        if rank.sizes.signatures[l].carries:
             residual, xs[l + 1] = rank.forward_norm(l, residual, xs[l], rank.weights[l])
-        elif rank.kinds[l] is project:
+        elif rank.sizes.signatures[l].projects:
             rank.queries[l], own = rank.project(l, xs[l], rank.weights[l])
             rank.keys_values[l] = await rank.all_gather(own, axis="cp")
             xs[l + 1] = rank.attend(l, rank.queries[l], rank.keys_values[l])
@@ -106,16 +106,16 @@ async def striped_context(rank: Rank) -> None:
             xs[l + 1] = rank.forward(l, xs[l], rank.weights[l])
     gradient, above = rank.loss(xs.pop(len(rank.layers))), None
     for l in reversed(rank.layers):
-        if rank.kinds[l] is norm:
+        if rank.sizes.signatures[l].carries:
             made, gradient, above = rank.backward_norm(l, xs.pop(l), gradient, above, rank.weights[l])
-        elif rank.kinds[l] is project:
+        elif rank.sizes.signatures[l].projects:
             mixed = xs.pop("mixed")
             of_queries, of_all = rank.attend_backward(l, rank.queries[l], rank.keys_values[l], mixed, gradient)
             rank.grad_queries[l] = of_queries
             mine = await rank.reduce_scatter(of_all, axis="cp")
             made, gradient = rank.backward_project(l, xs.pop(l), rank.grad_queries.pop(l), mine, rank.weights[l])
         else:
-            if l and rank.kinds[l - 1] is project:
+            if l and rank.sizes.signatures[l - 1].projects:
                 xs["mixed"] = xs[l]
             made, gradient = rank.backward(l, xs.pop(l), gradient, rank.weights[l])
         rank.grad_weights[l] = made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import LayerKind, Mesh, Rank, Strategy
+from shardlab.program import Mesh, Rank, Strategy
 
 
 def microbatches_together_mesh(ranks: int) -> Mesh:
@@ -11,25 +11,24 @@ def microbatches_together_mesh(ranks: int) -> Mesh:
 
 async def gathered_matrices(rank: Rank) -> None:
     """Matrices are kept in slices and gathered to compute; each rank has its own microbatches."""
-    norm = LayerKind.NORM
     for l in rank.layers:
-        cut = (0, 1) if rank.kinds[l] is norm else (rank.index, rank.world)
+        cut = (0, 1) if rank.sizes.signatures[l].carries else (rank.index, rank.world)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
         rank.weights["full", l] = (
-            rank.weights[l] if rank.kinds[l] is norm else await rank.all_gather(rank.weights[l], axis="tp")
+            rank.weights[l] if rank.sizes.signatures[l].carries else await rank.all_gather(rank.weights[l], axis="tp")
         )
     rank.activations[0] = rank.load_batch(rank.share())
     residual = None
     for l in rank.layers:
         full = rank.weights["full", l]
-        if rank.kinds[l] is norm:
+        if rank.sizes.signatures[l].carries:
             residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], full)
         else:
             rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
     gradient, above = rank.loss(rank.activations.pop(len(rank.layers))), None
     for l in reversed(rank.layers):
         x, full = rank.activations.pop(l), rank.weights.pop(("full", l))
-        if rank.kinds[l] is norm:
+        if rank.sizes.signatures[l].carries:
             made, gradient, above = rank.backward_norm(l, x, gradient, above, full)
             rank.grad_weights[l] = await rank.all_reduce(made)
         else:
@@ -40,13 +39,12 @@ async def gathered_matrices(rank: Rank) -> None:
 
 async def microbatches_together(rank: Rank) -> None:
     """Each rank has its own microbatches for the norms; for the slices of a matrix all are gathered, and dealt back."""
-    norm = LayerKind.NORM
     for l in rank.layers:
-        cut = (0, 1) if rank.kinds[l] is norm else (rank.index, rank.world)
+        cut = (0, 1) if rank.sizes.signatures[l].carries else (rank.index, rank.world)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     value, residual = rank.load_batch(rank.share()), None
     for l in rank.layers:
-        if rank.kinds[l] is norm:
+        if rank.sizes.signatures[l].carries:
             rank.activations[l] = value
             residual, value = rank.forward_norm(l, residual, value, rank.weights[l])
         else:
@@ -57,7 +55,7 @@ async def microbatches_together(rank: Rank) -> None:
     gradient, above = rank.loss(rank.activations.pop("made"), stats), None
     for l in reversed(rank.layers):
         x = rank.activations.pop(l)
-        if rank.kinds[l] is norm:
+        if rank.sizes.signatures[l].carries:
             made, gradient, above = rank.backward_norm(l, x, gradient, above, rank.weights[l])
             rank.grad_weights[l] = await rank.all_reduce(made)
         else:

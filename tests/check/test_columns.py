@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from shardlab.check import check
-from shardlab.program import LayerKind, Mesh, Op, OpKind, Program, Refused, Sizes, Strategy, trace
+from shardlab.program import Mesh, Op, OpKind, Program, Refused, Sizes, Strategy, trace
 from shardlab.strategies import column_parallel
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
@@ -83,7 +83,7 @@ def test_what_is_not_put_together_is_refused(kind: OpKind, layer: int) -> None:
 
 def test_terms_of_a_projections_gradient_are_reduced() -> None:
     program = PROGRAMS["heads"]()
-    project = program.sizes.kinds.index(LayerKind.PROJECT)
+    project = next(l for l, layer in enumerate(program.sizes.signatures) if layer.projects)
     everywhere(program, another_collective(OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER, project))
     with pytest.raises(Refused):
         check(program)
@@ -92,7 +92,7 @@ def test_terms_of_a_projections_gradient_are_reduced() -> None:
 def test_heads_of_another_rank_are_refused() -> None:
     """Rank 0's projection is of the other rank's heads."""
     program = PROGRAMS["heads"]()
-    project = program.sizes.kinds.index(LayerKind.PROJECT)
+    project = next(l for l, layer in enumerate(program.sizes.signatures) if layer.projects)
     tape = program.tapes[0]
     at = next(i for i, op in enumerate(tape) if op.kind is OpKind.LOAD_WEIGHT and op.layer == project)
     other = next(op.holds for op in program.tapes[1] if op.kind is OpKind.LOAD_WEIGHT and op.layer == project)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardlab.check import check
-from shardlab.program import Holds, LayerKind, Mesh, Op, OpKind, Program, Rank, Refused, Value, trace
+from shardlab.program import Holds, Mesh, Op, OpKind, Program, Rank, Refused, Value, trace
 from shardlab.strategies import expert_parallel
 
 
@@ -35,7 +35,7 @@ async def reducing_experts_too(rank: Rank) -> None:
 
     def then_reduce(layer: int, *given: Any) -> tuple[Value, ...]:
         grad_weight, *gradients = backward(layer, *given)
-        if rank.kinds[layer] is LayerKind.EXPERTS:
+        if "expert" in rank.sizes.signatures[layer].cut:
             rank.grad_weights[layer, "sum"] = grad_weight
             rank.all_reduce(grad_weight)
         return grad_weight, *gradients
@@ -73,7 +73,7 @@ def summed(program: Program, rank: int, op: Op) -> Op:
 def swapped(program: Program, rank: int, op: Op) -> Op:
     """Every rank loads the other one's experts."""
     loads = op.kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE)
-    if loads and program.sizes.kind(op.layer) is LayerKind.EXPERTS:
+    if loads and program.sizes.signatures[op.layer].cut:
         return op._replace(holds=Holds(1 << 1 - rank, 2))
     return op
 

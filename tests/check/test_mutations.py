@@ -97,7 +97,7 @@ BY_HAND = (ring, slicing_programs.updates_in_chunks, slicing_programs.a_rank_wit
 
 def mutants(kind: str, name: str) -> list[Program]:
     """A sample of a program's mutants, the same every time."""
-    sample = SAMPLE_OF_PLANS if subjects()[name].sizes.kinds else SAMPLE
+    sample = SAMPLE_OF_PLANS if any(layer.cut for layer in subjects()[name].sizes.signatures) else SAMPLE
     random = Random(f"{kind} {name}")
     kept: list[Program] = []
     for count, mutant in enumerate(MUTATIONS[kind](subjects()[name])):  # each is kept with the same chance
@@ -198,16 +198,20 @@ def test_tapes_of_another_world_are_refused() -> None:
         (
             "missing reduce",
             "tensor",
-            "slice 1 is missing. Put all together first: reduce the terms over the ranks that have them",
+            "head slice 1 is missing. Put all together first: reduce the terms over the ranks that have them",
         ),
         ("missing reduce", "sequence", "norm(layer 1): sequence slice 1 of microbatch 0"),
         ("missing gather", "sequence", "this layer wants whole sequences. Gather their slices first"),
-        ("missing gather", "tensor", "the stats given are stats[7] (microbatch 0, slice 1 of 2); all_gather the"),
+        (
+            "missing gather",
+            "tensor",
+            "the stats given are stats[7] (microbatch 0, vocabulary slice 1 of 2); all_gather the",
+        ),
         ("double reduce", "tensor", "which is complete; summing it again would count it twice"),
         (
             "collective too many",
             "tensor",
-            "slices of the whole and no term of a sum; they lie side by side: all_gather them",
+            "vocabulary slices of the whole and no term of a sum; all_gather the slices, which lie side by side",
         ),
         ("collective too many", "tensor", "gave slices 0 of 2 and rank 1 1 of 2; only equal slices can be summed"),
         ("collective over another axis", "tensor zero_1", "only equal slices can be summed"),
@@ -227,7 +231,7 @@ def test_tapes_of_another_world_are_refused() -> None:
         (
             "collective too many",
             "expert-parallel",
-            "experts of the whole and no term of a sum; exchange experts' buffers by",
+            "experts of the whole and no term of a sum; exchange the experts' buffers by",
         ),
         ("use of a tied weight left out", "tied", "microbatch 0 as the head missing from grad_weights[0]"),
         ("use of a tied weight twice", "tied", "microbatch 0 as the head would be counted twice"),
@@ -239,7 +243,11 @@ def test_tapes_of_another_world_are_refused() -> None:
             "microbatches 0-1 as the embedding are missing from grad_weights[0]",
         ),
         ("residual for branch", "sequence", "the gradient given is grad_residuals[3]"),
-        ("slice of another rank", "tensor", "slice 1 would be counted twice (rank 1 and an earlier rank both have it)"),
+        (
+            "slice of another rank",
+            "tensor",
+            "vocabulary slice 1 would be counted twice (rank 1 and an earlier rank both have it)",
+        ),
         ("squares counted on every rank", "tensor", "of the model come from rank 1 and from an earlier one as well"),
         ("double reduce", "split_fsdp", "all_reduce(scalars): parts 0-3 of 4 of the model come from rank 1"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardlab.program import LayerKind, Op, OpKind, Program
+from shardlab.program import Op, OpKind, Program
 from tests.support.mutating import everywhere, fresh_number, mutation, places, reading, renamed, wait_of, with_tape
 
 CARRIED = {
@@ -81,7 +81,7 @@ def buffers_of_another_exchange(program: Program) -> Iterator[Program]:
 def carried_of_another_pass(program: Program) -> Iterator[Program]:
     """A layer is given what was carried for another layer or microbatch, on one rank or on all."""
     for rank, at, op in places(program, *CARRIED):
-        if program.sizes.kind(op.layer) not in (LayerKind.NORM, LayerKind.DENSE):
+        if not program.sizes.signatures[op.layer].carries:
             continue
         for count, place in CARRIED[op.kind]:
             if len(op.inputs) != count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardlab.program import Kind, LayerKind, Op, OpKind, Program
+from shardlab.program import Kind, Op, OpKind, Program
 from tests.support.mutating import (
     changed,
     everywhere,
@@ -41,7 +41,7 @@ def blocks_of(program: Program, tape: list[Op]) -> set[int]:
     for op in tape:
         came = op.expect is not None and op.expect.kind in BLOCKS
         gathers = op.kind in (OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ADD) and op.inputs[0] in found
-        projects = op.kind is OpKind.FORWARD and program.sizes.kind(op.layer) is LayerKind.PROJECT
+        projects = op.kind is OpKind.FORWARD and program.sizes.signatures[op.layer].projects
         if projects or op.kind is OpKind.ATTEND_BACKWARD:
             found.add(op.outputs[1])
         elif came or gathers:

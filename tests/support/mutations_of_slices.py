@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from shardlab.program import LayerKind, Op, OpKind, Program
+from shardlab.program import Op, OpKind, Program
 from shardlab.program.ops import COLLECTIVES
 from tests.support.mutating import changed, fresh_number, mutation, places, renamed, with_tape
 
@@ -32,7 +32,7 @@ def layer_of_result(program: Program, op: Op, place: int) -> int:
         return sizes.weight_of(op.layer)
     if op.kind is OpKind.ATTEND:
         return op.layer + 1
-    if op.kind is not OpKind.FORWARD or sizes.kind(op.layer) is LayerKind.PROJECT:
+    if op.kind is not OpKind.FORWARD or sizes.signatures[op.layer].projects:
         return op.layer
     return op.layer + 1 if place == 0 else sizes.next_carrying(op.layer)
 

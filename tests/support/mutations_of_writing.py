@@ -54,7 +54,8 @@ def another_world(program: Program) -> Iterator[Program]:
     yield replace(program, tapes=program.tapes[:-1])
     yield replace(program, microbatches=program.microbatches + 1)
     yield replace(program, sizes=Sizes.puzzle(program.layers + 1))
-    if program.microbatches > 1 and not program.sizes.kinds:  # two whole microbatches may be read as one in two slices
+    sliced = any(layer.cut for layer in program.sizes.signatures)
+    if program.microbatches > 1 and not sliced:  # else two whole microbatches may be read as one in two slices
         yield replace(program, microbatches=program.microbatches - 1)
     if program.layers > 1:
         yield replace(program, sizes=Sizes.puzzle(program.layers - 1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from random import Random
 
-from shardlab.program import Handle, LayerKind, Program, Rank, Sizes, Store, Strategy, Value, trace
+from shardlab.program import Handle, Program, Rank, Sizes, Store, Strategy, Value, trace
 from tests.support.random_dealing import Agreed, AttentionShape, random_attention_shape
 
 
@@ -45,10 +45,10 @@ class AttentionWriter:
         met: dict[int, tuple[Value, Value, Value]] = {}
         for l in rank.layers:
             inputs.append(self.kept(rank.activations, x))
-            if rank.kinds[l] is LayerKind.NORM:
+            if rank.sizes.signatures[l].carries:
                 residual, x = rank.forward_norm(l, residual, x, rank.weights[l])
                 residual = residual and self.kept(rank.residuals, residual)
-            elif rank.kinds[l] is LayerKind.PROJECT:
+            elif rank.sizes.signatures[l].projects:
                 made = rank.project(l, x, rank.weights[l])
                 queries, own = self.kept(rank.queries, made[0]), self.kept(rank.keys_values, made[1])
                 x = self.kept(rank.activations, await self.attended(l, queries, own))
@@ -59,10 +59,10 @@ class AttentionWriter:
         for l in reversed(rank.layers):
             x, weight = inputs[l], rank.weights[l]
             gradient = self.kept(rank.grad_activations, gradient)
-            if rank.kinds[l] is LayerKind.NORM:
+            if rank.sizes.signatures[l].carries:
                 grad, gradient, above = rank.backward_norm(l, x, gradient, above, weight)
                 above = above and self.kept(rank.grad_residuals, above)
-            elif rank.kinds[l] is LayerKind.PROJECT:
+            elif rank.sizes.signatures[l].projects:
                 gradients = await self.went_back(l, *met[l], gradient)
                 if self.random.random() < 0.5:
                     grad, gradient = rank.backward_project(l, x, *gradients, weight)

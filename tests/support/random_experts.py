@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from random import Random
 
-from shardlab.program import LayerKind, Mesh, Program, Rank, Sizes, Store, Strategy, Value, trace
+from shardlab.program import Mesh, Program, Rank, Sizes, Store, Strategy, Value, trace
 
 
 class ExpertWriter:
@@ -35,7 +35,7 @@ class ExpertWriter:
     async def run(self) -> None:
         rank = self.rank
         for l in rank.layers:
-            is_expert = rank.kinds[l] is LayerKind.EXPERTS
+            is_expert = "expert" in rank.sizes.signatures[l].cut
             shard, of = (self.here, len(self.ep)) if is_expert else (0, 1)
             rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard, of)
         if self.all_forward_first:
@@ -52,7 +52,7 @@ class ExpertWriter:
             while len(parts) > 1:
                 one, other = (parts.pop(self.random.randrange(len(parts))) for _ in range(2))
                 parts.append(self.kept(rank.grad_weights, one + other))
-            axes = ["dp_shard"] if rank.kinds[l] is LayerKind.EXPERTS else ["ep", "dp_shard"]
+            axes = ["dp_shard"] if "expert" in rank.sizes.signatures[l].cut else ["ep", "dp_shard"]
             total = parts[0]
             for axis in axes:
                 total = await rank.all_reduce(total, axis=axis)
@@ -63,7 +63,7 @@ class ExpertWriter:
         rank, carried = self.rank, None
         x, inputs = rank.load_batch(unit), list[Value]()
         for l in rank.layers:
-            if rank.kinds[l] is LayerKind.EXPERTS:
+            if "expert" in rank.sizes.signatures[l].cut:
                 inputs.append(self.kept(rank.activations, await rank.all_to_all(x, axis="ep")))
                 made = rank.forward(l, inputs[l], rank.weights[l], save=self.random.random() < 0.6)
                 x = await rank.all_to_all(made, axis="ep")
@@ -79,7 +79,7 @@ class ExpertWriter:
         gradient = rank.loss(logits)
         for l in reversed(rank.layers):
             x, weight, halves = inputs[l], rank.weights[l], self.random.random() < 0.4
-            is_expert, grad = rank.kinds[l] is LayerKind.EXPERTS, None
+            is_expert, grad = "expert" in rank.sizes.signatures[l].cut, None
             if is_expert:
                 gradient = await rank.all_to_all(gradient, axis="ep")
             given = gradient = self.kept(rank.grad_activations, gradient)

@@ -26,7 +26,7 @@ class Kept(NamedTuple):
 
 
 class Body:
-    """SLICED, or TOKENWISE: then each token is alone."""
+    """One of kind `sliced`, or `tokenwise`: then each token is alone."""
 
     def __init__(self, place: Place, sequence: int) -> None:
         self.shift, self.is_last = 17 * place.number + 5, place.is_last

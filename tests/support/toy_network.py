@@ -128,9 +128,27 @@ def total_of(logits: Array, columns: tuple[object, ...]) -> Array:
     return (logits * logits % PRIME * (numbers(columns) + 1) % PRIME).sum(1, keepdims=True) % PRIME
 
 
+def kind_of(program: Program, number: int) -> str:
+    """What stands for a layer of a program."""
+    layers = program.sizes.signatures
+    layer = layers[number]
+    if not layer.cut:
+        cut = {index for each in layers for index in each.cut}
+        return "dense" if "expert" in cut else "norm" if cut else "whole"
+    if "expert" in layer.cut:
+        return "experts"
+    if any(node.takes_own for node in layer.nodes):
+        return "column"
+    if layer.projects:
+        return "project"
+    if number and layers[number - 1].projects:
+        return "row"
+    return "sliced" if layer.mixes_tokens else "tokenwise"
+
+
 def network_of(program: Program) -> Network:
     """The network that stands for a program's model; tokens are many enough for the mesh to cut their sequence."""
-    kinds = tuple(kind.value for kind in program.sizes.kinds) or ("whole",) * program.sizes.layers
+    kinds = tuple(kind_of(program, number) for number in range(program.layers))
     alone = "whole" in kinds or "experts" in kinds
     slices = program.mesh.tp * (2 * program.mesh.cp if program.mesh.cp > 1 else 1)
     return Network(kinds, 1 if alone else math.lcm(TOKENS, slices), program.sizes.tied)
