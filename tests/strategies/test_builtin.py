@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import check
-from shardlab.program import Kind, LayerKind, OpKind, Program, UserError, trace
+from shardlab.program import Kind, OpKind, Program, UserError, trace
 from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES, find
 
@@ -146,7 +146,7 @@ def test_every_layer_computes_every_microbatch_once_in_each_direction(name: str)
                 if op.kind in kinds and all(program.mesh.coordinate(rank, axis) == 0 for axis in ("cp", "tp")):
                     mask = specs[op.inputs[0]].microbatches
                     done.update((op.layer, m) for m in range(4) if mask >> m & 1)
-        experts = [program.sizes.kind(layer) is LayerKind.EXPERTS for layer in range(program.layers)]
+        experts = ["expert" in layer.cut for layer in program.sizes.signatures]
         assert done == {(layer, m): 4 if its else 1 for layer, its in enumerate(experts) for m in range(4)}
 
 

@@ -128,7 +128,7 @@ def test_experts_are_not_cut_with_heads_or_sequences() -> None:
 
 
 def test_a_model_whose_attention_is_no_step_of_its_own_is_refused() -> None:
-    with pytest.raises(UserError, match=r"give Sizes.context_blocks or those of models.Halves with context=True"):
+    with pytest.raises(UserError, match=r"give Sizes.context_blocks or those of models.cut with attention_apart=True"):
         trace(planned(Plan(Mesh(cp=2))), Mesh(cp=2), Sizes.half_blocks(2), 2)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardlab.check import Checked, check
 from shardlab.draw import timeline_svg
-from shardlab.program import Kind, LayerKind, Mesh, OpKind, Sizes, UserError, trace
+from shardlab.program import Kind, Mesh, OpKind, Sizes, UserError, trace
 from shardlab.simulate import simulate
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
@@ -62,11 +62,11 @@ def test_experts_gradients_are_reduced_over_the_other_data_axes_only() -> None:
     checked = checked_plan(plan, 2, 8)
     for tape, specs in zip(checked.program.tapes, checked.specs, strict=True):
         reduced = [op for op in tape if op.kind is OpKind.ALL_REDUCE and specs[op.inputs[0]].kind is Kind.GRAD_WEIGHT]
-        axes = Counter((checked.program.sizes.kind(op.layer), str(op.group)) for op in reduced)
+        axes = Counter((checked.program.sizes.signatures[op.layer].cut, str(op.group)) for op in reduced)
         assert axes == {
-            (LayerKind.DENSE, "ep"): 3,
-            (LayerKind.DENSE, "dp_replicate"): 3,
-            (LayerKind.EXPERTS, "dp_replicate"): 2,
+            ((), "ep"): 3,
+            ((), "dp_replicate"): 3,
+            (("expert",), "dp_replicate"): 2,
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import Checked, check
-from shardlab.program import Kind, LayerKind, OpKind, trace
+from shardlab.program import Kind, OpKind, trace
 from shardlab.simulate import live_memory
 from shardlab.strategies import STRATEGIES
 
@@ -54,7 +54,7 @@ def test_what_a_rank_keeps_is_what_the_formula_says(name: str) -> None:
     program = checked(name)
     sizes = program.program.sizes
     layer, layers = sizes.weights[0], sum(sizes.weights) / sizes.weights[0]
-    experts = sizes.kinds.count(LayerKind.EXPERTS)
+    experts = sum("expert" in its.cut for its in sizes.signatures)
     for unit, kind in UNITS.items():
         peak = max(max(memory) for memory in live_memory(program, [kind])) / layer
         kept = formula(name, unit, layers, experts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardlab.check import check
-from shardlab.models import GPT, Halves
+from shardlab.models import GPT, cut
 from shardlab.program import Kind, Mesh, OpKind, Program, Sizes, UserError, trace
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.simulate import Timeline, simulate
@@ -42,9 +42,9 @@ def test_each_layer_that_is_recomputed_takes_one_more_forward_pass_and_keeps_onl
 
 def test_selective_keeps_queries_keys_and_values_and_computes_the_scores_again() -> None:
     model = GPT(layers=2, width=16, heads=2, block=64)
-    apart = Halves(model, context=True).sizes(64, 8)  # so many rows that activations outweigh the weights
+    apart = cut(model, attention_apart=True).sizes(64, 8)  # so many rows that activations outweigh the weights
     selective = simulate(check(traced("selective", apart)))
-    everything = simulate(check(traced("none", Halves(model).sizes(64, 8))))
+    everything = simulate(check(traced("none", cut(model).sizes(64, 8))))
     assert recomputed(traced("selective", apart)) == []
     kinds = [op.kind for op in traced("selective", apart).tapes[0]]
     assert kinds.count(OpKind.ATTEND) == kinds.count(OpKind.ATTEND_BACKWARD) == 2
@@ -103,7 +103,7 @@ def test_blocks_are_computed_again_on_any_pipeline(schedule: str) -> None:
 
 
 def test_full_recomputation_takes_one_more_forward_pass_of_every_block() -> None:
-    halves = Halves(GPT(layers=2, width=16, heads=2, block=8)).sizes(64, 8)
+    halves = cut(GPT(layers=2, width=16, heads=2, block=8)).sizes(64, 8)
     nothing, everything = run("none", halves), run("full", halves)
     assert everything.end - nothing.end == 4
     assert everything.peak_memory < nothing.peak_memory
