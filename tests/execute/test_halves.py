@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from shardlab.models.parts import Attention, FeedForward, Head
 from torch import Tensor
 
 from shardlab.execute.graph import FlatWeight, Graph
 from shardlab.execute.saved import Saved
 from shardlab.models import GPT, MLP, Blocks, Halves, Llama, Model
-from shardlab.models.parts import Attention, FeedForward, Head
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 
 MODELS: list[Model] = [

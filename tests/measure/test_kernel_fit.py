@@ -12,7 +12,7 @@ from shardlab.hardware import AlphaBeta, Cluster, Machine, Profile, Rate
 from shardlab.measure.kernel_fit import BESIDE, Rates, errors_by_layer, errors_of, fit_kernels, predict
 from shardlab.measure.points import LayerPoint
 from shardlab.measure.shapes import MEASURED, Shape, subjects
-from shardlab.models import Halves
+from shardlab.models import CutModel
 from shardlab.program import OpKind
 
 SHAPES = [Shape(width, *batch) for width in (32, 64, 128, 256) for batch in ((1, 32), (4, 64), (2, 256))]
@@ -66,7 +66,7 @@ def test_a_profile_of_the_fit_prices_a_layer_as_the_fit_predicts_it() -> None:
     profile = Profile(Machine("a CPU", 2, "2.9", "gloo"), {}, AlphaBeta(0, 0), rates, 1e9)
     device = Cluster.of_profile(profile).device
     subject = subjects(Shape(64, 2, 32), "float32", 256)[1]
-    assert isinstance(subject.model, Halves)
+    assert isinstance(subject.model, CutModel)
     ops = [op for op in subject.checked().program.tapes[0] if op.kind is OpKind.FORWARD]
     for op in ops:
         kernels = subject.model.kernels(op.layer, 2, 32)

@@ -6,7 +6,7 @@ import torch
 
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
-from shardlab.models import Blocks, Halves
+from shardlab.models import Blocks, CutModel
 from shardlab.models.tensors import to_blocks
 from shardlab.strategies.plan import Plan
 from shardlab.train.data import Batches, Corpus
@@ -33,7 +33,7 @@ def trained(
     """After three steps that clip: this rank's copy of the embedding, and on rank 0 the model's blocks."""
     job = Job(plan, plan.mesh.world, microbatches, model, 2, torch.float64)
     checked, cut = job.checked(), job.cut
-    assert isinstance(cut, Halves)
+    assert isinstance(cut, CutModel)
     settings = Settings(0, torch.float64, CPU, AdamW(clip=0.1))
     executor = Executor(checked, rank, cut, batches_of(model), settings)
     for _ in range(3):
