@@ -9,13 +9,15 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from shardlab.models.parts import Attention, FeedForward, Head
 from torch import Tensor
 
 from shardlab.execute.graph import FlatWeight, Graph
 from shardlab.execute.saved import Saved
-from shardlab.models import GPT, MLP, Blocks, Halves, Llama, Model
+from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, Model, MoE, cut
+from shardlab.models.attention import Projection
+from shardlab.models.primitives import Embed, Linear, Norm, Scores
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
+from tests.models.conftest import inputs_of, piece_of
 
 MODELS: list[Model] = [
     GPT(layers=3, width=16, heads=2, block=8),
@@ -29,29 +31,33 @@ MODELS: list[Model] = [
     MLP(layers=1, width=16, block=8, bias=False, dropout=0.2),
     Llama(layers=2, width=16, heads=2, block=8, kv_heads=1, ffn_hidden=24),
     GPT(layers=1, width=16, heads=2, block=8, activation="squared_relu", norm="rms", rope_theta=1e4),
+    MoE(layers=2, width=16, heads=2, block=8, vocabulary=30, top_k=1),
+    MoE(layers=1, width=16, heads=2, block=8, vocabulary=30, dropout=0.2, capacity_factor=None),
+    Mixtral(layers=2, width=16, heads=2, block=8, kv_heads=1, ffn_hidden=24, top_k=3),
 ]
 ROWS = 3
 CASES = [(model, layer) for model in MODELS for layer in range(model.layers)]
 every_layer = pytest.mark.parametrize(("model", "layer"), CASES, ids=str)
 
 
-def inputs_of(model: Model, layer: int) -> list[Tensor | None]:
-    """Random, but always the same; tokens for the first layer, a residual and a branch for a norm."""
+def given(model: Model, layer: int, share: Share) -> tuple[Tensor, ...]:
+    """Random, but always the same."""
     torch.manual_seed(layer)
-    shape = (ROWS, *model.activation_shape(layer))
-    x = torch.randn(shape, dtype=torch.float64) if layer else torch.randint(model.vocabulary, shape)
-    if isinstance(model, Halves) and layer % 2:
-        return [torch.randn_like(x) if layer > 1 else None, x]
-    return [x]
+    return inputs_of(model, layer, ROWS, torch.float64, share)
 
 
-def graph_of(model: Model, layer: int, saved: bool = True) -> tuple[Graph, Tensor, list[Tensor]]:
+def flat_of(model: Model, layer: int, number: int) -> Tensor:
+    """The weights of a layer's slice."""
+    return initial_weights(model, layer, 0, torch.float64).chunk(model.layout(layer).slices)[number]
+
+
+def graph_of(model: Model, layer: int, saved: bool = True, number: int = 0) -> tuple[Graph, Tensor, list[Tensor]]:
     """A layer's graph on random input, its flat weight, and the gradients of its outputs."""
-    flat = initial_weights(model, layer, 0, torch.float64)
+    flat, share = flat_of(model, layer, number), piece_of(model, layer, number)
     weight = FlatWeight(flat, model.layout(layer))
     dropout = Dropout(model.dropout, 0, 0, layer, (0,)) if model.dropout else None
     kept = Saved(flat) if saved else None
-    graph = Graph(layers_of(model)[layer], inputs_of(model, layer), weight, Share(), dropout, kept)
+    graph = Graph(layers_of(model)[layer], given(model, layer, share), weight, share, dropout, kept)
     return graph, flat, [torch.randn_like(y) for y in graph.take_outputs()]
 
 
@@ -63,9 +69,9 @@ def whole(model: Model, layer: int) -> tuple[Tensor, list[Tensor]]:
     return into, x_gradients
 
 
-def read_by_the_second_half(model: Model, layer: int) -> set[int]:
+def read_by_the_second_half(model: Model, layer: int, number: int = 0) -> set[int]:
     """Numbers of the saved tensors that it reads, as a first pass tells."""
-    graph, flat, gradients = graph_of(model, layer)
+    graph, flat, gradients = graph_of(model, layer, number=number)
     graph.backward_input(gradients, flat)
     return set(graph.backward_weight(views(model.layout(layer), torch.zeros_like(flat))))
 
@@ -124,41 +130,58 @@ class Watched(Saved):
         return [kept for kept in self._tensors if isinstance(kept, Tensor)]
 
 
-def kept_between_the_halves(model: Model, layer: int, reads: set[int] | None) -> int:
-    """Elements for one sequence, by storages: beyond the layer's inputs, its parameters, and its outputs' gradients."""
-    flat = initial_weights(model, layer, 0, torch.float64)
-    inputs, weight, saved = inputs_of(model, layer), FlatWeight(flat, model.layout(layer)), Watched(flat)
+def kept_between_the_halves(model: Model, layer: int, reads: set[int] | None, number: int = 0) -> int:
+    """Elements by storages: beyond the layer's inputs, its parameters, and its outputs' gradients."""
+    flat, share = flat_of(model, layer, number), piece_of(model, layer, number)
+    inputs, weight, saved = given(model, layer, share), FlatWeight(flat, model.layout(layer)), Watched(flat)
     dropout = Dropout(model.dropout, 0, 0, layer, (0,)) if model.dropout else None
-    graph = Graph(layers_of(model)[layer], inputs, weight, Share(), dropout, saved)
+    graph = Graph(layers_of(model)[layer], inputs, weight, share, dropout, saved)
     gradients = [torch.randn_like(y) for y in graph.take_outputs()]
     graph.backward_input(gradients, flat, reads)
+    assert not graph._whole, "all gradients are put off"
     caught = [tensor for entry in graph._entries for tensor in entry.caught.values()]
-    given = storages([flat, *gradients, *inputs])
-    sizes = {place: size for place, size in storages([*saved.stays(), *caught]).items() if place not in given}
-    return sum(sizes.values()) // 8 // ROWS
+    others = storages([flat, *gradients, *inputs])
+    sizes = {place: size for place, size in storages([*saved.stays(), *caught]).items() if place not in others}
+    return sum(sizes.values()) // 8
 
 
 UNTIED = [model for model in MODELS if isinstance(model, Blocks) and not (isinstance(model, GPT) and model.tied)]
 """The second half of a tied model keeps less: the gradient of its matrix is not put off."""
-MEASURED: list[Model] = [*UNTIED, *(Halves(model) for model in UNTIED)]
+WITHOUT_EXPERTS = [model for model in UNTIED if not isinstance(model, MoE)]
+MEASURED: list[Model] = [
+    *UNTIED,
+    *(cut(model) for model in UNTIED),
+    *(cut(model, attention_apart=True) for model in WITHOUT_EXPERTS),
+    *(cut(model, columns=True) for model in UNTIED if isinstance(model, MLP)),
+    # in slices
+    cut(GPT(layers=1, width=16, heads=4, kv_heads=2, block=8, vocabulary=30, dropout=0.2), tp=2),
+    cut(Llama(layers=1, width=16, heads=4, kv_heads=2, block=8), tp=2, attention_apart=True),
+    cut(MLP(layers=1, width=16, block=8), tp=2, columns=True),
+    cut(MoE(layers=1, width=16, heads=2, block=8), ep=2),
+]
 
 
 @pytest.mark.parametrize(("model", "layer"), [(m, layer) for m in MEASURED for layer in range(m.layers)], ids=str)
 def test_from_the_second_pass_on_what_models_declare_is_kept_between_the_halves(model: Model, layer: int) -> None:
     """Of what was saved, only what the second half reads; and the gradients that meet parameters."""
-    reads = read_by_the_second_half(model, layer)
-    assert kept_between_the_halves(model, layer, reads) == model.saved_for_weight(layer)
+    kept = [
+        kept_between_the_halves(model, layer, read_by_the_second_half(model, layer, number), number)
+        for number in range(model.layout(layer).slices)
+    ]
+    assert sum(kept) == model.run(layer).saved_for_weight(ROWS)
 
 
-@pytest.mark.parametrize(("model", "layer"), [(m, layer) for m in UNTIED for layer in range(m.layers)], ids=str)
+@pytest.mark.parametrize(
+    ("model", "layer"), [(m, layer) for m in WITHOUT_EXPERTS for layer in range(m.layers)], ids=str
+)
 def test_in_the_first_pass_all_that_was_saved_is_kept_and_the_gradients_that_meet_parameters(
     model: Blocks, layer: int
 ) -> None:
     """Each norm's and each linear map's output's. Without dropout the last one's is that of the layer's output."""
-    t, c = model.block, model.width
-    parts = model.parts(layer)
-    made = [part.features for part in parts if isinstance(part, Attention | FeedForward)]  # by its first linear map
-    streams = sum(2 if isinstance(part, Attention | FeedForward) else 1 for part in parts)
-    given = t * c if not isinstance(parts[-1], Head) and not model.dropout else 0
-    caught = t * (sum(made) + streams * c) - given
-    assert kept_between_the_halves(model, layer, None) == model.saved_elements(layer) + caught
+    primitives = [step.primitive for step in model.run(layer).steps]
+    features = [each.outputs for each in primitives if isinstance(each, Projection | Linear)]
+    features += [each.width for each in primitives if isinstance(each, Norm | Embed)]
+    features += [-model.width] if not model.dropout and layer < model.layers - 1 else []
+    features += [-each.outputs for each in primitives if isinstance(each, Scores)]  # those of the logits are given
+    caught = ROWS * model.block * sum(features)
+    assert kept_between_the_halves(model, layer, None) == model.run(layer).saved(ROWS) + caught

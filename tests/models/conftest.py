@@ -21,8 +21,12 @@ def piece_of(model: Model, layer: int, number: int) -> Share:
 
 
 def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> tuple[Tensor, ...]:
-    """Random inputs of a layer, of a share's tokens: its activation, and what is carried beside it, if anything is."""
+    """Random inputs of a layer's share: its activation, and what is carried beside it, if anything is."""
     shape = list(model.activation_shape(layer, rows))
+    reads = model.run(layer).steps[0].primitive.reads.get("x", "").split()
+    for index, (_, of) in share.pieces.items():
+        if index in reads:
+            shape[0 if index == "expert" else -1] //= of
     if share.tokens is not None:
         shape[1] = len(share.tokens)
     if layer == 0:

@@ -9,6 +9,7 @@ import torch
 
 from shardlab.models import GPT, MLP, Blocks, Llama, cut
 from shardlab.models.tensors import Share
+from tests.models.conftest import piece_of
 
 SMALL = {"layers": 2, "width": 48, "block": 8, "vocabulary": 30}
 MODELS = [
@@ -45,12 +46,17 @@ def test_every_parameter_is_in_one_layer_and_the_arithmetic_is_the_same(whole: B
     )
 
 
+@pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("whole", MODELS, ids=str)
-def test_autograd_keeps_exactly_the_declared_elements(whole: Blocks, saved_bytes: Callable[..., int]) -> None:
-    model = cut(whole, attention_apart=True)
+def test_autograd_keeps_exactly_the_declared_elements(
+    whole: Blocks, slices: int, saved_bytes: Callable[..., int]
+) -> None:
+    model = cut(whole, tp=slices, attention_apart=True)
     for layer in range(model.layers):
-        parts = (None,) if model.run(layer).cut else ([0, 1, 6, 7], [2, 3, 4, 5])
-        kept = sum(saved_bytes(model, layer, 3, torch.float64, Share(tokens=part)) for part in parts)
+        shares = [Share(tokens=part) for part in ([0, 1, 6, 7], [2, 3, 4, 5])]
+        if model.run(layer).cut:
+            shares = [piece_of(model, layer, number) for number in range(slices)]
+        kept = sum(saved_bytes(model, layer, 3, torch.float64, share) for share in shares)
         assert kept == 3 * model.saved_elements(layer) * 8, layer
 
 

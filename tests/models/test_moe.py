@@ -14,6 +14,7 @@ from shardlab.errors import UserError
 from shardlab.models import GPT, Mixtral, MoE, cut
 from shardlab.models.attention import Attend
 from shardlab.models.mixture import Combine, Dispatch, Place, Route
+from tests.models.conftest import piece_of
 
 SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12}
 
@@ -70,9 +71,13 @@ def test_what_autograd_keeps_is_what_the_model_declares(
     whole = kind(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, **SMALL)
     for layer in range(whole.layers):
         assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
-    model = cut(whole)
-    for layer in range(model.layers):
-        assert saved_bytes(model, layer, 3, torch.float32) == 4 * model.microbatch_saved(layer, 3), f"layer {layer}"
+    for slices in (1, 2):
+        model = cut(whole, ep=slices)
+        for layer, run in enumerate(model.runs):
+            shares = [piece_of(model, layer, number) for number in range(run.slices)]
+            kept = [saved_bytes(model, layer, 3, torch.float32, share) for share in shares]
+            assert sum(kept) == 4 * model.microbatch_saved(layer, 3), f"layer {layer}"
+            assert len(set(kept)) == 1
 
 
 @pytest.mark.parametrize(
