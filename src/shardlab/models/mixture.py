@@ -13,7 +13,7 @@ from typing import ClassVar
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.layout import Parameter
 from shardlab.models.primitive import Pieces, Primitive, piece
-from shardlab.models.primitives import Activation, activation_kernel, features_of
+from shardlab.models.primitives import Activation, activation_kernel, features_of, kept_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,12 @@ class Routing(Primitive):
 @dataclass(frozen=True, kw_only=True)
 class Route(Routing):
     """Normalised features `x` to `gates`, each token's weights of its experts, and `choices`, their numbers (int32),
-    both (rows, T, top_k).
+    both (rows, T, top_k). The balance of a microbatch's choices enters the gradient of each.
     """
 
     einsum: ClassVar[str] = "x(width) -> gates choices"
+    whole: ClassVar[frozenset[str]] = frozenset({"width"})
+    mixes_tokens: ClassVar[bool] = True
 
     def features(self, tensor: str) -> int:
         return self.router.top_k
@@ -115,6 +117,7 @@ class Dispatch(Routing):
 
     einsum: ClassVar[str] = "x(width) slots -> x(expert width)"
     whole: ClassVar[frozenset[str]] = frozenset({"expert"})
+    mixes_tokens: ClassVar[bool] = True
 
     def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
         return (self.router.experts, self.router.capacity(rows * self.tokens), self.router.width)
@@ -183,7 +186,10 @@ class ExpertActivate(Routing):
         return (self.router.experts, self.router.capacity(rows * self.tokens), self.hidden)
 
     def keeps(self) -> tuple[str, ...]:
-        return ("x",)
+        return kept_of(self.activation)
+
+    def keeps_beside(self, rows: int) -> int:
+        return 0 if self.keeps() else math.prod(self.shape("x", rows))
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
         return (("ffn", "hidden features", self.hidden),)
@@ -200,7 +206,7 @@ class Combine(Routing):
     """
 
     einsum: ClassVar[str] = "x(expert width) gates slots -> x(width)"
-    whole: ClassVar[frozenset[str]] = frozenset({"expert"})
+    whole: ClassVar[frozenset[str]] = frozenset({"expert", "width"})
 
     def features(self, tensor: str) -> int:
         return self.router.width

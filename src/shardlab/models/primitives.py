@@ -211,7 +211,10 @@ class Activate(Primitive):
         return self.hidden
 
     def keeps(self) -> tuple[str, ...]:
-        return ("x",)
+        return kept_of(self.activation)
+
+    def keeps_beside(self, rows: int) -> int:
+        return 0 if self.keeps() else rows * self.tokens * self.hidden
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
         return (("ffn", "hidden features", self.hidden),)
@@ -224,6 +227,11 @@ def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwi
     """The activation function on rows of what a linear map made for it."""
     before, after = rows * features_of(activation, hidden), rows * hidden
     return Pointwise(activation, before + after, 2 * before + after)
+
+
+def kept_of(activation: Activation) -> tuple[str, ...]:
+    """The tensors that autograd keeps of an activation function; of a squared ReLU, what is squared instead."""
+    return () if activation == "squared_relu" else ("x",)
 
 
 def features_of(activation: Activation, hidden: int) -> int:
