@@ -109,6 +109,20 @@ def test_every_slice_of_the_weight_is_held_or_summed_on_either_side(layer: Layer
     assert all(spec.cells == CELLS for spec in (*inputs, *outputs, *made))
 
 
+COLUMNS = [layer for layer in LAYERS if any(node.takes_own for node in layer.nodes)]
+
+
+@given(st.sampled_from(COLUMNS), some_pieces)
+def test_columns_take_their_own_of_a_complete_gradient(layer: Layer, cut: tuple[int, int]) -> None:
+    pieces, mask = cut
+    inputs, _, (own,), made = passes(layer, pieces, mask)
+    space = space_of(pieces)
+    weight = Spec(form_of(Kind.WEIGHT, layer.weight, 0, space, Holds(mask, pieces)))
+    complete = own._replace(form=own.form.but(slices=()))
+    (_, *below), _ = LayerRules(layer, space).backward(inputs[0], [complete], weight)
+    assert below == made
+
+
 @pytest.mark.parametrize(
     ("layers", "number", "forward", "backward"),
     [

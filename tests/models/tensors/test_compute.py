@@ -2,180 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab.models.attention import Attend, Projection
-from shardlab.models.layout import Parameter
-from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route, Router
+from shardlab.models.attention import Attend
 from shardlab.models.primitive import Primitive
-from shardlab.models.primitives import Activate, Add, DropoutSite, Embed, Linear, Lookup, Norm, Scores, features_of
-from shardlab.models.tensors import Dropout, Share
-from shardlab.models.tensors.compute import Given, compute
-from shardlab.models.tensors.mixture import slots_of
+from shardlab.models.tensors import Share
+from shardlab.models.tensors.compute import compute
 from shardlab.rules import derive
 from shardlab.rules.derive import Held
 from shardlab.rules.index import INDICES
 from shardlab.rules.node import Layer
 from shardlab.rules.spec import Space
+from tests.models.tensors.alone import PRIMITIVES, ROWS, T, Whole, gradients, inputs_of, made_by, parameters_of
 
-ROWS, T, C, HIDDEN = 3, 6, 8, 16
-ROUTER = Router(width=C, experts=4, top_k=2, capacity_factor=0.8, auxiliary=0.5)
-SITE = DropoutSite.ATTENTION_OUTPUT
-
-
-def linear(out: str, inner: str, *, bias: bool = False, sections: tuple[int, ...] = ()) -> Linear:
-    return Linear(
-        tokens=T, name="map", outputs=HIDDEN, inputs=C, bias=bias, out_index=out, in_index=inner, sections=sections
-    )
+ALL = [primitive for primitive, _ in PRIMITIVES]
+every_primitive = pytest.mark.parametrize("primitive", ALL, ids=repr)
 
 
-def expert_linear(*, bias: bool) -> ExpertLinear:
-    return ExpertLinear(
-        tokens=T, router=ROUTER, name="map", outputs=HIDDEN, inputs=C, bias=bias, out_index="ffn", in_index="width"
-    )
-
-
-def scores(*, tied: bool) -> Scores:
-    return Scores(
-        tokens=T, name="lm_head", outputs=HIDDEN, inputs=C, bias=False, out_index="vocab", in_index="width", tied=tied
-    )
-
-
-def projection(*, bias: bool = False, kv_heads: int = 2, rope_theta: float | None = None) -> Projection:
-    return Projection(tokens=T, width=C, heads=4, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta)
-
-
-PRIMITIVES: list[tuple[Primitive, str]] = [
-    (Lookup(tokens=T, width=C, vocabulary=HIDDEN), "vocab width"),
-    (Embed(tokens=T, width=C, positions=True, drops=False), "width"),
-    (Embed(tokens=T, width=C, positions=False, drops=False), "width"),
-    (Embed(tokens=T, width=C, positions=True, drops=True), ""),
-    (Norm(tokens=T, name="ln", width=C, rms=False, bias=True), ""),
-    (Norm(tokens=T, name="ln", width=C, rms=False, bias=False), ""),
-    (Norm(tokens=T, name="ln", width=C, rms=True, bias=True), ""),
-    (linear("ffn", "width"), "ffn width"),
-    (linear("width", "ffn"), "ffn width"),
-    (linear("width", "head"), "head width"),
-    (linear("ffn", "width", bias=True), "ffn"),
-    (linear("ffn", "width", bias=True, sections=(HIDDEN // 2, HIDDEN // 2)), "ffn"),
-    (scores(tied=False), "vocab width"),
-    (scores(tied=True), "vocab width"),
-    *((Activate(tokens=T, activation=each, hidden=HIDDEN), "ffn") for each in ("gelu", "squared_relu", "swiglu")),
-    (Add(tokens=T, width=C, bias="bias", drops=False, site=SITE), "width"),
-    (Add(tokens=T, width=C, bias="", drops=True, site=SITE), ""),
-    (projection(), "head width"),
-    (projection(bias=True, rope_theta=100.0), "head"),
-    (projection(kv_heads=4, rope_theta=100.0), "head width"),
-    (Attend(tokens=T, width=C, heads=4, kv_heads=2, drops=False), "head"),
-    (Attend(tokens=T, width=C, heads=4, kv_heads=4, drops=True), "head"),
-    (Attend(tokens=T, width=C, heads=4, kv_heads=2, drops=True), "head"),
-    (Route(tokens=T, router=ROUTER), ""),
-    (Route(tokens=T, router=replace(ROUTER, top_k=1)), ""),
-    (Place(tokens=T, router=ROUTER), ""),
-    (Dispatch(tokens=T, router=ROUTER), "width"),
-    (expert_linear(bias=True), "expert ffn"),
-    (expert_linear(bias=False), "expert ffn width"),
-    (ExpertActivate(tokens=T, router=ROUTER, activation="gelu", hidden=HIDDEN), "expert ffn"),
-    (ExpertActivate(tokens=T, router=ROUTER, activation="swiglu", hidden=HIDDEN), "expert ffn"),
-    (Combine(tokens=T, router=ROUTER), ""),
-]
-"""Each with the indices along which it is cut; not along one whose terms would each have the bias or a whole mask."""
-
-every_primitive = pytest.mark.parametrize("primitive", [primitive for primitive, _ in PRIMITIVES], ids=repr)
-
-
-def parameters_of(primitive: Primitive) -> list[Parameter]:
-    """Those that it computes with."""
-    borrowed = [Parameter(name, (HIDDEN, C), True, ("vocab", "width")) for name in primitive.borrows]
-    return [*primitive.parameters(), *borrowed]
-
-
-def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dict[str, Tensor]:
-    """Random tensors that it reads."""
-    if isinstance(primitive, Lookup):
-        return {"x": torch.randint(primitive.vocabulary, (rows, T))}
-    if isinstance(primitive, Activate | ExpertActivate):
-        features = features_of(primitive.activation, primitive.hidden)
-    else:
-        features = primitive.inputs if isinstance(primitive, Linear | ExpertLinear) else C
-    choices = torch.rand(rows, T, ROUTER.experts).argsort(-1)[..., : ROUTER.top_k].to(torch.int32)
-    buffers = "expert" in primitive.reads.get("x", "")
-    shape = (ROUTER.experts, ROUTER.capacity(rows * T)) if buffers else (rows, T)
-    kv = 2 * primitive.kv_width if isinstance(primitive, Attend) else 0
-    given = {
-        "x": torch.randn(*shape, features, dtype=dtype),
-        **{name: torch.randn(rows, T, width, dtype=dtype) for name, width in (("s", C), ("q", C), ("kv", kv))},
-        "gates": torch.rand(rows, T, ROUTER.top_k, dtype=dtype),
-        "choices": choices,
-        "slots": slots_of(ROUTER, choices, 1),
-    }
-    return {name: given[name].requires_grad_(given[name].is_floating_point()) for name in primitive.reads}
-
-
-def made_by(
-    primitive: Primitive, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], share: Share
-) -> dict[str, Tensor]:
-    """What it makes, by name."""
-    drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
-    dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
-    return dict(zip(primitive.makes, compute(primitive, Given(parameters, tensors, share, dropout)), strict=True))
-
-
-def gradients(made: Mapping[str, Tensor], above: Mapping[str, Tensor], of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of some tensors."""
-    leaves = {name: each for name, each in of.items() if each.requires_grad}
-    if not leaves:
-        return {}
-    outputs = [name for name in made if made[name].requires_grad]
-    found = torch.autograd.grad([made[name] for name in outputs], list(leaves.values()), [above[n] for n in outputs])
-    return dict(zip(leaves, found, strict=True))
-
-
-class Whole:
-    """A primitive on whole tensors: what it makes, and gradients of what it reads and of its parameters."""
-
-    def __init__(self, primitive: Primitive) -> None:
-        torch.manual_seed(0)
-        self.primitive = primitive
-        self.parameters = {
-            p.name: torch.randn(p.shape, dtype=torch.float64).requires_grad_() for p in parameters_of(primitive)
-        }
-        self.tensors = inputs_of(primitive, torch.float64)
-        self.made = made_by(primitive, self.parameters, self.tensors, Share())
-        self.above = {name: torch.randn(y.shape, dtype=torch.float64) for name, y in self.made.items()}
-        self.gradients = gradients(self.made, self.above, self.tensors | self.parameters)
-
-    def piece(self, name: str, tensor: Tensor, indices: str, index: str, number: int, of: int) -> Tensor:
-        """A piece of a tensor that has the index; else all of it. Keys and values, gates and features are cut alike."""
-        if index not in indices.split():
-            return tensor
-        dim = 0 if index == "expert" else tensor.dim() - 1
-        return _piece(tensor, dim, self._sections(name, tensor, dim), number, of)
-
-    def piece_of_parameter(self, parameter: Parameter, tensor: Tensor, index: str, number: int, of: int) -> Tensor:
-        assert index in parameter.indices, "all of a primitive's parameters are cut along an index that one of them has"
-        dim = parameter.indices.index(index)
-        sections = parameter.sections if dim == 0 and parameter.sections else tensor.shape[dim : dim + 1]
-        return _piece(tensor, dim, sections, number, of)
-
-    def _sections(self, name: str, tensor: Tensor, dim: int) -> tuple[int, ...]:
-        length, primitive = tensor.shape[dim], self.primitive
-        twice = name.endswith("kv")
-        if isinstance(primitive, Activate | ExpertActivate) and dim:
-            twice = length > primitive.hidden
-        if isinstance(primitive, Linear) and name == "made x":
-            twice = bool(primitive.sections)
-        return (length // 2, length // 2) if twice else (length,)
-
-
-def _piece(tensor: Tensor, dim: int, sections: tuple[int, ...], number: int, of: int) -> Tensor:
-    return torch.cat([section.chunk(of, dim)[number] for section in tensor.split(list(sections), dim)], dim)
+def error(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def cuts() -> Iterator[tuple[Primitive, str, int]]:
@@ -185,68 +36,75 @@ def cuts() -> Iterator[tuple[Primitive, str, int]]:
                 yield primitive, index, of
 
 
-@pytest.mark.parametrize(("primitive", "index", "of"), list(cuts()), ids=repr)
-def test_in_slices_it_makes_what_its_rule_says(primitive: Primitive, index: str, of: int) -> None:
-    """Pieces that are held lie side by side, and terms of a sum add up; forward, and in the gradients."""
-    whole, space = Whole(primitive), Space(1, 1, ((index, of),))
-    node = replace(primitive.node, makes={f"made {name}": its for name, its in primitive.node.makes.items()})
-    layer = Layer("", (node,), (), ())
-    terms: dict[str, list[Tensor]] = {}
-    counted: dict[str, list[int]] = {}
+@dataclass
+class Slices:
+    """What slices of a primitive make, put together as its rule says and compared with the whole.
 
-    def compare(
-        held: Mapping[str, Held], name: str, indices: str, mine: Tensor, expected: Tensor, of_what: str
-    ) -> None:
-        term, key = held[name].term, f"{of_what} {name}"
-        if term is not None:
-            assert term.over == (index,)
-            terms.setdefault(key, []).append(mine)
-            counted.setdefault(key, []).append(term.bits)
-        piece = whole.piece(name, expected, indices, index, number, of)
-        assert mine.shape == piece.shape, key
-        assert term is not None or error(mine, piece) <= 1e-12, key
-        assert held[name].slices == ({index: 1 << number} if index in indices.split() else {})
+    Attributes:
+        whole: the primitive on whole tensors.
+        index, of: along which it is cut, and into how many slices.
+        terms: of each tensor that is a sum over slices: the whole sum, and each slice's term with its bit.
+    """
 
-    for number in range(of):
-        cut = {index: 1 << number}
+    whole: Whole
+    index: str
+    of: int
+    terms: dict[str, tuple[Tensor, list[tuple[int, Tensor]]]] = field(default_factory=dict)
+
+    def add(self, number: int, held: Held, name: str, indices: str, mine: Tensor, expected: Tensor) -> None:
+        """A piece that is held is that piece of the whole; a term is kept."""
+        assert held.slices == ({self.index: 1 << number} if self.index in indices.split() else {})
+        piece = self.whole.piece(name, expected, indices, self.index, number, self.of)
+        assert mine.shape == piece.shape, name
+        if held.term is None:
+            assert error(mine, piece) <= 1e-12, name
+        else:
+            assert held.term.over == (self.index,)
+            self.terms.setdefault(name, (expected, []))[1].append((held.term.bits, mine))
+
+    def run(self, number: int) -> None:
+        """Forward and back with one slice of the parameters, and of what it reads."""
+        whole, primitive, index, of = self.whole, self.whole.primitive, self.index, self.of
+        node = replace(primitive.node, makes={f"made {name}": its for name, its in primitive.node.makes.items()})
+        layer, space = Layer("", (node,), (), ()), Space(1, 1, ((index, of),))
+        parameters = parameters_of(primitive)
         own = {
             p.name: whole.piece_of_parameter(p, whole.parameters[p.name].detach(), index, number, of).requires_grad_()
-            for p in parameters_of(primitive)
+            for p in parameters
         }
-        given = {
-            name: whole.piece(name, x.detach(), primitive.reads[name], index, number, of).requires_grad_(
-                x.requires_grad
-            )
-            for name, x in whole.tensors.items()
-        }
+        given: dict[str, Tensor] = {}
+        for name, x in whole.tensors.items():
+            mine = whole.piece(name, x.detach(), primitive.reads[name], index, number, of)
+            given[name] = mine.requires_grad_(x.requires_grad)
         made = made_by(primitive, own, given, Share({index: (number, of)}))
-        reads = {name: Held(cut if index in its.split() else {}) for name, its in node.reads.items()}
-        in_weights = any(index in p.indices for p in parameters_of(primitive))
-        held = derive.forward(layer, reads, cut if in_weights else {}, space)
+        cut = {index: 1 << number} if parameters else {}
+        reads = {name: Held({index: 1 << number} if index in its.split() else {}) for name, its in node.reads.items()}
+        held = derive.forward(layer, reads, cut, space)
         for name, its in primitive.node.makes.items():
-            compare(held, f"made {name}", its, made[name].detach(), whole.made[name].detach(), "")
+            self.add(number, held[f"made {name}"], f"made {name}", its, made[name].detach(), whole.made[name].detach())
         above = {
-            name: whole.piece(f"made {name}", whole.above[name], primitive.makes[name], index, number, of)
-            for name in primitive.makes
+            name: whole.piece(f"made {name}", y, primitive.makes[name], index, number, of)
+            for name, y in whole.above.items()
         }
-        ends = {name: Held(held[name].slices) for name in node.makes}
-        below = derive.backward(layer, held, ends, cut if in_weights else {}, space)
+        below = derive.backward(layer, held, {name: Held(held[name].slices) for name in node.makes}, cut, space)
         found = gradients(made, above, given | own)
         for name, its in node.reads.items():
             if name in found:
-                compare(below, name, its, found[name], whole.gradients[name], "gradient of")
-        for p in parameters_of(primitive):
+                self.add(number, below[name], name, its, found[name], whole.gradients[name])
+        for p in parameters:
             expected = whole.piece_of_parameter(p, whole.gradients[p.name], index, number, of)
             assert error(found[p.name], expected) <= 1e-12, p.name
-    for key, parts in terms.items():
-        assert counted[key] == [1 << number for number in range(of)]
-        of_what, name = key.rsplit(" ", 1)
-        expected = whole.gradients[name] if of_what.startswith("gradient") else whole.made[name].detach()
-        assert error(sum(parts[1:], parts[0]), expected) <= 1e-12, key
 
 
-def error(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
+@pytest.mark.parametrize(("primitive", "index", "of"), list(cuts()), ids=repr)
+def test_in_slices_it_makes_what_its_rule_says(primitive: Primitive, index: str, of: int) -> None:
+    """Pieces that are held lie side by side, and terms of a sum add up; forward, and in the gradients."""
+    slices = Slices(Whole(primitive), index, of)
+    for number in range(of):
+        slices.run(number)
+    for name, (expected, terms) in slices.terms.items():
+        assert [bits for bits, _ in terms] == [1 << number for number in range(of)]
+        assert error(torch.stack([term for _, term in terms]).sum(0), expected) <= 1e-12, name
 
 
 def test_every_index_of_every_primitive_is_tried() -> None:
@@ -267,11 +125,9 @@ def test_every_index_of_every_primitive_is_tried() -> None:
     assert set(compute.registry) - {object} <= set(tried)
 
 
-@every_primitive
+@pytest.mark.parametrize("primitive", [each for each in ALL if "expert" not in each.reads.get("x", "")], ids=repr)
 def test_any_tokens_are_computed_alone_unless_it_mixes_them(primitive: Primitive) -> None:
-    """Results lie side by side, and the parameters' gradients add up."""
-    if "expert" in primitive.reads.get("x", ""):
-        pytest.skip("the experts' buffers are of whole microbatches")
+    """Results lie side by side, and parameters' gradients add up; experts' buffers are of whole microbatches."""
     whole, alone = Whole(primitive), True
     total = {name: torch.zeros_like(each) for name, each in whole.parameters.items()}
     for tokens in ([0, 3, 5], [1, 2, 4]):

@@ -1,0 +1,169 @@
+"""Primitives by themselves: one of every sort with random tensors, what it makes of them, and pieces of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardlab.models.attention import Attend, Projection
+from shardlab.models.layout import Parameter
+from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route, Router
+from shardlab.models.primitive import Primitive
+from shardlab.models.primitives import Activate, Add, DropoutSite, Embed, Linear, Lookup, Norm, Scores, features_of
+from shardlab.models.tensors import Dropout, Share
+from shardlab.models.tensors.compute import Given, compute
+from shardlab.models.tensors.mixture import slots_of
+
+ROWS, T, C, HIDDEN = 3, 6, 8, 16
+ROUTER = Router(width=C, experts=4, top_k=2, capacity_factor=0.8, auxiliary=0.5)
+SITE = DropoutSite.ATTENTION_OUTPUT
+
+
+def linear(out: str, inner: str, *, bias: bool = False, sections: tuple[int, ...] = ()) -> Linear:
+    return Linear(
+        tokens=T, name="map", outputs=HIDDEN, inputs=C, bias=bias, out_index=out, in_index=inner, sections=sections
+    )
+
+
+def expert_linear(*, bias: bool) -> ExpertLinear:
+    return ExpertLinear(
+        tokens=T, router=ROUTER, name="map", outputs=HIDDEN, inputs=C, bias=bias, out_index="ffn", in_index="width"
+    )
+
+
+def scores(*, tied: bool) -> Scores:
+    return Scores(
+        tokens=T, name="lm_head", outputs=HIDDEN, inputs=C, bias=False, out_index="vocab", in_index="width", tied=tied
+    )
+
+
+def projection(*, bias: bool = False, kv_heads: int = 2, rope_theta: float | None = None) -> Projection:
+    return Projection(tokens=T, width=C, heads=4, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta)
+
+
+PRIMITIVES: list[tuple[Primitive, str]] = [
+    (Lookup(tokens=T, width=C, vocabulary=HIDDEN), "vocab width"),
+    (Embed(tokens=T, width=C, positions=True, drops=False), "width"),
+    (Embed(tokens=T, width=C, positions=False, drops=False), "width"),
+    (Embed(tokens=T, width=C, positions=True, drops=True), ""),
+    (Norm(tokens=T, name="ln", width=C, rms=False, bias=True), ""),
+    (Norm(tokens=T, name="ln", width=C, rms=False, bias=False), ""),
+    (Norm(tokens=T, name="ln", width=C, rms=True, bias=True), ""),
+    (linear("ffn", "width"), "ffn width"),
+    (linear("width", "ffn"), "ffn width"),
+    (linear("width", "head"), "head width"),
+    (linear("ffn", "width", bias=True), "ffn"),
+    (linear("ffn", "width", bias=True, sections=(HIDDEN // 2, HIDDEN // 2)), "ffn"),
+    (scores(tied=False), "vocab width"),
+    (scores(tied=True), "vocab width"),
+    *((Activate(tokens=T, activation=each, hidden=HIDDEN), "ffn") for each in ("gelu", "squared_relu", "swiglu")),
+    (Add(tokens=T, width=C, bias="bias", drops=False, site=SITE), "width"),
+    (Add(tokens=T, width=C, bias="", drops=True, site=SITE), ""),
+    (projection(), "head width"),
+    (projection(bias=True, rope_theta=100.0), "head"),
+    (projection(kv_heads=4, rope_theta=100.0), "head width"),
+    (Attend(tokens=T, width=C, heads=4, kv_heads=2, drops=False), "head"),
+    (Attend(tokens=T, width=C, heads=4, kv_heads=4, drops=True), "head"),
+    (Attend(tokens=T, width=C, heads=4, kv_heads=2, drops=True), "head"),
+    (Route(tokens=T, router=ROUTER), ""),
+    (Route(tokens=T, router=replace(ROUTER, top_k=1)), ""),
+    (Place(tokens=T, router=ROUTER), ""),
+    (Dispatch(tokens=T, router=ROUTER), "width"),
+    (expert_linear(bias=True), "expert ffn"),
+    (expert_linear(bias=False), "expert ffn width"),
+    (ExpertActivate(tokens=T, router=ROUTER, activation="gelu", hidden=HIDDEN), "expert ffn"),
+    (ExpertActivate(tokens=T, router=ROUTER, activation="swiglu", hidden=HIDDEN), "expert ffn"),
+    (Combine(tokens=T, router=ROUTER), ""),
+]
+"""Each with the indices along which it is cut; not along one whose terms would each have the bias or a whole mask."""
+
+
+def parameters_of(primitive: Primitive) -> list[Parameter]:
+    """Those that it computes with."""
+    borrowed = [Parameter(name, (HIDDEN, C), True, ("vocab", "width")) for name in primitive.borrows]
+    return [*primitive.parameters(), *borrowed]
+
+
+def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dict[str, Tensor]:
+    """Random tensors that it reads."""
+    if isinstance(primitive, Lookup):
+        return {"x": torch.randint(primitive.vocabulary, (rows, T))}
+    if isinstance(primitive, Activate | ExpertActivate):
+        features = features_of(primitive.activation, primitive.hidden)
+    else:
+        features = primitive.inputs if isinstance(primitive, Linear | ExpertLinear) else C
+    choices = torch.rand(rows, T, ROUTER.experts).argsort(-1)[..., : ROUTER.top_k].to(torch.int32)
+    buffers = "expert" in primitive.reads.get("x", "")
+    shape = (ROUTER.experts, ROUTER.capacity(rows * T)) if buffers else (rows, T)
+    kv = 2 * primitive.kv_width if isinstance(primitive, Attend) else 0
+    given = {
+        "x": torch.randn(*shape, features, dtype=dtype),
+        **{name: torch.randn(rows, T, width, dtype=dtype) for name, width in (("s", C), ("q", C), ("kv", kv))},
+        "gates": torch.rand(rows, T, ROUTER.top_k, dtype=dtype),
+        "choices": choices,
+        "slots": slots_of(ROUTER, choices, 1),
+    }
+    return {name: given[name].requires_grad_(given[name].is_floating_point()) for name in primitive.reads}
+
+
+def made_by(
+    primitive: Primitive, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], share: Share
+) -> dict[str, Tensor]:
+    """What it makes, by name."""
+    drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
+    dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
+    return dict(zip(primitive.makes, compute(primitive, Given(parameters, tensors, share, dropout)), strict=True))
+
+
+def gradients(made: Mapping[str, Tensor], above: Mapping[str, Tensor], of: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of some tensors."""
+    leaves = {name: each for name, each in of.items() if each.requires_grad}
+    if not leaves:
+        return {}
+    outputs = [name for name in made if made[name].requires_grad]
+    found = torch.autograd.grad([made[name] for name in outputs], list(leaves.values()), [above[n] for n in outputs])
+    return dict(zip(leaves, found, strict=True))
+
+
+class Whole:
+    """A primitive on whole tensors: what it makes, and gradients of what it reads and of its parameters."""
+
+    def __init__(self, primitive: Primitive) -> None:
+        torch.manual_seed(0)
+        self.primitive = primitive
+        self.parameters = {
+            p.name: torch.randn(p.shape, dtype=torch.float64).requires_grad_() for p in parameters_of(primitive)
+        }
+        self.tensors = inputs_of(primitive, torch.float64)
+        self.made = made_by(primitive, self.parameters, self.tensors, Share())
+        self.above = {name: torch.randn(y.shape, dtype=torch.float64) for name, y in self.made.items()}
+        self.gradients = gradients(self.made, self.above, self.tensors | self.parameters)
+
+    def piece(self, name: str, tensor: Tensor, indices: str, index: str, number: int, of: int) -> Tensor:
+        """A piece of a tensor that has the index; else all of it. Keys and values, gates and features are cut alike."""
+        if index not in indices.split():
+            return tensor
+        dim = 0 if index == "expert" else tensor.dim() - 1
+        return _piece(tensor, dim, self._sections(name, tensor, dim), number, of)
+
+    def piece_of_parameter(self, parameter: Parameter, tensor: Tensor, index: str, number: int, of: int) -> Tensor:
+        assert index in parameter.indices, "all of a primitive's parameters are cut along an index that one of them has"
+        dim = parameter.indices.index(index)
+        sections = parameter.sections if dim == 0 and parameter.sections else tensor.shape[dim : dim + 1]
+        return _piece(tensor, dim, sections, number, of)
+
+    def _sections(self, name: str, tensor: Tensor, dim: int) -> tuple[int, ...]:
+        length, primitive = tensor.shape[dim], self.primitive
+        twice = name.endswith("kv")
+        if isinstance(primitive, Activate | ExpertActivate) and dim:
+            twice = length > primitive.hidden
+        if isinstance(primitive, Linear) and name == "made x":
+            twice = bool(primitive.sections)
+        return (length // 2, length // 2) if twice else (length,)
+
+
+def _piece(tensor: Tensor, dim: int, sections: tuple[int, ...], number: int, of: int) -> Tensor:
+    return torch.cat([section.chunk(of, dim)[number] for section in tensor.split(list(sections), dim)], dim)
