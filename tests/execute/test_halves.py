@@ -158,6 +158,8 @@ MEASURED: list[Model] = [
     cut(Llama(layers=1, width=16, heads=4, kv_heads=2, block=8), tp=2, attention_apart=True),
     cut(MLP(layers=1, width=16, block=8), tp=2, columns=True),
     cut(MoE(layers=1, width=16, heads=2, block=8), ep=2),
+    cut(MoE(layers=2, width=16, heads=2, block=8, vocabulary=30, dropout=0.2), tp=2, ep=2),
+    cut(Mixtral(layers=2, width=16, heads=2, block=8, ffn_hidden=24), tp=2, attention_apart=True),
 ]
 
 

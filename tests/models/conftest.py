@@ -17,7 +17,7 @@ from shardlab.models.tensors.share import ALL
 def piece_of(model: Model, layer: int, number: int) -> Share:
     """One slice of a layer, if it is sliced."""
     run = model.run(layer)
-    return Share({index: (number, run.pieces[index]) for index in run.cut})
+    return Share({index: (piece, run.pieces[index]) for index, piece in run.numbers(number).items()})
 
 
 def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> tuple[Tensor, ...]:

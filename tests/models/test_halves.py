@@ -145,7 +145,7 @@ def test_a_process_receives_the_model_that_another_sent() -> None:
         (GPT(heads=4), 3, "4 heads do not divide into 3 tensor-parallel slices (remainder 1); choose heads"),
         (GPT(heads=4, kv_heads=2), 4, "2 key/value heads do not divide into 4 tensor-parallel slices (remainder 2)"),
         (MLP(ffn_hidden=10), 4, "10 hidden features do not divide into 4 tensor-parallel slices (remainder 2)"),
-        (GPT(), 0, "slices is 0; a model needs at least 1"),
+        (GPT(), 0, "cut into 0 x 1 slices (tp x ep); give at least 1 of each"),
     ],
     ids=str,
 )

@@ -71,8 +71,8 @@ def test_what_autograd_keeps_is_what_the_model_declares(
     whole = kind(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, **SMALL)
     for layer in range(whole.layers):
         assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
-    for slices in (1, 2):
-        model = cut(whole, ep=slices)
+    for tp, ep in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        model = cut(whole, tp=tp, ep=ep)
         for layer, run in enumerate(model.runs):
             shares = [piece_of(model, layer, number) for number in range(run.slices)]
             kept = [saved_bytes(model, layer, 3, torch.float32, share) for share in shares]
@@ -98,10 +98,10 @@ def test_impossible_mixtures_are_refused(fields: dict[str, Any], said: str) -> N
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(UserError, match=r"4 experts do not divide into 3 .* \(remainder 1\)"):
         cut(MoE(**SMALL), ep=3)
-    with pytest.raises(UserError, match="tied embeddings"):
-        cut(MoE(**SMALL | {"layers": 1}, tied=True))
-    with pytest.raises(UserError, match="use ep"):
-        cut(MoE(**SMALL), tp=2)
+    with pytest.raises(UserError, match=r"4 heads do not divide into 3 tensor-parallel slices \(remainder 1\)"):
+        cut(MoE(**SMALL), tp=3)
+    with pytest.raises(UserError, match=r"cut into 1 x 0 slices \(tp x ep\)"):
+        cut(MoE(**SMALL), ep=0)
 
 
 def test_a_mixture_follows_every_blocks_attention() -> None:

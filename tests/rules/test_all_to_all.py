@@ -92,7 +92,7 @@ def test_experts_make_the_slices_that_they_were_given() -> None:
         ([buffers({0, 1}, 2), buffers({0, 1}, 1)], "the ranks have their experts in another order than the group's"),
         ([buffers({0, 1}, 1), buffers({2, 3}, 2)], "give the same microbatches"),
         ([buffers({0}, 1), buffers({0}, 2)], "does not divide among 2 ranks"),
-        ([buffers({0}), buffers({1}), buffers({2})], "2 slices of the experts do not divide among 3 ranks"),
+        ([buffers({0}), buffers({1}), buffers({2})], "2 experts held do not divide among 3 ranks"),
         ([buffers({0}, layer=0), buffers({1}, layer=0)], "what goes into experts or comes out of them"),
         ([buffers({0}, layer=5), buffers({1}, layer=5)], "what goes into experts or comes out of them"),
         ([buffers({0}, kind=Kind.RESIDUAL, layer=2)] * 2, "what goes into experts or comes out of them"),

@@ -28,10 +28,11 @@ def linear(out: str, inner: str, *, bias: bool = False, sections: tuple[int, ...
     )
 
 
-def expert_linear(*, bias: bool) -> ExpertLinear:
+def expert_linear(out: str, inner: str, *, bias: bool, sections: tuple[int, ...] = ()) -> ExpertLinear:
     return ExpertLinear(
-        tokens=T, router=ROUTER, name="map", outputs=HIDDEN, inputs=C, bias=bias, out_index="ffn", in_index="width"
-    )
+        tokens=T, router=ROUTER, name="map", outputs=HIDDEN, inputs=C, bias=bias, out_index=out, in_index=inner,
+        sections=sections,
+    )  # fmt: skip
 
 
 def scores(*, tied: bool) -> Scores:
@@ -72,8 +73,10 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (Route(tokens=T, router=replace(ROUTER, top_k=1)), ""),
     (Place(tokens=T, router=ROUTER), ""),
     (Dispatch(tokens=T, router=ROUTER), "width"),
-    (expert_linear(bias=True), "expert ffn"),
-    (expert_linear(bias=False), "expert ffn width"),
+    (expert_linear("ffn", "width", bias=True), "expert ffn"),
+    (expert_linear("ffn", "width", bias=True, sections=(HIDDEN // 2, HIDDEN // 2)), "expert ffn"),
+    (expert_linear("width", "ffn", bias=True), "expert ffn"),
+    (expert_linear("width", "ffn", bias=False), "expert ffn width"),
     (ExpertActivate(tokens=T, router=ROUTER, activation="gelu", hidden=HIDDEN), "expert ffn"),
     (ExpertActivate(tokens=T, router=ROUTER, activation="swiglu", hidden=HIDDEN), "expert ffn"),
     (Combine(tokens=T, router=ROUTER), ""),
@@ -152,7 +155,7 @@ class Whole:
     def piece_of_parameter(self, parameter: Parameter, tensor: Tensor, index: str, number: int, of: int) -> Tensor:
         assert index in parameter.indices, "all of a primitive's parameters are cut along an index that one of them has"
         dim = parameter.indices.index(index)
-        sections = parameter.sections if dim == 0 and parameter.sections else tensor.shape[dim : dim + 1]
+        sections = parameter.sections if dim == parameter.section_dim and parameter.sections else (tensor.shape[dim],)
         return _piece(tensor, dim, sections, number, of)
 
     def _sections(self, name: str, tensor: Tensor, dim: int) -> tuple[int, ...]:
@@ -160,7 +163,7 @@ class Whole:
         twice = name.endswith("kv")
         if isinstance(primitive, Activate | ExpertActivate) and dim:
             twice = length > primitive.hidden
-        if isinstance(primitive, Linear) and name == "made x":
+        if isinstance(primitive, Linear | ExpertLinear) and dim and name == "made x":
             twice = bool(primitive.sections)
         return (length // 2, length // 2) if twice else (length,)
 

@@ -43,10 +43,10 @@ def played(model: CutModel, leaves: list[list[list[Tensor]]], tokens: list[Tenso
             ]
             xs, carried = [x for x, *_ in made], [tuple(each[1:]) for each in made]
         else:
-            slices = [x.chunk(model.slices) for x in xs]
-            there = [torch.cat([its[rank] for its in slices]) for rank in range(model.slices)]
+            slices = [x.chunk(run.slices) for x in xs]
+            there = [torch.cat([its[rank] for its in slices]) for rank in range(run.slices)]
             back = [layer.run(leaves[number][rank], (x,))[0].chunk(len(xs)) for rank, x in enumerate(there)]
-            xs = [torch.cat([back[rank][i] for rank in range(model.slices)]) for i in range(len(xs))]
+            xs = [torch.cat([back[rank][i] for rank in range(run.slices)]) for i in range(len(xs))]
     return xs
 
 

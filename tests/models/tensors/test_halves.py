@@ -74,7 +74,7 @@ def played(
     residuals: list[tuple[Tensor, ...]] = [()] * len(cuts)
     for number, (layer, run) in enumerate(zip(layers_of(model), model.runs, strict=True)):
         if run.cut:
-            shares = [piece_of(model, number, rank) for rank in range(model.slices)]
+            shares = [piece_of(model, number, rank) for rank in range(len(ranks))]
             branches = [layer.run(ranks[i][number], (x,), share, dropout)[0] for i, share in enumerate(shares)]
         else:
             branch = sum(branches)
