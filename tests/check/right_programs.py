@@ -24,19 +24,20 @@ async def terms_added_by_hand(rank: Rank) -> None:
         cut = (0, 1) if rank.sizes.signatures[l].carries else (rank.index, rank.world)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     rank.activations[0] = rank.load_batch(rank.microbatches)
-    residual = None
+    residual: list[Value] = []
     for l in rank.layers:
         if rank.sizes.signatures[l].carries:
-            residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], rank.weights[l])
+            rank.activations[l + 1], *residual = rank.forward(l, (rank.activations[l], *residual), rank.weights[l])
         else:
             terms = rank.forward(l, rank.activations[l], rank.weights[l])
             rank.activations[l + 1] = await summed(rank, rank.activations, terms) if l < last else terms
     stats = await rank.all_gather(rank.loss_stats(rank.activations[last + 1]), axis="tp")
-    gradient, residual = rank.loss(rank.activations.pop(last + 1), stats), None
+    gradient, residual = rank.loss(rank.activations.pop(last + 1), stats), []
     for l in reversed(rank.layers):
         x = rank.activations.pop(l)
         if rank.sizes.signatures[l].carries:
-            rank.grad_weights[l], gradient, residual = rank.backward_norm(l, x, gradient, residual, rank.weights[l])
+            given = gradient, *residual
+            rank.grad_weights[l], gradient, *residual = rank.backward(l, x, given, rank.weights[l])
         else:
             rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
             gradient = await summed(rank, rank.grad_activations, terms) if l else terms
@@ -62,10 +63,10 @@ async def experts_interleaved_batch(rank: Rank) -> None:
             rank.activations[l] = await rank.all_to_all(rank.activations.pop(l))
             rank.activations[l + 1] = await rank.all_to_all(rank.forward(l, rank.activations[l], rank.weights[l]))
         else:
-            residual = rank.residuals.pop(l) if l else None
-            residual, rank.activations[l + 1] = rank.forward_dense(l, residual, rank.activations[l], rank.weights[l])
-            if residual is not None:
-                rank.residuals[l + 2] = residual
+            given = (rank.activations[l], rank.residuals.pop(l)) if l else (rank.activations[l],)
+            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
+            if residual:
+                (rank.residuals[l + 2],) = residual
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
     for l in reversed(rank.layers):
         x, gradient = rank.activations.pop(l), rank.grad_activations.pop(l + 1)
@@ -74,11 +75,11 @@ async def experts_interleaved_batch(rank: Rank) -> None:
             rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
             rank.grad_activations[l] = await rank.all_to_all(gradient)
         else:
-            above = rank.grad_residuals.pop(l + 2) if l < last - 1 else None
-            made, rank.grad_activations[l], below = rank.backward_dense(l, x, gradient, above, rank.weights[l])
+            given = (gradient, rank.grad_residuals.pop(l + 2)) if l < last - 1 else (gradient,)
+            made, rank.grad_activations[l], *below = rank.backward(l, x, given, rank.weights[l])
+            if below:
+                (rank.grad_residuals[l],) = below
             rank.grad_weights[l] = await rank.all_reduce(made)
-            if below is not None:
-                rank.grad_residuals[l] = below
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
@@ -94,26 +95,26 @@ async def striped_context(rank: Rank) -> None:
     xs = rank.activations
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-    xs[0], residual = rank.load_batch(rank.microbatches, [rank.index, rank.index + rank.world]), None
+    xs[0], residual = rank.load_batch(rank.microbatches, [rank.index, rank.index + rank.world]), list[Value]()
     for l in rank.layers:
         if rank.sizes.signatures[l].carries:
-            residual, xs[l + 1] = rank.forward_norm(l, residual, xs[l], rank.weights[l])
+            xs[l + 1], *residual = rank.forward(l, (xs[l], *residual), rank.weights[l])
         elif rank.sizes.signatures[l].projects:
-            rank.queries[l], own = rank.project(l, xs[l], rank.weights[l])
+            rank.queries[l], own = rank.forward(l, (xs[l],), rank.weights[l])
             rank.keys_values[l] = await rank.all_gather(own, axis="cp")
             xs[l + 1] = rank.attend(l, rank.queries[l], rank.keys_values[l])
         else:
             xs[l + 1] = rank.forward(l, xs[l], rank.weights[l])
-    gradient, above = rank.loss(xs.pop(len(rank.layers))), None
+    gradient, above = rank.loss(xs.pop(len(rank.layers))), list[Value]()
     for l in reversed(rank.layers):
         if rank.sizes.signatures[l].carries:
-            made, gradient, above = rank.backward_norm(l, xs.pop(l), gradient, above, rank.weights[l])
+            made, gradient, *above = rank.backward(l, xs.pop(l), (gradient, *above), rank.weights[l])
         elif rank.sizes.signatures[l].projects:
             mixed = xs.pop("mixed")
             of_queries, of_all = rank.attend_backward(l, rank.queries[l], rank.keys_values[l], mixed, gradient)
             rank.grad_queries[l] = of_queries
             mine = await rank.reduce_scatter(of_all, axis="cp")
-            made, gradient = rank.backward_project(l, xs.pop(l), rank.grad_queries.pop(l), mine, rank.weights[l])
+            made, gradient = rank.backward(l, xs.pop(l), (rank.grad_queries.pop(l), mine), rank.weights[l])
         else:
             if l and rank.sizes.signatures[l - 1].projects:
                 xs["mixed"] = xs[l]

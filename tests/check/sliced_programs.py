@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.program import Mesh, Rank, Strategy
+from shardlab.program import Mesh, Rank, Strategy, Value
 
 
 def microbatches_together_mesh(ranks: int) -> Mesh:
@@ -18,18 +18,18 @@ async def gathered_matrices(rank: Rank) -> None:
             rank.weights[l] if rank.sizes.signatures[l].carries else await rank.all_gather(rank.weights[l], axis="tp")
         )
     rank.activations[0] = rank.load_batch(rank.share())
-    residual = None
+    residual: list[Value] = []
     for l in rank.layers:
         full = rank.weights["full", l]
         if rank.sizes.signatures[l].carries:
-            residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], full)
+            rank.activations[l + 1], *residual = rank.forward(l, (rank.activations[l], *residual), full)
         else:
             rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
-    gradient, above = rank.loss(rank.activations.pop(len(rank.layers))), None
+    gradient, above = rank.loss(rank.activations.pop(len(rank.layers))), list[Value]()
     for l in reversed(rank.layers):
         x, full = rank.activations.pop(l), rank.weights.pop(("full", l))
         if rank.sizes.signatures[l].carries:
-            made, gradient, above = rank.backward_norm(l, x, gradient, above, full)
+            made, gradient, *above = rank.backward(l, x, (gradient, *above), full)
             rank.grad_weights[l] = await rank.all_reduce(made)
         else:
             made, gradient = rank.backward(l, x, gradient, full)
@@ -42,21 +42,21 @@ async def microbatches_together(rank: Rank) -> None:
     for l in rank.layers:
         cut = (0, 1) if rank.sizes.signatures[l].carries else (rank.index, rank.world)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
-    value, residual = rank.load_batch(rank.share()), None
+    value, residual = rank.load_batch(rank.share()), list[Value]()
     for l in rank.layers:
         if rank.sizes.signatures[l].carries:
             rank.activations[l] = value
-            residual, value = rank.forward_norm(l, residual, value, rank.weights[l])
+            value, *residual = rank.forward(l, (value, *residual), rank.weights[l])
         else:
             rank.activations[l] = await rank.all_gather(value, axis="tp")
             made = rank.activations["made"] = rank.forward(l, rank.activations[l], rank.weights[l])
             value = made if l == rank.layers[-1] else await rank.reduce_scatter(made, axis="tp")
     stats = await rank.all_gather(rank.loss_stats(value), axis="tp")
-    gradient, above = rank.loss(rank.activations.pop("made"), stats), None
+    gradient, above = rank.loss(rank.activations.pop("made"), stats), list[Value]()
     for l in reversed(rank.layers):
         x = rank.activations.pop(l)
         if rank.sizes.signatures[l].carries:
-            made, gradient, above = rank.backward_norm(l, x, gradient, above, rank.weights[l])
+            made, gradient, *above = rank.backward(l, x, (gradient, *above), rank.weights[l])
             rank.grad_weights[l] = await rank.all_reduce(made)
         else:
             whole = gradient if l == rank.layers[-1] else await rank.all_gather(gradient, axis="tp")

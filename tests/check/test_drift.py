@@ -201,13 +201,13 @@ def test_gradients_that_each_rank_computes_for_itself_drift_where_kernels_add_in
     assert proof.drifts == []  # a matrix's gradient is one product
 
 
-def test_look_ups_attention_and_routing_may_add_in_no_fixed_order() -> None:
+def test_look_ups_and_attention_may_add_in_no_fixed_order() -> None:
     blocks = (cut(MoE(layers=1)), cut(GPT(layers=1)), cut(MLP(layers=1), columns=True))
     real = {node.name: node.atomic for model in blocks for layer in model.signatures for node in layer.nodes}
-    assert {name for name, atomic in real.items() if atomic} == {"lookup", "attend", "dispatch", "combine"}
+    assert {name for name, atomic in real.items() if atomic} == {"lookup", "attend"}
     toys = (Sizes.puzzle(1), Sizes.half_blocks(1), Sizes.context_blocks(1), Sizes.mixture(2), Sizes.columns(2))
     atomic = {node.name for sizes in toys for layer in sizes.signatures for node in layer.nodes if node.atomic}
-    assert atomic == {"matrix", "lookup", "attend", "dispatch", "combine"}, "a puzzle's layer may be anything"
+    assert atomic == {"matrix", "lookup", "attend"}, "a puzzle's layer may be anything"
 
 
 def test_copies_made_one_again_after_the_update_leave_their_states_apart() -> None:

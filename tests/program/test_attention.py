@@ -21,10 +21,8 @@ def start(rank: Rank) -> tuple[Value, Value]:
     for l in range(4):
         rank.weights[l] = rank.load_weight(l)
     rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
-    residual, rank.activations[2] = rank.forward_norm(1, None, rank.activations[1], rank.weights[1])
-    assert residual is not None
-    rank.residuals[0] = residual
-    rank.queries[0], rank.keys_values[0] = rank.project(2, rank.activations[2], rank.weights[2])
+    rank.activations[2], rank.residuals[0] = rank.forward(1, (rank.activations[1],), rank.weights[1])
+    rank.queries[0], rank.keys_values[0] = rank.forward(2, (rank.activations[2],), rank.weights[2])
     return rank.queries[0], rank.keys_values[0]
 
 
@@ -56,11 +54,6 @@ def forward_of_a_projection(rank: Rank) -> None:
     rank.forward(2, rank.activations[2], rank.weights[2])
 
 
-def projection_of_another_layer(rank: Rank) -> None:
-    start(rank)
-    rank.project(0, rank.activations[0], rank.weights[0])
-
-
 def no_such_slice(rank: Rank) -> None:
     rank.load_batch([0], [0, 4])
 
@@ -87,7 +80,6 @@ def the_same_slice_twice(rank: Rank) -> None:
             "the queries given is queries[2] (sequence slices 0, 3 of microbatch 0); this op reads queries[3]",
         ),
         (forward_of_a_projection, "forward(layer 2): this layer makes 2 values; give its inputs as a tuple"),
-        (projection_of_another_layer, "project(layer 0): this layer makes no queries, keys and values; use forward"),
         (no_such_slice, "load_batch([0], [0, 4]): give one or more of the slices 0-3, each once"),
         (the_same_slice_twice, "load_batch([0], [1, 1]): give one or more of the slices 0-3, each once"),
     ],
@@ -115,10 +107,10 @@ async def met_again(rank: Rank) -> list[tuple[Value, Value]]:
     w[4], w[5] = rank.load_weight(4), rank.load_weight(5)
     x[3] = rank.attend(2, queries, block) + rank.attend(2, queries, other)
     x[4] = rank.forward(3, x[3], w[3])
-    _, x[5] = rank.forward_norm(4, rank.residuals[0], x[4], w[4])
+    (x[5],) = rank.forward(4, (x[4], rank.residuals[0]), w[4])
     x[6] = rank.forward(5, x[5], w[5])
     _, gradient = rank.backward(5, x[5], rank.loss(x[6]), w[5])
-    _, gradient, _ = rank.backward_norm(4, x[4], gradient, None, w[4])
+    _, gradient, _ = rank.backward(4, x[4], (gradient,), w[4])
     _, rank.grad_activations[3] = rank.backward(3, x[3], gradient, w[3])
     gradient = rank.grad_activations[3]
     return [rank.attend_backward(2, queries, keys, x[3], gradient) for keys in (block, other)]
@@ -126,13 +118,13 @@ async def met_again(rank: Rank) -> list[tuple[Value, Value]]:
 
 async def came_home_early(rank: Rank) -> None:
     (own, gradient), (other, _) = await met_again(rank)
-    rank.backward_project(2, rank.activations[2], own + other, gradient, rank.weights[2])
+    rank.backward(2, rank.activations[2], (own + other, gradient), rank.weights[2])
 
 
 async def one_block_left_out(rank: Rank) -> None:
     (own, gradient), (_, away) = await met_again(rank)
     home = rank.exchange(away, to=1 - rank.index, source=1 - rank.index)
-    rank.backward_project(2, rank.activations[2], own, gradient + await home, rank.weights[2])
+    rank.backward(2, rank.activations[2], (own, gradient + await home), rank.weights[2])
 
 
 async def another_blocks_gradient(rank: Rank) -> None:
@@ -143,7 +135,7 @@ async def another_blocks_gradient(rank: Rank) -> None:
 async def forgotten_on_the_way(rank: Rank) -> None:
     (own, _), (other, away) = await met_again(rank)
     home = await rank.exchange(away, to=1 - rank.index, source=1 - rank.index)
-    rank.backward_project(2, rank.activations[2], own + other, home, rank.weights[2])
+    rank.backward(2, rank.activations[2], (own + other, home), rank.weights[2])
 
 
 @pytest.mark.parametrize(
@@ -164,8 +156,8 @@ def test_other_tokens_are_refused() -> None:
         queries, _ = start(rank)
         whole = rank.load_batch([1], balanced(rank.index, 2))
         rank.activations["other"] = rank.forward(0, whole, rank.weights[0])
-        _, x = rank.forward_norm(1, None, rank.activations["other"], rank.weights[1])
-        rank.attend(2, queries, rank.project(2, x, rank.weights[2])[1])
+        x, _ = rank.forward(1, (rank.activations["other"],), rank.weights[1])
+        rank.attend(2, queries, rank.forward(2, (x,), rank.weights[2])[1])
 
     says(refusal(strategy, Mesh(cp=2), 1, 2), "cannot meet", "both must be of the same microbatches and step")
 
@@ -180,8 +172,10 @@ def test_what_is_loaded_is_told_by_its_slices() -> None:
 
 def test_sizes_of_the_model_for_context_parallelism() -> None:
     sizes = Sizes.context_blocks(2)
-    assert [sizes.next_carrying(layer) for layer in (0, 1, 4, 7)] == [1, 4, 7, -1]
-    assert sizes.space(Mesh(cp=3), 2) == Space(2, 6, (("head", 1), ("vocab", 1)))
+    norms = [sizes.signatures[layer] for layer in (1, 4, 7)]
+    assert [port.layer for norm in norms for port in norm.outputs[1:]] == [4, 7]
+    assert [port.layer for norm in norms for port in norm.inputs[1:]] == [4, 7]
+    assert sizes.space(Mesh(cp=3), 2) == Space(2, 6, (("head", 3), ("vocab", 1)))
     assert sizes.space(Mesh(), 2) == Space(2, 1, (("head", 1), ("vocab", 1)))
     cells = mask_of(4 + s for s in (0, 3))
     part = Spec(form_of(Kind.KEYS_VALUES, 2, 0, Space(2, 4)), cells)

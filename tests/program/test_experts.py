@@ -20,9 +20,7 @@ def traced(what: Callable[[Rank], Awaitable[object]]) -> None:
 async def dispatched(rank: Rank) -> Value:
     rank.weights[0] = rank.load_weight(0)
     tokens = rank.load_batch([rank.index])
-    residual, made = rank.forward_dense(0, None, tokens, rank.weights[0])
-    assert residual is not None
-    rank.residuals[2] = residual
+    made, rank.residuals[2] = rank.forward(0, (tokens,), rank.weights[0])
     return made
 
 
@@ -38,13 +36,13 @@ async def without_exchange(rank: Rank) -> None:
 async def without_return(rank: Rank) -> None:
     x = await rank.all_to_all(await dispatched(rank), axis="ep")
     made = rank.forward(1, x, rank.load_weight(1, rank.index, 2))
-    rank.forward_dense(2, rank.residuals[2], made, rank.load_weight(2))
+    rank.forward(2, (made, rank.residuals[2]), rank.load_weight(2))
 
 
 async def without_residual(rank: Rank) -> None:
     x = await rank.all_to_all(await dispatched(rank), axis="ep")
     made = await rank.all_to_all(rank.forward(1, x, rank.load_weight(1, rank.index, 2)), axis="ep")
-    rank.forward_dense(2, None, made, rank.load_weight(2))
+    rank.forward(2, (made,), rank.load_weight(2))
 
 
 async def with_the_wrong_verb(rank: Rank) -> None:
@@ -56,7 +54,7 @@ async def backward_with_the_wrong_verb(rank: Rank) -> None:
     x = await rank.all_to_all(await dispatched(rank), axis="ep")
     made = await rank.all_to_all(rank.forward(1, x, rank.load_weight(1, rank.index, 2)), axis="ep")
     rank.activations[2], rank.weights[2] = made, rank.load_weight(2)
-    _, logits = rank.forward_dense(2, rank.residuals[2], made, rank.weights[2])
+    (logits,) = rank.forward(2, (made, rank.residuals[2]), rank.weights[2])
     rank.backward(2, rank.activations[2], rank.loss(logits), rank.weights[2])
 
 

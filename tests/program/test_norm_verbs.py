@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardlab.program import Mesh, Rank, Refused, Sizes, trace
+from shardlab.program import Mesh, Rank, Refused, Sizes, Value, trace
 from tests.program.tapes import alone, says
 
 HALVES = Sizes.half_blocks(1)
@@ -24,9 +24,10 @@ def prepare(rank: Rank) -> None:
 def to_the_loss(rank: Rank) -> None:
     """On to the gradient of the last norm's output."""
     prepare(rank)
-    residual = None
+    residual: list[Value] = []
     for l in (1, 3, 5):
-        residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], rank.weights[l])
+        given = rank.activations[l], *residual
+        rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
         rank.activations[l + 2] = rank.forward(l + 1, rank.activations[l + 1], rank.weights[l + 1])
     gradient = rank.loss(rank.activations.pop(7))
     _, rank.grad_activations[6] = rank.backward(6, rank.activations[6], gradient, rank.weights[6])
@@ -41,10 +42,10 @@ def norms_of(lines: Callable[[Rank], object]) -> list[str]:
 def test_a_norm_reads_branch_weight_and_residual_and_hands_a_residual_on() -> None:
     def lines(rank: Rank) -> None:
         to_the_loss(rank)
-        _, branch, residual = rank.backward_norm(
-            5, rank.activations[5], rank.grad_activations[6], None, rank.weights[5]
+        given = (rank.grad_activations[6],)
+        _, rank.grad_activations[5], rank.grad_residuals[5] = rank.backward(
+            5, rank.activations[5], given, rank.weights[5]
         )
-        rank.grad_activations[5], rank.grad_residuals[5] = branch, residual or branch
 
     norms = norms_of(lines)
     assert norms[0] == "forward 8 1 -> 10 11 12", "(branch, weight) to (normalised, residual, saved)"
@@ -56,10 +57,10 @@ def test_a_norm_reads_branch_weight_and_residual_and_hands_a_residual_on() -> No
 def test_a_norms_backward_has_two_halves() -> None:
     def lines(rank: Rank) -> None:
         to_the_loss(rank)
-        branch, residual = rank.backward_norm_input(
-            5, rank.activations[5], rank.grad_activations[6], None, rank.weights[5]
+        given = (rank.grad_activations[6],)
+        rank.grad_activations[5], rank.grad_residuals[5] = rank.backward_input(
+            5, rank.activations[5], given, rank.weights[5]
         )
-        rank.grad_activations[5], rank.grad_residuals[5] = branch, residual or branch
         rank.grad_weights[5] = rank.backward_weight(5, rank.activations[5], rank.grad_activations[6])
 
     tape = norms_of(lines)
@@ -74,7 +75,7 @@ def forward_of_a_norm(rank: Rank) -> None:
 
 def norm_of_a_body(rank: Rank) -> None:
     prepare(rank)
-    rank.forward_norm(0, None, rank.activations[0], rank.weights[0])
+    rank.forward(0, (rank.activations[0], rank.activations[1]), rank.weights[0])
 
 
 def backward_of_a_norm(rank: Rank) -> None:
@@ -90,23 +91,24 @@ def half_of_a_norm(rank: Rank) -> None:
 
 def backward_norm_of_a_body(rank: Rank) -> None:
     to_the_loss(rank)
-    rank.backward_norm(4, rank.activations[4], rank.grad_activations[6], None, rank.weights[4])
+    gradient = rank.grad_activations[6]
+    rank.backward(4, rank.activations[4], (gradient, gradient), rank.weights[4])
 
 
 def backward_without_forward(rank: Rank) -> None:
     to_the_loss(rank)
     for _ in range(2):
-        rank.backward_norm(5, rank.activations[5], rank.grad_activations[6], None, rank.weights[5])
+        rank.backward(5, rank.activations[5], (rank.grad_activations[6],), rank.weights[5])
 
 
 def no_residual(rank: Rank) -> None:
     to_the_loss(rank)
-    rank.forward_norm(3, None, rank.activations[3], rank.weights[3])
+    rank.forward(3, (rank.activations[3],), rank.weights[3])
 
 
 def no_such_layer(rank: Rank) -> None:
     prepare(rank)
-    rank.forward_norm(7, None, rank.activations[1], rank.weights[1])
+    rank.forward(7, (rank.activations[1],), rank.weights[1])
 
 
 def stats_of_whole_logits(rank: Rank) -> None:
@@ -121,13 +123,13 @@ def loss_with_something_more(rank: Rank) -> None:
 
 REFUSED: list[tuple[Callable[[Rank], None], list[str]]] = [
     (forward_of_a_norm, ["forward(layer 1): this layer makes 2 values; give its inputs as a tuple"]),
-    (norm_of_a_body, ["forward_norm(layer 0): this layer is sliced and carries no residual; use forward"]),
+    (norm_of_a_body, ["forward(layer 0): 2 values were given; this embedding layer reads activations[0] alone"]),
     (backward_of_a_norm, ["backward(layer 5): this layer read 2 values; give the gradients as a tuple"]),
-    (backward_norm_of_a_body, ["backward_norm(layer 4): this layer is sliced"]),
+    (backward_norm_of_a_body, ["backward(layer 4): 2 values were given; this feed-forward layer is given"]),
     (half_of_a_norm, ["backward_input(layer 5): this layer read 2 values"]),
     (backward_without_forward, ["backward(layer 5): no forward has come before it", "is not recomputed"]),
     (no_residual, ["forward(layer 3): the residual is missing; this norm layer reads activations[3] and residuals[3]"]),
-    (no_such_layer, ["forward_norm: layer 7 does not exist; the model has layers 0-6"]),
+    (no_such_layer, ["forward: layer 7 does not exist; the model has layers 0-6"]),
     (stats_of_whole_logits, ["loss_stats: activations[7] (microbatch 0) was given; give slices of the logits"]),
     (loss_with_something_more, ["activations[7] (microbatch 0) needs no stats"]),
 ]
@@ -147,10 +149,10 @@ def test_a_backward_pass_by_another_slice_than_the_forward_pass_is_refused() -> 
         rank.weights["theirs"] = rank.load_weight(4, 1 - rank.index, 2)
         rank.activations[0] = rank.load_batch([0])
         branch = await rank.all_reduce(rank.forward(0, rank.activations[0], rank.weights[0]), axis="tp")
-        residual = None
+        residual: list[Value] = []
         for l in (1, 3, 5):
             rank.activations[l] = branch
-            residual, rank.activations[l + 1] = rank.forward_norm(l, residual, rank.activations[l], rank.weights[l])
+            rank.activations[l + 1], *residual = rank.forward(l, (branch, *residual), rank.weights[l])
             branch = rank.forward(l + 1, rank.activations[l + 1], rank.weights[l + 1])
             branch = branch if l == 5 else await rank.all_reduce(branch, axis="tp")
         rank.activations[7] = branch
@@ -158,7 +160,7 @@ def test_a_backward_pass_by_another_slice_than_the_forward_pass_is_refused() -> 
         gradient = rank.loss(rank.activations[7], stats)
         _, terms = rank.backward(6, rank.activations[6], gradient, rank.weights[6])
         gradient = await rank.all_reduce(terms, axis="tp")
-        _, rank.grad_activations[5], _ = rank.backward_norm(5, rank.activations[5], gradient, None, rank.weights[5])
+        _, rank.grad_activations[5], _ = rank.backward(5, rank.activations[5], (gradient,), rank.weights[5])
         rank.backward(4, rank.activations[4], rank.grad_activations[5], rank.weights["theirs"])
 
     with pytest.raises(Refused) as caught:

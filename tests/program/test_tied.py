@@ -27,22 +27,22 @@ def alone(verbs: Verbs) -> Program:
         rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
         for l in rank.layers[1:-1]:
             rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-        x, residual = rank.load_batch([0]), None
+        x, residual = rank.load_batch([0]), list[Value]()
         inputs: list[Value] = []
         for l in rank.layers:
             weight = rank.weights[0 if l == LAST else l]
             rank.activations[l] = x
             inputs.append(x)
             if l % 2:
-                residual, x = rank.forward_norm(l, residual, x, weight)
+                x, *residual = rank.forward(l, (x, *residual), weight)
             else:
                 x = rank.forward(l, x, weight)
-        gradient, above = rank.loss(x), None
+        gradient, above = rank.loss(x), list[Value]()
         for l in reversed(rank.layers):
             weight = rank.weights[0 if l == LAST else l]
             key = "embedding" if l == 0 else "head" if l == LAST else l
             if l % 2:
-                rank.grad_weights[key], gradient, above = rank.backward_norm(l, inputs[l], gradient, above, weight)
+                rank.grad_weights[key], gradient, *above = rank.backward(l, inputs[l], (gradient, *above), weight)
             else:
                 rank.grad_weights[key], gradient = rank.backward(l, inputs[l], gradient, weight)
         verbs(rank)

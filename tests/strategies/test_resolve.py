@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardlab.program import LayerKind, Mesh, Sizes, UserError
+from shardlab.program import Mesh, Sizes, UserError
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.rank_plan import Completion, Completions
@@ -29,7 +29,7 @@ def test_half_blocks_are_cut_before_a_norm() -> None:
     plan = Plan(Mesh(pp=2, tp=2))
     stages = resolve(plan, sizes, 2, 0).stages
     assert stages == (range(5), range(5, 11))
-    assert sizes.kinds[5] is LayerKind.NORM
+    assert sizes.signatures[5].carries
     assert resolve(replace(plan, layers_per_stage=(1, 4)), sizes, 2, 0).stages == (range(3), range(3, 11))
 
 
@@ -59,12 +59,12 @@ def test_a_weight_is_cut_over_tp_before_it_is_sharded() -> None:
     plan = replace(FSDP, mesh=Mesh(dp_shard=2, tp=2))
     rank = resolve(plan, Sizes.half_blocks(1), 2, 3)  # the last of both axes
     body, norm = rank.weights[0], rank.weights[1]
-    assert (body.cut_axis, body.parameters) == ("tp", (3, 4))
-    assert (norm.cut_axis, norm.parameters) == (None, (1, 2))
+    assert (body.cut_axes, body.parameters) == (("tp",), (3, 4))
+    assert (norm.cut_axes, norm.parameters) == ((), (1, 2))
 
 
 def test_bodies_reduce_their_terms_and_norms_gather_with_sequence_parallelism() -> None:
-    reduce, scatter, gather = (Completion(verb, "tp") for verb in ("all_reduce", "reduce_scatter", "all_gather"))
+    reduce, scatter, gather = ((Completion(verb, "tp"),) for verb in ("all_reduce", "reduce_scatter", "all_gather"))
     layers = resolve(Plan(Mesh(tp=2)), Sizes.half_blocks(1), 1, 0).layers
     assert layers[1].completions == Completions()
     assert layers[2].completions == Completions(output=reduce, grad_input=reduce)
@@ -78,7 +78,7 @@ def test_bodies_reduce_their_terms_and_norms_gather_with_sequence_parallelism() 
 def test_experts_exchange_buffers_before_and_after_in_both_directions() -> None:
     rank = resolve(Plan(Mesh(ep=2)), Sizes.mixture(1), 2, 1)
     assert rank.layers[0].completions == Completions()
-    assert set(rank.layers[1].completions) == {Completion("all_to_all", "ep")}
+    assert set(rank.layers[1].completions) == {(Completion("all_to_all", "ep"),)}
     assert rank.weights[0].reduce_once == ("ep",)
     assert rank.weights[1].reduce_once == (), "their gradients have every microbatch of the group already"
 

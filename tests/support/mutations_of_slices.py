@@ -34,7 +34,7 @@ def layer_of_result(program: Program, op: Op, place: int) -> int:
         return op.layer + 1
     if op.kind is not OpKind.FORWARD or sizes.signatures[op.layer].projects:
         return op.layer
-    return op.layer + 1 if place == 0 else sizes.next_carrying(op.layer)
+    return sizes.signatures[op.layer].outputs[place].layer
 
 
 @mutation

@@ -39,35 +39,35 @@ class AttentionWriter:
 
     async def passes(self, unit: list[int]) -> None:
         """Forward and back with some microbatches."""
-        rank, residual = self.rank, None
+        rank, residual = self.rank, list[Value]()
         x = rank.load_batch(unit, self.agreed.dealt[self.here])
         inputs: list[Value] = []
         met: dict[int, tuple[Value, Value, Value]] = {}
         for l in rank.layers:
             inputs.append(self.kept(rank.activations, x))
             if rank.sizes.signatures[l].carries:
-                residual, x = rank.forward_norm(l, residual, x, rank.weights[l])
-                residual = residual and self.kept(rank.residuals, residual)
+                x, *made = rank.forward(l, (x, *residual), rank.weights[l])
+                residual = [self.kept(rank.residuals, each) for each in made]
             elif rank.sizes.signatures[l].projects:
-                made = rank.project(l, x, rank.weights[l])
+                made = rank.forward(l, (x,), rank.weights[l])
                 queries, own = self.kept(rank.queries, made[0]), self.kept(rank.keys_values, made[1])
                 x = self.kept(rank.activations, await self.attended(l, queries, own))
                 met[l] = queries, own, x
             else:
                 x = rank.forward(l, x, rank.weights[l], save=self.random.random() < 0.7)
-        gradient, above = rank.loss(x), None
+        gradient, above = rank.loss(x), list[Value]()
         for l in reversed(rank.layers):
             x, weight = inputs[l], rank.weights[l]
             gradient = self.kept(rank.grad_activations, gradient)
             if rank.sizes.signatures[l].carries:
-                grad, gradient, above = rank.backward_norm(l, x, gradient, above, weight)
-                above = above and self.kept(rank.grad_residuals, above)
+                grad, gradient, *below = rank.backward(l, x, (gradient, *above), weight)
+                above = [self.kept(rank.grad_residuals, each) for each in below]
             elif rank.sizes.signatures[l].projects:
                 gradients = await self.went_back(l, *met[l], gradient)
                 if self.random.random() < 0.5:
-                    grad, gradient = rank.backward_project(l, x, *gradients, weight)
+                    grad, gradient = rank.backward(l, x, gradients, weight)
                 else:
-                    gradient = rank.backward_project_input(l, x, *gradients, weight)
+                    (gradient,) = rank.backward_input(l, x, gradients, weight)
                     grad = rank.backward_weight(l, x, gradients[0])
             else:
                 grad, gradient = rank.backward(l, x, gradient, weight)

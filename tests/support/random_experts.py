@@ -60,7 +60,7 @@ class ExpertWriter:
 
     async def forward(self, unit: list[int]) -> tuple[list[Value], Value]:
         """The layers' inputs, and the logits."""
-        rank, carried = self.rank, None
+        rank, carried = self.rank, list[Value]()
         x, inputs = rank.load_batch(unit), list[Value]()
         for l in rank.layers:
             if "expert" in rank.sizes.signatures[l].cut:
@@ -69,13 +69,13 @@ class ExpertWriter:
                 x = await rank.all_to_all(made, axis="ep")
             else:
                 inputs.append(self.kept(rank.activations, x))
-                carried, x = rank.forward_dense(l, carried, x, rank.weights[l])
-                carried = carried and self.kept(rank.residuals, carried)
+                x, *made = rank.forward(l, (x, *carried), rank.weights[l])
+                carried = [self.kept(rank.residuals, each) for each in made]
             x = self.kept(rank.activations, x)
         return inputs, x
 
     async def backward(self, inputs: list[Value], logits: Value) -> None:
-        rank, above = self.rank, None
+        rank, above = self.rank, list[Value]()
         gradient = rank.loss(logits)
         for l in reversed(rank.layers):
             x, weight, halves = inputs[l], rank.weights[l], self.random.random() < 0.4
@@ -88,10 +88,10 @@ class ExpertWriter:
             elif is_expert:
                 grad, gradient = rank.backward(l, x, given, weight)
             elif halves:
-                gradient, above = rank.backward_dense_input(l, x, given, above, weight)
+                gradient, *above = rank.backward_input(l, x, (given, *above), weight)
             else:
-                grad, gradient, above = rank.backward_dense(l, x, given, above, weight)
-            above = above and self.kept(rank.grad_residuals, above)
+                grad, gradient, *above = rank.backward(l, x, (given, *above), weight)
+            above = [self.kept(rank.grad_residuals, each) for each in above]
             if is_expert:
                 gradient = await rank.all_to_all(gradient, axis="ep")
             if grad is None:
