@@ -58,7 +58,7 @@ def test_a_program_that_sleeps_takes_no_cpu_time() -> None:
 
 def test_an_import_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "takes_long.py").write_text("from tests.program.test_stoppable import spend\nspend(0.8)\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     async def imports(rank: Rank) -> None:
         import takes_long  # type: ignore[import-not-found]  # pyright: ignore

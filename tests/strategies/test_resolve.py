@@ -29,7 +29,7 @@ def test_half_blocks_are_cut_before_a_norm() -> None:
     plan = Plan(Mesh(pp=2, tp=2))
     stages = resolve(plan, sizes, 2, 0).stages
     assert stages == (range(5), range(5, 11))
-    assert sizes.signatures[5].carries
+    assert not sizes.signatures[5].sliced
     assert resolve(replace(plan, layers_per_stage=(1, 4)), sizes, 2, 0).stages == (range(3), range(3, 11))
 
 

@@ -75,6 +75,10 @@ class Blocks(Model):
     def place(self, layer: int) -> str:
         return f"block {layer}"
 
+    def borrowed(self, layer: int) -> tuple[str, ...]:
+        """As `Model.borrowed`, without making all layers: there may be more than any machine holds."""
+        return ("wte.weight",) if self.has_tied_head and 0 < layer == self.layers - 1 else ()
+
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """As `Model.sizes`.
 

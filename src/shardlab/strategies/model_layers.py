@@ -91,6 +91,12 @@ class ModelLayers:
         """
         return bisect_right((self.blocks or self.pipeline_cuts)[1:-1], layer)
 
+    @property
+    def _attention_inside(self) -> bool:
+        """Whether attention lies within a layer, or layers are whole blocks."""
+        sliced = [layer for layer in self.layers if layer.sliced]
+        return not sliced or any(layer.mixes_tokens for layer in sliced)
+
     def _is_cut_along(self, axis: str) -> bool:
         return any(axis in self.cut_axes(layer) for layer in range(len(self.layers)))
 
@@ -117,7 +123,7 @@ class ModelLayers:
                 f"{what} cuts sequences, but a mixture's tokens are routed by whole sequences; leave it out, or train "
                 "a model without experts"
             )
-        if plan.attention_apart and not any(layer.projects for layer in self.layers):
+        if plan.attention_apart and self._attention_inside:
             cuts = f"the mesh has cp {mesh.cp}, which cuts sequences"
             what = cuts if mesh.cp > 1 else "selective recomputation was asked for"
             raise UserError(
