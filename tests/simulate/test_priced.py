@@ -75,7 +75,7 @@ def test_blocks_of_half_blocks_take_their_forward_pass_again(mesh: Mesh) -> None
 def test_heads_take_their_slice_of_a_projection_and_of_what_follows_attention() -> None:
     sliced, whole = (traced(Plan(Mesh(cp=2, tp=tp)), 1, 1) for tp in (2, 1))
     for one, other in zip(ops(sliced, OpKind.FORWARD), ops(whole, OpKind.FORWARD), strict=True):
-        norm = sliced.program.sizes.kind(one.layer).value == "norm"
+        norm = not sliced.program.sizes.signatures[one.layer].sliced
         assert price(sliced, one) == price(whole, other) / (1 if norm else 2)
 
 
