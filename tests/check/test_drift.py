@@ -64,9 +64,9 @@ def test_random_programs_drift_just_where_sums_that_mind_their_order_do(shape: S
     assert {layer for drift in proof.drifts for layer in drift.layers} == replicas_apart(proof)
 
 
-@pytest.mark.parametrize("seed", [126, 155])
+@pytest.mark.parametrize("seed", [126, 134])
 def test_a_random_program_that_drifts_is_found(seed: int) -> None:
-    layers, at = {126: (2, [1]), 155: (4, [1, 2])}[seed]
+    layers, at = {126: (2, [1]), 134: (4, [0, 2])}[seed]
     proof = check(random_program(Shape(pp=2, dp_replicate=1, dp_shard=2, layers=layers, microbatches=6, seed=seed)))
     assert sorted(layer for drift in proof.drifts for layer in drift.layers) == at
     assert sorted(replicas_apart(proof)) == at

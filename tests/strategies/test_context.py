@@ -121,10 +121,10 @@ def test_a_tape_with_a_mistake_is_refused(mistake: Callable[[Program], Program])
         check(mistake(program))
 
 
-def test_experts_are_not_cut_with_heads_or_sequences() -> None:
-    for mesh in (Mesh(ep=2, tp=2), Mesh(ep=2, cp=2)):
-        with pytest.raises(UserError, match=r"no model is cut into both yet: set ep to 1, or tp and cp"):
-            Plan(mesh)
+def test_sequences_are_not_cut_where_experts_are() -> None:
+    for fields in ({"mesh": Mesh(ep=2, cp=2)}, {"mesh": Mesh(ep=2, tp=2), "sequence_parallel": True}):
+        with pytest.raises(UserError, match=r"a mixture's tokens are routed by whole sequences, which this cuts"):
+            Plan(**fields)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_model_whose_attention_is_no_step_of_its_own_is_refused() -> None:

@@ -200,6 +200,9 @@ CONTEXT = [
     Verified("masks of gathered keys", GATHERED(Mesh(cp=2)), grouped(block=12, kv_heads=4, dropout=0.2), 2),
     Verified("a ring without attention", Plan(Mesh(cp=2)), MLP(layers=2, width=16, block=8), 2),
     Verified("gathered keys gathered again", GATHERED(Mesh(cp=2), recompute="full"), grouped(), 3),
+    Verified("slices of sequences exchanged for heads", Plan(Mesh(cp=2), context="ulysses"), grouped(kv_heads=2), 2),
+    Verified("halves and masks of exchanged heads", SP(Mesh(cp=2, tp=2), "zb-h1", context="ulysses"),
+             GPT(layers=2, width=16, heads=4, block=16, vocabulary=40, dropout=0.2), 2),
     Verified("states cut over cp", GATHERED(Mesh(cp=4), shard_optimizer=("cp",)), grouped(), 1),
     Verified("everything cut over dp and cp",
              everywhere(Plan(Mesh(cp=2, dp_shard=2), reshard_after="stage"), SEQUENCE), grouped(), 4),
@@ -230,6 +233,13 @@ EXPERTS = [
     Verified("states of experts sharded", Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD), DROPLESS, 8),
     Verified("replicas of experts", Plan(Mesh(dp_replicate=2, ep=2)), DROPPING, 8),
     Verified("a Mixtral's experts", Plan(Mesh(ep=2)), mixtral(), 4),
+    Verified("hidden features of all experts", Plan(Mesh(tp=2)), DROPPING, 2),
+    Verified(
+        "hidden features of each rank's experts, recomputed", Plan(Mesh(ep=2, tp=2), recompute="full"), DROPPING, 4
+    ),
+    Verified("gates of a Mixtral cut twice", Plan(Mesh(ep=2, tp=2)), mixtral(), 4),
+    Verified("attention of a mixture computed again", Plan(Mesh(ep=2), recompute="selective"), DROPPING, 4),
+    Verified("pp, ep and tp", Plan(Mesh(pp=2, ep=2, tp=2), "zb-v"), moe(layers=4), 4),
     Verified("a dropless Mixtral on stages", Plan(Mesh(pp=2, ep=2)), mixtral(capacity_factor=None), 4),
 ]
 

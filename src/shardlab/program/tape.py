@@ -91,7 +91,7 @@ class Op(NamedTuple):
         kind = self.kind
         if kind is OpKind.WAIT:
             return f"wait(handle {self.handle})"
-        if kind is OpKind.FREE:
+        if kind is OpKind.FREE and self.inputs:  # a tape from a file may say anything
             return f"free(value {self.inputs[0]})"
         if kind is OpKind.SEND:
             return f"send to rank {self.peer}"
