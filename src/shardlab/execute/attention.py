@@ -65,7 +65,8 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
     shape = (queries.microbatches.bit_count() * state.shapes.rows, whole.heads, whole.tokens, whole.tokens)
     tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
     count = _heads(state, op.layer, queries).heads
-    first = count * (queries.pieces("head").bit_length() - 1 if queries.form.slices else 0)
+    pieces = queries.pieces("head")  # neighbours, of which the first says where these heads begin
+    first = whole.heads * ((pieces & -pieces).bit_length() - 1) // queries.form.space.count("head")
     like = state.empty((0,), torch.promote_types(state.settings.dtype, torch.float32))
 
     def mask() -> Tensor | None:
