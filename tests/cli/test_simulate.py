@@ -235,10 +235,10 @@ def test_recomputation_is_compared_with_none_on_the_same_layers(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tp", "2"], "halves of blocks, each timed as a layer"),
-        (["--cp", "2"], "halves and attention, each timed as a layer"),
-        (["--ep", "2"], "dense layers and experts, each timed as a layer"),
-        (["column-parallel"], "columns of matrices, each timed as a layer"),
+        (["--tp", "2"], "attention, embedding, feed-forward, head, norm"),
+        (["--cp", "2"], "embedding, head, norm, output, projection"),
+        (["--ep", "2"], "experts, non-expert; each timed as a layer"),
+        (["column-parallel"], "column; each timed as a layer"),
         (["ddp"], ""),
     ],
 )
