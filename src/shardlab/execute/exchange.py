@@ -14,7 +14,7 @@ from shardlab.program import Op, Spec
 from shardlab.rules.pieces import bits
 
 Places = tuple[Tensor, ...]
-"""For each of a tensor's first dims, and for its features, which of its elements are meant."""
+"""Indices of some of a tensor's elements, a grid for each dim that is chosen from."""
 
 
 def all_to_all(
@@ -33,7 +33,7 @@ def all_to_all(
 
     def start() -> Wait:
         tensor: Tensor = values[given]
-        parts = torch.stack([tensor[_mesh(places)] for places in sent])
+        parts = torch.stack([tensor[places] for places in sent])
         inbox = torch.empty_like(parts)
         wait = links.all_to_all(inbox, parts, group)
 
@@ -41,15 +41,11 @@ def all_to_all(
             wait()
             whole = values[output] = tensor.new_empty(shape)
             for places, part in zip(came, inbox, strict=True):
-                whole[_mesh(places)] = part
+                whole[places] = part
 
         return sort
 
     return start
-
-
-def _mesh(places: Places) -> tuple[Tensor, ...]:
-    return torch.meshgrid(*places, indexing="ij")
 
 
 def _common(one: Spec, other: Spec) -> Spec:
@@ -70,8 +66,8 @@ def _places(shapes: Shapes, spec: Spec, part: Spec) -> Places:
         mine = [here.index(piece) * experts + e for piece in bits(part.pieces("expert")) for e in range(experts)]
         return (torch.tensor([row * len(here) * experts + e for row in rows for e in mine]),)
     rows = [row * shapes.rows + r for row in rows for r in range(shapes.rows)]
-    tokens = torch.tensor(shapes.positions(spec, part))
-    return torch.tensor(rows), tokens, torch.tensor(_features(shapes, spec, part))
+    places = (rows, shapes.positions(spec, part), _features(shapes, spec, part))
+    return torch.meshgrid(*map(torch.tensor, places), indexing="ij")
 
 
 def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:

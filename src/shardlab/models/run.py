@@ -74,17 +74,18 @@ class Run:
 
     def shape(self, output: str, rows: int) -> tuple[int, ...]:
         """Shape of a tensor that it makes of `rows` sequences, all slices together; the last piece is filled up."""
-        step = next(step for step in reversed(self.steps) if output in step.primitive.makes)
-        *dims, features = step.primitive.shape(output, rows)
-        index = step.primitive.makes[output].split()[-1:]
+        *dims, features = self._maker(output).shape(output, rows)
+        index = self.indices(output)[-1:]
         count = self.own_pieces.get(index[0], 1) if index else 1
         return (*dims, -(-features // count) * count)
 
     def indices(self, output: str) -> list[str]:
         """The indices of a tensor that it makes."""
-        return next(
-            step.primitive.makes[output].split() for step in reversed(self.steps) if output in step.primitive.makes
-        )
+        return self._maker(output).makes[output].split()
+
+    def _maker(self, output: str) -> Primitive:
+        """The primitive that makes a tensor, the last one under this name."""
+        return self.steps[self._last(output).step].primitive
 
     def flops(self) -> int:
         """FLOPs of the forward pass on one sequence."""
