@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardlab.cli import main
 from shardlab.draw.canvas import FAINT, IDLE, INK, Box, Page, fill, style
-from shardlab.draw.palette import BACKWARD, FORWARD, UPDATE
+from shardlab.draw.palette import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from shardlab.program import Kind, Rank, Spec, trace
 from shardlab.rules import derive
 from shardlab.rules.derive import Held
@@ -116,7 +116,7 @@ def layer(path: Path) -> None:
             say(page, middle, 1.14, node.name, weight="bold", ha="center")
             for name, of in node.weights.items():
                 box = (middle - 0.4, 2.02, middle + 0.4, 2.32)
-                _grid(page, box, 1, SLICES, [(0, column) for column in bits(SLICE)], UPDATE)
+                _grid(page, box, 1, SLICES, [(0, column) for column in bits(SLICE)], BACKWARD_WEIGHT[0])
                 say(page, middle, 1.9, f"{name}[{of.replace(' ', ', ')}]", size=8, ha="center")
             if gone := _indices(node.reads, node.weights) - _indices(node.makes):
                 say(page, middle, 1.47, f"sums over {', '.join(gone)}", size=8, color=FAINT, ha="center")

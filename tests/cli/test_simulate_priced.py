@@ -103,7 +103,7 @@ def test_a_trace_in_unit_costs_is_written_as_well(tmp_path: Path) -> None:
 
 MISTAKES = [
     (("fsdp", "--model", "gpt2"), "give --cluster, such as h100x16, as well"),
-    (("--ep", "2", "--tp", "2", "--model", "moe"), "no model is cut into both yet: set ep to 1, or tp and cp"),
+    (("--ep", "2", "--cp", "2", "--model", "moe"), "a mixture's tokens are routed by whole sequences"),
     (("fsdq", "--model", "gpt2"), "did you mean fsdp?"),
     (("fsdp", "--cluster", "h100x8"), "give --model, such as gpt2-xl, as well"),
     (("fsdp", "--rows", "2"), "--rows is for a model on a cluster"),

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import Checked, check
+from shardlab.models.cutting import cut_for
+from shardlab.models.moe import MoE
 from shardlab.program import Kind, Mesh, Refused, Sizes, UserError, trace
 from shardlab.rules.spec import KEY
 from shardlab.simulate.estimate import estimate
@@ -100,6 +102,22 @@ def plans(draw: st.DrawFn) -> Plan:
 @given(plans(), st.integers(1, 3))
 def test_any_plan_folded_is_what_it_is_unfolded(plan: Plan, each: int) -> None:
     compare(*both(plan, 2, each))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD, shard_parameters=SHARD, recompute="selective"),
+        Plan(Mesh(dp_shard=2, ep=2, tp=2), shard_optimizer=SHARD),
+        Plan(Mesh(pp=2, dp_replicate=2, ep=2, tp=2), "zb-h1", shard_optimizer=("dp_replicate",), recompute="selective"),
+    ],
+)
+def test_a_mixture_folded_is_what_it_is_unfolded(plan: Plan) -> None:
+    """As it is cut for a plan: its experts and its other layers along different axes."""
+    model = MoE(vocabulary=16, width=8, heads=4, block=8, layers=2, experts=4)
+    cut = cut_for(model, plan.mesh, planned=True, attention_apart=plan.attention_apart)
+    sizes, microbatches = cut.sizes(1, 4), 2 * plan.data_ranks
+    compare(fold(plan, sizes, microbatches), check(trace(planned(plan), plan.mesh, sizes, microbatches)))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from shardlab.program import Holds, Kind, Mesh, Sizes, Spec
 from shardlab.rules.kind import ROW_KINDS
-from shardlab.rules.layers import Rules, rules_of
 from shardlab.rules.pieces import repeated
 from shardlab.rules.spec import KEY, Form, Joined, Space
+from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import BATCH_AXES, Plan
 
 AXES_OF = {"head": ("tp", "cp"), "expert": ("ep",)}
@@ -29,7 +29,7 @@ class Rotation:
     plan: Plan
     sizes: Sizes
     microbatches: int
-    _layer_bits: dict[tuple[bool, int], int] = field(default_factory=dict[tuple[bool, int], int])
+    _layer_bits: dict[tuple[tuple[str, ...], int], int] = field(default_factory=dict[tuple[tuple[str, ...], int], int])
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -38,10 +38,6 @@ class Rotation:
     @cached_property
     def space(self) -> Space:
         return self.sizes.space(self.mesh, self.microbatches)
-
-    @cached_property
-    def rules(self) -> Rules:
-        return rules_of(self.sizes.signatures, self.space)
 
     def rotated(self, spec: Spec, axis: str, by: int) -> Spec:
         """What the rank has that stands `by` further along an axis."""
@@ -141,7 +137,7 @@ class Rotation:
 
     def _slices(self, layer: int, holds: Holds, axis: str, by: int) -> Holds:
         """Slices of a layer's parameters."""
-        order = self._cuts(self._parted(layer))
+        order = self._orders[layer]
         if axis not in order or holds.complete:
             return holds
         outer, size = self._digit(order, axis)
@@ -155,9 +151,8 @@ class Rotation:
         layers = self.sizes.layers
         each = holds.of // layers
         made = Holds(0, holds.of)
-        for parted in (False, True):
-            order = self._cuts(parted)
-            some = Holds(holds.mask & self._bits_of_layers(parted, each), holds.of)
+        for order in set(self._orders):
+            some = Holds(holds.mask & self._bits_of_layers(order, each), holds.of)
             if axis in order and some.mask:
                 outer, size = self._digit(order, axis)
                 of = layers * math.lcm(each, outer)
@@ -166,22 +161,20 @@ class Rotation:
             made = Holds(made.refined(of).mask | some.refined(of).mask, of)
         return made
 
-    def _bits_of_layers(self, parted: bool, each: int) -> int:
-        """The bits of the layers whose parameters `tp` or `ep` cuts, or of the others, with `each` bits a layer."""
-        known = self._layer_bits.get((parted, each))
+    def _bits_of_layers(self, order: tuple[str, ...], each: int) -> int:
+        """The bits of the layers whose parameters these axes cut, with `each` bits a layer."""
+        known = self._layer_bits.get((order, each))
         if known is None:
-            ones, layers = (1 << each) - 1, range(self.sizes.layers)
-            known = sum(ones << layer * each for layer in layers if self._parted(layer) == parted)
-            self._layer_bits[parted, each] = known
+            ones = (1 << each) - 1
+            known = sum(ones << layer * each for layer, cuts in enumerate(self._orders) if cuts == order)
+            self._layer_bits[order, each] = known
         return known
 
-    def _parted(self, layer: int) -> bool:
-        """Whether `tp` or `ep` cuts a layer's parameters."""
-        return bool(self.rules.layers[layer].layer.cut)
-
-    def _cuts(self, parted: bool) -> tuple[str, ...]:
-        """The axes that cut a layer's parameters, outermost first."""
-        return (*(("tp", "ep") if parted else ()), *self.plan.shard_optimizer)
+    @cached_property
+    def _orders(self) -> list[tuple[str, ...]]:
+        """By layer, the axes that cut its parameters, outermost first."""
+        model = model_layers(self.sizes)
+        return [(*model.cut_axes(layer), *self.plan.shard_optimizer) for layer in range(self.sizes.layers)]
 
     def _digit(self, order: tuple[str, ...], axis: str) -> tuple[int, int]:
         """(into how many pieces the axes up to this one cut, its size)."""
