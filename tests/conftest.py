@@ -19,10 +19,11 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     worlds: dict[int, Ranks] = {}
 
     def world(size: int) -> Ranks:
-        if size not in worlds:
+        if size not in worlds or not worlds[size].usable:
             worlds[size] = Ranks(size)
         return worlds[size]
 
     yield world
     for each in worlds.values():
-        each.close()
+        if each.usable:
+            each.close()

@@ -6,7 +6,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,61 @@ PRELOAD = ["shardlab.train.verify", "shardlab.train.loop", "torch._dynamo"]
 """What all ranks import, once for all of them; the last is what torch's optimizers import at their first use."""
 
 
+PATIENCE_SECONDS = 20.0
+"""How long the other ranks may take after one has failed: they may be waiting for it, and wait for ever."""
+
+
 class Ranks:
-    """A world of `size` processes; `call` runs a function on every rank and gives the results in rank order."""
+    """A world of `size` processes; `call` runs a function on every rank and gives the results in rank order.
+
+    Attributes:
+        usable: whether the world can still be called: no longer where a rank died, or waits for one that failed.
+    """
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         meeting = Path(self._folder.name, "store").as_uri()
+        self.usable = True
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, size, meeting), daemon=True)
             process.start()
+            theirs.close()  # or its end would not be seen here
             self._pipes.append(ours)
             self._processes.append(process)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(rank, *arguments)` on every rank; raises with all tracebacks if one raised."""
+        """Call `function(rank, *arguments)` on every rank; raise with all tracebacks if one raised."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        answers = [pipe.recv() for pipe in self._pipes]
-        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        answers: dict[int, tuple[bool, Any]] = {}
+        while waiting := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}:
+            failed = any(not ok for ok, _ in answers.values())
+            ready = wait(list(waiting), PATIENCE_SECONDS if failed else None)
+            if not ready:
+                self.close()
+                answers |= {rank: (False, "waited for a rank that had failed\n") for rank in waiting.values()}
+            for pipe in ready:
+                answers[waiting[pipe]] = self._answer(pipe)
+        if not self.usable:
+            self.close()
+        failures = [f"rank {rank}:\n{said}" for rank, (ok, said) in sorted(answers.items()) if not ok]
         assert not failures, "\n".join(failures)
-        return [result for _, result in answers]
+        return [answers[rank][1] for rank in range(len(self._pipes))]
+
+    def _answer(self, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            return pipe.recv()
+        except EOFError:
+            self.usable = False
+            return False, "the process ended\n"
 
     def close(self) -> None:
+        self.usable = False
         for process in self._processes:
             process.kill()
             process.join()
