@@ -51,8 +51,8 @@ class Ranks:
             ready = wait(list(waiting), PATIENCE_SECONDS if failed else None)
             if not ready:
                 self.close()
-                answers |= {rank: (False, "waited for a rank that had failed\n") for rank in waiting.values()}
-            for pipe in ready:
+                answers |= dict.fromkeys(waiting.values(), (False, "waited for a rank that had failed\n"))
+            for pipe in (pipe for pipe in waiting if pipe in ready):
                 answers[waiting[pipe]] = self._answer(pipe)
         if not self.usable:
             self.close()
