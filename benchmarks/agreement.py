@@ -30,14 +30,14 @@ from rich.table import Table
 from shardlab.hardware import Cluster, Profile
 from shardlab.measure.saving import this_machine
 from shardlab.models import GPT, Llama
+from shardlab.predict.estimate import estimate
+from shardlab.predict.precision import PRECISIONS
+from shardlab.predict.priced import ClusterPrices
 from shardlab.program import Mesh
-from shardlab.simulate.compare import compare
-from shardlab.simulate.estimate import estimate
-from shardlab.simulate.memory import CATEGORIES, memory_in_bytes
-from shardlab.simulate.precision import PRECISIONS
-from shardlab.simulate.priced import ClusterPrices
-from shardlab.simulate.trace_file import read_trace
+from shardlab.recorded.compare import compare
+from shardlab.recorded.trace_file import read_trace
 from shardlab.strategies.plan import Plan
+from shardlab.timeline.memory import CATEGORIES, memory_in_bytes
 from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
 from shardlab.train.tracing import Tracing, trace_rank

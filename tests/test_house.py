@@ -22,15 +22,17 @@ MAY_IMPORT = {
     "program": {"rules"},
     "strategies": CORE,
     "check": CORE,
-    "simulate": CORE | {"check", "strategies", "models", "hardware"},
-    "draw": CORE | {"check", "simulate"},
+    "timeline": CORE | {"check"},
+    "predict": CORE | {"check", "timeline", "strategies", "models", "hardware"},
+    "recorded": CORE | {"check", "timeline"},
+    "draw": CORE | {"check", "timeline"},
     "models": CORE,
     "hardware": CORE | {"models"},
     "execute": CORE | {"check", "models"},
-    "train": CORE | {"strategies", "check", "simulate", "draw", "models", "execute"},
+    "train": CORE | {"strategies", "check", "timeline", "recorded", "draw", "models", "execute"},
     "measure": CORE | {"strategies", "check", "draw", "models", "hardware", "execute"},
-    "puzzles": CORE | {"check", "simulate", "draw"},
-    "validate": CORE | {"strategies", "simulate", "models", "hardware"},
+    "puzzles": CORE | {"check", "timeline", "draw"},
+    "published": CORE | {"strategies", "timeline", "predict", "models", "hardware"},
 }
 """Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
 
@@ -150,7 +152,9 @@ def test_checking_timing_and_drawing_need_no_torch(arguments: list[str], draws: 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("package", ["program", "check", "simulate", "strategies", "models", "puzzles", "draw"])
+@pytest.mark.parametrize(
+    "package", ["program", "check", "timeline", "predict", "strategies", "models", "puzzles", "draw"]
+)
 def test_each_package_can_be_imported_alone_and_without_torch(package: str) -> None:
     done = python(f"{NO_TORCH}\nimport shardlab.{package}", ROOT)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ starting.leave_when_interrupted()  # before all other imports, which take a whil
 
 from shardlab.program import Store, Value  # noqa: E402
 from shardlab.program.picture import picture  # noqa: E402
-from shardlab.simulate import Timeline  # noqa: E402
+from shardlab.timeline import Timeline  # noqa: E402
 
 
 @picture.register(Timeline)

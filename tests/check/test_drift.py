@@ -13,8 +13,8 @@ from examples.parameter_server import parameter_server
 from shardlab.check import Checked, check
 from shardlab.models import GPT, MLP, MoE, cut
 from shardlab.program import Program, Rank, Sizes, Strategy, Value, trace
-from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES
+from shardlab.timeline import simulate
 from tests.check import drifting
 from tests.check.drifting import added, computed, data_parallel, turned
 from tests.check.programs import built_in, fits, layers_for

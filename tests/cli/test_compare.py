@@ -14,12 +14,12 @@ from shardlab.measure.saving import this_machine
 from shardlab.models import GPT
 from shardlab.program import Mesh
 from shardlab.program.record import RankRecord
-from shardlab.simulate.trace_file import write_rank, write_trace
+from shardlab.recorded.trace_file import write_rank, write_trace
 from shardlab.strategies.plan import Plan
 from shardlab.train.described import described, job_of
 from shardlab.train.job import Job
 from tests.draw.viewer import named, require_readable
-from tests.simulate.test_measured import records
+from tests.recorded.test_measured import records
 
 JOB = Job("fsdp", 2, 2, GPT(layers=3, width=16, heads=2, block=8), 2)
 

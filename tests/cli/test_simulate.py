@@ -19,8 +19,8 @@ from shardlab.cli import main
 from shardlab.cli.report import print_report
 from shardlab.draw.palette import layer_color
 from shardlab.program import OpKind, trace
-from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES
+from shardlab.timeline import simulate
 from tests.check import right_programs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"

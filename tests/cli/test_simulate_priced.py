@@ -14,7 +14,7 @@ from shardlab.cli import main
 from shardlab.cli.plan_options import plan_flags
 from shardlab.cli.priced import Request, price
 from shardlab.cli.priced_report import print_priced
-from shardlab.simulate.units import seconds_text
+from shardlab.timeline.units import seconds_text
 
 Captured = pytest.CaptureFixture[str]
 

@@ -19,10 +19,10 @@ from shardlab.cli.timeline_rows import print_timeline
 from shardlab.cli.timeline_text import IDLE, MIXED, MOST, SAID, SIGNS, rank_row, unseen
 from shardlab.program import OpKind
 from shardlab.program.ops import BOOKKEEPING, COMMUNICATION
-from shardlab.simulate import Event, Timeline, simulate
 from shardlab.strategies import STRATEGIES
-from tests.simulate.programs import prefetching
-from tests.simulate.runs import run
+from shardlab.timeline import Event, Timeline, simulate
+from tests.recorded.runs import run
+from tests.timeline.programs import prefetching
 
 KINDS = {sign: kind for kind, (sign, _) in SIGNS.items()}
 TINY = 1e-6

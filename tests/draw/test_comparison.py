@@ -8,8 +8,8 @@ from pathlib import Path
 from shardlab.check import check
 from shardlab.draw import comparison_svg, save_comparison
 from shardlab.program import trace
-from shardlab.simulate import Costs, simulate
 from shardlab.strategies import fsdp
+from shardlab.timeline import Costs, simulate
 
 CHECKED = check(trace(fsdp, ranks=2, layers=3, microbatches=2))
 SLOW = simulate(CHECKED, Costs(forward=2.0, collective=0.9))

@@ -11,9 +11,9 @@ from shardlab.draw.looks import Looks, Paint
 from shardlab.draw.palette import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, layer_color, pale, shade
 from shardlab.program import Mesh, OpKind, Sizes, trace
 from shardlab.program.picture import ColorBy
-from shardlab.simulate import Timeline, simulate
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
+from shardlab.timeline import Timeline, simulate
 from tests.draw.test_timeline import boxes, fills, texts, timeline_of
 
 SPLIT = ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"]

@@ -7,15 +7,15 @@ import re
 from shardlab.check import check
 from shardlab.draw import timeline_svg
 from shardlab.draw.rows import Row, ranks_text, row_name, rows_of, spaced
+from shardlab.predict.estimate import estimate
+from shardlab.predict.folding import fold
 from shardlab.program import Mesh, Sizes, trace
-from shardlab.simulate import simulate
-from shardlab.simulate.estimate import estimate
-from shardlab.simulate.folding import fold
-from shardlab.simulate.units import bytes_text
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
+from shardlab.timeline import simulate
+from shardlab.timeline.units import bytes_text
 from tests.draw.test_timeline import texts, timeline_of
-from tests.simulate.fakes import FakePrices
+from tests.timeline.fakes import FakePrices
 
 TP = Plan(Mesh(pp=4, tp=8))
 FOLDED = estimate(fold(TP, Sizes.of_puzzle(8, TP.mesh), 4), FakePrices())

@@ -12,13 +12,13 @@ from shardlab.draw import timeline_svg
 from shardlab.draw.looks import Looks
 from shardlab.draw.rows import rows_of
 from shardlab.draw.spans import Detail, detail_of, passes, tracks
+from shardlab.predict.estimate import estimate
+from shardlab.predict.folding import fold
 from shardlab.program import Mesh, OpKind, Sizes
-from shardlab.simulate import Timeline
-from shardlab.simulate.estimate import estimate
-from shardlab.simulate.folding import fold
 from shardlab.strategies.plan import Plan
+from shardlab.timeline import Timeline
 from tests.draw.test_timeline import texts, timeline_of
-from tests.simulate.fakes import FakePrices
+from tests.timeline.fakes import FakePrices
 
 PLAN = Plan(Mesh(pp=4, tp=8))
 

@@ -20,10 +20,10 @@ from shardlab.draw.memory import curve, short
 from shardlab.draw.palette import COLORS, FORWARD, SHADES, ink_on, layer_color, shade
 from shardlab.program import OpKind
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION
-from shardlab.simulate import Timeline
 from shardlab.strategies import STRATEGIES
-from tests.simulate.programs import prefetching, recomputing
-from tests.simulate.runs import SQUARE, run
+from shardlab.timeline import Timeline
+from tests.recorded.runs import SQUARE, run
+from tests.timeline.programs import prefetching, recomputing
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from shardlab.check import check
 from shardlab.draw.trace import save_trace_events, trace_events
+from shardlab.predict.estimate import Estimate, estimate
+from shardlab.predict.folding import fold
 from shardlab.program import Mesh, OpKind, Rank, Sizes, trace
-from shardlab.simulate import Costs, simulate
-from shardlab.simulate.counters import memory_counters
-from shardlab.simulate.estimate import Estimate, estimate
-from shardlab.simulate.folding import fold
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan import Plan
+from shardlab.timeline import Costs, simulate
+from shardlab.timeline.counters import memory_counters
 from tests.draw.viewer import named, require_readable
-from tests.simulate.fakes import FakePrices
 from tests.support.random_plans import random_plan
+from tests.timeline.fakes import FakePrices
 
 FSDP, GPIPE = STRATEGIES["fsdp"], STRATEGIES["gpipe"]
 
@@ -40,7 +40,7 @@ def of_plan(name: str) -> Estimate:
 
 
 def written(found: Estimate, tmp_path: Path) -> list[dict[str, Any]]:
-    save_trace_events({"": (found.timeline(), memory_counters(found))}, tmp_path / "trace.json")
+    save_trace_events({"": (found.timeline(), memory_counters(found.traced, found.times))}, tmp_path / "trace.json")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     return json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 

@@ -16,8 +16,8 @@ from shardlab.execute.compute import COMPUTE
 from shardlab.program import Op, OpKind, Refused, trace
 from shardlab.program.ops import BOOKKEEPING, COLLECTIVES, COMMUNICATION, POINT_TO_POINT, Combine, Price
 from shardlab.rules.kind import AUTOGRAD_KINDS
-from shardlab.simulate import Costs
 from shardlab.strategies import STRATEGIES
+from shardlab.timeline import Costs
 from tests.program.tapes import says
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardlab.check import check
 from shardlab.program import Kind, OpKind, Program, UserError, trace
-from shardlab.simulate import simulate
 from shardlab.strategies import STRATEGIES, find
+from shardlab.timeline import simulate
 
 WEIGHT_HALF = OpKind.BACKWARD_WEIGHT
 

@@ -9,9 +9,9 @@ import pytest
 
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.program import Deadlock, Kind, Mesh, Op, OpKind, Program, Refused, Sizes, UserError, trace
-from shardlab.simulate import simulate
 from shardlab.strategies.plan import Context, Plan
 from shardlab.strategies.planned import planned
+from shardlab.timeline import simulate
 
 BLOCKS = 2
 

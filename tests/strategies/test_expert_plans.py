@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from shardlab.check import Checked, check
 from shardlab.draw import timeline_svg
 from shardlab.program import Kind, Mesh, OpKind, Sizes, UserError, trace
-from shardlab.simulate import simulate
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
+from shardlab.timeline import simulate
 
 SHARDS = [(), ("dp_shard",), ("dp_shard", "dp_replicate")]
 

@@ -6,8 +6,8 @@ import pytest
 
 from shardlab.check import Checked, check
 from shardlab.program import Kind, OpKind, trace
-from shardlab.simulate import live_memory
 from shardlab.strategies import STRATEGIES
+from shardlab.timeline import live_memory
 
 LAYERS = 32
 BLOCKS = 8

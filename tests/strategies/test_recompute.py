@@ -8,9 +8,9 @@ from shardlab.check import check
 from shardlab.models import GPT, cut
 from shardlab.program import Kind, Mesh, OpKind, Program, Sizes, UserError, trace
 from shardlab.rules.kind import ROW_KINDS
-from shardlab.simulate import Timeline, simulate
 from shardlab.strategies.plan import Plan, Recompute
 from shardlab.strategies.planned import planned
+from shardlab.timeline import Timeline, simulate
 
 SAVED = Sizes(weights=(1,) * 4, opt_states=(1,) * 4, activations=(10,) * 5, saved=(100,) * 4)
 

@@ -21,10 +21,10 @@ from shardlab.models import GPT
 from shardlab.program import OpKind
 from shardlab.program.matching import stream_of
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION
-from shardlab.simulate import Event, live_memory
-from shardlab.simulate.measured import Measured
-from shardlab.simulate.timeline import is_event
-from shardlab.simulate.trace_file import read_trace
+from shardlab.recorded.measured import Measured
+from shardlab.recorded.trace_file import read_trace
+from shardlab.timeline import Event, live_memory
+from shardlab.timeline.timeline import is_event
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.described import job_of
 from shardlab.train.job import Job

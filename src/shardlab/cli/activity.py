@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardlab.program import OpKind
 from shardlab.program.ops import COMMUNICATION
-from shardlab.simulate import Event
+from shardlab.timeline import Event
 
 Array = NDArray[np.float64]
 

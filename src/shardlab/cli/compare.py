@@ -15,19 +15,19 @@ from shardlab.cli.options import Colors, Flag, NewFile
 from shardlab.cli.picture import check_new_files, save_trace
 from shardlab.hardware.clusters import is_measured
 from shardlab.hardware.profile import default_path
+from shardlab.predict.estimate import Estimate, estimate
+from shardlab.predict.precision import PRECISIONS
+from shardlab.predict.priced import ClusterPrices
 from shardlab.program import UserError
+from shardlab.recorded.compare import Comparison, Pair, compare
+from shardlab.recorded.trace_file import read_trace
 from shardlab.rules.pieces import counted
-from shardlab.simulate.compare import Comparison, Pair, compare
-from shardlab.simulate.counters import memory_counters
-from shardlab.simulate.estimate import Estimate, estimate
-from shardlab.simulate.precision import PRECISIONS
-from shardlab.simulate.priced import ClusterPrices
-from shardlab.simulate.trace_file import read_trace
+from shardlab.timeline.counters import memory_counters
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
-    from shardlab.simulate import Timeline
-    from shardlab.simulate.measured import Measured
+    from shardlab.recorded.measured import Measured
+    from shardlab.timeline import Timeline
     from shardlab.train.job import Job
 
 
@@ -78,7 +78,11 @@ class Compare:
         )
         self._draw(predicted, measured, job)
         if self.trace:
-            shown = {"predicted": (predicted, memory_counters(estimate))} if estimate and predicted else {}
+            shown = (
+                {"predicted": (predicted, memory_counters(estimate.traced, estimate.times))}
+                if estimate and predicted
+                else {}
+            )
             save_trace({**shown, "measured": (measured.timeline, measured.counters)}, self.trace)
         if self.json:
             print(json_format.dumps(as_json(trace.job, checked, comparison, measured), indent=2))

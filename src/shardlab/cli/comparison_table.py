@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.cli.console import stdout_console
-from shardlab.simulate.compare import Comparison, KindRow, Pair
+from shardlab.recorded.compare import Comparison, KindRow, Pair
 
 SHOWN_RANKS = 8
 """Of more ranks, only those are shown; --json has all."""

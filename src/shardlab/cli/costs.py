@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from shardlab.program import UserError
-from shardlab.simulate import Costs
+from shardlab.timeline import Costs
 
 CostsText = Annotated[str | None, tyro.conf.arg(metavar="NAME=TIME,...", help_behavior_hint="")]
 """The option; it is read by `costs_of`."""

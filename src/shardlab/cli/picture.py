@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardlab.program import UserError
 from shardlab.program.picture import ColorBy
-from shardlab.simulate import Timeline
+from shardlab.timeline import Timeline
 
 if TYPE_CHECKING:
     from shardlab.draw.trace import Shown

@@ -12,14 +12,14 @@ from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
 from shardlab.program.bounds import max_ops
-from shardlab.simulate.traced import stands_for
 from shardlab.strategies.entry import Entry
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
+from shardlab.timeline.traced import stands_for
 
 if TYPE_CHECKING:
-    from shardlab.simulate.estimate import Estimate, Peak
-    from shardlab.simulate.workload import Workload
+    from shardlab.predict.estimate import Estimate, Peak
+    from shardlab.predict.workload import Workload
 
 MOST_CHECKED = 100_000
 """Ops on all ranks of a plan that is checked before it is priced: a matter of seconds."""
@@ -86,9 +86,9 @@ def price(request: Request) -> Result:
         Refused: for a program that is wrong.
     """
     from shardlab.models import find_model
-    from shardlab.simulate.memory_advice import require_memory
-    from shardlab.simulate.precision import find_precision
-    from shardlab.simulate.workload import Workload
+    from shardlab.predict.memory_advice import require_memory
+    from shardlab.predict.precision import find_precision
+    from shardlab.predict.workload import Workload
 
     cluster = cluster_called(request.cluster, force=request.force)
     model = find_model(request.model)

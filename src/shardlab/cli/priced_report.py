@@ -13,11 +13,11 @@ from shardlab.cli.console import stdout_console
 from shardlab.cli.priced import MOST_CHECKED, Result
 from shardlab.cli.timeline_rows import print_timeline
 from shardlab.rules.pieces import counted
-from shardlab.simulate.traced import rank_of, stands_for
-from shardlab.simulate.units import bytes_text, seconds_text, share_text, unit_of
+from shardlab.timeline.traced import rank_of, stands_for
+from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
 
 if TYPE_CHECKING:
-    from shardlab.simulate.estimate import Peak
+    from shardlab.predict.estimate import Peak
 
 INDENT = 16
 

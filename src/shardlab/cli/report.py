@@ -13,7 +13,7 @@ from shardlab.cli.console import stdout_console
 from shardlab.cli.timeline_rows import print_timeline
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import counted, listed
-from shardlab.simulate import Timeline, bubble
+from shardlab.timeline import Timeline, bubble
 
 INDENT = 16
 

@@ -25,9 +25,9 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError, trace
-from shardlab.simulate import UNIT_COSTS, Costs, Timeline, bubble, simulate
 from shardlab.strategies.entry import Entry
 from shardlab.strategies.planned import planned
+from shardlab.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Simulate:
         from shardlab.cli.priced import as_json as priced_json
         from shardlab.cli.priced_report import print_priced
         from shardlab.hardware.clusters import is_measured
-        from shardlab.simulate.counters import memory_counters
+        from shardlab.timeline.counters import memory_counters
 
         assert self.model is not None
         assert self.cluster is not None
@@ -153,7 +153,7 @@ class Simulate:
             timeline = result.estimate.timeline()
             title = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
             save_picture(timeline, self.svg, title, self.color_by)
-            save_trace({"": (timeline, memory_counters(result.estimate))}, self.trace)
+            save_trace({"": (timeline, memory_counters(result.estimate.traced, result.estimate.times))}, self.trace)
         if self.json:
             print(json_format.dumps(priced_json(result), indent=2))
         else:

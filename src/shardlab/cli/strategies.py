@@ -14,8 +14,8 @@ from shardlab.check import check
 from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Flag
 from shardlab.program import trace
-from shardlab.simulate import Traffic, traffic
 from shardlab.strategies import STRATEGIES, Entry
+from shardlab.timeline import Traffic, traffic
 
 LAYERS = 8
 MICROBATCHES = 8

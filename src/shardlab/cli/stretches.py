@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardlab.cli.activity import Activity
 from shardlab.cli.timeline_text import unseen
 from shardlab.program.ops import COMMUNICATION
-from shardlab.simulate import Event
+from shardlab.timeline import Event
 
 UNSEEN = 0.15
 """A row shows something else than what is done for at most this share of its time."""

@@ -12,8 +12,8 @@ from shardlab.cli.activity import Activity
 from shardlab.cli.stretches import Steady, parts, steady_state, whole_stretches
 from shardlab.cli.timeline_text import legend, rank_row
 from shardlab.rules.pieces import counted
-from shardlab.simulate import Timeline
-from shardlab.simulate.units import moment_text
+from shardlab.timeline import Timeline
+from shardlab.timeline.units import moment_text
 
 SHOWN_ROWS, SHOWN_RANKS = 20, 16
 """Of more ranks, evenly spaced ones are shown; fewer where a rank takes several rows."""

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.options import Flag
-from shardlab.simulate.units import seconds_text
-from shardlab.validate.outcomes import Outcome
-from shardlab.validate.report import ErrorSummary, assumed_by, by_source, errors_of, misjudged, worst_of
-from shardlab.validate.rows import GIB, read_rows
-from shardlab.validate.side_by_side import outcomes_of
+from shardlab.published.outcomes import Outcome
+from shardlab.published.report import ErrorSummary, assumed_by, by_source, errors_of, misjudged, worst_of
+from shardlab.published.rows import GIB, read_rows
+from shardlab.published.side_by_side import outcomes_of
+from shardlab.timeline.units import seconds_text
 
 WORST = 5
 """How many of the runs whose predictions are farthest off are named; --json has all."""

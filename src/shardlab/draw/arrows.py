@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardlab.program.ops import Stream
-from shardlab.simulate import Timeline
-from shardlab.simulate.counters import moments_of
+from shardlab.timeline import Timeline
+from shardlab.timeline.counters import moments_of
 
 Place = tuple[int, int]
 """A row and the place of an op on its tape."""

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from itertools import pairwise
 
 from shardlab.program import OpKind, Sizes
-from shardlab.simulate import Timeline
+from shardlab.timeline import Timeline
 
 Chunks = list[dict[int, int]]
 """For each row of a timeline the chunk, counted from 0, of each layer that it computes."""

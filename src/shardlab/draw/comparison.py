@@ -15,7 +15,7 @@ from shardlab.draw.rows import MOST_ROWS, rows_of, spaced
 from shardlab.draw.timeline import left_of
 from shardlab.program.files import write_whole
 from shardlab.program.picture import ColorBy
-from shardlab.simulate import Event, Timeline
+from shardlab.timeline import Event, Timeline
 
 MARGIN, RIGHT, PLOT = 0.2, 0.3, 12.0
 """Inches."""

@@ -10,9 +10,9 @@ from shardlab.draw.chunks import model_layers
 from shardlab.draw.memory import memory_text
 from shardlab.draw.rows import ranks_text
 from shardlab.rules.pieces import counted
-from shardlab.simulate import Timeline
-from shardlab.simulate.traced import stands_for
-from shardlab.simulate.units import seconds_text
+from shardlab.timeline import Timeline
+from shardlab.timeline.traced import stands_for
+from shardlab.timeline.units import seconds_text
 
 DOT = "  ·  "
 

@@ -19,7 +19,7 @@ from shardlab.draw.palette import LOSS, ink_on
 from shardlab.draw.rows import Row, row_name
 from shardlab.draw.spans import Detail, Span, detail_of, tracks
 from shardlab.program.ops import POINT_TO_POINT, Stream
-from shardlab.simulate import Event, Timeline
+from shardlab.timeline import Event, Timeline
 
 TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
 """A row is 1 high: compute lies between the first two, communication between the last two."""

@@ -15,7 +15,7 @@ from shardlab.draw.palette import COLORS, FORWARD, LOSS, OTHER, ink_on
 from shardlab.draw.spans import Detail
 from shardlab.program import OpKind
 from shardlab.program.ops import COMMUNICATION
-from shardlab.simulate import Event
+from shardlab.timeline import Event
 
 SIZE = 8.0
 ROW = 0.24

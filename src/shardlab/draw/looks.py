@@ -10,7 +10,7 @@ from shardlab.draw.chunks import chunks_of, model_layer, model_layers
 from shardlab.draw.palette import BACKWARD_INPUT, BACKWARD_WEIGHT, COLORS, FORWARD, SHADES, layer_color, pale, shade
 from shardlab.program import OpKind
 from shardlab.program.picture import ColorBy
-from shardlab.simulate import Event, Timeline
+from shardlab.timeline import Event, Timeline
 
 
 class Paint(NamedTuple):

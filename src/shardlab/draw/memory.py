@@ -15,9 +15,9 @@ from matplotlib.ticker import EngFormatter
 from shardlab.draw.canvas import FAINT
 from shardlab.draw.palette import PEAK
 from shardlab.draw.rows import UNFOLDED, Row, ranks_text, spaced
-from shardlab.simulate import Timeline
-from shardlab.simulate.counters import moments_of
-from shardlab.simulate.units import bytes_text, unit_of
+from shardlab.timeline import Timeline
+from shardlab.timeline.counters import moments_of
+from shardlab.timeline.units import bytes_text, unit_of
 
 NAMED_CURVES = 8
 """Up to so many different curves are named beside the panel."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from shardlab.program import Program
 from shardlab.program.mesh import AXES
 from shardlab.rules.pieces import listed
-from shardlab.simulate import Event, Timeline
-from shardlab.simulate.traced import rank_of, stands_for
+from shardlab.timeline import Event, Timeline
+from shardlab.timeline.traced import rank_of, stands_for
 
 UNFOLDED = 16
 """Up to so many rows each rank has its own, even where ranks do the same at the same time."""

@@ -19,7 +19,7 @@ from shardlab.draw.rows import Row, spaced
 from shardlab.program import OpKind
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import bits, listed
-from shardlab.simulate import Event
+from shardlab.timeline import Event
 
 
 class Detail(Enum):

@@ -19,7 +19,7 @@ from shardlab.draw.memory import draw_memory, key_width
 from shardlab.draw.rows import MOST_ROWS, Row, row_name, rows_of, spaced
 from shardlab.program.files import write_whole
 from shardlab.program.picture import ColorBy
-from shardlab.simulate import Timeline
+from shardlab.timeline import Timeline
 
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 

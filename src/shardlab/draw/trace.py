@@ -24,9 +24,9 @@ from shardlab.program import Op, OpKind
 from shardlab.program.files import whole_file
 from shardlab.program.ops import Color, Stream
 from shardlab.rules.pieces import bits, listed
-from shardlab.simulate import Event, Timeline
-from shardlab.simulate.counters import Counter
-from shardlab.simulate.traced import rank_of
+from shardlab.timeline import Event, Timeline
+from shardlab.timeline.counters import Counter
+from shardlab.timeline.traced import rank_of
 
 NANO = 1e9
 """Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlab import simulate
 from shardlab.program import Mesh, Program, Sizes, UserError
 from shardlab.program.tape import Op
 from shardlab.puzzles.log import PuzzleEvent
 from shardlab.puzzles.pictures import Picture, timeline_picture
 from shardlab.puzzles.puzzle_model import PuzzleModel
 from shardlab.rules.pieces import mask_of
+from shardlab.timeline import Event, Timeline
 
 
 def draw(models: Sequence[PuzzleModel]) -> Picture:
@@ -25,7 +25,7 @@ def draw(models: Sequence[PuzzleModel]) -> Picture:
     return timeline_picture(timeline_of(models))
 
 
-def timeline_of(models: Sequence[PuzzleModel]) -> simulate.Timeline:
+def timeline_of(models: Sequence[PuzzleModel]) -> Timeline:
     """A timeline whose rank i is the i-th model.
 
     Raises:
@@ -35,22 +35,20 @@ def timeline_of(models: Sequence[PuzzleModel]) -> simulate.Timeline:
         raise UserError("no models were given; give those of all ranks")
     rows = {model.rank: row for row, model in enumerate(models)}
     tapes: list[list[Op]] = []
-    events: list[list[simulate.Event]] = []
+    events: list[list[Event]] = []
     for row, model in enumerate(models):
         # One that has done nothing yet still has its memory.
         log = model.log or [PuzzleEvent("load_batch", None, model.rank, 0, 0, model.memory())]
         tapes.append([_op(event, rows) for event in log])
         events.append(
             [
-                simulate.Event(
-                    row, at, op.kind, op.layer, mask_of(event.batches), event.time, event.end, round(event.memory)
-                )
+                Event(row, at, op.kind, op.layer, mask_of(event.batches), event.time, event.end, round(event.memory))
                 for at, (op, event) in enumerate(zip(tapes[row], log, strict=True))
             ]
         )
     sizes = Sizes.puzzle(max(model.LAYERS for model in models))
     microbatches = max(model.BATCHES for model in models)
-    return simulate.Timeline(Program(Mesh(dp_shard=len(models)), microbatches, sizes, tapes), events)
+    return Timeline(Program(Mesh(dp_shard=len(models)), microbatches, sizes, tapes), events)
 
 
 def _op(event: PuzzleEvent, rows: dict[int, int]) -> Op:

@@ -9,7 +9,7 @@ from shardlab.puzzles.drawing import timeline_of
 from shardlab.puzzles.pictures import Picture, timeline_picture
 from shardlab.puzzles.puzzle_model import PuzzleModel
 from shardlab.puzzles.statements import Puzzle
-from shardlab.simulate import Timeline
+from shardlab.timeline import Timeline
 
 MOST_DRAWN = 20_000
 """Events in a picture: a solution that was stopped may have far more."""

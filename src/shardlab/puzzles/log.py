@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from shardlab.program import OpKind
-from shardlab.simulate.costs import UNIT_COSTS
+from shardlab.timeline.costs import UNIT_COSTS
 
 COLLECTIVES = {
     "allreduce": OpKind.ALL_REDUCE,

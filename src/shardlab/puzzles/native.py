@@ -10,7 +10,7 @@ from shardlab.program import Mesh, Refused, Strategy, UserError
 from shardlab.program.lines import shown
 from shardlab.puzzles.refusal import PuzzleRefused
 from shardlab.puzzles.statements import Puzzle
-from shardlab.simulate import Timeline, simulate
+from shardlab.timeline import Timeline, simulate
 
 
 def is_strategy(signature: inspect.Signature) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardlab.program import Spec
 from shardlab.program.files import write_whole
-from shardlab.simulate import Timeline
+from shardlab.timeline import Timeline
 
 
 class Picture:

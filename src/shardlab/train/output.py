@@ -28,7 +28,7 @@ from shardlab.models import Model
 from shardlab.models.tensors import views
 from shardlab.program import UserError
 from shardlab.program.files import whole_file, write_whole
-from shardlab.simulate import simulate
+from shardlab.timeline import simulate
 from shardlab.train.heartbeat import say
 from shardlab.train.saved import METRICS, WEIGHTS
 

@@ -18,7 +18,7 @@ from shardlab.execute.clock import clock_offset
 from shardlab.execute.recording import Recorder
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.program.record import MemoryRecord, RankRecord
-from shardlab.simulate.trace_file import rank_file, write_rank, write_trace
+from shardlab.recorded.trace_file import rank_file, write_rank, write_trace
 from shardlab.train.data import Batches, Corpus, default_text
 from shardlab.train.described import described
 from shardlab.train.job import Job

@@ -1,0 +1,210 @@
+"""Seconds: the kernels of a model's layers on a cluster's device, and communication on its links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
+from shardlab.predict.precision import Precision
+from shardlab.predict.recipe import OWN, Recipe
+from shardlab.program import Group, Kind, Mesh, Op, OpKind, Sizes, Spec
+from shardlab.program.ops import Price
+from shardlab.rules import attention
+from shardlab.rules.spec import share_of
+from shardlab.timeline.prices import Messages
+
+
+class DeviceLike(Protocol):
+    """What prices need of a device."""
+
+    @property
+    def adds_in_backward(self) -> bool: ...
+
+    def seconds(self, kernel: Kernel, dtype: str) -> float: ...
+    def overhead(self, op: str, dtype: str) -> float: ...
+
+
+class ClusterLike(Protocol):
+    """What prices need of a cluster."""
+
+    @property
+    def device(self) -> DeviceLike: ...
+    @property
+    def contention(self) -> float: ...
+
+    def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float: ...
+    def message_seconds(self, bytes: float, source: int, target: int) -> float: ...
+
+
+class ModelLike(Protocol):
+    """What prices need of a model: the kernels of its layers (see `shardlab.models.Model`)."""
+
+    @property
+    def block(self) -> int: ...
+
+    def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]: ...
+    def attend_kernels(
+        self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
+    ) -> tuple[Kernel, ...]: ...
+    def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]: ...
+
+
+@dataclass(frozen=True)
+class ClusterPrices:
+    """What a program's ops take on a cluster, in seconds.
+
+    Attributes:
+        model: whose layers are the program's.
+        rows: sequences of a microbatch.
+        cluster: devices and links; rank i is its i-th device.
+        precision: dtype and bytes.
+        recipe: which kernels are run, and what overlaps.
+        mesh: of the program.
+    """
+
+    model: ModelLike
+    rows: int
+    cluster: ClusterLike
+    precision: Precision
+    recipe: Recipe = OWN
+    mesh: Mesh = field(default_factory=Mesh)
+
+    @property
+    def blocking_p2p(self) -> float:
+        return self.recipe.blocking_p2p
+
+    @property
+    def one_stream(self) -> bool:
+        """Each process group has a stream of its own (torch.distributed's ProcessGroupNCCL)."""
+        return False
+
+    @property
+    def messages(self) -> Messages:
+        """A send's kernel ends when its receive has taken the data."""
+        return "rendezvous"
+
+    @property
+    def contention(self) -> float:
+        """As measured on the machine, or as the recipe says of GPUs."""
+        return self.cluster.contention or self.recipe.contention
+
+    @property
+    def adds_in_backward(self) -> bool:
+        return self.cluster.device.adds_in_backward
+
+    def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        own = self.cluster.device.overhead(op.kind.value, self.precision.compute)
+        return own if op.kind.row.price is Price.NOTHING else own + self._kernels_time(op, specs, sizes)
+
+    def _kernels_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        kind = op.kind
+        made = specs[op.outputs[0]]
+        if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
+            moved = self.recipe.update_bytes
+            moved = self.precision.moved_by_update if moved is None else moved
+            elements = sizes.elements(made) * moved / 4
+            return self.cluster.device.seconds(Pointwise("adamw", elements, 0.0), "float32")
+        if kind is OpKind.ADD:
+            return self._add(sizes.elements(made))
+        if kind is OpKind.CONCATENATE or kind is OpKind.SCALE:  # read and written, counted as float32 elements
+            return self.cluster.device.seconds(Pointwise(kind.value, sizes.bytes(made) / 2, 0.0), "float32")
+        if kind is OpKind.NORM:
+            return self._sum([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])
+        read = specs[op.inputs[0]]
+        sequences, tokens = self._tokens(read)
+        if kind is OpKind.ATTEND or kind is OpKind.ATTEND_BACKWARD:
+            forward = self._attend(op.layer, read, specs[op.inputs[1]])
+            if kind is OpKind.ATTEND:
+                return self._sum(forward)
+            fused = any(isinstance(kernel, FusedAttention) for kernel in forward)  # it computes scores again itself
+            return self._sum([*(() if fused else forward), *_backward_input(forward)])
+        slices = _slices(op, specs)
+        if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
+            loss = self.recipe.kernels(self.model.loss_kernels(sequences, tokens, slices))
+            stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
+            return self._sum([*stats, *(() if kind is OpKind.LOSS_STATS else _backward_input(loss))])
+        kernels = self.recipe.kernels(self.model.kernels(op.layer, sequences, tokens, slices))
+        if kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
+            return self._sum(kernels)
+        both = kind is OpKind.BACKWARD
+        inputs = _backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
+        weights = [back for kernel in kernels for back in kernel.backward_weight()]
+        again = 0.0
+        if both or kind is OpKind.BACKWARD_INPUT:
+            again = sum(share * self._sum([kernel]) for kernel, share in self.recipe.recomputed(kernels))
+        return again + self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
+
+    def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
+        if len(group.ranks) == 1:
+            return 0.0
+        data = group.axis in _DATA_AXES
+        whole = max(bytes, self.recipe.bucket_bytes) if data else bytes
+        whole_too = self.recipe.allreduce_sharded_gradients and kind is OpKind.REDUCE_SCATTER and data
+        done = "all_reduce" if whole_too else kind.value
+        seconds = self.cluster.collective_seconds(done, whole, group.ranks)
+        share = bytes / whole if whole else 1.0
+        return seconds * share * (1.0 - self.recipe.overlap.get(group.axis, 0.0))
+
+    def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
+        if self.recipe.sends_residual_only and value in _RESIDUALS:
+            return 0.0, 0.0
+        gathered, slices = 0.0, self.mesh.tp
+        if self.recipe.scatter_gather_p2p and slices > 1:
+            gathered = self.cluster.collective_seconds("all_gather", bytes, self.mesh.group(0, "tp").ranks)
+            bytes /= slices
+        seconds = self.cluster.message_seconds(bytes, source, target) + gathered
+        return seconds, seconds
+
+    def _add(self, elements: int) -> float:
+        """A gradient, in the dtype that it was computed in, is added to those of other microbatches."""
+        if self.recipe.fused_accumulation:
+            return 0.0
+        moved = elements * (_BYTES[self.precision.compute] + 2 * self.precision.gradients)
+        return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
+
+    def _sum(self, kernels: Iterable[Kernel]) -> float:
+        return sum(self.cluster.device.seconds(kernel, self.precision.compute) for kernel in kernels)
+
+    def _tokens(self, spec: Spec) -> tuple[int, int]:
+        """(sequences, tokens of each) of a value made of pieces of the batch."""
+        microbatches = spec.microbatches.bit_count()
+        cells = spec.cells.bit_count()
+        return microbatches * self.rows, self.model.block * cells // (microbatches * spec.form.space.sequence)
+
+    def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> list[Kernel]:
+        """Attention's kernels where queries meet a block of keys and values."""
+        sequences, asking = self._tokens(queries)
+        _, asked = self._tokens(keys_values)
+        half = queries.form.space.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
+        each = queries.microbatches.bit_count()
+        pairs = queries.cells.bit_count() * keys_values.cells.bit_count() / each**2
+        busiest = 1 + self.recipe.cp_imbalance * (self.mesh.cp - 1) / self.mesh.cp
+        seen = busiest * attention.work(queries, keys_values) / each * half / pairs
+        slices = _of_width(queries)
+        return self.recipe.kernels(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
+
+
+def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
+    """Slices that a layer's parameters are cut into; one of them is computed here (1: the whole layer is)."""
+    row = op.kind.row
+    if row.keeps is Kind.SAVED:
+        return _of_width(specs[op.outputs[0]])
+    return _of_width(specs[op.inputs[max(row.saved, 0)]])
+
+
+def _of_width(spec: Spec) -> int:
+    """Into how many slices like this value's the parameters are cut (1: it has all)."""
+    share = share_of(spec.form)
+    return share.denominator // share.numerator
+
+
+def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
+    return [back for kernel in kernels for back in kernel.backward_input()]
+
+
+_DATA_AXES = frozenset({"dp_shard", "dp_replicate", "cp"})
+_RESIDUALS = frozenset({Kind.RESIDUAL, Kind.GRAD_RESIDUAL})
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 2}
+"""Bytes of an element of a gradient, by the dtype of products of matrices."""

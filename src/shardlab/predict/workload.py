@@ -1,0 +1,131 @@
+"""A strategy on a model and a cluster: from names to a replay in seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardlab.hardware import Cluster
+from shardlab.models import Blocks, Model, cut_for
+from shardlab.predict.estimate import Estimate, estimate
+from shardlab.predict.folding import fold
+from shardlab.predict.precision import Precision
+from shardlab.predict.priced import ClusterPrices
+from shardlab.predict.recipe import OWN, Recipe
+from shardlab.program import Mesh, Sizes
+from shardlab.program.world import gc_paused
+from shardlab.strategies.plan import Plan
+from shardlab.timeline.memory import memory_in_bytes
+from shardlab.timeline.traced import Traced
+
+Trace = Callable[[Mesh, Sizes, int], Traced]
+"""Mesh, sizes and microbatches to a checked program."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step.
+
+    Attributes:
+        plan: how the model is laid over the ranks; or the mesh of a program of its own.
+        model: what is trained, whole.
+        cluster: on what.
+        microbatches: of the global batch.
+        rows: sequences of a microbatch.
+        precision: in which numbers.
+        trace: what traces a program of its own; plans are folded.
+        recipe: how the framework that runs it does so.
+        columns: whether that program wants every matrix cut by columns.
+    """
+
+    plan: Plan | Mesh
+    model: Blocks
+    cluster: Cluster
+    microbatches: int
+    rows: int
+    precision: Precision
+    trace: Trace | None = None
+    columns: bool = False
+    recipe: Recipe = OWN
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.plan if isinstance(self.plan, Mesh) else self.plan.mesh
+
+    @cached_property
+    def cut(self) -> Model:
+        """The model in the program's layers."""
+        if isinstance(self.plan, Mesh):
+            return cut_for(self.model, self.plan, columns=self.columns)
+        return cut_for(
+            self.model,
+            self.mesh,
+            planned=True,
+            attention_apart=self.plan.attention_apart,
+            heads_dealt=self.plan.heads_dealt,
+        )
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The program's tapes.
+
+        Raises:
+            Refused: for a wrong program.
+            UserError: for sizes that do not go together.
+        """
+        if isinstance(self.plan, Plan):
+            self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
+        sizes = self.precision.sizes(self.cut.sizes(self.rows, self.precision.activations))
+        if isinstance(self.plan, Mesh):
+            assert self.trace is not None, "a program of its own says how it is traced"
+            return self.trace(self.plan, sizes, self.microbatches)
+        return fold(self.plan, sizes, self.microbatches)
+
+    def estimate(self) -> Estimate:
+        """Replay it.
+
+        Raises:
+            UserError: if there are more ranks than devices, or the device does not compute in the precision's dtype.
+        """
+        self.cluster.require(self.mesh.world)
+        self.cluster.device.peak(self.precision.compute)
+        with gc_paused():  # from the first op to the last figure
+            return estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
+
+    @property
+    def kept_sizes(self) -> Sizes:
+        """How large values are in memory, as the recipe keeps them."""
+        sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
+        slices = self.mesh.tp if sequence_parallel else 1
+        return self.recipe.kept_sizes(self.cut, self.traced.program.sizes, self.rows, slices)
+
+    @property
+    def prices(self) -> ClusterPrices:
+        """What its ops take."""
+        cluster = self.cluster.at_work(self.mesh.world)
+        if self.recipe.single_nic:
+            cluster = replace(cluster, nics=1)
+        if self.recipe.attention:
+            cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.attention))
+        return ClusterPrices(self.cut, self.rows, cluster, self.precision, self.recipe, self.mesh)
+
+    def peak_bytes(self) -> int:
+        """The most that any rank holds, without asking how long anything takes."""
+        return max(memory.peak for memory in memory_in_bytes(self.traced, self.kept_sizes))
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.microbatches * self.rows * self.model.block
+
+    @property
+    def flops(self) -> float:
+        """The model's FLOPs in a step: products of matrices, forward and twice as many backward, attention as a whole
+        square, nothing for what is computed again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
+        forward = sum(self.model.forward_flops(layer) for layer in range(self.model.layers))
+        return 3.0 * forward * self.microbatches * self.rows
+
+    def mfu(self, step: float) -> float:
+        """Model FLOPs utilization: those FLOPs, of what all ranks' devices could do in a step of so many seconds."""
+        return self.flops / (step * self.mesh.world * self.cluster.device.peak(self.precision.compute))

@@ -1,0 +1,63 @@
+"""What came of every run of a file: its prediction, or why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardlab.program import Refused, UserError
+from shardlab.published.model_state import model_state_bytes
+from shardlab.published.predict import Prediction, predict
+from shardlab.published.reading import read_run
+from shardlab.published.records import Incomplete, StateRecord, made, section
+from shardlab.published.rows import Measurement, measured_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run, measured and predicted.
+
+    Attributes:
+        id, source: as in the file.
+        measured: what the run measured.
+        prediction: what the simulator says (None: it was not asked).
+        reason: why it was not asked.
+        assumed: what the prediction takes for granted because the row does not say it.
+    """
+
+    id: str
+    source: str
+    measured: Measurement
+    prediction: Prediction | None
+    reason: str = ""
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def time_error(self) -> float | None:
+        """Predicted seconds over measured ones, less 1; None without both."""
+        predicted = self.prediction and self.prediction.seconds
+        return predicted / self.measured.seconds - 1 if predicted and self.measured.seconds else None
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted bytes over measured ones, less 1; None without both."""
+        predicted = self.prediction and self.prediction.bytes
+        return predicted / self.measured.bytes - 1 if predicted and self.measured.bytes else None
+
+
+def outcome_of(row: dict[str, Any]) -> Outcome:
+    """Predict one row of a file."""
+    name, source, measured = str(row["id"]), str(row.get("source") or ""), measured_of(row)
+    try:
+        if measured.memory == "model state":
+            return Outcome(name, source, measured, _state(row))
+        run = read_run(row)
+        return Outcome(name, source, measured, predict(run), assumed=run.assumed)
+    except (Incomplete, UserError, Refused) as error:
+        return Outcome(name, source, measured, None, str(error))
+
+
+def _state(row: dict[str, Any]) -> Prediction:
+    """The memory of a row that gives nothing but the state of a model of so many parameters."""
+    state = made(StateRecord, section(row, "model") | section(row, "parallelism"))
+    return Prediction(None, model_state_bytes(state.params, state.dp, state.zero_stage), True)

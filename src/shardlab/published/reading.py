@@ -1,0 +1,210 @@
+"""From a published run's record to what the simulator takes: a model, a plan, a cluster, a batch and a recipe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlab.hardware import Cluster, find_device, find_link
+from shardlab.hardware.clusters import NODES
+from shardlab.models import GPT, Blocks, Llama
+from shardlab.predict.precision import Precision
+from shardlab.predict.recipe import Recipe, find_recipe
+from shardlab.predict.workload import Workload
+from shardlab.program import Mesh, UserError
+from shardlab.published import words
+from shardlab.published.assumed import assumptions
+from shardlab.published.records import HardwareRecord, Incomplete, RunRecord, record_of
+from shardlab.published.rows import Measurement, measured_of
+from shardlab.published.stages import layers_per_stage
+from shardlab.strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A published run.
+
+    Attributes:
+        workload: one step of it.
+        measured: what was measured.
+        assumed: what the prediction takes for granted because the row does not say it.
+    """
+
+    workload: Workload
+    measured: Measurement
+    assumed: tuple[str, ...]
+
+    @property
+    def each(self) -> int:
+        """Microbatches of a data-parallel rank."""
+        return self.workload.microbatches // self.plan.data_ranks
+
+    @property
+    def plan(self) -> Plan:
+        assert isinstance(self.workload.plan, Plan)
+        return self.workload.plan
+
+
+def read_run(row: dict[str, Any]) -> PublishedRun:
+    """A run from its row.
+
+    Raises:
+        Incomplete: it does not say all that a prediction needs.
+    """
+    measured = measured_of(row)
+    if measured.seconds is None and measured.bytes is None and not measured.out_of_memory:
+        raise Incomplete("measured neither the seconds of a step nor memory")
+    record = record_of(row)
+    try:
+        workload = workload_of(record)
+    except UserError as error:
+        raise Incomplete(str(error)) from None
+    return PublishedRun(workload, measured, assumptions(record, workload))
+
+
+def workload_of(record: RunRecord) -> Workload:
+    """A step of a run.
+
+    Raises:
+        Incomplete: it says something that is unknown here, or numbers that do not go together.
+        UserError: no plan or model has such sizes.
+    """
+    recompute = words.read("recompute", record.recompute or "none")
+    if not recompute:
+        raise Incomplete(f"recomputes {record.recompute}, which is unknown here")
+    recipe = recipe_of(record)
+    recipe = replace(recipe, saved=replace(recipe.saved, per_op=recompute.get("per_op", False)))
+    zero = max(recipe.zero_stage, record.parallelism.zero_stage or 0)
+    cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
+    each, rest = divmod(record.batch.global_sequences, rows * mesh.dp_shard)
+    if rest or not each:
+        raise Incomplete(
+            f"has {record.batch.global_sequences} sequences, which {mesh.dp_shard} data-parallel ranks cannot take in "
+            f"microbatches of {rows}"
+        )
+    model = model_of(record, recipe, zero)
+    plan = plan_of(record, mesh, zero, recipe, model, recompute["plan"])
+    return Workload(plan, model, cluster, each * mesh.dp_shard, rows, precision_of(record, recipe, zero), recipe=recipe)
+
+
+def recipe_of(record: RunRecord) -> Recipe:
+    """How the framework runs a step that the run's source names."""
+    name = words.read("source", record.source, record.facts).get("recipe")
+    if name is None:
+        raise Incomplete("comes from no framework that is known here")
+    return find_recipe(name)
+
+
+def mesh_of(record: RunRecord) -> Mesh:
+    """The ranks as a mesh; data-parallel ranks are what the other axes leave, where the run does not say."""
+    axes, gpus = record.parallelism, record.hardware.gpus
+    cp = axes.cp or 1
+    mesh = Mesh(pp=axes.pp, dp_shard=axes.dp or max(1, gpus // (axes.tp * axes.pp * cp)), cp=cp, tp=axes.tp)
+    if mesh.world != gpus:
+        raise Incomplete(f"has a mesh of {mesh.world} ranks on {gpus} GPUs")
+    return mesh
+
+
+def device_name(gpu: str) -> str | None:
+    """The device of that description; None: unknown."""
+    return words.read("gpu", gpu).get("device")
+
+
+def cluster_of(record: RunRecord) -> Cluster:
+    """The devices that a run used, on nodes joined by their links."""
+    hardware: HardwareRecord = record.hardware
+    name = device_name(hardware.gpu)
+    if name is None:
+        raise Incomplete(f"ran on a GPU that is unknown here, {hardware.gpu}")
+    usual, network = NODES[name], words.read("network", hardware.interconnect)
+    per_node = None if network.get("usual_node") else hardware.gpus_per_node
+    per_node = min(per_node or usual.devices, hardware.gpus)
+    nics = max(1, math.ceil(network.get("nics", 8) * per_node / 8))
+    inter_node = find_link(network.get("link", usual.inter_node))
+    nodes = math.ceil(hardware.gpus / per_node)
+    return Cluster(find_device(name), per_node, nodes, find_link(usual.intra_node), inter_node, nics)
+
+
+def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
+    """The model that was trained, its vocabulary padded where ranks or the recipe want it.
+
+    With ZeRO-3 a tied head is a matrix of its own here: whole blocks, which FSDP gathers, share none.
+    """
+    written, parallelism = record.model, record.parallelism
+    vocabulary, to = written.vocab or recipe.vocab_size, 128 * parallelism.tp
+    tied = bool(written.tied_embeddings) and zero < 3
+    if written.tied_embeddings is None and parallelism.pp > 1:  # half a block a stage takes half-blocks
+        each = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
+        tied = written.layers + 2 == parallelism.pp * each
+    common: dict[str, Any] = {
+        "layers": written.layers,
+        "width": written.hidden,
+        "heads": written.heads,
+        "kv_heads": written.kv_heads or written.heads,
+        "ffn_hidden": written.ffn_hidden or 4 * written.hidden,
+        "vocabulary": -(-vocabulary // to) * to if recipe.pads_vocab or parallelism.tp > 1 else vocabulary,
+        "block": written.seq_len,
+        "tied": tied,
+    }
+    kind = written.ffn_type or "gelu"
+    if kind == "swiglu":
+        return Llama(**common)
+    if kind == "squared_relu":  # Nemotron: rotary positions, no biases
+        return GPT(**common, activation="squared_relu", rope_theta=10000.0, bias=False)
+    if kind != "gelu":
+        raise Incomplete(f"has an activation function that is unknown here, {kind}")
+    return GPT(**common, bias=recipe.bias, dropout=recipe.dropout)
+
+
+def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blocks, recompute: Any) -> Plan:
+    """How the model was laid over the ranks."""
+    parallelism = record.parallelism
+    chunks = parallelism.interleave_v or 0
+    schedule = _schedule(record) or ("interleaved-1f1b" if chunks > 1 else "1f1b")
+    if mesh.pp == 1:
+        schedule, chunks = "1f1b", 1
+    elif schedule == "interleaved-1f1b" and chunks < 2:
+        chunks = max(1, round(model.layers / mesh.pp))  # as many as there are layers: what hides most of the bubble
+    stages = mesh.pp * ({"zb-v": 2, "interleaved-1f1b": chunks}.get(schedule, 1))
+    shard = ("dp_shard", "cp") if mesh.cp > 1 else ("dp_shard",)
+    shard = shard if mesh.dp_shard * mesh.cp > 1 else ()
+    pipelined = mesh.pp > 1
+    halves = mesh.tp > 1 or mesh.cp > 1 or model.borrowed(model.layers - 1) or recompute == "selective"
+    fewer_at_ends = parallelism.first_last_stage_one_layer_less or words.read("partition", parallelism.pp_partition)
+    keeps_weights = zero == 3 and (pipelined or words.read("fsdp", parallelism.fsdp).get("reshard_after") == "step")
+    return Plan(
+        mesh,
+        schedule,
+        stages_per_rank=chunks if schedule == "interleaved-1f1b" else None,
+        layers_per_stage=layers_per_stage(model.layers, stages, bool(fewer_at_ends), bool(halves)) if pipelined else (),
+        shard_parameters=shard if zero >= 3 else (),
+        shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
+        shard_optimizer=shard if zero >= 1 else (),
+        reduce_at=recipe.reduce_at,
+        reshard_after="step" if keeps_weights else "layer",
+        sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
+        recompute=recompute,
+        context="all_gather",
+    )
+
+
+def _schedule(record: RunRecord) -> str | None:
+    """Our name of the run's schedule; None: it names none."""
+    return words.read("schedule", record.parallelism.schedule).get("name")
+
+
+def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
+    """In which numbers; FSDP's parameters are the optimizer's float32 copy, gathered in half of its width.
+
+    Raises:
+        Incomplete: for a dtype that is unknown here.
+    """
+    text = (record.precision or "").lower()
+    compute = words.read("precision", text or "fp16").get("compute")
+    if compute is None:
+        raise Incomplete(f"computes in {text}, which is unknown here")
+    usual = (compute == "bfloat16" and recipe.bf16_gradient_bytes) or recipe.gradient_bytes
+    gradients = words.read("gradients", text, record.facts).get("bytes", usual)
+    optimizer = 10 if zero == 3 else 12
+    return Precision(text or "unknown", compute, 2, gradients, optimizer, 2, True, "the run's own row")

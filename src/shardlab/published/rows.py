@@ -1,0 +1,126 @@
+"""Reading a file of published runs: rows as they are written, with what they measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from shardlab.errors import TooDeep, UserError
+from shardlab.program.nesting import parsed
+from shardlab.published import words
+from shardlab.published.records import number, section
+
+Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
+"""What a measured figure includes: what tensors take at their peak; what the allocator has reserved for them; all that
+the GPU holds; or parameters, gradients and optimizer state alone."""
+
+GB, GIB = 1e9, 2.0**30
+
+MEMORY_FIELDS: tuple[tuple[str, Memory, float], ...] = (
+    ("peak_memory_GB", "allocated", GB),
+    ("peak_memory_GiB", "reserved", GIB),
+    ("peak_memory_GB_nvidia_smi", "nvidia-smi", GIB),
+    ("model_state_memory_GB", "model state", GB),
+)
+"""A field of `measured`, what it includes, and its unit: the Zero Bubble paper and the ZeRO paper count in 10^9,
+torchtitan and nvidia-smi in 2^30."""
+
+STATUS = ("status", "result", "outcome", "error")
+"""Fields of a row that may say how a run ended."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a run measured.
+
+    Attributes:
+        seconds: of a step (None: not given).
+        bytes: of one GPU's memory (None: not given).
+        memory: what these bytes include.
+        out_of_memory: whether the run ended for want of memory.
+        of_block: whether the seconds are those of one block, forward and backward, for a microbatch.
+    """
+
+    seconds: float | None
+    bytes: float | None
+    memory: Memory
+    out_of_memory: bool = False
+    of_block: bool = False
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The runs in a file: a JSON list of objects, each with an `id`.
+
+    Raises:
+        UserError: for anything else.
+    """
+    try:
+        written = parsed(json.loads, path.read_text())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except TooDeep as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(written, list) or not written:
+        raise UserError(f'{path} holds no list of runs; write [{{"id": ..., "source": ..., "model": ...}}, ...]')
+    rows = cast(list[Any], written)
+    for place, row in enumerate(rows):
+        if not isinstance(row, dict) or not isinstance(cast(dict[str, Any], row).get("id"), str):
+            raise UserError(f"{path}: run {place} is no object with an id; each run needs one that is its own")
+    ids = [row["id"] for row in rows]
+    twice = next((name for name in ids if ids.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}: two runs are called {twice!r}; give each an id of its own")
+    return rows
+
+
+def measured_of(row: dict[str, Any]) -> Measurement:
+    """What a run measured; seconds come from tokens/s where only these are given."""
+    measured, out = section(row, "measured"), ran_out_of_memory(row)
+    seconds = number(measured.get("iteration_s")) or number(section(row, "derived").get("iteration_s"))
+    seconds = seconds or _from_tokens(row, measured)
+    if seconds is None and (block := _of_block(measured)):
+        return Measurement(block, None, "allocated", out, of_block=True)
+    for field, memory, unit in MEMORY_FIELDS:
+        found = number(measured.get(field))
+        if found is not None:
+            return Measurement(seconds, found * unit, memory, out)
+    return Measurement(seconds, None, "allocated", out)
+
+
+def ran_out_of_memory(row: dict[str, Any]) -> bool:
+    """Whether a run says that it ended for want of memory, in any of the ways in which tables do.
+
+    A field of that name that is true, in the row or in `measured`; the words in place of what should have been
+    measured; or as the row's status.
+    """
+    fields = section(row, "measured")
+    named = [value for key, value in (*row.items(), *fields.items()) if words.read("ended", key)]
+    texts = (row.get("measured"), *fields.values(), *map(row.get, STATUS))
+    ended = any(isinstance(text, str) and words.read("ended", text) for text in texts)
+    return ended or any(map(_is_true, named))
+
+
+def _is_true(value: Any) -> bool:
+    return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "yes", "1", "oom"))
+
+
+def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
+    each, all = number(measured.get("tokens_per_s_per_gpu")), number(measured.get("tokens_per_s"))
+    if each and (gpus := number(section(row, "hardware").get("gpus"))):
+        all = each * gpus
+    sequences, block = (
+        number(section(row, name).get(key)) for name, key in (("batch", "global_sequences"), ("model", "seq_len"))
+    )
+    return sequences * block / all if sequences and block and all else None
+
+
+def _of_block(measured: dict[str, Any]) -> float | None:
+    """Seconds, from milliseconds of one transformer layer."""
+    total, parts = measured.get("layer_total_ms"), ("layer_forward_ms", "layer_backward_ms")
+    forward, backward = (number(measured.get(part)) for part in parts)
+    milliseconds = number(total) or (forward + backward if forward and backward else None)
+    return milliseconds / 1e3 if milliseconds else None

@@ -1,0 +1,227 @@
+"""The clocks: every rank has a compute stream, and one or more for communication.
+
+Compute goes on in tape order and stops only at a WAIT. A communication starts when its last member has issued it
+and the streams of its members are free; those that are ready take a stream in the order in which they became ready.
+Messages on links that have latency only take no stream: each arrives so long after it was issued.
+
+Where communication takes time from compute (`Prices.contention`), a rank pays for it at the WAIT.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+from shardlab.check.accumulation import InPlace
+from shardlab.program import OpKind, UserError
+from shardlab.program.matching import Meeting, Member, stream_of
+from shardlab.program.ops import Stream
+from shardlab.timeline.prices import PriceList, Prices
+from shardlab.timeline.traced import Traced
+
+FREE, WAIT, SEND = OpKind.FREE, OpKind.WAIT, OpKind.SEND
+COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
+
+
+class Idle(NamedTuple):
+    """Compute that stands still in a WAIT.
+
+    Attributes:
+        op: index of the op that issued what is waited for.
+        since, until: from when to when.
+    """
+
+    op: int
+    since: float
+    until: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """When each op of each row starts and ends (WAIT and FREE: 0), and when its compute stood still.
+
+    `ready` is when a communication could have started, its last member having come, were its streams free.
+    """
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    ready: list[list[float]]
+    idle: list[list[Idle]]
+
+    @property
+    def end(self) -> float:
+        """When the last op ends."""
+        return max((max(ends, default=0.0) for ends in self.ends), default=0.0)
+
+
+class Clocks:
+    """Replays tapes in the order of time.
+
+    Args:
+        traced: what is replayed.
+        prices: how long things take.
+    """
+
+    def __init__(self, traced: Traced, prices: Prices) -> None:
+        tapes = traced.program.tapes
+        self._traced = traced
+        self._prices = prices
+        self._price = PriceList(traced, prices)
+        self._messages, self._one_stream = prices.messages, prices.one_stream
+        self._contention = prices.contention
+        self._costless = [InPlace(tape).fused if prices.adds_in_backward else {} for tape in tapes]
+        self._clock = [0.0] * len(tapes)
+        self._at = [0] * len(tapes)
+        starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
+        self._times = Times(starts, ends, ready, [[] for _ in tapes])
+        self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
+        self._came: dict[int, int] = {}  # meeting -> members that have come
+        self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
+        self._wanted: dict[int, float] = {}  # message -> when its receive was issued
+        self._handle_end: list[dict[int, float]] = [{} for _ in tapes]
+        self._handle_op: list[dict[int, int]] = [{} for _ in tapes]
+        self._parked: dict[tuple[int, int], float] = {}
+        self._heap: list[tuple[float, int, int, int]] = []  # (time, tie, rank to go on or -1, meeting that is ready)
+        self._tie = count()
+
+    def run(self) -> Times:
+        """Replay to the end.
+
+        Raises:
+            UserError: when ranks wait for ever, where messages are rendezvous and the program passes only with buffers.
+        """
+        for rank in range(len(self._clock)):
+            self._push(0.0, rank, -1)
+        while self._heap:
+            now, _, rank, meeting = heapq.heappop(self._heap)
+            if rank >= 0:
+                self._advance(rank, now)
+            else:
+                self._start(meeting, now)
+        if self._parked:
+            rank, handle = next(iter(self._parked))
+            op = self._traced.program.tapes[rank][self._handle_op[rank][handle]]
+            raise UserError(
+                f"the step never ends where a send waits for its receive: rank {rank} waits in {op}; issue crossing "
+                "sends and receives with exchange"
+            )
+        return self._times
+
+    def _push(self, time: float, rank: int, meeting: int) -> None:
+        heapq.heappush(self._heap, (time, next(self._tie), rank, meeting))
+
+    def _advance(self, rank: int, now: float) -> None:
+        """Go on with one rank: alone while it computes, in the order of time where it meets others."""
+        ops, specs = self._traced.program.tapes[rank], self._traced.specs[rank]
+        starts, ends = self._times.starts[rank], self._times.ends[rank]
+        handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
+        idle, price, one_stream = self._times.idle[rank], self._price.compute, self._one_stream
+        costless = self._costless[rank]
+        meetings, meeting_of = self._traced.meetings, self._traced.meeting_of[rank]
+        blocks = self._prices.blocking_p2p
+        clock = self._clock[rank]
+        for at in range(self._at[rank], len(ops)):
+            op = ops[at]
+            kind, handle = op[0], op[4]
+            if kind is FREE:
+                continue
+            if kind is WAIT:
+                end = handle_end.get(handle)
+                if end is None:
+                    self._parked[rank, handle] = clock
+                    self._at[rank], self._clock[rank] = at, clock
+                    return
+                if self._contention:
+                    issued = handle_op[handle]
+                    both = _computing(idle, starts[issued], min(clock, end))
+                    end = max(clock, end) + self._contention * both
+                if end > clock:
+                    idle.append(Idle(handle_op[handle], clock, end))
+                    clock = end
+            elif handle >= 0:
+                number = meeting_of[handle]
+                alone = not one_stream and len(meetings[number].members) == 1
+                if clock > now and not alone:
+                    self._at[rank], self._clock[rank] = at, clock
+                    self._push(clock, rank, -1)
+                    return
+                handle_op[handle] = at
+                if alone:
+                    self._start(number, clock)
+                else:
+                    self._issue(kind, number, now)
+                if kind is SEND and blocks:
+                    clock += blocks * self._price.message(op, rank, specs)[0]
+            else:
+                starts[at] = clock
+                if at not in costless:
+                    clock += price(op, specs)
+                ends[at] = clock
+        self._at[rank], self._clock[rank] = len(ops), clock
+
+    def _issue(self, kind: OpKind, number: int, now: float) -> None:
+        """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
+        meeting = self._traced.meetings[number]
+        if meeting.stream is COLLECTIVE or self._messages == "rendezvous":
+            self._came[number] = self._came.get(number, 0) + 1
+            if self._came[number] == len(meeting.members):
+                self._push(now, -1, number)
+        elif kind is SEND:
+            self._push(now, -1, number)
+        else:
+            self._wanted[number] = now
+            self._receive(number)
+
+    def _start(self, number: int, now: float) -> None:
+        meeting = self._traced.meetings[number]
+        if meeting.stream is COLLECTIVE:
+            self._run(meeting, meeting.members, now, self._price.collective(meeting))
+            return
+        rank, _, at = meeting.members[0]
+        op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
+        sending, receiving = self._price.message(op, rank, specs)
+        if self._messages == "rendezvous":
+            self._run(meeting, meeting.members, now, sending)
+        elif number in self._arrives:
+            self._run(meeting, meeting.members[1:], now, receiving)
+        else:
+            self._arrives[number] = self._run(meeting, meeting.members[:1], now, sending)
+            self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        """A receive is ready once it is issued and its message has arrived."""
+        if number in self._arrives and number in self._wanted:
+            self._push(max(self._wanted[number], self._arrives[number]), -1, number)
+
+    def _run(self, meeting: Meeting, members: Sequence[Member], now: float, duration: float) -> float:
+        """Some members' part of a communication; when it ends."""
+        on_link = meeting.stream is MESSAGE and self._messages == "link"
+        stream = None if self._one_stream else stream_of(self._traced.program, meeting)
+        free, start = self._stream_free, now
+        if not on_link:
+            for rank, _, _ in members:
+                start = max(start, free[rank].get(stream, 0.0))
+        end = start + duration
+        sent_away = on_link and members[0] is meeting.members[0]  # the link has it; the sender need not wait
+        times = self._times
+        for rank, handle, op in members:
+            if not on_link:
+                free[rank][stream] = end
+            self._handle_end[rank][handle] = start if sent_away else end
+            times.starts[rank][op], times.ends[rank][op], times.ready[rank][op] = start, end, now
+            if (rank, handle) in self._parked:
+                self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
+        return end
+
+
+def _computing(idle: Sequence[Idle], since: float, until: float) -> float:
+    """How long a rank computes between two moments."""
+    computing = max(0.0, until - since)
+    for each in reversed(idle):
+        if each.until <= since:
+            break
+        computing -= max(0.0, min(each.until, until) - max(each.since, since))
+    return max(0.0, computing)

@@ -1,0 +1,212 @@
+"""Live memory at every op of every rank, in all and by what it is for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from shardlab.check.accumulation import InPlace
+from shardlab.check.views import roots_of
+from shardlab.program import Kind, Op, OpKind, Sizes, Spec
+from shardlab.timeline.prices import Bytes
+from shardlab.timeline.traced import Traced
+
+
+class Category(Enum):
+    """What memory is for.
+
+    GATHERED: weights put together for a use. COMMUNICATION: results that are on their way.
+    """
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    GATHERED = "gathered"
+    COMMUNICATION = "communication"
+
+
+CATEGORIES = tuple(Category)
+FREE, WAIT = OpKind.FREE, OpKind.WAIT
+
+_PLACE = {category: place for place, category in enumerate(CATEGORIES)}
+_PARAMETERS, _GATHERED, _COMMUNICATION = (
+    _PLACE[category] for category in (Category.PARAMETERS, Category.GATHERED, Category.COMMUNICATION)
+)
+_PLACE_OF_KIND = dict.fromkeys(Kind, _PLACE[Category.ACTIVATIONS]) | {
+    Kind.WEIGHT: _PARAMETERS,
+    Kind.OPT_STATE: _PLACE[Category.OPTIMIZER],
+    Kind.GRAD_WEIGHT: _PLACE[Category.GRADIENTS],
+}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds in a step.
+
+    Attributes:
+        before: for each op what is live when it starts, before its own result is stored.
+        during: for each op what is live while it runs: what was there, and its own result.
+        peak: the largest of `during`.
+        peak_op: index of the first op with which the peak is reached.
+        by_category: the peak, in the order of `CATEGORIES`.
+        counters: for each op what is live while it runs, by category (empty unless asked for).
+        at_starts: for each op what is live when it starts, by category (empty unless asked for).
+    """
+
+    before: list[int]
+    during: list[int]
+    peak: int
+    peak_op: int
+    by_category: tuple[int, ...]
+    counters: list[tuple[int, ...]]
+    at_starts: list[tuple[int, ...]]
+
+
+def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
+    """For each rank and op, the elements that are live when the op starts, before its own result is stored.
+
+    Only values of some kinds are counted, if `of` names them.
+
+    Results of communication count from issue, what autograd saves goes with its BACKWARD or with its activation,
+    and an update's results take the place of what it was given. A gradient that BACKWARD adds to an older one takes no
+    room of its own, and neither does their sum.
+    """
+    elements = traced.program.sizes.elements
+
+    def size(spec: Spec) -> int:
+        return elements(spec) if spec.kind in of else 0
+
+    return [account(tape, traced.specs[row], size).before for row, tape in enumerate(traced.program.tapes)]
+
+
+def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
+    """The same in bytes as the executor holds them, with the peak; with all categories at every op for `counters`.
+
+    Args:
+        kept: how large values are in memory, if not as traced.
+    """
+    size = Bytes(kept or traced.program.sizes)
+    return [
+        account(tape, traced.specs[row], size, real=True, counters=counters)
+        for row, tape in enumerate(traced.program.tapes)
+    ]
+
+
+def account(
+    tape: Sequence[Op],
+    specs: Mapping[int, Spec],
+    size: Callable[[Spec], int],
+    *,
+    real: bool = False,
+    counters: bool = False,
+) -> RankMemory:
+    """Follow one tape, with every value as large as `size` says.
+
+    Args:
+        real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
+            puzzles count both.
+        counters: whether to note all categories at every op.
+    """
+    in_place = InPlace(tape)
+    taken_over = {at: older for at, (older, _) in in_place.fused.items()}
+    if real:
+        taken_over |= {at: tape[at].inputs[0] for at in in_place.first_input if at not in taken_over}
+    free_of_room = {newer for _, newer in in_place.fused.values()}
+    room, place = ([0] * (max(specs, default=-1) + 1) for _ in range(2))  # of each value: its bytes, its category
+    owned: dict[int, dict[Kind, int]] = {}  # what autograd keeps for an activation
+    views = Views(tape, specs)
+    issued: dict[int, tuple[int, ...]] = {}
+    live, peak, peak_op = 0, 0, 0
+    by_category = [0] * len(CATEGORIES)
+    at_peak = tuple(by_category)
+    before: list[int] = []
+    during: list[int] = []
+    curve: list[tuple[int, ...]] = []
+    starts: list[tuple[int, ...]] = []
+    for at, op in enumerate(tape):
+        kind, inputs, handle = op[0], op[2], op[4]
+        row = kind.row
+        before.append(live)
+        if counters:
+            starts.append(tuple(by_category))
+        if kind is not FREE and kind is not WAIT:
+            for number in op[3]:
+                spec = specs[number]
+                bytes = room[number] = 0 if number in free_of_room or number in views.roots else size(spec)
+                slot = _PLACE_OF_KIND[spec[0].kind]
+                if handle >= 0:
+                    gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[0].step == 0
+                    slot = _GATHERED if gathers else _COMMUNICATION
+                    issued[handle] = op[3]
+                place[number] = slot
+                by_category[slot] += bytes
+                live += bytes
+            if at in taken_over:  # the result is that value's buffer, and from now on that is all that counts
+                older = taken_over[at]
+                live -= room[older]
+                by_category[place[older]] -= room[older]
+                room[older] = 0
+            ended = views.ended(tuple([inputs[at_input] for at_input in row.ends])) if row.ends else ()
+            for number in ended:  # in place: what is made is what was given
+                live -= room[number]
+                by_category[place[number]] -= room[number]
+            if live > peak:
+                peak, peak_op, at_peak = live, at, tuple(by_category)
+        during.append(live)
+        if counters:
+            curve.append(tuple(by_category))
+        if kind is FREE:  # what most ops are
+            gone = inputs if inputs[0] not in owned else (inputs[0], *owned.pop(inputs[0]).values())
+            gone = views.ended(gone)
+        elif row.saved >= 0 or row.keeps:
+            kept = owned.setdefault(inputs[0], {})
+            gone = (kept.pop(specs[inputs[row.saved]].kind),) if row.saved >= 0 else ()
+            made = row.keeps
+            if made and specs[op[3][-1]].kind is made:
+                gone = (*gone, kept[made]) if made in kept else gone
+                kept[made] = op[3][-1]
+        else:
+            if kind is WAIT:
+                for number in issued.pop(handle, ()):
+                    if place[number] == _COMMUNICATION:  # it has arrived
+                        by_category[_COMMUNICATION] -= room[number]
+                        place[number] = _PLACE_OF_KIND[specs[number].kind]
+                        by_category[place[number]] += room[number]
+            continue
+        for number in gone:
+            live -= room[number]
+            by_category[place[number]] -= room[number]
+    return RankMemory(before, during, peak, peak_op, at_peak, curve, starts)
+
+
+class Views:
+    """Which values take no room of their own, and when the room that they share is given back.
+
+    Attributes:
+        roots: number of a slice, or of what an update makes in the place of one, to the value whose memory it lies in.
+    """
+
+    def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
+        self.roots = roots_of(tape, specs)
+        loaded = {op.outputs[0] for op in tape if op[0] in _LOADS} if self.roots else set[int]()
+        for op in tape if self.roots else ():
+            if op[0] is OpKind.UPDATE:
+                for given, made in zip(op.inputs[1:3], op.outputs, strict=True):
+                    if (root := self.roots.get(given)) in loaded:
+                        self.roots[made] = root
+        self._left = Counter(self.roots.values())  # views that have not ended, and the value itself
+        self._left.update(self._left.keys())
+
+    def ended(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """The values whose room is given back when some end: not those in which others still lie."""
+        if not self.roots:
+            return numbers
+        roots = [self.roots.get(number, number) for number in numbers]
+        self._left.subtract(roots)
+        return tuple([root for root in roots if self._left[root] <= 0])
+
+
+_LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE})

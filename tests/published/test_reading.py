@@ -1,0 +1,150 @@
+"""Published runs are read as they are written, and what they do not say is never made up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.predict.recipe import Recipe, find_recipe
+from shardlab.program import Mesh, UserError
+from shardlab.published import reading
+from shardlab.published.reading import read_run
+from shardlab.published.records import Incomplete, RunRecord
+from shardlab.published.rows import GIB, measured_of, read_rows
+from shardlab.published.stages import layers_per_stage
+
+RUNS = Path(__file__).parent / "published_runs.json"
+ROWS = {row["id"]: row for row in read_rows(RUNS)}
+
+
+def changed(name: str, section: str, **fields: Any) -> dict[str, Any]:
+    return ROWS[name] | {section: ROWS[name][section] | fields}
+
+
+def test_every_run_of_the_table_names_its_source() -> None:
+    assert all(row["source"] for row in ROWS.values())
+
+
+def test_a_pipeline_is_read_with_its_stages_and_its_batch() -> None:
+    run = read_run(ROWS["zb-t12-6.2B-p8-m8-1f1b"])
+    assert run.plan.mesh == Mesh(pp=8)
+    assert run.plan.layers_per_stage == (3, 4, 4, 4, 4, 4, 4, 3)
+    assert (run.workload.rows, run.each) == (3, 8)
+    assert run.measured.memory == "allocated"
+
+
+def test_sequence_parallel_selective_recomputation_is_read() -> None:
+    run = read_run(ROWS["korthikanti-t5-22B-selective"])
+    assert run.plan.sequence_parallel
+    assert run.plan.recompute == "selective"
+    assert run.workload.recipe.name == "megatron-2022"
+
+
+def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
+    row: dict[str, Any] = ROWS["titan-t1-8B-8gpu-eager"] | {"derived": {}}
+    assert measured_of(row).seconds == pytest.approx(16 * 8192 / (5762 * 8))
+    assert measured_of(row).bytes == 82.4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "reason"),
+    [
+        ("batch", {"micro_batch": None}, "does not say micro batch"),
+        ("batch", {"global_sequences": 5}, "has 5 sequences, which 1 data-parallel ranks cannot take"),
+        ("model", {"ffn_type": "tanh"}, "activation function that is unknown here, tanh"),
+        ("hardware", {"gpu": "abacus"}, "GPU that is unknown here, abacus"),
+        ("hardware", {"gpu": "H1000"}, "GPU that is unknown here, H1000"),
+        ("hardware", {"gpus": 16}, "a mesh of 8 ranks on 16 GPUs"),
+        ("measured", {"iteration_s": None}, "neither the seconds of a step nor memory"),
+    ],
+)
+def test_what_a_run_does_not_say_is_its_reason(section: str, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Incomplete, match=reason):
+        read_run(changed("korthikanti-t5-22B-full", section, **fields))
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [
+        ("fp16 mixed (fp32 master)", "float16"),
+        ("bf16, fp32 grad accumulation", "bfloat16"),
+        ("amp_fp8 / FSDP mixed_precision=DEFAULT", "float8"),
+        ("Float8", "float8"),
+        ("fp8-rowwise", "bfloat16"),
+        (None, "float16"),
+    ],
+)
+def test_a_precision_is_read_in_the_words_of_its_source(said: str | None, dtype: str) -> None:
+    run = read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": said})
+    assert run.workload.precision.compute == dtype
+
+
+def test_an_unknown_precision_is_a_reason() -> None:
+    with pytest.raises(Incomplete, match="computes in int4, which is unknown here"):
+        read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": "int4"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 1000),
+        ("pads_vocab", True),
+        ("bias", True),
+        ("dropout", 0.5),
+        ("gradient_bytes", 8),
+        ("bf16_gradient_bytes", 8),
+        ("reduce_at", "step"),
+        ("zero_stage", 1),
+    ],
+)
+def test_what_a_run_does_not_say_is_as_in_its_recipe(field: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = changed("nanogpt-polaris-4xA100", "model", vocab=None) | {"precision": "bf16"}
+    before = read_run(row).workload
+    recipe = replace(find_recipe("nanogpt"), **{field: value})
+
+    def changed_recipe(_: RunRecord) -> Recipe:
+        return recipe
+
+    monkeypatch.setattr(reading, "recipe_of", changed_recipe)
+    after = read_run(row).workload
+    assert (after.model, after.precision, after.plan) != (before.model, before.precision, before.plan)
+
+
+def test_an_unknown_framework_is_a_reason() -> None:
+    with pytest.raises(Incomplete, match="no framework that is known here"):
+        read_run(ROWS["korthikanti-t5-22B-full"] | {"source": "a friend"})
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "holds no list of runs"),
+        ("[1]", "run 0 is no object with an id"),
+        (json.dumps([{"id": "a"}, {"id": "a"}]), "two runs are called 'a'"),
+    ],
+)
+def test_a_file_that_holds_no_runs_is_refused(tmp_path: Path, written: str, sentence: str) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(written)
+    with pytest.raises(UserError, match=sentence):
+        read_rows(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        read_rows(tmp_path / "none.json")
+
+
+def test_stages_that_share_blocks_with_embedding_and_head() -> None:
+    assert layers_per_stage(126, 16, fewer_at_ends=False, halves=False) == (7, *[8] * 14, 7)
+    assert layers_per_stage(12, 4, fewer_at_ends=False, halves=True) == (6, 6, 6, 7)
+    assert layers_per_stage(12, 12, fewer_at_ends=False, halves=True) == (*[2] * 11, 3)
+    counts = layers_per_stage(22, 24, fewer_at_ends=True, halves=True)
+    assert len(counts) == 24
+    assert sum(counts) == 2 * 22 + 1
+    assert sum(layers_per_stage(13, 5, fewer_at_ends=False, halves=False)) == 13

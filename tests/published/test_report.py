@@ -1,0 +1,54 @@
+"""The arithmetic of the report."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab.published.outcomes import Outcome
+from shardlab.published.predict import Prediction
+from shardlab.published.report import by_source, errors_of, misjudged, title_of
+from shardlab.published.rows import Measurement
+
+ERRORS = st.lists(st.floats(-1, 5), min_size=1).map(
+    lambda errors: [(error, f"run {i}") for i, error in enumerate(errors)]
+)
+
+
+def outcome(name: str, source: str, seconds: float, *, fits: bool = True, out: bool = False) -> Outcome:
+    return Outcome(name, source, Measurement(1.0, None, "allocated", out), Prediction(seconds, 1.0, fits))
+
+
+@given(ERRORS)
+def test_errors_lie_in_order(pairs: list[tuple[float, str]]) -> None:
+    errors = errors_of(pairs)
+    assert errors is not None
+    assert errors.count == len(pairs)
+    assert abs(errors.bias) <= errors.mean + 1e-12
+    assert errors.mean <= errors.worst + 1e-12
+    assert errors.median <= errors.worst
+    assert abs({name: error for error, name in pairs}[errors.worst_id]) == errors.worst
+
+
+def test_of_nothing_there_are_no_errors() -> None:
+    assert errors_of([]) is None
+
+
+def test_sources_are_grouped_and_signs_kept() -> None:
+    runs = [outcome("a", "vTrain x", 1.1), outcome("b", "vTrain y", 0.7), outcome("c", "elsewhere", 1.0)]
+    found = by_source(runs)
+    assert list(found) == ["vTrain", "elsewhere"]
+    assert (round(found["vTrain"].mean, 9), round(found["vTrain"].bias, 9)) == (0.2, -0.1)
+    assert found["vTrain"].worst_id == "b"
+    assert title_of("") == "unknown"
+
+
+def test_a_run_whose_room_was_misjudged_is_named() -> None:
+    runs = [
+        outcome("ran", "", 1.0),
+        outcome("ended", "", 1.0, fits=False, out=True),
+        outcome("thought too large", "", 1.0, fits=False),
+        outcome("thought to fit", "", 1.0, out=True),
+        Outcome("not asked", "", Measurement(1.0, None, "allocated"), None, "says nothing"),
+    ]
+    assert [run.id for run in misjudged(runs)] == ["thought too large", "thought to fit"]
