@@ -42,9 +42,9 @@ from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
 from shardlab.train.tracing import Tracing, trace_rank
 
-SMALL = GPT(layers=4, width=192, heads=4, block=96, vocabulary=256)
-LARGE = GPT(layers=4, width=320, heads=4, block=128, vocabulary=256)
-LLAMA = Llama(layers=4, width=256, heads=4, kv_heads=2, block=160, vocabulary=256)
+SMALL = GPT(layers=4, hidden_size=192, heads=4, seq_len=96, vocab_size=256)
+LARGE = GPT(layers=4, hidden_size=320, heads=4, seq_len=128, vocab_size=256)
+LLAMA = Llama(layers=4, hidden_size=256, heads=4, kv_heads=2, seq_len=160, vocab_size=256)
 SEQUENCE_PARALLEL = Plan(Mesh(tp=2), sequence_parallel=True)
 
 CASES = [  # strategy, ranks, microbatches, model, sequences of a microbatch, name
@@ -132,7 +132,7 @@ def bench(folder: Path) -> Profile:
 def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
     """Predict it, run it."""
     checked = job.checked()
-    prices = ClusterPrices(job.cut, job.rows, cluster.at_work(job.ranks), PRECISIONS["fp32"])
+    prices = ClusterPrices(job.cut, job.micro_batch_size, cluster.at_work(job.ranks), PRECISIONS["fp32"])
     predicted = estimate(checked, prices)
     run_ranks(job.ranks, trace_rank, job, folder, Tracing(timed=timed))
     measured = read_trace(folder).measured(checked)
@@ -157,7 +157,7 @@ def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
 
     step = predicted.step, median(measured.steps)
     model = type(job.model).__name__
-    return Row(job.title, model, job.model.width, job.ranks, step, both(True), both(False), dict(ops))
+    return Row(job.title, model, job.model.hidden_size, job.ranks, step, both(True), both(False), dict(ops))
 
 
 def error(pair: tuple[float, float]) -> float:

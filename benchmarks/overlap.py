@@ -58,13 +58,13 @@ class Options:
 
 def job_of(options: Options) -> Job:
     plan = Plan(Mesh(dp_shard=options.ranks))
-    model = GPT(layers=options.layers, width=options.width, heads=4, block=64, vocabulary=256, tied=True)
+    model = GPT(layers=options.layers, hidden_size=options.width, heads=4, seq_len=64, vocab_size=256, tied=True)
     return Job(plan, options.ranks, options.ranks, model, 1)
 
 
 def executor_of(job: Job, rank: int, device: torch.device, steps: int) -> Executor:
-    corpus = Corpus.split(default_text(), job.model.block, "the default text")
-    batches = Batches(corpus, job.model.block, job.rows, job.seed)
+    corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
     settings = Settings(job.seed, job.dtype, device, AdamW(steps=steps))
     return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
 

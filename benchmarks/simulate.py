@@ -56,7 +56,9 @@ def main(options: Options) -> None:
             workload = Workload(plan, find_model(model), find_cluster(cluster), sequences, 1, find_precision("bf16"))
             traced = workload.traced
             middle = time.process_time()
-            step = estimate(traced, ClusterPrices(workload.cut, workload.rows, workload.cluster, workload.precision))
+            step = estimate(
+                traced, ClusterPrices(workload.cut, workload.micro_batch_size, workload.cluster, workload.precision)
+            )
             replayed = time.process_time()
         figures = step.step, step.exposed_share, step.bubble_share, step.peak
         end = time.process_time()

@@ -21,9 +21,9 @@ from tests.support.refusing import refusal
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 
-SMALL = GPT(layers=3, width=16, heads=2, block=8, vocabulary=40, dropout=0.1)
-CUT = GPT(layers=2, width=16, heads=2, block=16, vocabulary=40, dropout=0.1)
-MIXTURE = MoE(layers=2, width=16, heads=2, block=8, capacity_factor=0.7, dropout=0.1)
+SMALL = GPT(layers=3, hidden_size=16, heads=2, seq_len=8, vocab_size=40, dropout=0.1)
+CUT = GPT(layers=2, hidden_size=16, heads=2, seq_len=16, vocab_size=40, dropout=0.1)
+MIXTURE = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, capacity_factor=0.7, dropout=0.1)
 
 PROGRAMS: dict[str, tuple[Strategy, Mesh | int, int, Blocks]] = {
     "terms_added_by_hand": (right.terms_added_by_hand, Mesh(tp=2), 2, CUT),

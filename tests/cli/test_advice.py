@@ -10,16 +10,16 @@ from shardlab.cli import main
 
 REFUSED = [
     "context-parallel --model llama3-8b --cluster h100x8",
-    "single --model gpt2-xl --cluster h100x1 --rows 64",
+    "single --model gpt2-xl --cluster h100x1 --micro-batch-size 64",
     "single --model gpt2-xl --cluster v100x8",
-    "--pp 8 --schedule gpipe --rows 4 --model llama3-8b --cluster a100-40gbx8",
+    "--pp 8 --schedule gpipe --micro-batch-size 4 --model llama3-8b --cluster a100-40gbx8",
     "--pp 2 --dp-shard 2 --model llama3-8b --cluster h100x16",
-    "hsdp --model llama3-70b --cluster h100x64 --rows 4",
-    "ddp --rows 1000000 --model gpt2 --cluster h100x16",
-    "ddp --rows 48 --model gpt2-xl --cluster h100x4",
-    "tensor-parallel --model gpt2-large --rows 64 --cluster a100-40gbx2",
+    "hsdp --model llama3-70b --cluster h100x64 --micro-batch-size 4",
+    "ddp --micro-batch-size 1000000 --model gpt2 --cluster h100x16",
+    "ddp --micro-batch-size 48 --model gpt2-xl --cluster h100x4",
+    "tensor-parallel --model gpt2-large --micro-batch-size 64 --cluster a100-40gbx2",
     "--tp 8 --dp-replicate 2 --model llama3-70b --cluster h100x64",
-    "grad-accum --rows 64 --model gpt2-large --cluster h100x1",
+    "grad-accum --micro-batch-size 64 --model gpt2-large --cluster h100x1",
 ]
 
 
@@ -28,7 +28,13 @@ def followed(command: str, advised: str) -> str:
     advised = advised.replace("a smaller batch, ", "").split(", which uses")[0].rstrip(",")
     words = command.split()
     if advised.startswith(("a plan, ", "grad-accum ")):
-        words = words[words.index("--model" if "--rows" not in words else min("--model", "--rows", key=words.index)) :]
+        words = words[
+            words.index(
+                "--model"
+                if "--micro-batch-size" not in words
+                else min("--model", "--micro-batch-size", key=words.index)
+            ) :
+        ]
     return " ".join([*words, *advised.removeprefix("a plan, ").split()])
 
 

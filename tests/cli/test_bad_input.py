@@ -200,7 +200,7 @@ def test_counts_are_whole(option: str, value: str, sentence: str, capsys: Captur
     [
         ("simulate pipeline-fsdp --ranks 0", "--ranks: 0 is too few; give 1 or more"),
         ("simulate pipeline-fsdp --layers -4", "--layers: -4 is too few"),
-        ("simulate zero-3 --model gpt2 --cluster h100x8 --rows -1", "--rows: -1 is too few"),
+        ("simulate zero-3 --model gpt2 --cluster h100x8 --micro-batch-size -1", "--micro-batch-size: -1 is too few"),
         ("simulate --dp-replicate 0", "--dp-replicate: 0 is too few"),
         ("train --kv-heads 0", "--kv-heads: 0 is too few"),
         ("schedule 1f1b --pp 0", "--pp: 0 is too few"),

@@ -77,7 +77,7 @@ def test_collectives_are_told_in_json_drawn_and_kept(tmp_path: Path, capsys: Cap
 
 def test_layers_are_told_in_tables_and_nothing_is_kept_unasked(tmp_path: Path, capsys: Captured) -> None:
     plot = tmp_path / "bench.png"
-    sizes = ["--widths", "16", "--batches", "1x8", "2x8", "--vocabulary", "32", "--seconds", "0.0001"]
+    sizes = ["--widths", "16", "--batches", "1x8", "2x8", "--vocab-size", "32", "--seconds", "0.0001"]
     assert main(["bench", "compute", "--ranks", "1", *sizes, "--no-save", "--plot", str(plot), "--verbose"]) == 0
     told = capsys.readouterr().out
     for words in (

@@ -21,7 +21,7 @@ from shardlab.train.job import Job
 from tests.draw.viewer import named, require_readable
 from tests.recorded.test_measured import records
 
-JOB = Job("fsdp", 2, 2, GPT(layers=3, width=16, heads=2, block=8), 2)
+JOB = Job("fsdp", 2, 2, GPT(layers=3, hidden_size=16, heads=2, seq_len=8), 2)
 
 FREE = dict.fromkeys(("matmul", "attention", "pointwise"), 0.0)
 LAUNCHES = {**FREE, "op:forward": 1.0, "op:backward": 1.0, "update": 0.5}
@@ -185,7 +185,7 @@ PLAN = Plan(
 
 @pytest.mark.parametrize("strategy", ["fsdp", PLAN, Plan(Mesh(tp=2), sequence_parallel=True)])
 def test_a_job_is_the_same_after_it_was_written_down(strategy: str | Plan) -> None:
-    job = Job(strategy, 4, 8, GPT(layers=4, width=16, heads=2, kv_heads=1), 2, seed=3, name="mine")
+    job = Job(strategy, 4, 8, GPT(layers=4, hidden_size=16, heads=2, kv_heads=1), 2, seed=3, name="mine")
     assert job_of(json.loads(json.dumps(described(job)))) == job
 
 

@@ -15,13 +15,13 @@ from shardlab.program import UserError
     ("request_", "expected"),
     [
         (BatchRequest(), (16, 1)),
-        (BatchRequest(rows=4), (16, 4)),
+        (BatchRequest(micro_batch_size=4), (16, 4)),
         (BatchRequest(microbatches=8), (8, 1)),
-        (BatchRequest(microbatches=8, rows=2), (8, 2)),
+        (BatchRequest(microbatches=8, micro_batch_size=2), (8, 2)),
         (BatchRequest(sequences=64), (64, 1)),
-        (BatchRequest(sequences=64, rows=2), (32, 2)),
+        (BatchRequest(sequences=64, micro_batch_size=2), (32, 2)),
         (BatchRequest(sequences=64, microbatches=16), (16, 4)),
-        (BatchRequest(sequences=64, microbatches=32, rows=2), (32, 2)),
+        (BatchRequest(sequences=64, microbatches=32, micro_batch_size=2), (32, 2)),
     ],
 )
 def test_a_global_batch_is_cut_into_microbatches(request_: BatchRequest, expected: tuple[int, int]) -> None:
@@ -32,7 +32,7 @@ def test_a_global_batch_is_cut_into_microbatches(request_: BatchRequest, expecte
     ("request_", "said"),
     [
         (
-            BatchRequest(sequences=25, rows=3),
+            BatchRequest(sequences=25, micro_batch_size=3),
             "25 sequences cannot be cut into microbatches of 3 sequences; give a mult",
         ),
         (BatchRequest(sequences=25, microbatches=8), "cannot be cut into 8 microbatches; give a multiple of 8"),
@@ -42,7 +42,10 @@ def test_a_global_batch_is_cut_into_microbatches(request_: BatchRequest, expecte
             BatchRequest(),
             r"16 sequences \(a microbatch .* 16 devices\) does not divide among 3 .*--global-batch 15 or 18",
         ),
-        (BatchRequest(sequences=8, rows=4), "in microbatches of 4, does not divide among 3 .*; give --global-batch 12"),
+        (
+            BatchRequest(sequences=8, micro_batch_size=4),
+            "in microbatches of 4, does not divide among 3 .*; give --global-batch 12",
+        ),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused_in_a_sentence(request_: BatchRequest, said: str) -> None:
@@ -60,7 +63,7 @@ def test_every_plan_on_a_cluster_takes_as_many_tokens_unless_told(capsys: pytest
 
 
 def test_the_global_batch_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "simulate --dp-shard 8 --model gpt2 --cluster h100x8 --global-batch 32 --rows 2"
+    command = "simulate --dp-shard 8 --model gpt2 --cluster h100x8 --global-batch 32 --micro-batch-size 2"
     assert main(command.split()) == 0
     assert "global batch 32: 16 microbatches of 2 sequences" in " ".join(capsys.readouterr().out.split())
 

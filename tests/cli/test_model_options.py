@@ -23,8 +23,8 @@ def made(line: str, **small: Any) -> Blocks:
     [
         ("", GPT(layers=7)),
         ("--model gpt --layers 3 --no-bias --tied --dropout 0.1", GPT(layers=3, bias=False, tied=True, dropout=0.1)),
-        ("--model LLAMA --kv-heads 2 --ffn-hidden 96", Llama(layers=7, kv_heads=2, ffn_hidden=96)),
-        ("--model mlp --vocabulary 300 --block 8", MLP(layers=7, vocabulary=300, block=8)),
+        ("--model LLAMA --kv-heads 2 --ffn-hidden-size 96", Llama(layers=7, kv_heads=2, ffn_hidden_size=96)),
+        ("--model mlp --vocab-size 300 --seq-len 8", MLP(layers=7, vocab_size=300, seq_len=8)),
         ("--model moe --experts 8 --top-k 1 --auxiliary 0.1", MoE(layers=7, experts=8, top_k=1, auxiliary=0.1)),
         ("--model moe --auxiliary 0 --dropout 0", MoE(layers=7, auxiliary=0.0)),
         ("--model mixtral --capacity-factor none", Mixtral(layers=7, capacity_factor=None)),
@@ -36,21 +36,21 @@ def test_flags_change_an_architecture(line: str, model: Blocks) -> None:
 
 
 def test_a_published_model_keeps_its_sizes_unless_a_flag_changes_them() -> None:
-    assert made("--model llama3-8b", width=16) == find_model("llama3-8b")
+    assert made("--model llama3-8b", hidden_size=16) == find_model("llama3-8b")
     small = made("--model gpt2-xl --layers 2 --untied")
-    assert (small.layers, small.width) == (2, 1600)
+    assert (small.layers, small.hidden_size) == (2, 1600)
     assert not small.borrowed(1)
 
 
 def test_a_command_may_want_its_architectures_smaller() -> None:
-    assert made("--heads 2", width=16, experts=8) == GPT(layers=7, width=16, heads=2)
-    assert made("--model mlp", width=16, heads=2) == MLP(layers=7, width=16)
+    assert made("--heads 2", hidden_size=16, experts=8) == GPT(layers=7, hidden_size=16, heads=2)
+    assert made("--model mlp", hidden_size=16, heads=2) == MLP(layers=7, hidden_size=16)
 
 
 def test_a_file_is_a_model_too(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('model = "gpt2"\nlayers = 2\n')
-    assert (made(f"--model {file} --block 32").layers, made(f"--model {file} --block 32").block) == (2, 32)
+    assert (made(f"--model {file} --seq-len 32").layers, made(f"--model {file} --seq-len 32").seq_len) == (2, 32)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_file_is_a_model_too(tmp_path: Path) -> None:
         ("--model lama", "there is no model 'lama'; did you mean llama?"),
         ("--model mlp --heads 2", "a model of this kind (MLP) has no heads"),
         ("--model gpt --experts 2", "a model of this kind (GPT) has no experts"),
-        ("--model llama --heads 3", "width 64 does not divide by 3 heads"),
+        ("--model llama --heads 3", "hidden_size 64 does not divide by 3 heads"),
         ("--tied --untied", "both --tied and --untied were given"),
     ],
 )
@@ -70,7 +70,7 @@ def test_what_does_not_go_together_is_refused(line: str, said: str) -> None:
 
 
 def test_text_is_bytes_so_that_a_small_vocabulary_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--vocabulary", "100"]) == 2
+    assert main(["train", "--vocab-size", "100"]) == 2
     assert "the vocabulary is 100, but text is read as bytes; give 256 or more" in capsys.readouterr().err
 
 

@@ -46,7 +46,7 @@ def test_json_has_the_figures_of_the_step(arguments: tuple[str, ...], capsys: Ca
     assert isinstance(step, float)
     assert 0 < step < 10
     assert ranks == (4 if arguments == ("--dp-shard", "4") else 8)
-    assert facts["tokens"] == facts["microbatches"] * facts["rows"] * 1024
+    assert facts["tokens"] == facts["microbatches"] * facts["micro_batch_size"] * 1024
     assert facts["tokens_per_second"] == pytest.approx(facts["tokens"] / step)
     assert facts["mfu"] == pytest.approx(facts["model_flops"] / (step * ranks * 989.4e12))
     shares = (facts["compute_share"], facts["exposed_share"], facts["bubble_share"])
@@ -76,7 +76,7 @@ def test_a_program_of_whole_blocks_says_that_a_tied_head_is_priced_apart(capsys:
 
 
 def test_more_rows_take_longer_and_more_memory(capsys: Captured) -> None:
-    one, four = (json_of(capsys, "zero-3", *GPT2, "--rows", rows) for rows in ("1", "4"))
+    one, four = (json_of(capsys, "zero-3", *GPT2, "--micro-batch-size", rows) for rows in ("1", "4"))
     assert four["step_seconds"] > one["step_seconds"]
     assert four["peak_memory"] > one["peak_memory"]
 
@@ -106,7 +106,7 @@ MISTAKES = [
     (("--ep", "2", "--cp", "2", "--model", "moe"), "a mixture's tokens are routed by whole sequences"),
     (("fsdq", "--model", "gpt2"), "did you mean fsdp?"),
     (("fsdp", "--cluster", "h100x8"), "give --model, such as gpt2-xl, as well"),
-    (("fsdp", "--rows", "2"), "--rows is for a model on a cluster"),
+    (("fsdp", "--micro-batch-size", "2"), "--micro-batch-size is for a model on a cluster"),
     (("fsdp", "--precision", "bf16"), "--precision is for a model on a cluster"),
     (("fsdp", *GPT2, "--costs", "forward=1"), "leave out one of them"),
     (("fsdp", "--model", "gpt2-xxl", "--cluster", "h100x8"), "there is no model 'gpt2-xxl'; did you mean gpt2"),
@@ -160,7 +160,7 @@ def test_seconds_are_told_in_a_fitting_unit() -> None:
     ("arguments", "part"),
     [
         (("zero-3", *GPT2), "head"),
-        (("--dp-shard", "8", "--recompute", "full", "--rows", "8", *GPT2), "head"),
+        (("--dp-shard", "8", "--recompute", "full", "--micro-batch-size", "8", *GPT2), "head"),
         (
             ("--cp", "8", "--microbatches", "1", "--model", "gpt2-xl", "--cluster", "h100x8"),
             "norm of block 0, attention",

@@ -54,7 +54,9 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["verify user.py:talks", "train --strategy user.py:talks --steps 2 --width 16"])
+@pytest.mark.parametrize(
+    "command", ["verify user.py:talks", "train --strategy user.py:talks --steps 2 --hidden-size 16"]
+)
 def test_json_stands_alone_on_stdout_whatever_the_program_prints(command: str, user: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     words = [sys.executable, "-m", "shardlab", *command.split(), "--ranks", "2", "--json"]
@@ -109,7 +111,7 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         ("train --strategy fsqp", "did you mean fsdp?"),
         ("train --strategy fsdp --microbatches 3", "3 microbatches do not divide among 4 ranks"),
         ("train --strategy gpipe --layers 3", "3 layers do not reach 4 pipeline stages"),
-        ("train --width 30 --heads 4", "width 30 does not divide by 4 heads"),
+        ("train --hidden-size 30 --heads 4", "hidden_size 30 does not divide by 4 heads"),
         ("train --tied", "run it by a plan"),
         ("train --dropout 1.5", "dropout is 1.5"),
         ("train --learning-rate -1", "learning rate is -1.0; give 0 or more"),
@@ -148,7 +150,7 @@ def test_a_program_that_can_hang_on_this_backend_is_refused_before_any_rank_star
 
 
 def trained(out: Path, options: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "shardlab", "train", "--ranks", "2", "--width", "16", "--out", str(out)]
+    words = [sys.executable, "-m", "shardlab", "train", "--ranks", "2", "--hidden-size", "16", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [*words, *shlex.split(options)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -168,7 +170,7 @@ def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(tmp_path
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))"
     code = f"{limited}; from shardlab.cli import main; sys.exit(main())"
     out = tmp_path / "run"
-    options = "train --ranks 2 --width 32 --steps 3 --prompt import --out"
+    options = "train --ranks 2 --hidden-size 32 --steps 3 --prompt import --out"
     command = [sys.executable, "-c", code, *options.split(), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -18,7 +18,7 @@ from tests.support.ranks import Ranks
 from tests.train import user_programs
 
 World = Callable[[int], Ranks]
-MODEL = GPT(layers=3, width=16, heads=2, block=8)
+MODEL = GPT(layers=3, hidden_size=16, heads=2, seq_len=8)
 
 
 def analysis(name: str, ranks: int, layers: int, microbatches: int) -> Analysis:
@@ -117,8 +117,8 @@ def test_all_reduce_copies_what_is_read_again() -> None:
 def live_tensors_after_a_step(rank: int, strategy: Strategy, ranks: int) -> list[str]:
     """Kinds of the values that still have a tensor once a step has ended."""
     checked = check(trace(strategy, ranks, MODEL.sizes(2, 4), 4))
-    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
-    executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.block, 2, 0), Settings(optimizer=AdamW(steps=2)))
+    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
+    executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.seq_len, 2, 0), Settings(optimizer=AdamW(steps=2)))
     executor.step()
     specs = checked.specs[rank]
     values: list[Any] = executor.state.values
@@ -139,8 +139,8 @@ def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
     """Elements of the gather buffers' storages: before each op of a step, and after it; with the expected ones."""
     entry = STRATEGIES["fsdp"]
     checked = check(trace(entry.program, entry.mesh(2), MODEL.sizes(2, 4), 4))
-    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
-    executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.block, 2, 0), Settings(optimizer=AdamW(steps=2)))
+    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
+    executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.seq_len, 2, 0), Settings(optimizer=AdamW(steps=2)))
     state = executor.state
     held: list[int] = []
     for instruction in executor.instructions:
@@ -215,13 +215,13 @@ def test_what_has_no_tensor_runs_on_no_backend() -> None:
     assert checked.backends() == []
     corpus = Corpus.split(bytes(range(256)) * 8, 8)
     with pytest.raises(Refused, match=r"rank 0, op \d+ send to rank 1: an optimizer state stays"):
-        Executor(checked, 0, GPT(layers=1, width=16, heads=2, block=8), Batches(corpus, 8, 2, 0), Settings())
+        Executor(checked, 0, GPT(layers=1, hidden_size=16, heads=2, seq_len=8), Batches(corpus, 8, 2, 0), Settings())
 
 
 def test_a_backend_that_would_hang_is_refused_before_anything_is_started() -> None:
     checked = check(trace(one_f_one_b_with_blocking_receives, 2, 2, 4))
     assert checked.models[ChannelModel.RENDEZVOUS] is None
     assert checked.backends() == ["gloo"]
-    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.block)
+    corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
     with pytest.raises(Refused, match=r"on nccl this program can hang: deadlock: rank \d waits"):
         Executor(checked, 0, MODEL, Batches(corpus, 8, 2, 0), Settings(), backend="nccl")

@@ -15,7 +15,7 @@ from shardlab.execute.saved import Saved
 from shardlab.models import GPT
 from shardlab.models.tensors import Share, initial_weights, layers_of, views
 
-MODEL = GPT(layers=2, width=16, heads=2, block=8)
+MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
 LAYER, LAYOUT = layers_of(MODEL)[1], MODEL.layout(1)
 FLAT = initial_weights(MODEL, 1, 0, torch.float64)
 

@@ -20,20 +20,20 @@ from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, 
 from tests.models.conftest import inputs_of, piece_of
 
 MODELS: list[Model] = [
-    GPT(layers=3, width=16, heads=2, block=8),
-    GPT(layers=3, width=16, heads=2, block=8, bias=False),
-    GPT(layers=2, width=16, heads=2, block=8, dropout=0.2),
-    GPT(layers=2, width=12, heads=3, block=7, vocabulary=30, bias=False, dropout=0.2),
-    GPT(layers=1, width=16, heads=2, block=8),
-    GPT(layers=1, width=16, heads=2, block=8, tied=True),
-    GPT(layers=1, width=16, heads=2, block=8, tied=True, bias=False, dropout=0.2),
-    MLP(layers=3, width=16, block=8),
-    MLP(layers=1, width=16, block=8, bias=False, dropout=0.2),
-    Llama(layers=2, width=16, heads=2, block=8, kv_heads=1, ffn_hidden=24),
-    GPT(layers=1, width=16, heads=2, block=8, activation="squared_relu", norm="rms", rope_theta=1e4),
-    MoE(layers=2, width=16, heads=2, block=8, vocabulary=30, top_k=1),
-    MoE(layers=1, width=16, heads=2, block=8, vocabulary=30, dropout=0.2, capacity_factor=None),
-    Mixtral(layers=2, width=16, heads=2, block=8, kv_heads=1, ffn_hidden=24, top_k=3),
+    GPT(layers=3, hidden_size=16, heads=2, seq_len=8),
+    GPT(layers=3, hidden_size=16, heads=2, seq_len=8, bias=False),
+    GPT(layers=2, hidden_size=16, heads=2, seq_len=8, dropout=0.2),
+    GPT(layers=2, hidden_size=12, heads=3, seq_len=7, vocab_size=30, bias=False, dropout=0.2),
+    GPT(layers=1, hidden_size=16, heads=2, seq_len=8),
+    GPT(layers=1, hidden_size=16, heads=2, seq_len=8, tied=True),
+    GPT(layers=1, hidden_size=16, heads=2, seq_len=8, tied=True, bias=False, dropout=0.2),
+    MLP(layers=3, hidden_size=16, seq_len=8),
+    MLP(layers=1, hidden_size=16, seq_len=8, bias=False, dropout=0.2),
+    Llama(layers=2, hidden_size=16, heads=2, seq_len=8, kv_heads=1, ffn_hidden_size=24),
+    GPT(layers=1, hidden_size=16, heads=2, seq_len=8, activation="squared_relu", norm="rms", rope_theta=1e4),
+    MoE(layers=2, hidden_size=16, heads=2, seq_len=8, vocab_size=30, top_k=1),
+    MoE(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=30, dropout=0.2, capacity_factor=None),
+    Mixtral(layers=2, hidden_size=16, heads=2, seq_len=8, kv_heads=1, ffn_hidden_size=24, top_k=3),
 ]
 ROWS = 3
 CASES = [(model, layer) for model in MODELS for layer in range(model.layers)]
@@ -154,12 +154,12 @@ MEASURED: list[Model] = [
     *(cut(model, attention_apart=True) for model in WITHOUT_EXPERTS),
     *(cut(model, columns=True) for model in UNTIED if isinstance(model, MLP)),
     # in slices
-    cut(GPT(layers=1, width=16, heads=4, kv_heads=2, block=8, vocabulary=30, dropout=0.2), tp=2),
-    cut(Llama(layers=1, width=16, heads=4, kv_heads=2, block=8), tp=2, attention_apart=True),
-    cut(MLP(layers=1, width=16, block=8), tp=2, columns=True),
-    cut(MoE(layers=1, width=16, heads=2, block=8), ep=2),
-    cut(MoE(layers=2, width=16, heads=2, block=8, vocabulary=30, dropout=0.2), tp=2, ep=2),
-    cut(Mixtral(layers=2, width=16, heads=2, block=8, ffn_hidden=24), tp=2, attention_apart=True),
+    cut(GPT(layers=1, hidden_size=16, heads=4, kv_heads=2, seq_len=8, vocab_size=30, dropout=0.2), tp=2),
+    cut(Llama(layers=1, hidden_size=16, heads=4, kv_heads=2, seq_len=8), tp=2, attention_apart=True),
+    cut(MLP(layers=1, hidden_size=16, seq_len=8), tp=2, columns=True),
+    cut(MoE(layers=1, hidden_size=16, heads=2, seq_len=8), ep=2),
+    cut(MoE(layers=2, hidden_size=16, heads=2, seq_len=8, vocab_size=30, dropout=0.2), tp=2, ep=2),
+    cut(Mixtral(layers=2, hidden_size=16, heads=2, seq_len=8, ffn_hidden_size=24), tp=2, attention_apart=True),
 ]
 
 
@@ -182,8 +182,8 @@ def test_in_the_first_pass_all_that_was_saved_is_kept_and_the_gradients_that_mee
     """Each norm's and each linear map's output's. Without dropout the last one's is that of the layer's output."""
     primitives = [step.primitive for step in model.run(layer).steps]
     features = [each.outputs for each in primitives if isinstance(each, Projection | Linear)]
-    features += [each.width for each in primitives if isinstance(each, Norm | Embed)]
-    features += [-model.width] if not model.dropout and layer < model.layers - 1 else []
+    features += [each.hidden_size for each in primitives if isinstance(each, Norm | Embed)]
+    features += [-model.hidden_size] if not model.dropout and layer < model.layers - 1 else []
     features += [-each.outputs for each in primitives if isinstance(each, Scores)]  # those of the logits are given
-    caught = ROWS * model.block * sum(features)
+    caught = ROWS * model.seq_len * sum(features)
     assert kept_between_the_halves(model, layer, None) == model.run(layer).saved(ROWS) + caught

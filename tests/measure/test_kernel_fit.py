@@ -27,7 +27,7 @@ def points_of(shapes: list[Shape], dtype: str = "float32") -> list[LayerPoint]:
             elements = 0 if op.kind is OpKind.LOSS else subject.model.layout(op.layer).numel
             name, model = subject.layer_name(op), subject.model
             work = subject.work(op, elements)
-            common = (model.width, subject.rows, model.block, elements, dtype, 1, 1.0, 1.0)
+            common = (model.hidden_size, subject.rows, model.seq_len, elements, dtype, 1, 1.0, 1.0)
             points.append(LayerPoint(name, op.kind.value, *common, work))
     return points
 

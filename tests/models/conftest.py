@@ -30,13 +30,13 @@ def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Sh
     if share.tokens is not None:
         shape[1] = len(share.tokens)
     if layer == 0:
-        return (torch.randint(model.vocabulary, shape),)
+        return (torch.randint(model.vocab_size, shape),)
     x = torch.randn(shape, dtype=dtype).requires_grad_()
     others = model.run(layer).inputs[1:]
     if not others:
         return (x,)
     features = layers_of(model)[layer].carried
-    carried = torch.rand(rows, model.block if share.tokens is None else len(share.tokens), sum(features), dtype=dtype)
+    carried = torch.rand(rows, model.seq_len if share.tokens is None else len(share.tokens), sum(features), dtype=dtype)
     if "choices" in others:  # different experts for each token
         router = next(s.primitive.router for s in model.run(layer).steps if isinstance(s.primitive, Routing))
         chosen = torch.rand(*carried.shape[:2], router.experts).argsort(-1)[..., : router.top_k]

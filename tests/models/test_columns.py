@@ -12,7 +12,7 @@ from shardlab.models import GPT, MLP, cut
 from shardlab.models.tensors import to_blocks, to_layers
 from tests.models.conftest import piece_of
 
-SMALL = MLP(layers=2, width=16, block=8, vocabulary=30, ffn_hidden=20)
+SMALL = MLP(layers=2, hidden_size=16, seq_len=8, vocab_size=30, ffn_hidden_size=20)
 
 
 def test_every_matrix_is_a_layer_and_norms_lie_between_blocks() -> None:

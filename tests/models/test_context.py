@@ -11,12 +11,12 @@ from shardlab.models import GPT, MLP, Blocks, Llama, cut
 from shardlab.models.tensors import Share
 from tests.models.conftest import piece_of
 
-SMALL = {"layers": 2, "width": 48, "block": 8, "vocabulary": 30}
+SMALL = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 30}
 MODELS = [
     GPT(heads=4, **SMALL),
     GPT(heads=6, kv_heads=2, bias=False, **SMALL),
     GPT(heads=4, dropout=0.1, **SMALL),
-    MLP(ffn_hidden=10, **SMALL),
+    MLP(ffn_hidden_size=10, **SMALL),
     Llama(heads=4, kv_heads=2, **SMALL),
 ]
 
@@ -40,7 +40,7 @@ def test_every_parameter_is_in_one_layer_and_the_arithmetic_is_the_same(whole: B
     model = cut(whole, attention_apart=True)
     sources = [(block, p.name) for layer in range(model.layers) for block, p in model.run(layer).parameters()]
     assert sorted(sources) == sorted((b, p.name) for b in range(whole.layers) for p in whole.layout(b).parameters)
-    products = 4 * whole.block**2 * whole.width * whole.layers if isinstance(whole, GPT) else 0
+    products = 4 * whole.seq_len**2 * whole.hidden_size * whole.layers if isinstance(whole, GPT) else 0
     assert sum(map(model.forward_flops, range(model.layers))) + products == sum(
         map(whole.forward_flops, range(whole.layers))
     )
@@ -61,7 +61,7 @@ def test_autograd_keeps_exactly_the_declared_elements(
 
 
 def test_heads_and_sequences_may_both_be_cut() -> None:
-    model = cut(GPT(layers=1, heads=4, width=48), tp=4, attention_apart=True)
+    model = cut(GPT(layers=1, heads=4, hidden_size=48), tp=4, attention_apart=True)
     assert [model.layout(layer).slices for layer in range(2, 5)] == [4, 4, 1]
 
 

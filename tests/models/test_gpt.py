@@ -24,13 +24,13 @@ def test_the_models_come_without_torch() -> None:
 
 
 def test_it_has_as_many_parameters_as_gpt_2_with_a_head_of_its_own() -> None:
-    gpt_2 = GPT(layers=12, heads=12, width=768, vocabulary=50257, block=1024)
+    gpt_2 = GPT(layers=12, heads=12, hidden_size=768, vocab_size=50257, seq_len=1024)
     assert gpt_2.parameter_count == 124_439_808 + 50257 * 768
 
 
 def test_a_tied_head_has_no_matrix() -> None:
     untied, tied = GPT(layers=1), GPT(layers=1, tied=True)
-    assert untied.parameter_count - tied.parameter_count == tied.vocabulary * tied.width
+    assert untied.parameter_count - tied.parameter_count == tied.vocab_size * tied.hidden_size
 
 
 def test_matrices_and_embeddings_are_decayed_biases_and_norms_are_not() -> None:
@@ -51,7 +51,7 @@ def test_embedding_and_head_belong_to_the_first_and_the_last_layer() -> None:
 
 
 def test_activations_go_from_tokens_to_logits() -> None:
-    model = GPT(layers=2, width=32, heads=2, vocabulary=100, block=16)
+    model = GPT(layers=2, hidden_size=32, heads=2, vocab_size=100, seq_len=16)
     assert [model.activation_shape(i, 3) for i in range(3)] == [(3, 16), (3, 16, 32), (3, 16, 100)]
 
 
@@ -64,13 +64,13 @@ def test_activations_go_from_tokens_to_logits() -> None:
         GPT(layers=1, tied=True, bias=False),
         GPT(layers=3, dropout=0.1),
         GPT(layers=1, heads=1, dropout=0.1),
-        GPT(layers=2, heads=3, width=48, block=7, vocabulary=30),
-        GPT(layers=2, heads=6, kv_heads=2, width=48, block=7, vocabulary=30),
-        GPT(layers=1, heads=6, kv_heads=1, width=48, block=7, vocabulary=30, dropout=0.1),
-        GPT(layers=2, activation="squared_relu", rope_theta=1e4, ffn_hidden=100),
+        GPT(layers=2, heads=3, hidden_size=48, seq_len=7, vocab_size=30),
+        GPT(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30),
+        GPT(layers=1, heads=6, kv_heads=1, hidden_size=48, seq_len=7, vocab_size=30, dropout=0.1),
+        GPT(layers=2, activation="squared_relu", rope_theta=1e4, ffn_hidden_size=100),
         Llama(layers=3),
-        Llama(layers=2, heads=6, kv_heads=2, width=48, block=7, vocabulary=30, ffn_hidden=100),
-        Llama(layers=2, heads=6, kv_heads=2, width=48, block=7, vocabulary=30, dropout=0.1),
+        Llama(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30, ffn_hidden_size=100),
+        Llama(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30, dropout=0.1),
     ],
     ids=str,
 )
@@ -84,14 +84,14 @@ def test_autograd_keeps_exactly_the_declared_elements(
 def test_in_half_precision_only_the_log_sum_exp_counts_twice(saved_bytes: Measure) -> None:
     model = GPT(layers=3)
     for layer in range(model.layers):
-        elements = model.saved_elements(layer) + model.heads * model.block
+        elements = model.saved_elements(layer) + model.heads * model.seq_len
         assert saved_bytes(model, layer, 2, torch.bfloat16) == 2 * elements * 2
 
 
 @pytest.mark.parametrize("kv_heads", [None, 1])
 def test_flops_are_those_that_torch_counts(kv_heads: int | None) -> None:
     """Counted by torch's own FLOP counter on plain attention, which does the whole T x T square."""
-    model = GPT(layers=3, width=32, heads=2, kv_heads=kv_heads, vocabulary=100, block=16)
+    model = GPT(layers=3, hidden_size=32, heads=2, kv_heads=kv_heads, vocab_size=100, seq_len=16)
     for layer, compute in enumerate(layers_of(model)):
         shape = model.activation_shape(layer)
         x = torch.zeros(shape, dtype=torch.int64) if layer == 0 else torch.zeros(shape)
@@ -102,7 +102,7 @@ def test_flops_are_those_that_torch_counts(kv_heads: int | None) -> None:
 
 
 def test_sizes_count_whole_layers_and_microbatches() -> None:
-    model = GPT(layers=2, width=32, heads=2, vocabulary=100, block=16)
+    model = GPT(layers=2, hidden_size=32, heads=2, vocab_size=100, seq_len=16)
     sizes = model.sizes(rows=3, element_bytes=8)
     assert sizes.layers == 2
     assert sizes.weights == tuple(model.layout(layer).numel for layer in range(2))
@@ -122,20 +122,20 @@ def test_it_is_frozen_and_hashable() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"width": 65}, "width 65 does not divide by 4 heads (remainder 1)"),
+        ({"hidden_size": 65}, "hidden_size 65 does not divide by 4 heads (remainder 1)"),
         ({"layers": 0}, "layers is 0; a model needs at least 1"),
         ({"heads": -1}, "heads is -1"),
         ({"kv_heads": 0}, "kv_heads is 0; a model needs at least 1"),
         ({"kv_heads": 3}, "4 heads cannot share 3 key/value heads evenly (remainder 1)"),
-        ({"vocabulary": 0}, "vocabulary is 0"),
-        ({"block": 0}, "block is 0"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"seq_len": 0}, "seq_len is 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),
         ({"dropout": -0.1}, "dropout is -0.1"),
-        ({"ffn_hidden": 0}, "ffn_hidden is 0; a model needs at least 1"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0; a model needs at least 1"),
         ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, squared_relu, swiglu"),
         ({"norm": "batch"}, "norm is 'batch'; choose layer or rms"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0; the base of the rotary angles is a positive number"),
-        ({"rope_theta": 1e4, "width": 12}, "rotary positions turn pairs of features, but a head has 3"),
+        ({"rope_theta": 1e4, "hidden_size": 12}, "rotary positions turn pairs of features, but a head has 3"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_a_sentence(fields: dict[str, Any], sentence: str) -> None:
@@ -148,7 +148,7 @@ def test_what_cannot_be_built_is_refused_with_a_sentence(fields: dict[str, Any],
 def test_a_tied_head_in_another_block_borrows_the_embedding() -> None:
     model = GPT(layers=3, tied=True)
     assert [model.borrowed(layer) for layer in range(3)] == [(), (), ("wte.weight",)]
-    assert GPT(layers=3).parameter_count - model.parameter_count == model.vocabulary * model.width
+    assert GPT(layers=3).parameter_count - model.parameter_count == model.vocab_size * model.hidden_size
     assert GPT(layers=1, tied=True).borrowed(0) == ()
 
 

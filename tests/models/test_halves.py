@@ -14,14 +14,14 @@ from shardlab.models.primitives import Norm
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 from tests.models.conftest import inputs_of, piece_of
 
-SMALL = {"layers": 2, "width": 48, "block": 8, "vocabulary": 30}
+SMALL = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 30}
 MODELS = [
     GPT(heads=4, **SMALL),
     GPT(heads=4, dropout=0.1, bias=False, **SMALL),
     GPT(heads=6, kv_heads=2, **SMALL),
     GPT(heads=6, kv_heads=2, dropout=0.1, **SMALL),
-    MLP(ffn_hidden=10, **SMALL),
-    MLP(ffn_hidden=10, dropout=0.1, **SMALL),
+    MLP(ffn_hidden_size=10, **SMALL),
+    MLP(ffn_hidden_size=10, dropout=0.1, **SMALL),
     GPT(heads=4, tied=True, **SMALL),
     Llama(heads=4, kv_heads=2, tied=True, **SMALL),
     Llama(heads=4, kv_heads=2, dropout=0.1, **SMALL),
@@ -68,8 +68,8 @@ def test_every_parameter_of_the_model_is_in_one_half_block(whole: Blocks, slices
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
-    model = cut(GPT(layers=1, vocabulary=30), tp=4)
-    assert model.vocabulary == 30
+    model = cut(GPT(layers=1, vocab_size=30), tp=4)
+    assert model.vocab_size == 30
     assert model.logits == 32
     assert [model.first_token(slice) for slice in range(4)] == [0, 8, 16, 24]
     assert model.activation_shape(model.layers) == (1, 64, 32)
@@ -144,7 +144,7 @@ def test_a_process_receives_the_model_that_another_sent() -> None:
     [
         (GPT(heads=4), 3, "4 heads do not divide into 3 tensor-parallel slices (remainder 1); choose heads"),
         (GPT(heads=4, kv_heads=2), 4, "2 key/value heads do not divide into 4 tensor-parallel slices (remainder 2)"),
-        (MLP(ffn_hidden=10), 4, "10 hidden features do not divide into 4 tensor-parallel slices (remainder 2)"),
+        (MLP(ffn_hidden_size=10), 4, "10 hidden features do not divide into 4 tensor-parallel slices (remainder 2)"),
         (GPT(), 0, "cut into 0 x 1 slices (tp x ep); give at least 1 of each"),
     ],
     ids=str,

@@ -16,8 +16,8 @@ from shardlab.program import Mesh
 S, H, HEADS, ROWS = 256, 128, 4, 3
 """Tokens, features, attention heads, and sequences of a microbatch."""
 
-GPT3 = GPT(layers=3, width=H, heads=HEADS, block=S, dropout=0.1)
-LLAMA = Llama(layers=3, width=H, heads=HEADS, block=S, ffn_hidden=384)
+GPT3 = GPT(layers=3, hidden_size=H, heads=HEADS, seq_len=S, dropout=0.1)
+LLAMA = Llama(layers=3, hidden_size=H, heads=HEADS, seq_len=S, ffn_hidden_size=384)
 
 
 def halves_of(model: GPT | Llama) -> CutModel:

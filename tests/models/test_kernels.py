@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from shardlab.models import GPT, MLP, Blocks, CutModel, MoE, cut
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 
-SMALL = {"layers": 2, "width": 48, "block": 8, "vocabulary": 32}
+SMALL = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 32}
 GROUPED = GPT(heads=8, kv_heads=4, **SMALL)
 DROPPING = GPT(heads=8, kv_heads=4, dropout=0.1, **SMALL)
 LLAMA_LIKE = GPT(
-    heads=8, kv_heads=4, bias=False, norm="rms", activation="swiglu", ffn_hidden=20, rope_theta=1e4, **SMALL
+    heads=8, kv_heads=4, bias=False, norm="rms", activation="swiglu", ffn_hidden_size=20, rope_theta=1e4, **SMALL
 )
 MIXTURE = MoE(heads=4, experts=4, activation="swiglu", **SMALL)
-MODELS = [GROUPED, DROPPING, LLAMA_LIKE, MLP(ffn_hidden=12, **SMALL), MIXTURE]
+MODELS = [GROUPED, DROPPING, LLAMA_LIKE, MLP(ffn_hidden_size=12, **SMALL), MIXTURE]
 
 
 def flops(kernels: Iterable[Kernel], *kinds: type) -> float:
@@ -38,7 +38,7 @@ def sliced(whole: Blocks, slices: int) -> CutModel:
 @pytest.mark.parametrize("whole", MODELS, ids=str)
 def test_matrix_products_are_the_declared_flops_but_that_fused_attention_skips_what_is_masked(whole: Blocks) -> None:
     for layer in range(whole.layers):
-        kernels = whole.kernels(layer, 1, whole.block)
+        kernels = whole.kernels(layer, 1, whole.seq_len)
         skipped = sum(k.flops * (1 / k.seen - 1) for k in kernels if isinstance(k, FusedAttention))
         assert flops(kernels) + skipped == pytest.approx(whole.forward_flops(layer), rel=1e-12)
 
@@ -47,7 +47,7 @@ def test_matrix_products_are_the_declared_flops_but_that_fused_attention_skips_w
 def test_a_causal_token_sees_itself_and_what_came_before(whole: GPT) -> None:
     (attention,) = (k for k in whole.kernels(0, 3, 8) if isinstance(k, FusedAttention))
     pairs = sum(range(1, 9))
-    assert attention.flops == pytest.approx(3 * 4 * pairs * whole.width)
+    assert attention.flops == pytest.approx(3 * 4 * pairs * whole.hidden_size)
     assert (attention.heads, attention.kv_heads) == (8, 4)
 
 
@@ -75,7 +75,7 @@ def test_slices_add_up_to_the_whole(whole: Blocks, sequences: int, tokens: int, 
 
 @given(st.booleans(), st.integers(1, 5), st.integers(1, 8), st.sampled_from([1, 2, 4]))
 def test_columns_add_up_to_the_matrices_of_half_blocks(bias: bool, sequences: int, tokens: int, slices: int) -> None:
-    whole = MLP(ffn_hidden=12, bias=bias, **SMALL)
+    whole = MLP(ffn_hidden_size=12, bias=bias, **SMALL)
     halves, model = cut(whole), cut(whole, tp=slices, columns=True)
     norms, matrices = list[Kernel](), list[Kernel]()
     for layer, run in enumerate(model.runs):
@@ -132,7 +132,7 @@ def test_a_bias_is_added_by_its_product_and_its_gradient_is_a_sum_over_rows() ->
     assert product.backward_input() == (Matmul(30, 5, 7, backward=True),)
     biased = [GPT(bias=bias, **SMALL).kernels(1, 1, 8) for bias in (True, False)]
     sums = [elements([made for k in ks for made in k.backward_weight()], "bias") for ks in biased]
-    maps = (GROUPED.width * 3, GROUPED.width, 4 * GROUPED.width, GROUPED.width)
+    maps = (GROUPED.hidden_size * 3, GROUPED.hidden_size, 4 * GROUPED.hidden_size, GROUPED.hidden_size)
     assert sums == [8 * sum(maps), 0]
 
 
@@ -147,6 +147,6 @@ def test_experts_compute_on_full_buffers() -> None:
 
 @given(st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_the_loss_reads_every_logit_of_its_slice(sequences: int, slices: int) -> None:
-    model = cut(GPT(heads=4, **SMALL | {"vocabulary": 30}), tp=slices)
+    model = cut(GPT(heads=4, **SMALL | {"vocab_size": 30}), tp=slices)
     (kernel,) = model.loss_kernels(sequences, 8, slices)
     assert kernel.elements * slices == sequences * 8 * math.ceil(30 / slices) * slices

@@ -16,7 +16,7 @@ from shardlab.models.attention import Attend
 from shardlab.models.mixture import Combine, Dispatch, Place, Route
 from tests.models.conftest import piece_of
 
-SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12}
+SMALL = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 40, "seq_len": 12}
 
 
 def test_every_mlp_becomes_as_many_experts_of_its_size_and_a_router() -> None:

@@ -69,7 +69,7 @@ def test_half_of_a_llamas_layer_is_its_attention_and_norms() -> None:
 def test_mixtral_uses_13_billion_parameters_for_a_token() -> None:
     model = find_model("mixtral-8x7b")
     assert isinstance(model, Mixtral)
-    idle = (model.experts - model.top_k) * 3 * model.width * model.hidden * model.layers
+    idle = (model.experts - model.top_k) * 3 * model.hidden_size * model.hidden * model.layers
     assert model.parameter_count - idle == pytest.approx(12.9e9, rel=0.01)  # arXiv 2401.04088: 13B active
 
 
@@ -82,7 +82,7 @@ def test_a_file_changes_a_model_by_name(file: Path) -> None:
     file.write_text('source = "mine"\nmodel = "llama3-8b"\nlayers = 4\nkv_heads = 4\nrope_theta = 10000\n')
     model = find_model(str(file))
     assert isinstance(model, Llama)
-    assert (model.layers, model.width, model.kv_heads, model.rope_theta) == (4, 4096, 4, 10000)
+    assert (model.layers, model.hidden_size, model.kv_heads, model.rope_theta) == (4, 4096, 4, 10000)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_file_changes_a_model_by_name(file: Path) -> None:
         ('model = "gpt"\nkv_heads = 1.5', "kv_heads is 1.5; give a whole number"),
         ('model = "gpt"\nrope_theta = "big"', "rope_theta is 'big'; give a number"),
         ('model = "gpt"\nnorm = 3', "norm is 3; give a word in quotes"),
-        ('model = "gpt"\nwidth = 30', "width 30 does not divide by 4 heads"),
+        ('model = "gpt"\nhidden_size = 30', "hidden_size 30 does not divide by 4 heads"),
         ("model =", "is not TOML"),
     ],
 )

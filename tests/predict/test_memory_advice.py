@@ -17,7 +17,7 @@ from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
 from shardlab.strategies.plan import Plan
 
-MODEL = GPT(layers=8, heads=8, width=512, vocabulary=1024, block=512)
+MODEL = GPT(layers=8, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
 
 SHARD = ("dp_shard",)
 
@@ -27,12 +27,12 @@ def cluster_with(bytes: float) -> Cluster:
     return replace(cluster, device=replace(cluster.device, memory=bytes))
 
 
-def workload(plan: Plan | Mesh, memory: float, rows: int = 1) -> Workload:
-    return Workload(plan, MODEL, cluster_with(memory), 8, rows, find_precision("bf16"))
+def workload(plan: Plan | Mesh, memory: float, micro_batch_size: int = 1) -> Workload:
+    return Workload(plan, MODEL, cluster_with(memory), 8, micro_batch_size, find_precision("bf16"))
 
 
-def refusal(plan: Plan, memory: float, rows: int = 1) -> str:
-    step = workload(plan, memory, rows)
+def refusal(plan: Plan, memory: float, micro_batch_size: int = 1) -> str:
+    step = workload(plan, memory, micro_batch_size)
     with pytest.raises(UserError) as error:
         require_memory(step, step.estimate())
     return str(error.value)
@@ -62,10 +62,10 @@ def test_a_change_that_is_advised_does_fit() -> None:
 
 def test_many_activations_are_recomputed_or_taken_in_smaller_microbatches() -> None:
     plan = Plan(Mesh(dp_shard=8), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
-    assert "--recompute full would fit" in refusal(plan, 2**29, rows=8)
+    assert "--recompute full would fit" in refusal(plan, 2**29, micro_batch_size=8)
     recomputing = replace(plan, recompute="full")
-    room = 0.7 * workload(recomputing, 2**40, rows=8).peak_bytes()
-    assert "--rows 1 --microbatches 64 would fit" in refusal(recomputing, room, rows=8)
+    room = 0.7 * workload(recomputing, 2**40, micro_batch_size=8).peak_bytes()
+    assert "--micro-batch-size 1 --microbatches 64 would fit" in refusal(recomputing, room, micro_batch_size=8)
 
 
 def test_when_nothing_helps_the_least_is_named() -> None:
@@ -109,11 +109,11 @@ def test_idle_devices_are_used() -> None:
 
 
 @given(st.integers(1, 10**7), st.integers(1, 64))
-def test_a_batch_is_never_cut_into_absurdly_many_microbatches(rows: int, microbatches: int) -> None:
-    step = replace(workload(Mesh(dp_shard=8), 2**30, rows), microbatches=8 * microbatches)
+def test_a_batch_is_never_cut_into_absurdly_many_microbatches(micro_batch_size: int, microbatches: int) -> None:
+    step = replace(workload(Mesh(dp_shard=8), 2**30, micro_batch_size), microbatches=8 * microbatches)
     assert max(change.workload.microbatches for change in changes(step)) <= 8 * MOST_MICROBATCHES
     kept = [change.workload for change in changes(step) if "smaller batch" not in change.flags]
-    assert {each.microbatches * each.rows for each in kept} == {8 * microbatches * rows}
+    assert {each.microbatches * each.micro_batch_size for each in kept} == {8 * microbatches * micro_batch_size}
 
 
 @settings(max_examples=25, deadline=None)
@@ -123,16 +123,18 @@ def test_a_batch_is_never_cut_into_absurdly_many_microbatches(rows: int, microba
     st.sampled_from([1, 6]),
     st.integers(0, 40),
 )
-def test_a_change_is_judged_by_the_peak_that_it_really_has(mesh: Mesh, schedule: str, rows: int, which: int) -> None:
-    """Though fewer microbatches are traced for it."""
-    step = replace(workload(Plan(mesh, schedule), 2**30, rows), microbatches=8 * Plan(mesh).data_ranks)
+def test_a_change_is_judged_by_the_peak_that_it_really_has(
+    mesh: Mesh, schedule: str, micro_batch_size: int, which: int
+) -> None:
+    """To a third of a percent, though fewer microbatches are traced for it."""
+    step = replace(workload(Plan(mesh, schedule), 2**30, micro_batch_size), microbatches=8 * Plan(mesh).data_ranks)
     found = list(changes(step))
     change = found[which % len(found)]
     try:
         short = change.short.peak_bytes()
     except UserError:
         return
-    assert short == pytest.approx(change.workload.peak_bytes(), rel=1e-3)
+    assert short == pytest.approx(change.workload.peak_bytes(), rel=3e-3)
 
 
 def test_more_ranks_than_devices_are_refused() -> None:
@@ -148,6 +150,6 @@ def test_flops_are_those_of_forward_and_backward_and_mfu_their_share_of_the_peak
 
 
 def test_smaller_microbatches_come_with_a_schedule_that_does_not_hold_them_all() -> None:
-    flags = flags_of(workload(Plan(Mesh(pp=8), "gpipe"), 2**30, rows=4))
-    assert "--rows 1 --microbatches 32 --schedule 1f1b" in flags
-    assert "--rows 1 --microbatches 32" not in flags
+    flags = flags_of(workload(Plan(Mesh(pp=8), "gpipe"), 2**30, micro_batch_size=4))
+    assert "--micro-batch-size 1 --microbatches 32 --schedule 1f1b" in flags
+    assert "--micro-batch-size 1 --microbatches 32" not in flags

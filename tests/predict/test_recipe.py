@@ -22,7 +22,7 @@ PLAN = Plan(Mesh(pp=2, dp_shard=4, tp=2), "1f1b", shard_optimizer=("dp_shard",))
 
 
 def step(recipe: Recipe, model: GPT | Llama | None = None, plan: Plan = PLAN, cluster: str = "h100x16") -> Estimate:
-    model = model or GPT(layers=4, width=1024, heads=16, block=1024, vocabulary=50304)
+    model = model or GPT(layers=4, hidden_size=1024, heads=16, seq_len=1024, vocab_size=50304)
     return Workload(plan, model, find_cluster(cluster), 16, 1, find_precision("bf16"), recipe=recipe).estimate()
 
 
@@ -89,7 +89,7 @@ def test_every_field_that_says_what_is_done_is_tried() -> None:
 def test_a_gpu_holds_more_than_the_replay_counts(field: str) -> None:
     axes = ("dp_shard",) if field == "stream_memory" else ()
     plan = Plan(Mesh(dp_shard=2), shard_parameters=axes, shard_gradients=axes, shard_optimizer=axes)
-    model = GPT(layers=4, width=256, heads=4, block=1024, vocabulary=1024)
+    model = GPT(layers=4, hidden_size=256, heads=4, seq_len=1024, vocab_size=1024)
     workload = Workload(plan, model, find_cluster("h100x2"), 2, 1, find_precision("bf16"))
     peaks = workload.estimate().peaks
     own, more = held_memory(workload, peaks), held_memory(replace(workload, recipe=HELD[field]), peaks)
@@ -106,14 +106,14 @@ def test_what_is_not_kept_lowers_the_peak_and_takes_no_time() -> None:
 
 def test_a_loss_that_holds_more_for_each_logit_has_a_higher_peak() -> None:
     """Logits and their gradient of 2 bytes each make 4; of so small a model they are the peak."""
-    model = GPT(layers=1, width=32, heads=2, block=256, vocabulary=50304)
+    model = GPT(layers=1, hidden_size=32, heads=2, seq_len=256, vocab_size=50304)
     peaks = [step(Recipe(logit_bytes=bytes), model, Plan(Mesh()), "h100x1").peak.bytes for bytes in (None, 4.0, 14.0)]
     assert peaks[0] == peaks[1]
     assert peaks[2] - peaks[1] == (14 - 4) * 256 * 50304
 
 
 def test_a_loss_of_sliced_logits_may_hold_more_of_each() -> None:
-    model = GPT(layers=1, width=32, heads=2, block=256, vocabulary=50304)
+    model = GPT(layers=1, hidden_size=32, heads=2, seq_len=256, vocab_size=50304)
     tensor, single = Plan(Mesh(tp=2)), Plan(Mesh())
     whole, sliced = Recipe(logit_bytes=4.0), MEMORY["sliced_logit_bytes"]
     more = step(sliced, model, tensor, "h100x2").peak.bytes - step(whole, model, tensor, "h100x2").peak.bytes
@@ -123,7 +123,7 @@ def test_a_loss_of_sliced_logits_may_hold_more_of_each() -> None:
 
 @pytest.mark.parametrize(("precision", "bytes"), [("bf16-fp32-grads", 2), ("bf16", 0)])
 def test_half_gradients_stay_beside_their_float32_sum_and_nowhere_else(precision: str, bytes: int) -> None:
-    model = GPT(layers=2, width=256, heads=4, block=16, vocabulary=512)
+    model = GPT(layers=2, hidden_size=256, heads=4, seq_len=16, vocab_size=512)
 
     def gradients(recipe: Recipe) -> int:
         workload = Workload(Plan(Mesh()), model, find_cluster("h100x1"), 1, 1, find_precision(precision))
@@ -156,7 +156,7 @@ def test_what_is_computed_again_every_second_product_takes_time_and_saves_memory
     assert changed.peak.bytes < own.peak.bytes
 
 
-LLAMA = Llama(layers=4, width=1024, heads=16, kv_heads=8, ffn_hidden=2816, block=1024, vocabulary=32000)
+LLAMA = Llama(layers=4, hidden_size=1024, heads=16, kv_heads=8, ffn_hidden_size=2816, seq_len=1024, vocab_size=32000)
 
 
 def test_every_recipe_says_where_it_is_from_and_what_it_was_fitted_to() -> None:

@@ -41,7 +41,7 @@ def test_each_layer_that_is_recomputed_takes_one_more_forward_pass_and_keeps_onl
 
 
 def test_selective_keeps_queries_keys_and_values_and_computes_the_scores_again() -> None:
-    model = GPT(layers=2, width=16, heads=2, block=64)
+    model = GPT(layers=2, hidden_size=16, heads=2, seq_len=64)
     apart = cut(model, attention_apart=True).sizes(64, 8)  # so many rows that activations outweigh the weights
     selective = simulate(check(traced("selective", apart)))
     everything = simulate(check(traced("none", cut(model).sizes(64, 8))))
@@ -103,7 +103,7 @@ def test_blocks_are_computed_again_on_any_pipeline(schedule: str) -> None:
 
 
 def test_full_recomputation_takes_one_more_forward_pass_of_every_block() -> None:
-    halves = cut(GPT(layers=2, width=16, heads=2, block=8)).sizes(64, 8)
+    halves = cut(GPT(layers=2, hidden_size=16, heads=2, seq_len=8)).sizes(64, 8)
     nothing, everything = run("none", halves), run("full", halves)
     assert everything.end - nothing.end == 4
     assert everything.peak_memory < nothing.peak_memory

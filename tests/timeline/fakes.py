@@ -67,7 +67,7 @@ class FakeCluster:
 class FakeModel:
     """A layer is one product of (tokens, 4) by (4, 8 / slices), the loss one look at each token."""
 
-    block: int = 16
+    seq_len: int = 16
 
     def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
         return (Matmul(sequences * tokens, 8 // slices, 4),)

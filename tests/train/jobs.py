@@ -44,8 +44,8 @@ def die_while_traced(rank: int, device: torch.device, job: Job, folder: Path) ->
         if rank == 1 and executor.state.step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    corpus = Corpus.split(bytes(range(256)) * 8, job.model.block)
-    batches = Batches(corpus, job.model.block, job.rows, 0)
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.dtype), observer=die)
     tracer = Tracer(executor, job, folder, Tracing(warm_up=1, timed=3, measured=1))
     for _ in range(5):

@@ -17,7 +17,7 @@ from shardlab.errors import UserError
 from shardlab.train.data import DEFAULT_BYTES, Batches, Corpus, default_text, map_text
 
 TEXT = bytes(i % 251 for i in range(5000))
-BATCHES = Batches(Corpus.split(TEXT, block=16), block=16, rows=4, seed=0)
+BATCHES = Batches(Corpus.split(TEXT, seq_len=16), seq_len=16, micro_batch_size=4, seed=0)
 
 
 def test_the_default_text_is_python_of_a_few_megabytes_and_always_the_same() -> None:
@@ -28,15 +28,15 @@ def test_the_default_text_is_python_of_a_few_megabytes_and_always_the_same() -> 
 
 
 def test_nine_tenths_are_for_training_and_the_parts_are_the_text() -> None:
-    corpus = Corpus.split(TEXT, block=16)
+    corpus = Corpus.split(TEXT, seq_len=16)
     assert (len(corpus.training), len(corpus.validation)) == (4500, 500)
     assert bytes([*corpus.training.tolist(), *corpus.validation.tolist()]) == TEXT
 
 
 def test_a_short_text_still_gives_each_part_a_sequence() -> None:
-    corpus = Corpus.split(TEXT[:34], block=16)
+    corpus = Corpus.split(TEXT[:34], seq_len=16)
     assert (len(corpus.training), len(corpus.validation)) == (17, 17)
-    batches = Batches(corpus, block=16, rows=4, seed=0)
+    batches = Batches(corpus, seq_len=16, micro_batch_size=4, seed=0)
     assert batches.microbatch(0, 0)[1].tolist() == [list(TEXT[1:17])] * 4
     assert batches.validation(0)[1].tolist() == [list(TEXT[18:34])] * 4
     assert batches.validation_count == 1
@@ -44,7 +44,7 @@ def test_a_short_text_still_gives_each_part_a_sequence() -> None:
 
 def test_a_text_too_short_is_refused_with_its_size_and_the_size_needed() -> None:
     with pytest.raises(UserError) as refusal:
-        Corpus.split(TEXT[:33], block=16, source="note.txt")
+        Corpus.split(TEXT[:33], seq_len=16, source="note.txt")
     sentence = str(refusal.value)
     assert sentence.startswith(
         "note.txt has 33 bytes but 34 are needed: 17 in the training part and 17 in the validation"
@@ -119,7 +119,7 @@ def test_microbatches_are_a_function_of_seed_step_and_number() -> None:
 
 
 def test_the_first_and_the_last_place_are_both_drawn() -> None:
-    batches = Batches(Corpus.split(TEXT[:36], block=16), block=16, rows=64, seed=0)
+    batches = Batches(Corpus.split(TEXT[:36], seq_len=16), seq_len=16, micro_batch_size=64, seed=0)
     assert set(batches.microbatch(0, 0)[0][:, 0].tolist()) == set(range(3))
 
 

@@ -45,7 +45,7 @@ class Training:
         (folder / "program.py").write_text(PROGRAM)
         self.folder, self.out = folder, folder / "run"
         words = [sys.executable, *start, "-m", "shardlab", "train", "--strategy", f"{folder}/program.py:ddp"]
-        words += ["--ranks", "2", "--steps", "100000", "--width", "16", "--out", str(self.out)]
+        words += ["--ranks", "2", "--steps", "100000", "--hidden-size", "16", "--out", str(self.out)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             words, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True

@@ -121,7 +121,7 @@ def test_under_a_launcher_the_process_joins_its_world(launcher: str) -> None:
 def test_torchrun_itself_can_start_the_training_command(tmp_path: os.PathLike[str]) -> None:
     out = os.path.join(tmp_path, "run")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
-    command += ["train", "--strategy", "ddp", "--steps", "2", "--width", "16", "--json", "--out", out]
+    command += ["train", "--strategy", "ddp", "--steps", "2", "--hidden-size", "16", "--json", "--out", out]
     env = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

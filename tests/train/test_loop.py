@@ -25,7 +25,7 @@ from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
-MODEL = GPT(layers=4, width=16, heads=2, block=16)
+MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=16)
 
 
 def run(world: World, strategy: str, ranks: int, out: Path, steps: int = 12) -> Summary:
@@ -41,7 +41,7 @@ def train_rank_quietly(rank: int, plan: Run) -> Summary | None:
 
 
 def test_a_run_of_cut_experts_leaves_all_of_them_and_lowers_the_loss(ranks: World, tmp_path: Path) -> None:
-    model = MoE(layers=2, width=16, heads=2, block=8, auxiliary=0.1)
+    model = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, auxiliary=0.1)
     job = Job("expert-parallel", 2, 4, model, 2)
     plan = Run(job, AdamW(learning_rate=1e-2, steps=20, warmup=2), None, tmp_path / "run")
     summary = ranks(2).call(train_rank_quietly, plan)[0]
@@ -58,7 +58,7 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     summary = run(ranks, "fsdp", 2, tmp_path / "run")
     assert summary.validation_after < summary.validation_before - 0.3
     assert (summary.steps, summary.interrupted) == (12, False)
-    assert summary.prompt.encode() == opening(Corpus.split(default_text(), MODEL.block))
+    assert summary.prompt.encode() == opening(Corpus.split(default_text(), MODEL.seq_len))
     assert summary.sample.startswith(summary.prompt)
     files = {file.name for file in (tmp_path / "run").iterdir()}
     assert files == {"metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors", "run.json"}

@@ -17,14 +17,14 @@ from tests.train import user_programs
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
-MODEL = GPT(layers=2, width=16, heads=2, block=8)
+MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
 
 
 def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> tuple[bool, bool, bool]:
     """Whether a step with such a gradient on rank 1 alone changed weights and states, and whether the next step did."""
     checked = job.checked()
-    corpus = Corpus.split(bytes(range(256)) * 8, job.model.block)
-    batches = Batches(corpus, job.model.block, job.rows, 0)
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, 0)
     settings = Settings(0, torch.float64, optimizer=AdamW(steps=3, clip=1.0))
     executor = Executor(checked, rank, job.model, batches, settings)
     state = executor.state

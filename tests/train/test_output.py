@@ -25,7 +25,7 @@ from shardlab.train.output import OutputFolder
 from shardlab.train.saved import WEIGHTS
 
 Captured = pytest.CaptureFixture[str]
-MODEL = MLP(layers=2, width=16, block=8)
+MODEL = MLP(layers=2, hidden_size=16, seq_len=8)
 FLATS = [torch.ones(MODEL.layout(layer).numel) for layer in range(2)]
 
 

@@ -14,7 +14,7 @@ from shardlab.train.described import job_of
 from shardlab.train.job import Job
 from shardlab.train.run import Run
 
-JOB = Job("ddp", 2, 4, GPT(layers=2, width=16, heads=2, block=16), 2, seed=7)
+JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=16), 2, seed=7)
 
 
 def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> None:

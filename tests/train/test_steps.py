@@ -22,12 +22,14 @@ from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
-JOB = Job("ddp", 2, 4, GPT(layers=2, width=16, heads=2, block=8), 2)
+JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
 
 
 def steps_of(rank: int, poisoned: int, poison: float) -> list[Step]:
     """The steps of a run in which rank 1 alone loses its loss at step `poisoned`."""
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, JOB.model.block), JOB.model.block, JOB.rows, 0)
+    batches = Batches(
+        Corpus.split(bytes(range(256)) * 8, JOB.model.seq_len), JOB.model.seq_len, JOB.micro_batch_size, 0
+    )
 
     class Poisoned(Executor):
         def step(self) -> Tensor:

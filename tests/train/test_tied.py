@@ -27,7 +27,7 @@ ENDS, HALVES, FOUR = Plan(Mesh(pp=2)), Plan(Mesh(pp=2), "zb-h1"), Plan(Mesh(pp=4
 
 
 def model() -> GPT:
-    return GPT(layers=3, width=16, heads=2, block=8, vocabulary=51, tied=True)
+    return GPT(layers=3, hidden_size=16, heads=2, seq_len=8, vocab_size=51, tied=True)
 
 
 def doubled(state: State, at: int, op: Op) -> Callable[[], None]:

@@ -38,7 +38,7 @@ from tests.train import jobs
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
-MODEL = GPT(layers=4, width=32, heads=2, block=16)
+MODEL = GPT(layers=4, hidden_size=32, heads=2, seq_len=16)
 TRACING = Tracing(warm_up=1, timed=3, measured=1)
 STRATEGIES = ["ddp", "fsdp", "1f1b", "zb-h1"]
 
@@ -179,7 +179,9 @@ def interrupted(rank: int, job: Job, folder: Path, steps: int) -> None:
 
 
 def tracer_of(rank: int, job: Job, folder: Path) -> Tracer:
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, job.model.block), job.model.block, job.rows, 0)
+    batches = Batches(
+        Corpus.split(bytes(range(256)) * 8, job.model.seq_len), job.model.seq_len, job.micro_batch_size, 0
+    )
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.dtype))
     return Tracer(executor, job, folder, TRACING)
 

@@ -143,18 +143,18 @@ def refused(rank: int, job: Job) -> str:
 
 @on_ranks
 def test_sequences_that_do_not_divide_are_refused(ranks: World) -> None:
-    job = Job(Plan(Mesh(cp=2)), 2, 1, GPT(layers=1, block=10), 2)
+    job = Job(Plan(Mesh(cp=2)), 2, 1, GPT(layers=1, seq_len=10), 2)
     said = ranks(2).call(refused, job)
     assert all("sequences of 10 tokens do not divide into 4 slices (remainder 2)" in each for each in said), said
 
 
-small = partial(GPT, width=16, heads=2, block=8)
+small = partial(GPT, hidden_size=16, heads=2, seq_len=8)
 
 
 @on_ranks
 def test_before_adamw_divides_a_small_gradient_by_its_size_only_rounding_is_left(ranks: World) -> None:
     """After the first step weights are up to 3.5e-13 apart, for the reason that `TOLERANCE` gives."""
-    job = Job("column-parallel", 2, 4, MLP(layers=4, width=32, block=16), 2, torch.float64)
+    job = Job("column-parallel", 2, 4, MLP(layers=4, hidden_size=32, seq_len=16), 2, torch.float64)
     first, third = (ranks(2).call(verify_rank, CPU, job, steps)[0] for steps in (1, 3))
     assert first.gradient_error < 1e-14
     assert first.gradient_error < third.gradient_error < TOLERANCE

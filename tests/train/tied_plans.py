@@ -23,8 +23,8 @@ def verdict(rank: int, plan: Plan, microbatches: int, model: Blocks, steps: int 
 
 def batches_of(model: Blocks) -> Batches:
     """Some text in two parts."""
-    text = bytes(i * i % model.vocabulary for i in range(4096))
-    return Batches(Corpus.split(text, model.block), model.block, 2, 0)
+    text = bytes(i * i % model.vocab_size for i in range(4096))
+    return Batches(Corpus.split(text, model.seq_len), model.seq_len, 2, 0)
 
 
 def trained(

@@ -59,22 +59,22 @@ class Verified:
         return Job(self.strategy, self.world, self.microbatches, self.model, 2, torch.float64)
 
 
-small = partial(GPT, width=16, heads=2, block=8)
-grouped = partial(GPT, layers=2, width=16, heads=4, kv_heads=2, block=16, vocabulary=39)
-llama = partial(Llama, layers=2, width=16, heads=4, kv_heads=2, block=16, vocabulary=40)
-moe = partial(MoE, layers=3, width=16, heads=2, block=8, auxiliary=0.1)
-mixtral = partial(Mixtral, layers=2, width=16, heads=4, kv_heads=2, block=16, vocabulary=40)
+small = partial(GPT, hidden_size=16, heads=2, seq_len=8)
+grouped = partial(GPT, layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=16, vocab_size=39)
+llama = partial(Llama, layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=16, vocab_size=40)
+moe = partial(MoE, layers=3, hidden_size=16, heads=2, seq_len=8, auxiliary=0.1)
+mixtral = partial(Mixtral, layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=16, vocab_size=40)
 
-MATRICES = MLP(layers=2, width=16, block=8, vocabulary=39, dropout=0.1)
-ODD = GPT(layers=2, width=16, heads=4, kv_heads=2, block=8, vocabulary=51)
+MATRICES = MLP(layers=2, hidden_size=16, seq_len=8, vocab_size=39, dropout=0.1)
+ODD = GPT(layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=8, vocab_size=51)
 """A vocabulary that does not divide, and two heads for each key and value."""
 DROPS = grouped(dropout=0.2)
 NEMOTRON = GPT(
-    layers=2, width=16, heads=4, kv_heads=2, block=16, vocabulary=40,
-    activation="squared_relu", rope_theta=1e4, bias=False, ffn_hidden=48,
+    layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=16, vocab_size=40,
+    activation="squared_relu", rope_theta=1e4, bias=False, ffn_hidden_size=48,
 )  # fmt: skip
 USERS = small(layers=3, dropout=0.1)
-TIED = GPT(layers=3, width=16, heads=2, block=8, vocabulary=51, dropout=0.2, tied=True)
+TIED = GPT(layers=3, hidden_size=16, heads=2, seq_len=8, vocab_size=51, dropout=0.2, tied=True)
 DROPLESS, SWITCH = moe(capacity_factor=None), moe(top_k=1, capacity_factor=1.0)
 DROPPING = moe(capacity_factor=0.7, dropout=0.2)
 
@@ -93,7 +93,7 @@ BY_NAME = [
     Verified("an odd number of owners broadcast", "wsdp", small(layers=3), 3, 3),
     Verified("a flat weight is padded to three slices", "fsdp", small(layers=2, dropout=0.2), 6, 3),
     Verified("a rank's own microbatches have their own masks", "ddp", small(layers=2, dropout=0.2), 8, 4),
-    Verified("whole matrices of an MLP are gathered", "fsdp", MLP(layers=4, width=16, block=8), 4, 2),
+    Verified("whole matrices of an MLP are gathered", "fsdp", MLP(layers=4, hidden_size=16, seq_len=8), 4, 2),
     Verified("one microbatch passes four stages", "pipeline", small(layers=4), 1, 4),
     Verified("stages of two layers", "gpipe", small(layers=8, dropout=0.2), 4, 4),
     Verified("fewer microbatches than stages, and an uneven last stage", "1f1b", small(layers=5), 3, 4),
@@ -128,7 +128,7 @@ PROGRAMS = [
     Verified("halves on stages, and a norm that goes round", f"{BY_HAND}:split_pipeline", USERS, 2, 3),
     Verified("halves of embedding and head in one layer", f"{BY_HAND}:split_fsdp", small(layers=1, tied=True), 2, 2),
     Verified("halves without biases", f"{BY_HAND}:split_fsdp", small(layers=2, bias=False), 2, 2),
-    Verified("halves of an MLP", f"{BY_HAND}:split_fsdp", MLP(layers=2, width=16, block=8), 2, 2),
+    Verified("halves of an MLP", f"{BY_HAND}:split_fsdp", MLP(layers=2, hidden_size=16, seq_len=8), 2, 2),
     Verified("a server reduces and broadcasts", f"{EXAMPLES}/parameter_server.py:parameter_server", USERS, 3, 3),
     Verified("a server alone", f"{EXAMPLES}/parameter_server.py:parameter_server", USERS, 2, 1),
     Verified("scatter and gather on two axes", f"{ROOTED}:by_root", USERS, 4, 4),
@@ -174,13 +174,14 @@ DATA = [
 
 TENSOR = [
     Verified("one head a rank, no biases", Plan(Mesh(tp=2)), small(layers=1, bias=False), 2),
-    Verified("an MLP's halves, recomputed", Plan(Mesh(tp=2), recompute="full"), MLP(layers=2, width=16, block=8), 2),
+    Verified("an MLP's halves, recomputed", Plan(Mesh(tp=2), recompute="full"),
+             MLP(layers=2, hidden_size=16, seq_len=8), 2),
     Verified("slices of a vocabulary, padded", SP(Mesh(tp=2)), ODD, 1),
     Verified("masks of slices of a sequence, each by its tokens", SP(Mesh(tp=2)),
-             GPT(layers=2, width=16, heads=4, block=8, dropout=0.2), 2, uneven=True),
+             GPT(layers=2, hidden_size=16, heads=4, seq_len=8, dropout=0.2), 2, uneven=True),
     Verified("slices that are sharded and gathered", replace(FSDP, mesh=Mesh(dp_shard=2, tp=2), schedule="gpipe"),
              ODD, 4),
-    Verified("halves of slices on stages", SP(Mesh(pp=2, tp=2), "zb-h1"), replace(DROPS, layers=3, block=8), 3),
+    Verified("halves of slices on stages", SP(Mesh(pp=2, tp=2), "zb-h1"), replace(DROPS, layers=3, seq_len=8), 3),
     Verified("pp, dp and tp", SP(Mesh(pp=2, dp_shard=2, tp=2), "1f1b", None, (), SHARD, SHARD, SHARD),
              replace(ODD, dropout=0.2), 4),
     Verified("attention alone recomputed", Plan(Mesh(tp=2), recompute="selective"), DROPS, 2),
@@ -196,13 +197,13 @@ TENSOR = [
 
 CONTEXT = [
     Verified("a ring of four, more than one microbatch", Plan(Mesh(cp=4)), grouped(), 2),
-    Verified("masks of a ring", Plan(Mesh(cp=2)), grouped(block=12, kv_heads=4, dropout=0.2), 2),
-    Verified("masks of gathered keys", GATHERED(Mesh(cp=2)), grouped(block=12, kv_heads=4, dropout=0.2), 2),
-    Verified("a ring without attention", Plan(Mesh(cp=2)), MLP(layers=2, width=16, block=8), 2),
+    Verified("masks of a ring", Plan(Mesh(cp=2)), grouped(seq_len=12, kv_heads=4, dropout=0.2), 2),
+    Verified("masks of gathered keys", GATHERED(Mesh(cp=2)), grouped(seq_len=12, kv_heads=4, dropout=0.2), 2),
+    Verified("a ring without attention", Plan(Mesh(cp=2)), MLP(layers=2, hidden_size=16, seq_len=8), 2),
     Verified("gathered keys gathered again", GATHERED(Mesh(cp=2), recompute="full"), grouped(), 3),
     Verified("slices of sequences exchanged for heads", Plan(Mesh(cp=2), context="ulysses"), grouped(kv_heads=2), 2),
     Verified("halves and masks of exchanged heads", SP(Mesh(cp=2, tp=2), "zb-h1", context="ulysses"),
-             GPT(layers=2, width=16, heads=4, block=16, vocabulary=40, dropout=0.2), 2),
+             GPT(layers=2, hidden_size=16, heads=4, seq_len=16, vocab_size=40, dropout=0.2), 2),
     Verified("states cut over cp", GATHERED(Mesh(cp=4), shard_optimizer=("cp",)), grouped(), 1),
     Verified("everything cut over dp and cp",
              everywhere(Plan(Mesh(cp=2, dp_shard=2), reshard_after="stage"), SEQUENCE), grouped(), 4),

@@ -74,7 +74,7 @@ class Compute(Measuring):
     dtype: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DTYPE ...")] = ("float32",)
     """Of weights and activations: float32, bfloat16, float16, float64."""
 
-    vocabulary: Count = 256
+    vocab_size: Count = 256
     """Tokens that the head tells apart."""
 
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 1.0
@@ -94,7 +94,7 @@ class Compute(Measuring):
         if small:
             raise UserError(f"a width of {small[0]} is too small for a model with heads; give 8 or more")
         shapes = tuple(Shape(width, *parse_batch(batch)) for width in self.widths for batch in self.batches)
-        bench = ComputeBench(shapes, self.dtype, self.vocabulary, seconds=check_seconds(self.seconds))
+        bench = ComputeBench(shapes, self.dtype, self.vocab_size, seconds=check_seconds(self.seconds))
         return self.measure(self.ranks or default_ranks(), measure_compute, bench, print_compute, plot_compute)
 
 

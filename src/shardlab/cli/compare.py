@@ -78,12 +78,10 @@ class Compare:
         )
         self._draw(predicted, measured, job)
         if self.trace:
-            shown = (
-                {"predicted": (predicted, memory_counters(estimate.traced, estimate.times))}
-                if estimate and predicted
-                else {}
-            )
-            save_trace({**shown, "measured": (measured.timeline, measured.counters)}, self.trace)
+            shown = {"measured": (measured.timeline, measured.counters)}
+            if estimate and predicted:
+                shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
+            save_trace(shown, self.trace)
         if self.json:
             print(json_format.dumps(as_json(trace.job, checked, comparison, measured), indent=2))
         else:
@@ -102,7 +100,7 @@ class Compare:
         if precision is None:
             raise UserError(f"the run computed in {dtype}, which has no prices; leave out --cluster")
         cluster.require(job.ranks)
-        return estimate(checked, ClusterPrices(job.cut, job.rows, cluster.at_work(job.ranks), precision))
+        return estimate(checked, ClusterPrices(job.cut, job.micro_batch_size, cluster.at_work(job.ranks), precision))
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
         if self.svg is None:

@@ -20,7 +20,7 @@ class BatchRequest:
 
     sequences: int | None = None
     microbatches: int | None = None
-    rows: int | None = None
+    micro_batch_size: int | None = None
 
     def cut(self, devices: int, data_ranks: int | None) -> tuple[int, int]:
         """Microbatches of the global batch, and the sequences of each.
@@ -35,32 +35,35 @@ class BatchRequest:
         Raises:
             UserError: when the options contradict each other, or the batch does not divide.
         """
-        rows, microbatches = self.rows or 1, self.microbatches or devices
+        micro_batch_size, microbatches = self.micro_batch_size or 1, self.microbatches or devices
         if self.sequences is not None:
-            if self.rows is None and self.microbatches is not None:
-                rows = max(1, self.sequences // self.microbatches)
-            microbatches = self.microbatches or self.sequences // rows
-            if microbatches * rows != self.sequences:
+            if self.micro_batch_size is None and self.microbatches is not None:
+                micro_batch_size = max(1, self.sequences // self.microbatches)
+            microbatches = self.microbatches or self.sequences // micro_batch_size
+            if microbatches * micro_batch_size != self.sequences:
                 what = counted(self.microbatches, "microbatch") if self.microbatches else "microbatches"
-                each = f" of {counted(self.rows, 'sequence')}" if self.rows else ""
-                unit = (self.microbatches or 1) * (self.rows or 1)
+                each = f" of {counted(self.micro_batch_size, 'sequence')}" if self.micro_batch_size else ""
+                unit = (self.microbatches or 1) * (self.micro_batch_size or 1)
                 remedy = (
-                    "leave out one of the three" if self.microbatches and self.rows else f"give a multiple of {unit}"
+                    "leave out one of the three"
+                    if self.microbatches and self.micro_batch_size
+                    else f"give a multiple of {unit}"
                 )
                 raise UserError(
                     f"a global batch of {counted(self.sequences, 'sequence')} cannot be cut into {what}{each}; {remedy}"
                 )
         if self.microbatches is None and data_ranks is not None and microbatches % data_ranks:
-            raise UserError(self._undivided(microbatches, rows, data_ranks, devices))
-        return microbatches, rows
+            raise UserError(self._undivided(microbatches, micro_batch_size, data_ranks, devices))
+        return microbatches, micro_batch_size
 
-    def _undivided(self, microbatches: int, rows: int, data_ranks: int, devices: int) -> str:
+    def _undivided(self, microbatches: int, micro_batch_size: int, data_ranks: int, devices: int) -> str:
         why = f" (a microbatch for each of the cluster's {devices:,} devices)" if self.sequences is None else ""
-        each = f", in microbatches of {rows}," if rows > 1 else ""
-        down, unit = microbatches - microbatches % data_ranks, rows * data_ranks
-        sizes = f"{down * rows} or {down * rows + unit}" if down else f"{unit}"
+        each = f", in microbatches of {micro_batch_size}," if micro_batch_size > 1 else ""
+        down, unit = microbatches - microbatches % data_ranks, micro_batch_size * data_ranks
+        sizes = f"{down * micro_batch_size} or {down * micro_batch_size + unit}" if down else f"{unit}"
+        batch = counted(microbatches * micro_batch_size, "sequence")
         return (
-            f"the global batch of {counted(microbatches * rows, 'sequence')}{why}{each} does not divide among "
+            f"the global batch of {batch}{why}{each} does not divide among "
             f"{data_ranks} data-parallel ranks; give --global-batch {sizes}"
         )
 

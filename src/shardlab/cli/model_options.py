@@ -53,7 +53,7 @@ class ModelOptions:
     layers: Layers = None
     """Layers of the model; the embedding is part of the first, the head of the last."""
 
-    width: OptionalCount = None
+    hidden_size: OptionalCount = None
     """Features of a token."""
 
     heads: OptionalCount = None
@@ -62,7 +62,7 @@ class ModelOptions:
     kv_heads: OptionalCount = None
     """Heads of keys and values, each shared by several query heads."""
 
-    ffn_hidden: OptionalCount = None
+    ffn_hidden_size: OptionalCount = None
     """Features inside each MLP or expert."""
 
     experts: OptionalCount = None
@@ -77,10 +77,10 @@ class ModelOptions:
     auxiliary: OptionalNumber = None
     """Weight of the load-balancing loss (moe, mixtral)."""
 
-    vocabulary: OptionalCount = None
+    vocab_size: OptionalCount = None
     """How many different tokens there are (256: bytes)."""
 
-    block: OptionalCount = None
+    seq_len: OptionalCount = None
     """Tokens of a sequence."""
 
     dropout: OptionalNumber = None

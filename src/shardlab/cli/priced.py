@@ -101,7 +101,7 @@ def price(request: Request) -> Result:
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
             f"{entry.name} computes on whole blocks, which share no weight: the tied head of {request.model} is priced "
-            f"as {model.vocabulary * model.width:,} parameters of its own (plans keep it tied)"
+            f"as {model.vocab_size * model.hidden_size:,} parameters of its own (plans keep it tied)"
         )
         model = replace(model, tied=False)  # type: ignore[call-arg]  # a model that borrows has the field
 
@@ -112,8 +112,10 @@ def price(request: Request) -> Result:
         return proof
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
-    microbatches, rows = request.batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
-    workload = Workload(plan, model, cluster, microbatches, rows, precision, trace, entry.columns)
+    microbatches, micro_batch_size = request.batch.cut(
+        cluster.size, plan.data_ranks if isinstance(plan, Plan) else None
+    )
+    workload = Workload(plan, model, cluster, microbatches, micro_batch_size, precision, trace, entry.columns)
     if entry.plan is None:
         entry.require_ops(1, model.layers, request.batch.microbatches or 1)
     _require_few_ranks(entry, workload, request.cluster)
@@ -198,9 +200,9 @@ def as_json(result: Result) -> dict[str, Any]:
         "idle_devices": workload.cluster.size - workload.mesh.world,
         "mesh": {axis: size for axis, size in workload.mesh.sizes().items() if size > 1},
         "layers": program.layers,
-        "global_batch": workload.microbatches * workload.rows,
+        "global_batch": workload.microbatches * workload.micro_batch_size,
         "microbatches": workload.microbatches,
-        "rows": workload.rows,
+        "micro_batch_size": workload.micro_batch_size,
         "tokens": workload.tokens,
         "step_seconds": step,
         "tokens_per_second": workload.tokens / step,

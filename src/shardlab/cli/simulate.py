@@ -50,7 +50,7 @@ class Simulate:
 
     microbatches: OptionalCount = None
     """How many microbatches the global batch has (default: 4; priced, one for each device of the cluster, or as many as
-    --global-batch and --rows make)."""
+    --global-batch and --micro-batch-size make)."""
 
     model: Name = None
     """A model by name, such as gpt2-xl or llama3-8b, or path/to/model.toml; with --cluster."""
@@ -60,9 +60,10 @@ class Simulate:
     path/to/profile.json. With --model."""
 
     global_batch: OptionalCount = None
-    """Sequences of a step (default: --rows for each device of the cluster, whatever the plan; with --model)."""
+    """Sequences of a step (default: --micro-batch-size for each device of the cluster, whatever the plan;
+    with --model)."""
 
-    rows: OptionalCount = None
+    micro_batch_size: OptionalCount = None
     """Sequences of a microbatch (default: 1; with --model)."""
 
     precision: Name = None
@@ -122,7 +123,8 @@ class Simulate:
             self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
-        for option in ("global_batch", "rows", "precision", *(() if self.svg or self.trace else ("force",))):
+        unwritten = () if self.svg or self.trace else ("force",)
+        for option in ("global_batch", "micro_batch_size", "precision", *unwritten):
             if getattr(self, option):
                 flag = option.replace("_", "-")
                 raise UserError(f"--{flag} is for a model on a cluster; give --model and --cluster, or leave it out")
@@ -144,7 +146,7 @@ class Simulate:
             self.precision,
             self.ranks,
             self.layers,
-            BatchRequest(self.global_batch, self.microbatches, self.rows),
+            BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),
             self.force and (is_measured(self.cluster) or not (self.svg or self.trace)),
         )
         result = price(Request(self.strategy, self.layout, *asked))

@@ -49,7 +49,7 @@ class Train:
     microbatches: Count = 4
     """How many microbatches the global batch is cut into."""
 
-    rows: Count = 4
+    micro_batch_size: Count = 4
     """Sequences of a microbatch."""
 
     learning_rate: float = 2e-3
@@ -129,10 +129,18 @@ class Train:
         if out.exists():
             raise UserError(f"--out {out} exists; name a new folder, so that nothing is overwritten")
         model = self.model.make(chosen.default_layers(ranks))
-        if model.vocabulary < 256:
-            raise UserError(f"the vocabulary is {model.vocabulary}, but text is read as bytes; give 256 or more")
+        if model.vocab_size < 256:
+            raise UserError(f"the vocabulary is {model.vocab_size}, but text is read as bytes; give 256 or more")
         chosen.require_ops(ranks, model.layers, self.microbatches)
-        job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.rows, seed=self.seed, name=chosen.name)
+        job = Job(
+            chosen.for_job(ranks),
+            ranks,
+            self.microbatches,
+            model,
+            self.micro_batch_size,
+            seed=self.seed,
+            name=chosen.name,
+        )
         optimizer = AdamW(
             self.learning_rate,
             weight_decay=self.weight_decay,

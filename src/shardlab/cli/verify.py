@@ -75,7 +75,7 @@ class Verify:
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
-        model = self.model.make(layers, kind, width=32, heads=4, block=16, experts=max(4, 2 * ep))
+        model = self.model.make(layers, kind, hidden_size=32, heads=4, seq_len=16, experts=max(4, 2 * ep))
         chosen.require_ops(ranks, model.layers, self.microbatches)
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
         proof = checked(chosen, ranks, job.sizes, self.microbatches)

@@ -54,7 +54,7 @@ class Executor:
         why_not = checked.why_not(backend)
         if why_not is not None:
             raise Refused(why_not)
-        self.state = State(checked, rank, model, batches.rows, settings, observer)
+        self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer)
         self.batches = batches
         self._microbatches = checked.program.microbatches
         self.links = Communicator(checked.program, rank, groups)

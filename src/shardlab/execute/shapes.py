@@ -68,7 +68,8 @@ class Shapes:
         attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
             return attend.kv_width, attend.kv_width
-        return (attend.width,) if spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES) else (attend.width, attend.heads)
+        queries = spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES)
+        return (attend.hidden_size,) if queries else (attend.hidden_size, attend.heads)
 
     def tokens(self, spec: Spec) -> Sequence[int]:
         """The tokens of each sequence that a value holds, ascending; a range where they follow one another.
@@ -76,7 +77,7 @@ class Shapes:
         Raises:
             UserError: when sequences do not divide into the program's slices.
         """
-        slices, block = spec.form.space.sequence, self.model.block
+        slices, block = spec.form.space.sequence, self.model.seq_len
         if spec.whole_sequences:
             return range(block)
         if block % slices:

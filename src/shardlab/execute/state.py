@@ -24,12 +24,12 @@ class Sampler(Protocol):
     """Where the batches come from; every rank can ask for every microbatch."""
 
     @property
-    def rows(self) -> int:
+    def micro_batch_size(self) -> int:
         """Sequences of a microbatch."""
         ...
 
     def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (rows, block), int64; a target of -1 does not count."""
+        """Tokens and targets (micro_batch_size, seq_len), int64; a target of -1 does not count."""
         ...
 
     def counted(self, step: int, microbatches: int, /) -> int:

@@ -42,7 +42,7 @@ class ComputeBench:
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...] = ("float32",)
-    vocabulary: int = 256
+    vocab_size: int = 256
     together: bool = True
     seconds: float = 2.0
     quiet: bool = False
@@ -97,17 +97,17 @@ class Crowd:
 class RandomBatches:
     """Microbatches of any tokens."""
 
-    rows: int
+    micro_batch_size: int
     tokens: int
-    vocabulary: int
+    vocab_size: int
 
     def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
-        shape = (2, self.rows, self.tokens)
-        x, targets = torch.randint(self.vocabulary, shape, generator=generator_of("bench", step, microbatch))
+        shape = (2, self.micro_batch_size, self.tokens)
+        x, targets = torch.randint(self.vocab_size, shape, generator=generator_of("bench", step, microbatch))
         return x, targets
 
     def counted(self, step: int, microbatches: int, /) -> int:
-        return microbatches * self.rows * self.tokens
+        return microbatches * self.micro_batch_size * self.tokens
 
 
 def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
@@ -129,7 +129,7 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
 
 
 def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iterator[LayerPoint]:
-    for subject in subjects(shape, dtype, bench.vocabulary):
+    for subject in subjects(shape, dtype, bench.vocab_size):
         yield from _measure(crowd, subject, bench.seconds)
     yield _addition(crowd, shape, dtype)
 
@@ -149,7 +149,7 @@ def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
 def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
     """Run steps, with a mark between any two ops."""
     model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
-    batches = RandomBatches(subject.rows, model.block, model.vocabulary)
+    batches = RandomBatches(subject.rows, model.seq_len, model.vocab_size)
     settings = Settings(dtype=getattr(torch, subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
     executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.instructions)]
@@ -180,9 +180,9 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
         yield LayerPoint(
             layer=subject.layer_name(op),
             op=op.kind.value,
-            width=model.width,
+            width=model.hidden_size,
             rows=subject.rows,
-            tokens=model.block,
+            tokens=model.seq_len,
             elements=elements,
             dtype=subject.dtype,
             processes=crowd.processes,

@@ -101,7 +101,7 @@ class Subject:
             return ()
         if op.kind is OpKind.NORM:
             return (("pointwise:norm", 0.0, float(elements * bytes)),)
-        tokens = self.model.block
+        tokens = self.model.seq_len
         forward = (
             self.model.loss_kernels(self.rows, tokens)
             if op.kind is OpKind.LOSS
@@ -121,12 +121,12 @@ UPDATE_MOVES = 7
 """Elements that AdamW moves for each of a weight: it reads gradient, weight and two moments, and writes all but one."""
 
 
-def subjects(shape: Shape, dtype: str, vocabulary: int) -> list[Subject]:
+def subjects(shape: Shape, dtype: str, vocab_size: int) -> list[Subject]:
     """What is measured of a shape: GPT's whole blocks (first, middle, last), halves of blocks, and these with a split
     backward; of Llama, whose kernels are others but whose ops are the same, halves."""
     heads = heads_of(shape.width)
-    gpt = GPT(layers=1, width=shape.width, heads=heads, block=shape.tokens, vocabulary=vocabulary)
-    llama = Llama(layers=1, width=shape.width, heads=heads, block=shape.tokens, vocabulary=vocabulary)
+    gpt = GPT(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
+    llama = Llama(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
     return [
         Subject(replace(gpt, layers=3), shape.rows, False, dtype),
         Subject(cut(gpt), shape.rows, False, dtype),

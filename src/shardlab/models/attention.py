@@ -25,7 +25,7 @@ class Projection(Primitive):
 
     einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"
 
-    width: int
+    hidden_size: int
     heads: int
     kv_heads: int
     bias: bool
@@ -34,18 +34,18 @@ class Projection(Primitive):
     @property
     def kv_width(self) -> int:
         """Features of all keys of a token, and of all values."""
-        return self.width // self.heads * self.kv_heads
+        return self.hidden_size // self.heads * self.kv_heads
 
     @property
     def outputs(self) -> int:
         """Features of a token's queries, keys and values."""
-        return self.width + 2 * self.kv_width
+        return self.hidden_size + 2 * self.kv_width
 
     def features(self, tensor: str) -> int:
-        return self.width if tensor == "q" else 2 * self.kv_width
+        return self.hidden_size if tensor == "q" else 2 * self.kv_width
 
     def parameters(self) -> tuple[Parameter, ...]:
-        c, kv = self.width, self.kv_width
+        c, kv = self.hidden_size, self.kv_width
         weight = Parameter("attn.c_attn.weight", (self.outputs, c), True, ("head", "width"), (c, kv, kv))
         bias = Parameter("attn.c_attn.bias", (self.outputs,), False, ("head",), (c, kv, kv))
         return (weight, bias) if self.bias else (weight,)
@@ -64,15 +64,15 @@ class Projection(Primitive):
         return (("head", "heads", self.heads), ("head", "key/value heads", self.kv_heads))
 
     def flops(self) -> int:
-        return 2 * self.tokens * self.width * self.outputs
+        return 2 * self.tokens * self.hidden_size * self.outputs
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """One product; queries and keys rotated."""
         rows = sequences * tokens
-        made = Matmul(rows, piece(self.outputs, pieces, "head"), self.width, bias=self.bias)
+        made = Matmul(rows, piece(self.outputs, pieces, "head"), self.hidden_size, bias=self.bias)
         if self.rope_theta is None:
             return (made,)
-        turned = piece(2 * rows * (self.width + self.kv_width), pieces, "head")
+        turned = piece(2 * rows * (self.hidden_size + self.kv_width), pieces, "head")
         return made, Pointwise("rotary", turned, turned)
 
 
@@ -89,7 +89,7 @@ class Attend(Primitive):
     atomic: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
 
-    width: int
+    hidden_size: int
     heads: int
     kv_heads: int
     drops: bool
@@ -97,28 +97,30 @@ class Attend(Primitive):
     @property
     def kv_width(self) -> int:
         """Features of all keys of a token, and of all values."""
-        return self.width // self.heads * self.kv_heads
+        return self.hidden_size // self.heads * self.kv_heads
 
     def heads_of(self, pieces: int) -> Attend:
         """As if the heads of one piece of so many were all."""
-        return replace(self, width=self.width // pieces, heads=self.heads // pieces, kv_heads=self.kv_heads // pieces)
+        return replace(
+            self, hidden_size=self.hidden_size // pieces, heads=self.heads // pieces, kv_heads=self.kv_heads // pieces
+        )
 
     def features(self, tensor: str) -> int:
-        return self.width
+        return self.hidden_size
 
     def keeps(self) -> tuple[str, ...]:
         return () if self.drops else ("q", "kv", "x")
 
     def keeps_beside(self, rows: int) -> int:
         if self.drops:
-            return rows * 3 * self.tokens * self.width + 3 * self.mask(rows)
+            return rows * 3 * self.tokens * self.hidden_size + 3 * self.mask(rows)
         return rows * self.heads * self.tokens
 
     def mask(self, rows: int) -> int:
         return self.drops * rows * self.heads * self.tokens**2
 
     def flops(self) -> int:
-        return 2 * (2 * self.tokens**2 * self.width)
+        return 2 * (2 * self.tokens**2 * self.hidden_size)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """All tokens' queries, keys and values."""
@@ -139,7 +141,7 @@ class Attend(Primitive):
             seen: the part of the pairs in which the query comes no earlier than the key.
             pieces: into which heads are cut.
         """
-        size, heads = self.width // self.heads, piece(self.heads, pieces, "head")
+        size, heads = self.hidden_size // self.heads, piece(self.heads, pieces, "head")
         if not self.drops:
             kv_heads = piece(self.kv_heads, pieces, "head")
             return (FusedAttention(sequences, heads, kv_heads, queries, keys, size, seen),)
@@ -154,16 +156,16 @@ class Attend(Primitive):
 
 
 def attention(
-    tokens: int, width: int, heads: int, kv_heads: int, bias: bool, drops: bool, rope_theta: float | None
+    tokens: int, hidden_size: int, heads: int, kv_heads: int, bias: bool, drops: bool, rope_theta: float | None
 ) -> tuple[Projection, Attend, Linear]:
     """Projection, attention, and the map back onto the residual stream, whose bias is added with the residual."""
     return (
         Projection(
-            tokens=tokens, width=width, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta
+            tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta
         ),
-        Attend(tokens=tokens, width=width, heads=heads, kv_heads=kv_heads, drops=drops),
+        Attend(tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, drops=drops),
         Linear(
-            tokens=tokens, name="attn.c_proj", outputs=width, inputs=width, bias=False,
+            tokens=tokens, name="attn.c_proj", outputs=hidden_size, inputs=hidden_size, bias=False,
             out_index="width", in_index="head",
         ),
     )  # fmt: skip

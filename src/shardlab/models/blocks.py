@@ -45,27 +45,27 @@ class Blocks(Model):
     def steps(self) -> tuple[Step, ...]:
         """All primitives, in order."""
         first, last, drops = 0, self.layers - 1, self.dropout > 0
-        tokens, width = self.block, self.width
-        lookup = Lookup(tokens=tokens, width=width, vocabulary=self.vocabulary)
-        embed = Embed(tokens=tokens, width=width, positions=self.positions, drops=drops)
+        tokens, hidden_size = self.seq_len, self.hidden_size
+        lookup = Lookup(tokens=tokens, hidden_size=hidden_size, vocab_size=self.vocab_size)
+        embed = Embed(tokens=tokens, hidden_size=hidden_size, positions=self.positions, drops=drops)
         found = [Step(lookup, first, "embedding"), Step(embed, first, "embedding")]
         parts = self.block_parts()
         for block in range(self.layers):
             found += [Step(each, block, f"block {block}, {name}") for name, part in parts for each in part]
         scores = Scores(
-            tokens=tokens, name="lm_head", outputs=self.vocabulary, inputs=width, bias=False,
+            tokens=tokens, name="lm_head", outputs=self.vocab_size, inputs=hidden_size, bias=False,
             out_index="vocab", in_index="width", tied=self.has_tied_head,
         )  # fmt: skip
         return (*found, Step(self.norm_of("ln_f"), last, "head"), Step(scores, last, "head"))
 
     def norm_of(self, name: str) -> Norm:
         """A norm of the residual stream."""
-        return Norm(tokens=self.block, name=name, width=self.width, rms=self.rms, bias=self.bias)
+        return Norm(tokens=self.seq_len, name=name, hidden_size=self.hidden_size, rms=self.rms, bias=self.bias)
 
     def add(self, site: DropoutSite, bias: str = "") -> Add:
         """A sum of a branch with the residual stream; `bias` names that of the linear map before it."""
         drops, bias = self.dropout > 0, bias if self.bias else ""
-        return Add(tokens=self.block, width=self.width, bias=bias, drops=drops, site=site)
+        return Add(tokens=self.seq_len, hidden_size=self.hidden_size, bias=bias, drops=drops, site=site)
 
     @cached_property
     def runs(self) -> Sequence[Run]:

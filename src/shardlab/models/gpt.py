@@ -20,15 +20,15 @@ NormKind = Literal["layer", "rms"]
 class GPT(Blocks):
     """A pre-norm transformer: causal attention, a GELU MLP four times as wide, learned positions (karpathy/nanoGPT).
 
-    >>> GPT(layers=12, heads=12, width=768, vocabulary=50304, block=1024).parameter_count
+    >>> GPT(layers=12, heads=12, hidden_size=768, vocabulary=50304, seq_len=1024).parameter_count
     163109376
 
     Attributes:
-        heads: attention heads, each `width / heads` features wide.
+        heads: attention heads, each `hidden_size / heads` features wide.
         kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: as many).
         tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
             With more than one layer, such a model is trained in half-blocks.
-        ffn_hidden: features inside each MLP (None: 4 x width).
+        ffn_hidden: features inside each MLP (None: 4 x hidden_size).
         activation: of the MLPs: gelu, squared_relu or swiglu.
         norm: layer, or rms (RMSNorm).
         rope_theta: the base of rotary position embeddings (None: positions are learned).
@@ -37,7 +37,7 @@ class GPT(Blocks):
     heads: int = 4
     kv_heads: int | None = None
     tied: bool = False
-    ffn_hidden: int | None = None
+    ffn_hidden_size: int | None = None
     activation: Activation = "gelu"
     norm: NormKind = "layer"
     rope_theta: float | None = None
@@ -45,10 +45,10 @@ class GPT(Blocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least_one("heads")
-        if self.width % self.heads:
+        if self.hidden_size % self.heads:
             raise UserError(
-                f"width {self.width} does not divide by {self.heads} heads (remainder {self.width % self.heads}); "
-                "choose a width that is a multiple of the heads"
+                f"hidden_size {self.hidden_size} does not divide by {self.heads} heads (remainder "
+                f"{self.hidden_size % self.heads}); choose one that is a multiple of the heads"
             )
         if self.kv_heads is not None:
             self.at_least_one("kv_heads")
@@ -57,8 +57,8 @@ class GPT(Blocks):
                     f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly (remainder "
                     f"{self.heads % self.kv_heads}); choose a number of key/value heads that divides the heads"
                 )
-        if self.ffn_hidden is not None:
-            self.at_least_one("ffn_hidden")
+        if self.ffn_hidden_size is not None:
+            self.at_least_one("ffn_hidden_size")
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -70,16 +70,16 @@ class GPT(Blocks):
             return
         if not 0 < self.rope_theta < math.inf:
             raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
-        if self.width // self.heads % 2:
+        if self.hidden_size // self.heads % 2:
             raise UserError(
-                f"rotary positions turn pairs of features, but a head has {self.width // self.heads} (width "
-                f"{self.width} / {self.heads} heads); choose a width that is a multiple of twice the heads"
+                f"rotary positions turn pairs of features, but a head has {self.hidden_size // self.heads} (width "
+                f"{self.hidden_size} / {self.heads} heads); choose a width that is a multiple of twice the heads"
             )
 
     @property
     def hidden(self) -> int:
         """Features inside each MLP."""
-        return 4 * self.width if self.ffn_hidden is None else self.ffn_hidden
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     @property
     def positions(self) -> bool:
@@ -96,10 +96,10 @@ class GPT(Blocks):
     def attention_part(self) -> tuple[Primitive, ...]:
         """Norm, attention, sum with the residual stream."""
         heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0
-        body = attention(self.block, self.width, heads, kv_heads, self.bias, drops, self.rope_theta)
+        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.bias, drops, self.rope_theta)
         return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
 
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
-        body = feed_forward(self.block, self.width, self.hidden, self.bias, self.activation)
+        body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, self.activation)
         added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
         return ("attention", self.attention_part()), ("feed-forward", (self.norm_of("ln_2"), *body, added))

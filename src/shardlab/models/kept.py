@@ -77,9 +77,9 @@ def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> in
     """Elements kept of a primitive where every second product is: queries and values, gates, attention's result."""
     each = rows * primitive.tokens
     if isinstance(primitive, Projection):
-        return each * (primitive.width + primitive.kv_width)
+        return each * (primitive.hidden_size + primitive.kv_width)
     if isinstance(primitive, Attend):
-        return each * primitive.width
+        return each * primitive.hidden_size
     if isinstance(primitive, Activate):
         return each * primitive.hidden
     if isinstance(primitive, Scores):

@@ -13,9 +13,9 @@ ROUND = 32
 """SwiGLU's hidden features are a multiple of this unless they are given."""
 
 
-def _two_thirds(width: int) -> int:
+def _two_thirds(hidden_size: int) -> int:
     """Hidden features of a SwiGLU with as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv 2002.05202)."""
-    return aligned(-(-8 * width // 3), ROUND)
+    return aligned(-(-8 * hidden_size // 3), ROUND)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Llama(GPT):
     Llama 3 has fewer key/value heads than heads (arXiv 2407.21783, section 3.2). Its rescaled frequencies for contexts
     longer than 8192 tokens are left out: they change numbers but neither sizes nor speed.
 
-    >>> Llama(width=48, heads=4, kv_heads=2).hidden
+    >>> Llama(hidden_size=48, heads=4, kv_heads=2).hidden
     128
 
     Attributes:
-        ffn_hidden: features inside each MLP (None: 8/3 x width, to the next multiple of 32).
+        ffn_hidden: features inside each MLP (None: 8/3 x hidden_size, to the next multiple of 32).
     """
 
     bias: bool = False
@@ -39,7 +39,7 @@ class Llama(GPT):
 
     @property
     def hidden(self) -> int:
-        return self.ffn_hidden or _two_thirds(self.width)
+        return self.ffn_hidden_size or _two_thirds(self.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,4 +53,4 @@ class Mixtral(MoE):
 
     @property
     def hidden(self) -> int:
-        return self.ffn_hidden or _two_thirds(self.width)
+        return self.ffn_hidden_size or _two_thirds(self.hidden_size)

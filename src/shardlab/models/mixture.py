@@ -29,7 +29,7 @@ class Router:
         auxiliary: weight of the load-balancing loss.
     """
 
-    width: int
+    hidden_size: int
     experts: int
     top_k: int
     capacity_factor: float | None
@@ -70,7 +70,7 @@ class Route(Routing):
         return self.router.top_k
 
     def parameters(self) -> tuple[Parameter, ...]:
-        shape = (self.router.experts, self.router.width)
+        shape = (self.router.experts, self.router.hidden_size)
         return (Parameter("mlp.router.weight", shape, True, ("choice", "width")),)
 
     def keeps(self) -> tuple[str, ...]:
@@ -88,12 +88,12 @@ class Route(Routing):
         return rows * self.tokens * self.router.experts
 
     def flops(self) -> int:
-        return 2 * self.tokens * self.router.width * self.router.experts
+        return 2 * self.tokens * self.router.hidden_size * self.router.experts
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         rows = sequences * tokens
         scores = rows * self.router.experts
-        return Matmul(rows, self.router.experts, self.router.width), Pointwise("route", 2 * scores, 3 * scores)
+        return Matmul(rows, self.router.experts, self.router.hidden_size), Pointwise("route", 2 * scores, 3 * scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +120,14 @@ class Dispatch(Routing):
     mixes_tokens: ClassVar[bool] = True
 
     def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
-        return (self.router.experts, self.router.capacity(rows * self.tokens), self.router.width)
+        return (self.router.experts, self.router.capacity(rows * self.tokens), self.router.hidden_size)
 
     def keeps(self) -> tuple[str, ...]:
         return ("slots",)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         rows = sequences * tokens
-        moved = (rows + self.router.places(rows)) * self.router.width
+        moved = (rows + self.router.places(rows)) * self.router.hidden_size
         return (Pointwise("dispatch", moved, moved),)
 
 
@@ -209,15 +209,15 @@ class Combine(Routing):
     whole: ClassVar[frozenset[str]] = frozenset({"expert", "width"})
 
     def features(self, tensor: str) -> int:
-        return self.router.width
+        return self.router.hidden_size
 
     def keeps(self) -> tuple[str, ...]:
         return ("x", "gates", "slots")
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        rows, width = sequences * tokens, self.router.width
-        read, written = rows * self.router.top_k * width, rows * width
-        gradient = self.router.places(rows) * width
+        rows, hidden_size = sequences * tokens, self.router.hidden_size
+        read, written = rows * self.router.top_k * hidden_size, rows * hidden_size
+        gradient = self.router.places(rows) * hidden_size
         return (Pointwise("combine", read + written, read + written + gradient),)
 
 
@@ -225,11 +225,11 @@ def mixture(tokens: int, router: Router, hidden: int, bias: bool, activation: Ac
     """Route, dispatch, the experts' two linear maps with an activation between them, combine."""
     features = features_of(activation, hidden)
     up = ExpertLinear(
-        tokens=tokens, router=router, name="mlp.experts.c_fc", outputs=features, inputs=router.width, bias=bias,
+        tokens=tokens, router=router, name="mlp.experts.c_fc", outputs=features, inputs=router.hidden_size, bias=bias,
         out_index="ffn", in_index="width", sections=(hidden, hidden) if features > hidden else (),
     )  # fmt: skip
     down = ExpertLinear(
-        tokens=tokens, router=router, name="mlp.experts.c_proj", outputs=router.width, inputs=hidden, bias=bias,
+        tokens=tokens, router=router, name="mlp.experts.c_proj", outputs=router.hidden_size, inputs=hidden, bias=bias,
         out_index="width", in_index="ffn",
     )  # fmt: skip
     return (

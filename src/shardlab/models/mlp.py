@@ -15,22 +15,22 @@ class MLP(Blocks):
     """A GPT without attention and positions: every token goes its own way through residual pre-norm GELU MLPs.
 
     Attributes:
-        ffn_hidden: features inside each MLP (None: 4 x width).
+        ffn_hidden: features inside each MLP (None: 4 x hidden_size).
     """
 
-    ffn_hidden: int | None = None
+    ffn_hidden_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ffn_hidden is not None:
-            self.at_least_one("ffn_hidden")
+        if self.ffn_hidden_size is not None:
+            self.at_least_one("ffn_hidden_size")
 
     @property
     def hidden(self) -> int:
         """Features inside each MLP."""
-        return 4 * self.width if self.ffn_hidden is None else self.ffn_hidden
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
-        body = feed_forward(self.block, self.width, self.hidden, self.bias, "gelu")
+        body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, "gelu")
         added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
         return (("feed-forward", (self.norm_of("ln_2"), *body, added)),)

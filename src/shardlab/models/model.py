@@ -25,22 +25,22 @@ class Model(ABC):
 
     Attributes:
         layers: layers of the program.
-        width: features of a token in the residual stream.
-        vocabulary: how many different tokens there are (256: bytes).
-        block: tokens of a sequence, and the longest context.
+        hidden_size: features of a token in the residual stream.
+        vocab_size: how many different tokens there are (256: bytes).
+        seq_len: tokens of a sequence, and the longest context.
         bias: whether linear maps and norms have a bias.
         dropout: probability that an element is dropped in training.
     """
 
     layers: int = 4
-    width: int = 64
-    vocabulary: int = 256
-    block: int = 64
+    hidden_size: int = 64
+    vocab_size: int = 256
+    seq_len: int = 64
     bias: bool = True
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        self.at_least_one("layers", "width", "vocabulary", "block")
+        self.at_least_one("layers", "hidden_size", "vocab_size", "seq_len")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it is a probability, from 0 up to but not including 1")
 
@@ -74,12 +74,12 @@ class Model(ABC):
         What attention has mixed, as an op of its own, comes with the log-sum-exp of each head's scores.
         """
         if index == 0:
-            return (rows, self.block)
+            return (rows, self.seq_len)
         before = self.run(index - 1)
         if before.attend is not None:
             attend = before.attend.primitive
             assert isinstance(attend, Attend)
-            return (rows, self.block, attend.width + attend.heads)
+            return (rows, self.seq_len, attend.hidden_size + attend.heads)
         return before.shape(before.outputs[0], rows)
 
     def is_buffers(self, index: int) -> bool:
@@ -120,7 +120,7 @@ class Model(ABC):
         Args:
             layer: its number.
             sequences: of the microbatches that are computed together.
-            tokens: of each sequence that are here, at most `block`.
+            tokens: of each sequence that are here, at most `seq_len`.
             slices: that the layer's parameters are cut into, if they are cut; one of them is computed.
         """
         return self.run(layer).kernels(sequences, tokens, slices)
@@ -203,7 +203,7 @@ class Model(ABC):
         if layer is None:
             return (0, 0)
         attend = self.attention_after(layer)
-        return attend.width, 2 * attend.kv_width
+        return attend.hidden_size, 2 * attend.kv_width
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """Elements of every value in a program whose microbatches are `rows` sequences.
@@ -224,8 +224,8 @@ class Model(ABC):
             signatures=self.signatures,
             blocks=self.block_bounds,
             tied=bool(self.borrowed(self.layers - 1)),
-            stats=3 * rows * self.block,
-            residual=rows * self.block * self.residual_width,
-            queries=rows * self.block * self.attention_features[0],
-            keys_values=rows * self.block * self.attention_features[1],
+            stats=3 * rows * self.seq_len,
+            residual=rows * self.seq_len * self.residual_width,
+            queries=rows * self.seq_len * self.attention_features[0],
+            keys_values=rows * self.seq_len * self.attention_features[1],
         )

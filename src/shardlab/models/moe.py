@@ -64,7 +64,7 @@ class MoE(GPT):
     def router(self) -> Router:
         """How every layer's tokens are routed."""
         return Router(
-            width=self.width,
+            hidden_size=self.hidden_size,
             experts=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
@@ -72,6 +72,6 @@ class MoE(GPT):
         )
 
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
-        body = mixture(self.block, self.router, self.hidden, self.bias, self.activation)
+        body = mixture(self.seq_len, self.router, self.hidden, self.bias, self.activation)
         added = self.add(DropoutSite.FEED_FORWARD_OUTPUT)
         return ("attention", self.attention_part()), ("experts", (self.norm_of("ln_2"), *body, added))

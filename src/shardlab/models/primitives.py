@@ -34,25 +34,25 @@ class Lookup(Primitive):
     einsum: ClassVar[str] = "x -> x(width)"
     atomic: ClassVar[bool] = True
 
-    width: int
-    vocabulary: int
+    hidden_size: int
+    vocab_size: int
 
     def features(self, tensor: str) -> int:
-        return self.width
+        return self.hidden_size
 
     def parameters(self) -> tuple[Parameter, ...]:
-        return (Parameter("wte.weight", (self.vocabulary, self.width), True, ("vocab", "width")),)
+        return (Parameter("wte.weight", (self.vocab_size, self.hidden_size), True, ("vocab", "width")),)
 
     def keeps(self) -> tuple[str, ...]:
         return ("x",)
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
-        return (("width", "width", self.width),)
+        return (("width", "width", self.hidden_size),)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """On the way back a gradient of the whole matrix is made, and the tokens' rows are added to it."""
-        width = piece(self.width, pieces, "width")
-        elements, matrix = sequences * tokens * width, piece(self.vocabulary, pieces, "vocab") * width
+        hidden_size = piece(self.hidden_size, pieces, "width")
+        elements, matrix = sequences * tokens * hidden_size, piece(self.vocab_size, pieces, "vocab") * hidden_size
         return (Pointwise("embedding", 2 * elements, 3 * elements + matrix),)
 
 
@@ -62,20 +62,20 @@ class Embed(Primitive):
 
     einsum: ClassVar[str] = "x(width) -> s(width)"
 
-    width: int
+    hidden_size: int
     positions: bool
     drops: bool
 
     def features(self, tensor: str) -> int:
-        return self.width
+        return self.hidden_size
 
     def parameters(self) -> tuple[Parameter, ...]:
         if not self.positions:
             return ()
-        return (Parameter("wpe.weight", (self.tokens, self.width), True, ("token", "width")),)
+        return (Parameter("wpe.weight", (self.tokens, self.hidden_size), True, ("token", "width")),)
 
     def mask(self, rows: int) -> int:
-        return self.drops * rows * self.tokens * self.width
+        return self.drops * rows * self.tokens * self.hidden_size
 
     def keeps_for_weight(self) -> tuple[str, ...]:
         return ()
@@ -88,7 +88,7 @@ class Embed(Primitive):
         return "" if self.drops else "s"
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        elements, matrix = sequences * tokens * self.width, tokens * self.width
+        elements, matrix = sequences * tokens * self.hidden_size, tokens * self.hidden_size
         positions = (Pointwise("positions", 2 * elements + matrix, elements + matrix),) if self.positions else ()
         dropout = (Pointwise("dropout", 3 * elements, 3 * elements),) if self.drops else ()
         return (*positions, *dropout)
@@ -104,16 +104,16 @@ class Norm(Primitive):
     whole: ClassVar[frozenset[str]] = frozenset({"width"})
 
     name: str
-    width: int
+    hidden_size: int
     rms: bool
     bias: bool
 
     def features(self, tensor: str) -> int:
-        return self.width
+        return self.hidden_size
 
     def parameters(self) -> tuple[Parameter, ...]:
         ends = ("weight", "bias") if self.bias and not self.rms else ("weight",)
-        return tuple(Parameter(f"{self.name}.{end}", (self.width,), False, ("width",)) for end in ends)
+        return tuple(Parameter(f"{self.name}.{end}", (self.hidden_size,), False, ("width",)) for end in ends)
 
     def keeps(self) -> tuple[str, ...]:
         return ("s",)
@@ -126,7 +126,7 @@ class Norm(Primitive):
         return self.keeps_beside(rows)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        elements = sequences * tokens * self.width
+        elements = sequences * tokens * self.hidden_size
         return (Pointwise("rms_norm" if self.rms else "layer_norm", 2 * elements, 3 * elements),)
 
 
@@ -250,19 +250,19 @@ class Add(Primitive):
 
     einsum: ClassVar[str] = "x(width) s(width) -> s(width)"
 
-    width: int
+    hidden_size: int
     bias: str
     drops: bool
     site: DropoutSite
 
     def features(self, tensor: str) -> int:
-        return self.width
+        return self.hidden_size
 
     def parameters(self) -> tuple[Parameter, ...]:
-        return (Parameter(self.bias, (self.width,), False, ("width",)),) if self.bias else ()
+        return (Parameter(self.bias, (self.hidden_size,), False, ("width",)),) if self.bias else ()
 
     def mask(self, rows: int) -> int:
-        return self.drops * rows * self.tokens * self.width
+        return self.drops * rows * self.tokens * self.hidden_size
 
     def keeps_for_weight(self) -> tuple[str, ...]:
         return ()
@@ -276,20 +276,28 @@ class Add(Primitive):
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """On the way back also the sum of what norm and residual give to the gradient."""
-        elements = sequences * tokens * self.width
+        elements = sequences * tokens * self.hidden_size
         bias = (Pointwise("bias", 2 * elements, elements),) if self.bias else ()
         return (*bias, Pointwise("residual", (3 + self.drops) * elements, (3 + 3 * self.drops) * elements))
 
 
-def feed_forward(tokens: int, width: int, hidden: int, bias: bool, activation: Activation) -> tuple[Primitive, ...]:
+def feed_forward(
+    tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation
+) -> tuple[Primitive, ...]:
     """Two linear maps with an activation between them; the second one's bias is added with the residual."""
     features = features_of(activation, hidden)
     sections = (hidden, hidden) if features > hidden else ()
     up = Linear(
-        tokens=tokens, name="mlp.c_fc", outputs=features, inputs=width, bias=bias,
+        tokens=tokens, name="mlp.c_fc", outputs=features, inputs=hidden_size, bias=bias,
         out_index="ffn", in_index="width", sections=sections,
     )  # fmt: skip
     down = Linear(
-        tokens=tokens, name="mlp.c_proj", outputs=width, inputs=hidden, bias=False, out_index="width", in_index="ffn"
+        tokens=tokens,
+        name="mlp.c_proj",
+        outputs=hidden_size,
+        inputs=hidden,
+        bias=False,
+        out_index="width",
+        in_index="ffn",
     )
     return up, Activate(tokens=tokens, activation=activation, hidden=hidden), down

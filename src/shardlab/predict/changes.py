@@ -36,7 +36,7 @@ class Change:
 
     @property
     def short(self) -> Workload:
-        """This workload with no more microbatches than are held at a time: later ones add nothing to the peak."""
+        """This workload with enough microbatches for a schedule to be steady: later ones add nothing to the peak."""
         plan, microbatches = self.workload.plan, self.workload.microbatches
         if self.workload.trace is accumulating:
             return replace(self.workload, microbatches=min(4, microbatches))
@@ -45,7 +45,7 @@ class Change:
         if plan.schedule in ALL_AT_ONCE:
             return self.workload
         each = microbatches // plan.data_ranks
-        return replace(self.workload, microbatches=plan.data_ranks * min(each, max(4, 2 * plan.mesh.pp)))
+        return replace(self.workload, microbatches=plan.data_ranks * min(each, 4 * plan.mesh.pp))
 
 
 def accumulating(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
@@ -60,12 +60,12 @@ def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]
         whole: the model as a plan would run it, if the program runs another one.
     """
     plan = workload.plan
-    smaller = f"a smaller batch, --rows 1 --microbatches {workload.microbatches},"
+    smaller = f"a smaller batch, --micro-batch-size 1 --microbatches {workload.microbatches},"
     if isinstance(plan, Plan):
         yield from _here(workload, plan)
         yield from _on_idle_devices(workload)
-        if workload.rows > 1:
-            few = replace(workload, rows=1)
+        if workload.micro_batch_size > 1:
+            few = replace(workload, micro_batch_size=1)
             yield Change(smaller, few)
             yield from _prefixed(smaller.removesuffix(","), _of_plan(few, plan), ",")
         return
@@ -78,8 +78,8 @@ def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]
     yield Change(f"a plan, {flags},", like_it)
     yield from _prefixed(f"a plan, {flags}", _here(like_it, Plan(plan)), ",")
     yield from _prefixed("a plan,", _on_idle_devices(like_it), ",")
-    if workload.rows > 1:
-        yield Change(smaller, replace(workload, rows=1))
+    if workload.micro_batch_size > 1:
+        yield Change(smaller, replace(workload, micro_batch_size=1))
 
 
 def _here(workload: Workload, plan: Plan) -> Iterator[Change]:
@@ -151,10 +151,10 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
 def _in_small_microbatches(workload: Workload) -> Workload | None:
     """The same batch with as few sequences in a microbatch as do not make too many of them; None if it is so."""
     most = MOST_MICROBATCHES * (workload.plan.data_ranks if isinstance(workload.plan, Plan) else 1)
-    for times in range(min(workload.rows, most // workload.microbatches), 1, -1):
-        rows, rest = divmod(workload.rows, times)
+    for times in range(min(workload.micro_batch_size, most // workload.microbatches), 1, -1):
+        micro_batch_size, rest = divmod(workload.micro_batch_size, times)
         if not rest:
-            return replace(workload, rows=rows, microbatches=workload.microbatches * times)
+            return replace(workload, micro_batch_size=micro_batch_size, microbatches=workload.microbatches * times)
     return None
 
 
@@ -164,7 +164,7 @@ def _prefixed(prefix: str, changed: Iterator[Change], end: str = "") -> Iterator
 
 
 def _rows_flags(workload: Workload) -> str:
-    return f"--rows {workload.rows} --microbatches {workload.microbatches}"
+    return f"--micro-batch-size {workload.micro_batch_size} --microbatches {workload.microbatches}"
 
 
 def _mesh_flags(mesh: Mesh) -> str:

@@ -76,7 +76,7 @@ def standing_streams(workload: Workload, peak: Peak) -> float:
         return 0.0
     mesh = plan.mesh
     gradients = precision.gradients / precision.optimizer * peak.by_category[Category.OPTIMIZER.value]
-    embedding = precision.parameters * model.vocabulary * model.width / mesh.tp
+    embedding = precision.parameters * model.vocab_size * model.hidden_size / mesh.tp
     if mesh.pp == 1:
         summed = peak.by_category[Category.GRADIENTS.value]
         return max(0.0, gradients - summed) + 3 * embedding  # the embedding's own, and the root group's gather
@@ -92,9 +92,9 @@ def _kept_for_messages(workload: Workload, plan: Plan, *, last: bool) -> float:
     as what is kept, holds the stage's output. The last stage keeps all logits, and in the end puts them into one.
     """
     mesh, model = plan.mesh, workload.model
-    each, tokens = workload.microbatches // plan.data_ranks, workload.rows * model.block / mesh.cp
-    residual = tokens * model.width / (mesh.tp if plan.sequence_parallel else 1)
-    logits = tokens * model.vocabulary / mesh.tp
+    each, tokens = workload.microbatches // plan.data_ranks, workload.micro_batch_size * model.seq_len / mesh.cp
+    residual = tokens * model.hidden_size / (mesh.tp if plan.sequence_parallel else 1)
+    logits = tokens * model.vocab_size / mesh.tp
     stages = plan.stages_of_a_rank(model_layers(workload.traced.program.sizes).pipeline_units)
     elements = 2 * stages * residual + last * 2 * logits
     return each * elements * workload.precision.activations

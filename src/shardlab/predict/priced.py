@@ -42,7 +42,7 @@ class ModelLike(Protocol):
     """What prices need of a model: the kernels of its layers (see `shardlab.models.Model`)."""
 
     @property
-    def block(self) -> int: ...
+    def seq_len(self) -> int: ...
 
     def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]: ...
     def attend_kernels(
@@ -57,7 +57,7 @@ class ClusterPrices:
 
     Attributes:
         model: whose layers are the program's.
-        rows: sequences of a microbatch.
+        micro_batch_size: sequences of a microbatch.
         cluster: devices and links; rank i is its i-th device.
         precision: dtype and bytes.
         recipe: which kernels are run, and what overlaps.
@@ -65,7 +65,7 @@ class ClusterPrices:
     """
 
     model: ModelLike
-    rows: int
+    micro_batch_size: int
     cluster: ClusterLike
     precision: Precision
     recipe: Recipe = OWN
@@ -171,7 +171,9 @@ class ClusterPrices:
         """(sequences, tokens of each) of a value made of pieces of the batch."""
         microbatches = spec.microbatches.bit_count()
         cells = spec.cells.bit_count()
-        return microbatches * self.rows, self.model.block * cells // (microbatches * spec.form.space.sequence)
+        return microbatches * self.micro_batch_size, self.model.seq_len * cells // (
+            microbatches * spec.form.space.sequence
+        )
 
     def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> list[Kernel]:
         """Attention's kernels where queries meet a block of keys and values."""

@@ -116,7 +116,7 @@ class Recipe:
         forward, backward = self.memory_traffic.get(kernel.name, (1.0, 1.0))
         return Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)
 
-    def kept_sizes(self, model: Model, sizes: Sizes, rows: int, slices: int) -> Sizes:
+    def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:
         """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.
 
         Args:
@@ -125,8 +125,8 @@ class Recipe:
         if self.saved == AUTOGRAD and self.logit_bytes is None and not self.half_gradients:
             return sizes
         width = sizes.element_bytes[Kind.SAVED]
-        saved = tuple(kept_elements(model, layer, rows, self.saved, width) for layer in range(model.layers))
-        activations = kept_activations(model, rows, self.saved, slices)
+        saved = tuple(kept_elements(model, layer, micro_batch_size, self.saved, width) for layer in range(model.layers))
+        activations = kept_activations(model, micro_batch_size, self.saved, slices)
         if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
             sliced = isinstance(model, CutModel) and model.vocab_slices > 1 and self.sliced_logit_bytes is not None
             each = self.sliced_logit_bytes if sliced else self.logit_bytes

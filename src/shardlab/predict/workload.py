@@ -43,7 +43,7 @@ class Workload:
     model: Blocks
     cluster: Cluster
     microbatches: int
-    rows: int
+    micro_batch_size: int
     precision: Precision
     trace: Trace | None = None
     columns: bool = False
@@ -76,7 +76,7 @@ class Workload:
         """
         if isinstance(self.plan, Plan):
             self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
-        sizes = self.precision.sizes(self.cut.sizes(self.rows, self.precision.activations))
+        sizes = self.precision.sizes(self.cut.sizes(self.micro_batch_size, self.precision.activations))
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, sizes, self.microbatches)
@@ -98,7 +98,7 @@ class Workload:
         """How large values are in memory, as the recipe keeps them."""
         sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
         slices = self.mesh.tp if sequence_parallel else 1
-        return self.recipe.kept_sizes(self.cut, self.traced.program.sizes, self.rows, slices)
+        return self.recipe.kept_sizes(self.cut, self.traced.program.sizes, self.micro_batch_size, slices)
 
     @property
     def prices(self) -> ClusterPrices:
@@ -108,7 +108,7 @@ class Workload:
             cluster = replace(cluster, nics=1)
         if self.recipe.attention:
             cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.attention))
-        return ClusterPrices(self.cut, self.rows, cluster, self.precision, self.recipe, self.mesh)
+        return ClusterPrices(self.cut, self.micro_batch_size, cluster, self.precision, self.recipe, self.mesh)
 
     def peak_bytes(self) -> int:
         """The most that any rank holds, without asking how long anything takes."""
@@ -117,14 +117,14 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Of a step."""
-        return self.microbatches * self.rows * self.model.block
+        return self.microbatches * self.micro_batch_size * self.model.seq_len
 
     @property
     def flops(self) -> float:
         """The model's FLOPs in a step: products of matrices, forward and twice as many backward, attention as a whole
         square, nothing for what is computed again (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
         forward = sum(self.model.forward_flops(layer) for layer in range(self.model.layers))
-        return 3.0 * forward * self.microbatches * self.rows
+        return 3.0 * forward * self.microbatches * self.micro_batch_size
 
     def mfu(self, step: float) -> float:
         """Model FLOPs utilization: those FLOPs, of what all ranks' devices could do in a step of so many seconds."""

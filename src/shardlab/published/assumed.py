@@ -26,9 +26,9 @@ def assumptions(record: RunRecord, workload: Workload) -> tuple[str, ...]:
 def _of_model(written: ModelRecord, model: Blocks) -> Iterator[str]:
     tied = model.has_tied_head
     if written.vocab is None:
-        yield f"vocabulary: {model.vocabulary}, the framework's usual one, padded"
-    elif written.vocab != model.vocabulary:
-        yield f"vocabulary: padded to {model.vocabulary}"
+        yield f"vocabulary: {model.vocab_size}, the framework's usual one, padded"
+    elif written.vocab != model.vocab_size:
+        yield f"vocabulary: padded to {model.vocab_size}"
     if written.kv_heads is None:
         yield "key and value heads: as many as heads"
     if written.ffn_hidden is None:

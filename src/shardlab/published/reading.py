@@ -139,12 +139,12 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
         tied = written.layers + 2 == parallelism.pp * each
     common: dict[str, Any] = {
         "layers": written.layers,
-        "width": written.hidden,
+        "hidden_size": written.hidden,
         "heads": written.heads,
         "kv_heads": written.kv_heads or written.heads,
-        "ffn_hidden": written.ffn_hidden or 4 * written.hidden,
-        "vocabulary": -(-vocabulary // to) * to if recipe.pads_vocab or parallelism.tp > 1 else vocabulary,
-        "block": written.seq_len,
+        "ffn_hidden_size": written.ffn_hidden or 4 * written.hidden,
+        "vocab_size": -(-vocabulary // to) * to if recipe.pads_vocab or parallelism.tp > 1 else vocabulary,
+        "seq_len": written.seq_len,
         "tied": tied,
     }
     kind = written.ffn_type or "gelu"

@@ -71,11 +71,11 @@ class Case:
 
     def job(self) -> Job:
         if isinstance(self.strategy, str) and find(self.strategy).columns:
-            model = MLP(layers=self.layers, width=16, block=8, dropout=self.dropout)
+            model = MLP(layers=self.layers, hidden_size=16, seq_len=8, dropout=self.dropout)
         else:
             experts = self.column.startswith("ep") or self.strategy == "expert-parallel"
             kind = MoE if experts else GPT
-            model = kind(layers=self.layers, width=16, heads=2, block=8, dropout=self.dropout)
+            model = kind(layers=self.layers, hidden_size=16, heads=2, seq_len=8, dropout=self.dropout)
         return Job(self.strategy, self.ranks, self.microbatches, model, 2, torch.float64, name=str(self))
 
 

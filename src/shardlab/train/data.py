@@ -63,8 +63,8 @@ class Corpus:
     validation: NDArray[np.uint8]
 
     @classmethod
-    def split(cls, text: Text, block: int, source: str = "the text") -> Corpus:
-        """The first nine tenths for training, the rest for validation, each with a sequence of `block` tokens at least.
+    def split(cls, text: Text, seq_len: int, source: str = "the text") -> Corpus:
+        """The first nine tenths for training, the rest for validation, each with `seq_len` tokens at least.
 
         Args:
             source: what an error calls the text.
@@ -72,11 +72,11 @@ class Corpus:
         Raises:
             UserError: when it is too short for that.
         """
-        needed = block + 1  # a sequence and the byte that comes next
+        needed = seq_len + 1  # a sequence and the byte that comes next
         if len(text) < 2 * needed:
             raise UserError(
                 f"{source} has {len(text)} bytes but {2 * needed} are needed: {needed} in the training part and "
-                f"{needed} in the validation part (a sequence of {block} and the next byte); "
+                f"{needed} in the validation part (a sequence of {seq_len} and the next byte); "
                 "take a longer text or a smaller block"
             )
         tokens = np.frombuffer(text, np.uint8)
@@ -89,40 +89,43 @@ class Batches:
     """Microbatches of sequences, with the next byte of each token as its target.
 
     Attributes:
-        block: tokens of a sequence.
+        seq_len: tokens of a sequence.
         rows: sequences of a microbatch.
         seed: of the run.
     """
 
     corpus: Corpus
-    block: int
-    rows: int
+    seq_len: int
+    micro_batch_size: int
     seed: int
 
     def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets, int64 (rows, block), from random places: a function of seed, step and microbatch."""
         generator = generator_of("batch", self.seed, step, microbatch)
-        starts = torch.randint(len(self.corpus.training) - self.block, (self.rows,), generator=generator)
+        starts = torch.randint(len(self.corpus.training) - self.seq_len, (self.micro_batch_size,), generator=generator)
         return self._cut(self.corpus.training, starts)
 
     def counted(self, step: int, microbatches: int) -> int:
         """Targets that count in a step: all of them."""
-        return microbatches * self.rows * self.block
+        return microbatches * self.micro_batch_size * self.seq_len
 
     @property
     def validation_count(self) -> int:
         """How many microbatches cover the validation part once; at least 1."""
-        return max(1, self._validation_sequences // self.rows)
+        return max(1, self._validation_sequences // self.micro_batch_size)
 
     def validation(self, index: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets as above, from one place after the other; at the end it begins anew."""
-        sequences = torch.arange(index * self.rows, (index + 1) * self.rows) % self._validation_sequences
-        return self._cut(self.corpus.validation, sequences * self.block)
+        sequences = (
+            torch.arange(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
+            % self._validation_sequences
+        )
+        return self._cut(self.corpus.validation, sequences * self.seq_len)
 
     @property
     def _validation_sequences(self) -> int:
-        return (len(self.corpus.validation) - 1) // self.block
+        return (len(self.corpus.validation) - 1) // self.seq_len
 
     def _cut(self, text: NDArray[np.uint8], starts: Tensor) -> tuple[Tensor, Tensor]:
-        places = (starts[:, None] + torch.arange(self.block)).numpy()
+        places = (starts[:, None] + torch.arange(self.seq_len)).numpy()
         return torch.from_numpy(text[places]).long(), torch.from_numpy(text[places + 1]).long()

@@ -42,7 +42,7 @@ class Job:
     ranks: int
     microbatches: int
     model: Blocks
-    rows: int
+    micro_batch_size: int
     dtype: torch.dtype = torch.float32
     seed: int = 0
     name: str = ""
@@ -81,12 +81,12 @@ class Job:
     @property
     def sizes(self) -> Sizes:
         """Elements of the program's values."""
-        return self.cut.sizes(self.rows, self.dtype.itemsize)
+        return self.cut.sizes(self.micro_batch_size, self.dtype.itemsize)
 
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        return self.microbatches * self.rows * self.model.block
+        return self.microbatches * self.micro_batch_size * self.model.seq_len
 
 
 def agree(checked: Checked, text: Text) -> None:

@@ -42,7 +42,7 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
 
 def _train(rank: int, device: torch.device, run: Run, stop: StopRequest) -> Summary | None:
     job, text = run.job, run.text()
-    batches = Batches(run.corpus(text), job.model.block, job.rows, job.seed)
+    batches = Batches(run.corpus(text), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, text)
     settings = Settings(job.seed, job.dtype, device, run.optimizer)

@@ -57,7 +57,7 @@ class Run:
             UserError: when it is shorter than two sequences.
         """
         source = "the default text" if self.data is None else str(self.data)
-        return Corpus.split(text, self.job.model.block, source)
+        return Corpus.split(text, self.job.model.seq_len, source)
 
     def record(self, text: Text, checked: Checked, device: str) -> dict[str, Any]:
         """All by which the run can be repeated, for a JSON file: command, configuration, data and versions."""

@@ -107,8 +107,8 @@ class Tracer:
 
 def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:
     """One rank's part of a run of no more steps than are recorded, on the default text; it leaves a trace."""
-    corpus = Corpus.split(default_text(), job.model.block, "the default text")
-    batches = Batches(corpus, job.model.block, job.rows, job.seed)
+    corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
     settings = Settings(job.seed, job.dtype, device, AdamW(steps=tracing.steps))
     tracer = Tracer(Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device)), job, folder, tracing)
     for _ in range(tracing.steps):

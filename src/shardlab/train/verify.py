@@ -89,7 +89,7 @@ def verify_rank(
     rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None, clip: float | None = None
 ) -> Verdict | None:
     """One rank's part: it compares every slice that it holds, so that replicas are judged as well."""
-    batches = Batches(_random_corpus(job), job.model.block, job.rows, job.seed)
+    batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, b"")
     optimizer = AdamW(steps=steps, warmup=1, clip=clip_for(checked, clip))
@@ -154,6 +154,6 @@ def _number(error: float) -> float:
 def _random_corpus(job: Job) -> Corpus:
     """Text of random bytes within the model's vocabulary."""
     generator = torch.Generator().manual_seed(job.seed)
-    length = max(4096, 8 * (job.model.block + 1))
-    text = torch.randint(min(256, job.model.vocabulary), (length,), generator=generator, dtype=torch.uint8)
-    return Corpus.split(text.numpy().tobytes(), job.model.block)
+    length = max(4096, 8 * (job.model.seq_len + 1))
+    text = torch.randint(min(256, job.model.vocab_size), (length,), generator=generator, dtype=torch.uint8)
+    return Corpus.split(text.numpy().tobytes(), job.model.seq_len)

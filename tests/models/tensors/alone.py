@@ -18,7 +18,7 @@ from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.mixture import slots_of
 
 ROWS, T, C, HIDDEN = 3, 6, 8, 16
-ROUTER = Router(width=C, experts=4, top_k=2, capacity_factor=0.8, auxiliary=0.5)
+ROUTER = Router(hidden_size=C, experts=4, top_k=2, capacity_factor=0.8, auxiliary=0.5)
 SITE = DropoutSite.ATTENTION_OUTPUT
 
 
@@ -42,17 +42,17 @@ def scores(*, tied: bool) -> Scores:
 
 
 def projection(*, bias: bool = False, kv_heads: int = 2, rope_theta: float | None = None) -> Projection:
-    return Projection(tokens=T, width=C, heads=4, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta)
+    return Projection(tokens=T, hidden_size=C, heads=4, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta)
 
 
 PRIMITIVES: list[tuple[Primitive, str]] = [
-    (Lookup(tokens=T, width=C, vocabulary=HIDDEN), "vocab width"),
-    (Embed(tokens=T, width=C, positions=True, drops=False), "width"),
-    (Embed(tokens=T, width=C, positions=False, drops=False), "width"),
-    (Embed(tokens=T, width=C, positions=True, drops=True), ""),
-    (Norm(tokens=T, name="ln", width=C, rms=False, bias=True), ""),
-    (Norm(tokens=T, name="ln", width=C, rms=False, bias=False), ""),
-    (Norm(tokens=T, name="ln", width=C, rms=True, bias=True), ""),
+    (Lookup(tokens=T, hidden_size=C, vocab_size=HIDDEN), "vocab width"),
+    (Embed(tokens=T, hidden_size=C, positions=True, drops=False), "width"),
+    (Embed(tokens=T, hidden_size=C, positions=False, drops=False), "width"),
+    (Embed(tokens=T, hidden_size=C, positions=True, drops=True), ""),
+    (Norm(tokens=T, name="ln", hidden_size=C, rms=False, bias=True), ""),
+    (Norm(tokens=T, name="ln", hidden_size=C, rms=False, bias=False), ""),
+    (Norm(tokens=T, name="ln", hidden_size=C, rms=True, bias=True), ""),
     (linear("ffn", "width"), "ffn width"),
     (linear("width", "ffn"), "ffn width"),
     (linear("width", "head"), "head width"),
@@ -61,14 +61,14 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (scores(tied=False), "vocab width"),
     (scores(tied=True), "vocab width"),
     *((Activate(tokens=T, activation=each, hidden=HIDDEN), "ffn") for each in ("gelu", "squared_relu", "swiglu")),
-    (Add(tokens=T, width=C, bias="bias", drops=False, site=SITE), "width"),
-    (Add(tokens=T, width=C, bias="", drops=True, site=SITE), ""),
+    (Add(tokens=T, hidden_size=C, bias="bias", drops=False, site=SITE), "width"),
+    (Add(tokens=T, hidden_size=C, bias="", drops=True, site=SITE), ""),
     (projection(), "head width"),
     (projection(bias=True, rope_theta=100.0), "head"),
     (projection(kv_heads=4, rope_theta=100.0), "head width"),
-    (Attend(tokens=T, width=C, heads=4, kv_heads=2, drops=False), "head"),
-    (Attend(tokens=T, width=C, heads=4, kv_heads=4, drops=True), "head"),
-    (Attend(tokens=T, width=C, heads=4, kv_heads=2, drops=True), "head"),
+    (Attend(tokens=T, hidden_size=C, heads=4, kv_heads=2, drops=False), "head"),
+    (Attend(tokens=T, hidden_size=C, heads=4, kv_heads=4, drops=True), "head"),
+    (Attend(tokens=T, hidden_size=C, heads=4, kv_heads=2, drops=True), "head"),
     (Route(tokens=T, router=ROUTER), ""),
     (Route(tokens=T, router=replace(ROUTER, top_k=1)), ""),
     (Place(tokens=T, router=ROUTER), ""),
@@ -93,7 +93,7 @@ def parameters_of(primitive: Primitive) -> list[Parameter]:
 def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dict[str, Tensor]:
     """Random tensors that it reads."""
     if isinstance(primitive, Lookup):
-        return {"x": torch.randint(primitive.vocabulary, (rows, T))}
+        return {"x": torch.randint(primitive.vocab_size, (rows, T))}
     if isinstance(primitive, Activate | ExpertActivate):
         features = features_of(primitive.activation, primitive.hidden)
     else:
@@ -104,7 +104,10 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
     kv = 2 * primitive.kv_width if isinstance(primitive, Attend) else 0
     given = {
         "x": torch.randn(*shape, features, dtype=dtype),
-        **{name: torch.randn(rows, T, width, dtype=dtype) for name, width in (("s", C), ("q", C), ("kv", kv))},
+        **{
+            name: torch.randn(rows, T, hidden_size, dtype=dtype)
+            for name, hidden_size in (("s", C), ("q", C), ("kv", kv))
+        },
         "gates": torch.rand(rows, T, ROUTER.top_k, dtype=dtype),
         "choices": choices,
         "slots": slots_of(ROUTER, choices, 1),

@@ -12,11 +12,11 @@ from shardlab.models.tensors.attention import attend, attend_backward, merge
 from shardlab.models.tensors.tokens import rows_of, runs
 from tests.models.tensors.test_halves import batch, error, random_flats
 
-SMALL = {"layers": 2, "width": 16, "vocabulary": 40, "block": 12}
+SMALL = {"layers": 2, "hidden_size": 16, "vocab_size": 40, "seq_len": 12}
 MODELS = [
     GPT(heads=4, **SMALL),
     GPT(heads=8, kv_heads=4, bias=False, **SMALL),
-    MLP(ffn_hidden=20, dropout=0.3, **SMALL),
+    MLP(ffn_hidden_size=20, dropout=0.3, **SMALL),
 ]
 MODELS += [Llama(heads=4, kv_heads=2, **SMALL), GPT(heads=4, rope_theta=1e3, activation="squared_relu", **SMALL)]
 TOKENS = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlab.models import CutModel, MoE, cut
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, to_blocks, to_layers, views
 
-SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 40, "block": 12, "experts": 4, "auxiliary": 0.5}
+SMALL = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 40, "seq_len": 12, "experts": 4, "auxiliary": 0.5}
 MODELS = [
     MoE(**SMALL),
     MoE(top_k=1, capacity_factor=0.6, dropout=0.3, **SMALL),
@@ -91,7 +91,7 @@ def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, 
 
 
 def test_experts_numbers_survive_being_carried_in_bfloat16() -> None:
-    whole = MoE(layers=1, width=16, heads=2, vocabulary=40, block=64, experts=256, top_k=4)
+    whole = MoE(layers=1, hidden_size=16, heads=2, vocab_size=40, seq_len=64, experts=256, top_k=4)
     model = cut(whole)
     parameters = [views(model.layout(layer), initial_weights(model, layer, 0, torch.bfloat16)) for layer in range(3)]
     tokens = torch.randint(40, (2, 64))

@@ -7,12 +7,12 @@ from shardlab.errors import UserError
 from shardlab.models import GPT, MLP
 from shardlab.models.tensors import generate, initial_weights, views
 
-GPT_SMALL = GPT(layers=2, width=16, heads=2, vocabulary=20, block=8)
+GPT_SMALL = GPT(layers=2, hidden_size=16, heads=2, vocab_size=20, seq_len=8)
 FLATS = [initial_weights(GPT_SMALL, layer, 0, torch.float32) for layer in range(2)]
 
 
 def test_a_model_that_knows_each_tokens_successor_writes_it() -> None:
-    model = MLP(layers=1, width=10, vocabulary=10, block=4)
+    model = MLP(layers=1, hidden_size=10, vocab_size=10, seq_len=4)
     flat = initial_weights(model, 0, 0, torch.float64)
     for parameter, view in zip(model.layout(0).parameters, views(model.layout(0), flat), strict=True):
         if parameter.name == "wte.weight":

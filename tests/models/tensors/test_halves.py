@@ -24,18 +24,18 @@ from shardlab.models.tensors import (
 )
 from tests.models.conftest import piece_of
 
-SMALL = {"layers": 2, "width": 16, "vocabulary": 40, "block": 12}
+SMALL = {"layers": 2, "hidden_size": 16, "vocab_size": 40, "seq_len": 12}
 MODELS = [
     GPT(heads=4, **SMALL),
     GPT(heads=8, kv_heads=4, dropout=0.3, **SMALL),
-    GPT(heads=4, bias=False, **SMALL | {"vocabulary": 37}),
-    GPT(heads=4, dropout=0.2, **SMALL | {"vocabulary": 5}),  # of four slices, the last is padding alone
-    MLP(ffn_hidden=20, **SMALL),
-    MLP(dropout=0.1, **SMALL | {"layers": 1, "vocabulary": 41}),
-    GPT(heads=4, dropout=0.1, tied=True, **SMALL | {"vocabulary": 41}),
+    GPT(heads=4, bias=False, **SMALL | {"vocab_size": 37}),
+    GPT(heads=4, dropout=0.2, **SMALL | {"vocab_size": 5}),  # of four slices, the last is padding alone
+    MLP(ffn_hidden_size=20, **SMALL),
+    MLP(dropout=0.1, **SMALL | {"layers": 1, "vocab_size": 41}),
+    GPT(heads=4, dropout=0.1, tied=True, **SMALL | {"vocab_size": 41}),
     GPT(heads=4, tied=True, **SMALL | {"layers": 1}),
     Llama(heads=8, kv_heads=4, **SMALL),
-    Llama(heads=4, dropout=0.2, ffn_hidden=20, **SMALL),
+    Llama(heads=4, dropout=0.2, ffn_hidden_size=20, **SMALL),
     GPT(heads=4, activation="squared_relu", norm="rms", **SMALL),
 ]
 DROPPED = Dropout(0.3, seed=1, step=2, layer=99, microbatches=(3, 5))
@@ -102,7 +102,7 @@ def gradients_of(model: CutModel, ranks: list[list[list[Tensor]]]) -> list[Tenso
 
 def batch(model: Blocks) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    tokens, targets = torch.randint(model.vocabulary, (2, 4, model.block), generator=generator)
+    tokens, targets = torch.randint(model.vocab_size, (2, 4, model.seq_len), generator=generator)
     targets[0, :5] = -1
     return tokens, targets
 
@@ -124,8 +124,8 @@ def test_sliced_half_blocks_equal_the_whole_model_in_loss_and_gradients(
     model = cut(whole, tp=slices)
     layers = to_layers(model, flats)
     ranks = [leaves_of(model, layers, rank) for rank in range(slices)]
-    length = whole.block // slices if sequence_parallel else whole.block
-    cuts = [range(start, start + length) for start in range(0, whole.block, length)]
+    length = whole.seq_len // slices if sequence_parallel else whole.seq_len
+    cuts = [range(start, start + length) for start in range(0, whole.seq_len, length)]
     logits = played(model, ranks, tokens, Dropout(whole.dropout, 1, 2, 99, (3, 5)), cuts)
     firsts = [model.first_token(rank) for rank in range(slices)]
     stats = torch.stack([loss_stats(its, targets, first) for its, first in zip(logits, firsts, strict=True)])
@@ -161,7 +161,7 @@ def test_a_bodys_result_is_the_sum_of_its_slices_results(layer: int, dropout: Dr
 
 
 def test_the_heads_slices_are_slices_of_the_logits_and_padding_is_minus_infinity() -> None:
-    whole = GPT(heads=4, **SMALL | {"vocabulary": 37})
+    whole = GPT(heads=4, **SMALL | {"vocab_size": 37})
     flats, one, four = random_flats(whole), cut(whole), cut(whole, tp=4)
     x, last = torch.randn(4, 12, 16, dtype=torch.float64), one.layers - 1
     logits = layers_of(one)[last](leaves_of(one, to_layers(one, flats), 0)[last], x)

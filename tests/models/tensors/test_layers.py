@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlab.models import GPT, MLP, Model
 from shardlab.models.tensors import Dropout, initial_weights, layers_of, loss_of, views
 
-SMALL = {"width": 24, "heads": 3, "vocabulary": 40, "block": 10}
+SMALL = {"hidden_size": 24, "heads": 3, "vocab_size": 40, "seq_len": 10}
 
 
 def error(a: Tensor, b: Tensor) -> float:
@@ -31,7 +31,7 @@ def run(model: Model, parameters: Sequence[Sequence[Tensor]], x: Tensor, dropout
 
 
 def test_an_mlp_sees_one_token_only() -> None:
-    model = MLP(layers=2, width=16, vocabulary=20, block=8)
+    model = MLP(layers=2, hidden_size=16, vocab_size=20, seq_len=8)
     parameters, tokens = parameters_of(model), torch.randint(20, (3, 8))
     whole = run(model, parameters, tokens, [None] * 2)
     one = run(model, parameters, tokens[:, 4:5], [None] * 2)
@@ -54,7 +54,9 @@ def test_attention_step_by_step_equals_the_fused_one() -> None:
     assert error(run(model, parameters, tokens, hardly), run(model, parameters, tokens, [None] * 2)) <= 1e-12
 
 
-@pytest.mark.parametrize("model", [GPT(layers=2, **SMALL), MLP(layers=2, width=24, vocabulary=40, block=10)], ids=str)
+@pytest.mark.parametrize(
+    "model", [GPT(layers=2, **SMALL), MLP(layers=2, hidden_size=24, vocab_size=40, seq_len=10)], ids=str
+)
 def test_microbatches_together_equal_microbatches_apart(model: Model) -> None:
     parameters, tokens = parameters_of(model), torch.randint(40, (4, 10))
     together, first, second = (

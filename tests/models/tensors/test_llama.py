@@ -14,13 +14,13 @@ from shardlab.models.tensors import Share, layers_of, loss_of, views
 from shardlab.models.tensors.rms_norm import rms_norm
 from shardlab.models.tensors.rotary import rotated
 
-SMALL = {"layers": 2, "width": 24, "vocabulary": 40, "block": 10}
+SMALL = {"layers": 2, "hidden_size": 24, "vocab_size": 40, "seq_len": 10}
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
@@ -41,31 +41,31 @@ def turn(x: Tensor, theta: float) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.config, size = config, config.width // config.heads
+        self.config, size = config, config.hidden_size // config.heads
         self.kv_heads = config.kv_heads or config.heads
-        self.sections = [config.width, self.kv_heads * size, self.kv_heads * size]
-        self.c_attn = nn.Linear(config.width, sum(self.sections), bias=False)
-        self.c_proj = nn.Linear(config.width, config.width, bias=False)
+        self.sections = [config.hidden_size, self.kv_heads * size, self.kv_heads * size]
+        self.c_attn = nn.Linear(config.hidden_size, sum(self.sections), bias=False)
+        self.c_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        config, (rows, tokens, width) = self.config, x.shape
+        config, (rows, tokens, hidden_size) = self.config, x.shape
         q, k, v = (
-            part.view(rows, tokens, -1, width // config.heads).transpose(1, 2)
+            part.view(rows, tokens, -1, hidden_size // config.heads).transpose(1, 2)
             for part in self.c_attn(x).split(self.sections, -1)
         )
         q, k = turn(q, config.rope_theta), turn(k, config.rope_theta)
         k, v = (each.repeat_interleave(config.heads // self.kv_heads, 1) for each in (k, v))
-        scores = q @ k.mT / (width // config.heads) ** 0.5
+        scores = q @ k.mT / (hidden_size // config.heads) ** 0.5
         future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
-        return self.c_proj(mixed.transpose(1, 2).reshape(rows, tokens, width))
+        return self.c_proj(mixed.transpose(1, 2).reshape(rows, tokens, hidden_size))
 
 
 class SwiGLU(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.width, 2 * config.hidden, bias=False)
-        self.c_proj = nn.Linear(config.hidden, config.width, bias=False)
+        self.c_fc = nn.Linear(config.hidden_size, 2 * config.hidden, bias=False)
+        self.c_proj = nn.Linear(config.hidden, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.c_fc(x).chunk(2, -1)
@@ -78,11 +78,11 @@ class Experts(nn.Module):
     def __init__(self, config: Mixtral) -> None:
         super().__init__()
         self.top_k, e = config.top_k, config.experts
-        self.router = nn.Linear(config.width, e, bias=False)
+        self.router = nn.Linear(config.hidden_size, e, bias=False)
         self.experts = nn.ParameterDict(
             {
-                "c_fc": nn.Parameter(torch.randn(e, 2 * config.hidden, config.width)),
-                "c_proj": nn.Parameter(torch.randn(e, config.width, config.hidden)),
+                "c_fc": nn.Parameter(torch.randn(e, 2 * config.hidden, config.hidden_size)),
+                "c_proj": nn.Parameter(torch.randn(e, config.hidden_size, config.hidden)),
             }
         )
 
@@ -99,7 +99,7 @@ class Experts(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = RMSNorm(config.width), RMSNorm(config.width)
+        self.ln_1, self.ln_2 = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
         self.attn = Attention(config)
         self.mlp = Experts(config) if isinstance(config, Mixtral) else SwiGLU(config)
 
@@ -111,10 +111,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocabulary, config.width)
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         self.h = nn.ModuleList([Block(config) for _ in range(config.layers)])
-        self.ln_f = RMSNorm(config.width)
-        self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.ln_f = RMSNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens)
@@ -138,7 +138,7 @@ def error(a: Tensor, b: Tensor) -> float:
     "model",
     [
         Llama(heads=4, **SMALL),
-        Llama(heads=6, kv_heads=2, ffn_hidden=20, rope_theta=100.0, **SMALL),
+        Llama(heads=6, kv_heads=2, ffn_hidden_size=20, rope_theta=100.0, **SMALL),
         Llama(heads=4, kv_heads=1, **SMALL | {"layers": 1}),
         Mixtral(heads=4, kv_heads=2, experts=4, capacity_factor=None, auxiliary=0.0, **SMALL),
     ],
@@ -155,7 +155,7 @@ def test_logits_loss_and_gradients_are_an_independent_models(model: GPT) -> None
         parameter.data.add_(torch.randn_like(parameter) / 10)
         view.copy_(parameter.detach()).requires_grad_()
 
-    tokens, targets = torch.randint(model.vocabulary, (2, 5, model.block))
+    tokens, targets = torch.randint(model.vocab_size, (2, 5, model.seq_len))
     expected = reference(tokens)
     expected_loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
     expected_loss.backward()

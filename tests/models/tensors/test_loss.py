@@ -14,23 +14,23 @@ ROWS, LENGTH = 2, 5
 
 def by_slices(logits: Tensor, targets: Tensor, slices: int) -> tuple[Tensor, Tensor]:
     """Loss and gradient from `slices` slices of the logits, padded at the end."""
-    vocabulary = logits.shape[-1]
-    size = -(-vocabulary // slices)
-    padded = F.pad(logits, (0, size * slices - vocabulary), value=float("-inf"))
+    vocab_size = logits.shape[-1]
+    size = -(-vocab_size // slices)
+    padded = F.pad(logits, (0, size * slices - vocab_size), value=float("-inf"))
     cut = list(zip(padded.chunk(slices, -1), range(0, size * slices, size), strict=True))
     stats = torch.stack([loss_stats(each, targets, first) for each, first in cut])
     assert stats.shape == (slices, ROWS, LENGTH, 3)
     gradients = [loss_gradient(each, stats, targets, first) for each, first in cut]
     gradient = torch.cat(gradients, -1)
-    assert not gradient[..., vocabulary:].any()
-    return combined_loss(stats, targets), gradient[..., :vocabulary]
+    assert not gradient[..., vocab_size:].any()
+    return combined_loss(stats, targets), gradient[..., :vocab_size]
 
 
 @given(st.integers(1, 30), st.integers(1, 7), st.sampled_from([1e-3, 1.0, 300.0]), st.integers(0, 1000))
-def test_loss_and_gradient_of_slices_are_cross_entropys(vocabulary: int, slices: int, scale: float, seed: int) -> None:
+def test_loss_and_gradient_of_slices_are_cross_entropys(vocab_size: int, slices: int, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = scale * torch.randn(ROWS, LENGTH, vocabulary, dtype=torch.float64, generator=generator)
-    targets = torch.randint(-1, vocabulary, (ROWS, LENGTH), generator=generator)
+    logits = scale * torch.randn(ROWS, LENGTH, vocab_size, dtype=torch.float64, generator=generator)
+    targets = torch.randint(-1, vocab_size, (ROWS, LENGTH), generator=generator)
     logits.requires_grad_()
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     expected.backward()

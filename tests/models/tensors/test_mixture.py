@@ -18,7 +18,7 @@ from shardlab.models.tensors import Share
 from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.mixture import dispatch, route, slots_of
 
-ROUTER = Router(width=8, experts=4, top_k=2, capacity_factor=1.25, auxiliary=0.5)
+ROUTER = Router(hidden_size=8, experts=4, top_k=2, capacity_factor=1.25, auxiliary=0.5)
 
 
 def steps_of(router: Router) -> tuple[Primitive, ...]:
@@ -52,7 +52,7 @@ def by_definition(router: Router, p: Mapping[str, Tensor], x: Tensor) -> tuple[T
     probabilities = F.linear(x, p["mlp.router.weight"]).softmax(-1)
     order = [sorted(range(router.experts), key=lambda e, row=row: (-row[e], e)) for row in probabilities.tolist()]
     taken = [0] * router.experts
-    branch = [torch.zeros(router.width, dtype=x.dtype) for _ in x]
+    branch = [torch.zeros(router.hidden_size, dtype=x.dtype) for _ in x]
     dropped = 0
     for turn in range(router.top_k):
         for n, token in enumerate(x):

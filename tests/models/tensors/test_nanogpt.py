@@ -15,32 +15,32 @@ from shardlab.models.tensors import layers_of, loss_of, views, with_borrowed
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.heads, width = config.heads, config.width
+        self.heads, hidden_size = config.heads, config.hidden_size
         self.kv_heads = config.kv_heads or config.heads
-        self.kv_width = width // self.heads * self.kv_heads
-        self.c_attn = nn.Linear(width, width + 2 * self.kv_width, bias=config.bias)
-        self.c_proj = nn.Linear(width, width, bias=config.bias)
+        self.kv_width = hidden_size // self.heads * self.kv_heads
+        self.c_attn = nn.Linear(hidden_size, hidden_size + 2 * self.kv_width, bias=config.bias)
+        self.c_proj = nn.Linear(hidden_size, hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, tokens, width = x.size()
+        rows, tokens, hidden_size = x.size()
         q, k, v = (
-            part.view(rows, tokens, -1, width // self.heads).transpose(1, 2)
-            for part in self.c_attn(x).split([width, self.kv_width, self.kv_width], dim=2)
+            part.view(rows, tokens, -1, hidden_size // self.heads).transpose(1, 2)
+            for part in self.c_attn(x).split([hidden_size, self.kv_width, self.kv_width], dim=2)
         )
         shared = [head * self.kv_heads // self.heads for head in range(self.heads)]  # whose keys each head uses
         k, v = k[:, shared], v[:, shared]
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         scores = scores.masked_fill(torch.tril(torch.ones(tokens, tokens)) == 0, float("-inf"))
         y = F.softmax(scores, dim=-1) @ v
-        return self.c_proj(y.transpose(1, 2).contiguous().view(rows, tokens, width))
+        return self.c_proj(y.transpose(1, 2).contiguous().view(rows, tokens, hidden_size))
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.width, 4 * config.width, bias=config.bias)
+        self.c_fc = nn.Linear(config.hidden_size, 4 * config.hidden_size, bias=config.bias)
         self.gelu = nn.GELU()
-        self.c_proj = nn.Linear(4 * config.width, config.width, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.hidden_size, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(self.gelu(self.c_fc(x)))
@@ -49,9 +49,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.width, bias=config.bias)
+        self.ln_1 = nn.LayerNorm(config.hidden_size, bias=config.bias)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.width, bias=config.bias)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,11 +62,11 @@ class Block(nn.Module):
 class NanoGPT(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocabulary, config.width)
-        self.wpe = nn.Embedding(config.block, config.width)
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.seq_len, config.hidden_size)
         self.h = nn.ModuleList([Block(config) for _ in range(config.layers)])
-        self.ln_f = nn.LayerNorm(config.width, bias=config.bias)
-        self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.ln_f = nn.LayerNorm(config.hidden_size, bias=config.bias)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.wte.weight
 
@@ -89,12 +89,12 @@ def error(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize(
     "model",
     [
-        GPT(layers=3, width=24, heads=3, vocabulary=40, block=10),
-        GPT(layers=1, width=24, heads=1, vocabulary=40, block=10),
-        GPT(layers=2, width=16, heads=4, vocabulary=40, block=10, bias=False),
-        GPT(layers=1, width=16, heads=2, vocabulary=40, block=10, tied=True),
-        GPT(layers=3, width=16, heads=2, vocabulary=40, block=10, tied=True),
-        GPT(layers=2, width=24, heads=6, kv_heads=2, vocabulary=40, block=10),
+        GPT(layers=3, hidden_size=24, heads=3, vocab_size=40, seq_len=10),
+        GPT(layers=1, hidden_size=24, heads=1, vocab_size=40, seq_len=10),
+        GPT(layers=2, hidden_size=16, heads=4, vocab_size=40, seq_len=10, bias=False),
+        GPT(layers=1, hidden_size=16, heads=2, vocab_size=40, seq_len=10, tied=True),
+        GPT(layers=3, hidden_size=16, heads=2, vocab_size=40, seq_len=10, tied=True),
+        GPT(layers=2, hidden_size=24, heads=6, kv_heads=2, vocab_size=40, seq_len=10),
     ],
     ids=str,
 )
@@ -109,11 +109,11 @@ def test_a_gpt_equals_nanogpt_in_logits_loss_and_gradients(model: GPT) -> None:
         parameter.data.add_(torch.randn_like(parameter) / 10)  # biases and norms too, which begin as 0 and 1
         view.copy_(parameter.detach()).requires_grad_()
 
-    tokens = torch.randint(model.vocabulary, (5, model.block))
-    targets = torch.randint(model.vocabulary, (5, model.block))
+    tokens = torch.randint(model.vocab_size, (5, model.seq_len))
+    targets = torch.randint(model.vocab_size, (5, model.seq_len))
     targets[:, :3] = -1
     expected = reference(tokens)
-    expected_loss = F.cross_entropy(expected.view(-1, model.vocabulary), targets.view(-1), ignore_index=-1)
+    expected_loss = F.cross_entropy(expected.view(-1, model.vocab_size), targets.view(-1), ignore_index=-1)
     expected_loss = expected_loss * (targets != -1).sum()
     expected_loss.backward()
     logits = tokens

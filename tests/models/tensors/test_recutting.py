@@ -11,12 +11,12 @@ from shardlab.models.layout import Cut
 from shardlab.models.tensors import initial_weights, lengthened, named_views, to_blocks, to_layers, views
 from shardlab.models.tensors.recutting import _put, _take
 
-GPT_CUT = GPT(layers=2, width=24, heads=6, kv_heads=2, vocabulary=37, block=8)
+GPT_CUT = GPT(layers=2, hidden_size=24, heads=6, kv_heads=2, vocab_size=37, seq_len=8)
 WHOLES = [
     GPT_CUT,
-    MLP(layers=1, width=8, vocabulary=3, block=4),
-    GPT(layers=1, width=8, heads=2, bias=False, block=4),
-    MoE(layers=2, width=8, heads=2, vocabulary=37, block=4, experts=6, activation="swiglu"),
+    MLP(layers=1, hidden_size=8, vocab_size=3, seq_len=4),
+    GPT(layers=1, hidden_size=8, heads=2, bias=False, seq_len=4),
+    MoE(layers=2, hidden_size=8, heads=2, vocab_size=37, seq_len=4, experts=6, activation="swiglu"),
 ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlab.models import GPT
 from shardlab.models.tensors import initial_weights, views
 
-MODEL = GPT(layers=8, width=96, vocabulary=300, block=80)
+MODEL = GPT(layers=8, hidden_size=96, vocab_size=300, seq_len=80)
 
 
 def named(layer: int, flat: Tensor) -> dict[str, Tensor]:

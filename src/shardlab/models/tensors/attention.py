@@ -48,12 +48,12 @@ def attend(
 
 def merge(part: Attend, a: Tensor, b: Tensor) -> Tensor:
     """Attended to two lots of keys and values that have none in common, from attended to either."""
-    lse_a, lse_b = a[..., part.width :], b[..., part.width :]
+    lse_a, lse_b = a[..., part.hidden_size :], b[..., part.hidden_size :]
     lse = torch.logaddexp(lse_a, lse_b)
     shift = _finite(lse)
-    size = part.width // part.heads
+    size = part.hidden_size // part.heads
     share_a, share_b = ((each - shift).exp_().repeat_interleave(size, -1) for each in (lse_a, lse_b))
-    return torch.cat([(a[..., : part.width] * share_a).add_(b[..., : part.width] * share_b), lse], -1)
+    return torch.cat([(a[..., : part.hidden_size] * share_a).add_(b[..., : part.hidden_size] * share_b), lse], -1)
 
 
 def attend_backward(
@@ -72,7 +72,7 @@ def attend_backward(
         attended: to all keys and values that the queries see.
         gradient: of the loss with respect to it; that of the log-sum-exp is not read.
     """
-    c = part.width
+    c = part.hidden_size
     q, (k, v) = _heads(part, queries, part.heads), _keys_and_values(part, keys_values)
     mixed, lse = (_heads(part, each, part.heads) for each in (attended[..., :c], attended[..., c:]))
     grad = _heads(part, gradient[..., :c], part.heads)

@@ -117,9 +117,9 @@ def _(primitive: Projection, given: Given) -> tuple[Tensor, ...]:
     x, (_, of) = given.x, given.share.piece("head")
     features = F.linear(x, given.parameters["attn.c_attn.weight"], given.parameters.get("attn.c_attn.bias"))
     if primitive.rope_theta is not None:
-        heads, size = (primitive.heads + primitive.kv_heads) // of, primitive.width // primitive.heads
+        heads, size = (primitive.heads + primitive.kv_heads) // of, primitive.hidden_size // primitive.heads
         features = rotated(features, heads, size, given.share.tokens or range(x.shape[1]), primitive.rope_theta)
-    queries, keys_values = torch.split(features, [primitive.width // of, 2 * primitive.kv_width // of], -1)
+    queries, keys_values = torch.split(features, [primitive.hidden_size // of, 2 * primitive.kv_width // of], -1)
     return queries, keys_values
 
 
@@ -127,7 +127,7 @@ def _(primitive: Projection, given: Given) -> tuple[Tensor, ...]:
 def _(primitive: Attend, given: Given) -> tuple[Tensor, ...]:
     number, of = given.share.piece("head")
     mine = primitive.heads_of(of)
-    (rows, tokens, _), size = given.tensors["q"].shape, mine.width // mine.heads
+    (rows, tokens, _), size = given.tensors["q"].shape, mine.hidden_size // mine.heads
     q = given.tensors["q"].view(rows, tokens, mine.heads, size).transpose(1, 2)  # (rows, heads, T, size)
     keys_values = given.tensors["kv"].view(rows, tokens, 2 * mine.kv_heads, size).transpose(1, 2)
     k, v = keys_values[:, : mine.kv_heads], keys_values[:, mine.kv_heads :]
@@ -183,5 +183,5 @@ def _mask(site: DropoutSite, primitive: Add | Embed, given: Given) -> Tensor | N
     if given.dropout is None:
         return None
     x, tokens = given.x, given.share.tokens
-    whole = (len(x), x.shape[1] if tokens is None else primitive.tokens, primitive.width)
+    whole = (len(x), x.shape[1] if tokens is None else primitive.tokens, primitive.hidden_size)
     return given.dropout.mask(site, whole, x, 1, tokens)

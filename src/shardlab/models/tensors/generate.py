@@ -29,7 +29,7 @@ def generate(model: Model, flats: Sequence[Tensor], prompt: Tensor, count: int, 
     generator = generator_of("generate", seed)
     text = torch.cat([prompt, prompt.new_zeros(count)])
     for end in range(len(prompt), len(text)):
-        x = text[None, max(0, end - model.block) : end]
+        x = text[None, max(0, end - model.seq_len) : end]
         for layer, weights in zip(layers, parameters, strict=True):
             x = layer(weights, x)
         text[end] = torch.multinomial(x[0, -1].double().softmax(-1).cpu(), 1, generator=generator)
