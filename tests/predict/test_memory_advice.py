@@ -126,7 +126,7 @@ def test_a_batch_is_never_cut_into_absurdly_many_microbatches(micro_batch_size: 
 def test_a_change_is_judged_by_the_peak_that_it_really_has(
     mesh: Mesh, schedule: str, micro_batch_size: int, which: int
 ) -> None:
-    """To a third of a percent, though fewer microbatches are traced for it."""
+    """To half a percent, though fewer microbatches are traced for it."""
     step = replace(workload(Plan(mesh, schedule), 2**30, micro_batch_size), microbatches=8 * Plan(mesh).data_ranks)
     found = list(changes(step))
     change = found[which % len(found)]
@@ -134,7 +134,7 @@ def test_a_change_is_judged_by_the_peak_that_it_really_has(
         short = change.short.peak_bytes()
     except UserError:
         return
-    assert short == pytest.approx(change.workload.peak_bytes(), rel=3e-3)
+    assert short == pytest.approx(change.workload.peak_bytes(), rel=5e-3)
 
 
 def test_more_ranks_than_devices_are_refused() -> None:
