@@ -22,7 +22,7 @@ def forward(state: RankState, op: Op) -> None:
     activation, weight, *others = op[2]
     rules = state.layer(op)
     specs = [live[activation], *[live[number] for number in others]]
-    made, saved = rules.forward(specs, live[weight])
+    made, saved = rules.forward(specs, live[weight], "forward", op[7])
     outputs = op[3]
     state.make_all(outputs[: len(made)], made)
     if len(outputs) == len(made) + 1:
@@ -67,7 +67,7 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], Backward]:
     if state.saved_of.pop(activation, None) != saved:
         state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
     if state.specs[saved][0] is not follows.saved:
-        state.refuse(f"{op}: the forward pass was by other slices of the layer than the weight's.")
+        state.refuse(f"{op}: the forward pass was by other slices of the layer than the weight and the gradient.")
     return made, follows
 
 

@@ -13,6 +13,14 @@ from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
 from shardlab.rules.spec import pieces_share, share_of
 
+CARRIED = {
+    Kind.RESIDUAL: Kind.RESIDUAL,
+    Kind.GRAD_RESIDUAL: Kind.RESIDUAL,
+    Kind.ROUTING: Kind.ROUTING,
+    Kind.GRAD_ROUTING: Kind.ROUTING,
+}
+"""Of which kind a value's shape is, that is carried beside the activations."""
+
 
 class Shapes:
     """Shapes of a program's values when it trains `model` on microbatches of `rows` sequences.
@@ -47,8 +55,8 @@ class Shapes:
     def _row_shape(self, spec: Spec) -> tuple[int, ...]:
         microbatches = spec.microbatches.bit_count()
         rows = microbatches * self.rows
-        if spec.kind in (Kind.RESIDUAL, Kind.GRAD_RESIDUAL):
-            return (rows, len(self.tokens(spec)), self.model.residual_width)
+        if (carried := CARRIED.get(spec.kind)) is not None:
+            return (rows, len(self.tokens(spec)), self.model.carried_features[carried])
         first, *others = self.model.activation_shape(spec.layer, self.rows)
         if self.model.is_buffers(spec.layer):
             return (int(microbatches * first * pieces_share(spec.form)), *others)

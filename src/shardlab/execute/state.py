@@ -143,11 +143,22 @@ class State:
         run = self.model.run(op.layer)
         numbers = run.numbers(holds.refined(run.slices).mask.bit_length() - 1) if holds.of > 1 else {}
         return Share(
-            {index: (number, run.pieces[index]) for index, number in numbers.items()},
+            {index: (number, run.pieces[index]) for index, number in numbers.items()} | self._experts(op),
             self.shapes.tokens(spec),
             spec.microbatches.bit_count(),
             self.checked.program.microbatches,
         )
+
+    def _experts(self, op: Op) -> dict[str, tuple[int, int]]:
+        """Which part of the experts an op dispatches tokens to, or combines the buffers of, where it has no weights."""
+        if op.kind is OpKind.FORWARD and op.holds is not None:
+            return {"expert": (op.holds.mask.bit_length() - 1, op.holds.of)}
+        if not self.signatures[op.layer].routes:
+            return {}
+        spec = self.specs[op.inputs[0]]
+        pieces, count = spec.pieces("expert"), spec.form.space.count("expert")
+        held = pieces.bit_count()
+        return {} if held == count else {"expert": (pieces.bit_length() // held - 1, count // held)}
 
     def dropout(self, op: Op) -> Dropout | None:
         """This step's masks of a layer, for the microbatches that an op reads."""

@@ -56,8 +56,8 @@ class CutModel(Model):
             return f"{last.place}'s queries, keys and values"
         if run.inputs == ("x",) and layer and self.run(layer - 1).attend is not None:
             return f"{last.place}'s output"
-        if not isinstance(matrices[-1].primitive, Matrix) and len(matrices) == 1:
-            return f"routing of {last.place}"
+        if all(isinstance(step.primitive, Route) for step in matrices):
+            return f"{'routing' if matrices else 'sums'} of {last.place}"
         return next(step.place for step in reversed(matrices) if isinstance(step.primitive, Matrix))
 
     @property
@@ -90,8 +90,9 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
     The list of primitives is cut before and after each part's body, between the matrices that its slices share: a body
     makes a term of the branch from a slice of its parameters (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053,
     section 3), and the sum with the residual stream and the next norm are a layer that every rank computes, or a slice
-    of the sequence. A mixture of experts is cut before and after its experts. The vocabulary is padded to a multiple of
-    the slices: rows of zeros, and logits of -inf.
+    of the sequence. A mixture of experts is cut before and after its experts too; where this is all that is cut, the
+    layers before and after them reach as far as the next ones. The vocabulary is padded to a multiple of the slices:
+    rows of zeros, and logits of -inf.
 
     >>> from shardlab.models import GPT, MLP, MoE
     >>> cut(GPT(layers=2), tp=4).layers, cut(MLP(layers=2), tp=4, columns=True).layers, cut(MoE(layers=2), ep=2).layers
@@ -99,7 +100,7 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
 
     Args:
         tp: slices of every body.
-        ep: slices of a mixture's experts.
+        ep: slices of a mixture's experts: the ranks of `ep` and `cp` together have as many.
         attention_apart: whether attention lies between two layers, as an op of its own: then every layer computes any
             tokens alone.
         columns: whether every matrix is a layer of its own, cut along what it makes.
@@ -131,15 +132,11 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
 
 
 def _bodies(steps: Sequence[Step]) -> list[int]:
-    """Where bodies begin, after a norm or at first, and where they end, before what adds them to the residual.
-
-    Tokens are routed where they are normalised, and what experts give is added where it is combined.
-    """
+    """Where bodies begin, after a norm or at first, and where they end, before what adds them to the residual."""
     return [
         number
         for number, (before, step) in enumerate(pairwise(steps), 1)
-        if (isinstance(before.primitive, Norm) and not isinstance(step.primitive, Route))
-        or (isinstance(step.primitive, Add | Embed) and not isinstance(before.primitive, Combine))
+        if isinstance(before.primitive, Norm) or isinstance(step.primitive, Add | Embed)
     ]
 
 
@@ -204,7 +201,10 @@ def _indices(primitive: Primitive) -> set[str]:
 def _name(run: Run, before: Run | None, cut: bool) -> str:
     """What sort of layer it is, for messages."""
     if not cut:
-        return "norm" if isinstance(run.steps[-1].primitive, Norm) else "non-expert"
+        first, last = run.steps[0].primitive, run.steps[-1].primitive
+        if isinstance(first, Route):
+            return "routing"
+        return "norm" if isinstance(last, Norm) else "combining" if isinstance(last, Combine) else "non-expert"
     if run.attend is not None:
         return "projection"
     return "output" if before is not None and before.attend is not None else run.steps[-1].place.split(", ")[-1]
@@ -251,5 +251,5 @@ def cut_for(
     if heads_dealt:
         _want_heads(model, mesh)
     if mesh.ep > 1 or mesh.tp > 1 or apart or tied or columns:
-        return cut(model, tp=mesh.tp, ep=mesh.ep, attention_apart=apart, columns=columns)
+        return cut(model, tp=mesh.tp, ep=mesh.ep * mesh.cp, attention_apart=apart, columns=columns)
     return model

@@ -116,7 +116,7 @@ class Dispatch(Routing):
     """Normalised features `x` to the experts' buffers `x` (experts, capacity, C), with tokens in their `slots`."""
 
     einsum: ClassVar[str] = "x(width) slots -> x(expert width)"
-    whole: ClassVar[frozenset[str]] = frozenset({"expert"})
+    deals: ClassVar[frozenset[str]] = frozenset({"expert"})
     mixes_tokens: ClassVar[bool] = True
 
     def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ class Combine(Routing):
     """
 
     einsum: ClassVar[str] = "x(expert width) gates slots -> x(width)"
-    whole: ClassVar[frozenset[str]] = frozenset({"expert", "width"})
+    whole: ClassVar[frozenset[str]] = frozenset({"width"})
 
     def features(self, tensor: str) -> int:
         return self.router.hidden_size

@@ -87,11 +87,6 @@ class Model(ABC):
         before = self.run(index - 1) if index else None
         return before is not None and before.attend is None and "expert" in before.indices(before.outputs[0])
 
-    def carried_features(self, layer: int) -> tuple[int, ...]:
-        """Features of a token in each tensor that a layer makes beside its activation for a later one to read."""
-        run = self.run(layer)
-        return () if run.attend else tuple(run.shape(name, 1)[-1] for name in run.outputs[1:])
-
     def saved_elements(self, layer: int) -> int:
         """Elements that autograd keeps between the layer's forward and backward, for one sequence in training.
 
@@ -163,10 +158,14 @@ class Model(ABC):
         """The parameters of the first layer that this other layer computes with as well, by name: a tied embedding."""
         return self.run(layer).borrows
 
-    @property
-    def residual_width(self) -> int:
-        """Features of a token in what is carried from layer to layer beside the activations (0: nothing is)."""
-        return max(sum(self.carried_features(layer)) for layer in range(self.layers))
+    @cached_property
+    def carried_features(self) -> dict[Kind, int]:
+        """Features of a token in each kind of value that is carried from layer to layer beside the activations."""
+        found = {Kind.RESIDUAL: 0, Kind.ROUTING: 0}
+        for run in self.runs:
+            for kind, names in run.carried_outputs.items():
+                found[kind] = sum(run.shape(name, 1)[-1] for name in names)
+        return found
 
     def microbatch_elements(self, index: int, rows: int) -> int:
         """Elements of activation `index` for a microbatch of `rows` sequences."""
@@ -214,6 +213,7 @@ class Model(ABC):
         if rows < 1:
             raise UserError(f"a microbatch of {rows} sequences is empty; it needs at least 1")
         weights = tuple(self.layout(layer).numel for layer in range(self.layers))
+        carried = self.carried_features
         return Sizes(
             weights=weights,
             opt_states=tuple(2 * elements for elements in weights),
@@ -225,7 +225,8 @@ class Model(ABC):
             blocks=self.block_bounds,
             tied=bool(self.borrowed(self.layers - 1)),
             stats=3 * rows * self.seq_len,
-            residual=rows * self.seq_len * self.residual_width,
+            residual=rows * self.seq_len * carried[Kind.RESIDUAL],
+            routing=rows * self.seq_len * carried[Kind.ROUTING],
             queries=rows * self.seq_len * self.attention_features[0],
             keys_values=rows * self.seq_len * self.attention_features[1],
         )

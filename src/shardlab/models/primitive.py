@@ -32,6 +32,10 @@ Pieces = Mapping[str, int]
 """Into how many pieces each index is cut (1 where it is not named)."""
 
 
+INTEGERS = ("choices", "slots")
+"""Tensors of integers."""
+
+
 def piece(length: int, pieces: Pieces, index: str) -> int:
     """Elements of one piece of an index; the last one may be filled up."""
     return -(-length // pieces.get(index, 1))
@@ -49,6 +53,8 @@ class Primitive(ABC):
     """The tensors that it reads and makes, each with its indices: `x(ffn) -> x(width)`; {} is one of its fields."""
     whole: ClassVar[frozenset[str]] = frozenset()
     """Indices that it must hold whole, since it mixes them."""
+    deals: ClassVar[frozenset[str]] = frozenset()
+    """Indices of its result of which it may make some pieces alone."""
     mixes_tokens: ClassVar[bool] = False
     """Whether tokens of a sequence are mixed."""
     atomic: ClassVar[bool] = False
@@ -133,15 +139,15 @@ class Primitive(ABC):
 
     @cached_property
     def node(self) -> Node:
-        """Its rule; what is said of single tokens, and has no index, goes with them."""
+        """Its rule; integers have no gradient, and go where the tensors go that they are about."""
         weights = {parameter.name: " ".join(parameter.indices) for parameter in self.parameters()}
         reads, makes = (
-            {name: indices for name, indices in tensors.items() if indices or name == "x"}
+            {name: indices for name, indices in tensors.items() if name not in INTEGERS}
             for tensors in (self.reads, self.makes)
         )
         return Node(
             type(self).__name__.lower(), reads, makes, weights | self._borrowed_indices(), self.whole,
-            mixes_tokens=self.mixes_tokens, takes_own=self.takes_own, atomic=self.atomic,
+            mixes_tokens=self.mixes_tokens, takes_own=self.takes_own, deals=self.deals, atomic=self.atomic,
         )  # fmt: skip
 
     def _borrowed_indices(self) -> dict[str, str]:

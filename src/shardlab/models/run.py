@@ -13,7 +13,8 @@ from shardlab.models.kernels import Kernel
 from shardlab.models.layout import LayerLayout, Parameter
 from shardlab.models.primitive import Primitive, Step
 from shardlab.models.primitives import Add, Linear
-from shardlab.rules.compose import crossing, is_attention
+from shardlab.rules.compose import carried_of, crossing, is_attention
+from shardlab.rules.kind import Kind
 
 INPUT = -1
 """In place of the step that made a tensor: the layer was given it."""
@@ -46,6 +47,16 @@ class Run:
     pieces: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
     attend: Step | None = None
     name: str = "whole"
+
+    @cached_property
+    def carried_inputs(self) -> dict[Kind, tuple[str, ...]]:
+        """The tensors that it is given beside the activation, by the kind of value in which they come."""
+        return carried_of(self.inputs)
+
+    @cached_property
+    def carried_outputs(self) -> dict[Kind, tuple[str, ...]]:
+        """The tensors that it makes for others beside the activation, by the kind of value in which they go."""
+        return {} if self.attend else carried_of(self.outputs)
 
     @cached_property
     def slices(self) -> int:

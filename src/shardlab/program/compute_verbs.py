@@ -12,9 +12,13 @@ from shardlab.program.ops import OpKind
 from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules import update
+from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Spec
 
 Values = tuple[Value, ...]
+
+Part = tuple[int, int]
+"""Which of how many equal parts, counted from 0."""
 
 # named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
 FORWARD, RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE
@@ -31,11 +35,17 @@ class ComputeVerbs(LoadingVerbs):
     """
 
     @overload
-    def forward(self, layer: int, inputs: Value, weight: Value, *, save: bool = True) -> Value: ...
+    def forward(
+        self, layer: int, inputs: Value, weight: Value, *, save: bool = True, part: Part | None = None
+    ) -> Value: ...
     @overload
-    def forward(self, layer: int, inputs: Values, weight: Value, *, save: bool = True) -> Values: ...
+    def forward(
+        self, layer: int, inputs: Values, weight: Value, *, save: bool = True, part: Part | None = None
+    ) -> Values: ...
 
-    def forward(self, layer: int, inputs: Value | Values, weight: Value, *, save: bool = True) -> Value | Values:
+    def forward(
+        self, layer: int, inputs: Value | Values, weight: Value, *, save: bool = True, part: Part | None = None
+    ) -> Value | Values:
         """Compute a layer's outputs: of activation l, activation l + 1.
 
         What autograd needs for the backward pass is kept with the first input.
@@ -45,6 +55,8 @@ class ComputeVerbs(LoadingVerbs):
             weight: the layer's weight, complete or a slice along which the layer can be cut.
             save: keep what autograd needs. Otherwise `backward` computes it again, if the layer has one input and one
                 output; any other layer's `forward` must be called again before its backward pass.
+            part: (which, of how many) equal parts of the experts it dispatches tokens to: the other ranks' that are
+                given the same tokens. The gradients of its inputs and its weight are then terms of a sum.
 
         Returns:
             The output; a tuple if `inputs` is one.
@@ -56,9 +68,10 @@ class ComputeVerbs(LoadingVerbs):
         self._check_layer("forward", layer)
         read = inputs if isinstance(inputs, tuple) else (inputs,)
         rules = self._rules.layers[layer]
+        dealt = None if part is None else self._part(layer, part)
         try:
             specs = [self._read(value, "forward", layer) for value in read]
-            made, saved = rules.forward(specs, self._read(weight, "forward", layer))
+            made, saved = rules.forward(specs, self._read(weight, "forward", layer), "forward", dealt)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         first = read[0]
@@ -69,13 +82,24 @@ class ComputeVerbs(LoadingVerbs):
             numbers.append(first.saved)
             self._values.append(saved)
         given = (first.number, weight.number, *[value.number for value in read[1:]])
-        self.ops.append(Op(FORWARD, layer, given, tuple(numbers)))
+        self.ops.append(Op(FORWARD, layer, given, tuple(numbers), holds=dealt))
         self._done_with(weight, *read)
         if isinstance(inputs, tuple):
             return tuple(outputs)
         if len(outputs) > 1:
             self.refuse(f"forward(layer {layer}): this layer makes {len(outputs)} values; give its inputs as a tuple.")
         return outputs[0]
+
+    def _part(self, layer: int, part: Part) -> Holds:
+        """One of equal parts.
+
+        Raises:
+            Refused: when there is no such part.
+        """
+        number, of = part
+        if not 0 <= number < of:
+            self.refuse(f"forward(layer {layer}): part {number} of {of} was asked for; parts are counted from 0.")
+        return Holds(1 << number, of)
 
     def loss(self, activation: Value, stats: Value | None = None) -> Value:
         """Compute the gradient of the loss with respect to the last activation.
@@ -202,7 +226,10 @@ class ComputeVerbs(LoadingVerbs):
             self._values.append(Spec(follows.saved, spec.cells))
             self.ops.append(Op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
         elif activation.saved_form is not follows.saved:
-            self.refuse(f"{op}(layer {layer}): the forward pass was by other slices of the layer than {weight.spec}.")
+            self.refuse(
+                f"{op}(layer {layer}): the forward pass was by other slices of the layer than {weight.spec} and its "
+                "gradient."
+            )
         activation.saved = -1
         numbers = (activation.number, given[0].number, weight.number, saved, *[value.number for value in given[1:]])
         return made, Spec(follows.half, spec.cells), numbers, [activation, weight, *given]

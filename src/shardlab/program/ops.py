@@ -123,11 +123,11 @@ class OpKind(Enum):
     __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
 
     # fmt: off
-    FORWARD = Row("forward", (2, 3), (1, 2, 3), "F", "blue", part_of="forward", price=_EACH, keeps=_SAVED)
+    FORWARD = Row("forward", (2, 3, 4), (1, 2, 3, 4), "F", "blue", part_of="forward", price=_EACH, keeps=_SAVED)
     RECOMPUTE = Row("recompute", (2,), (1,), "R", "light blue", hatch="////", part_of="backward", price=_EACH,
                     keeps=_SAVED)
-    BACKWARD = Row("backward", (4, 5), (2, 3), "B", "orange", part_of="backward", price=_EACH, saved=3)
-    BACKWARD_INPUT = Row("backward_input", (4, 5), (2, 3), "I", "teal", word="backward: input gradient",
+    BACKWARD = Row("backward", (4, 5, 6), (2, 3, 4), "B", "orange", part_of="backward", price=_EACH, saved=3)
+    BACKWARD_INPUT = Row("backward_input", (4, 5, 6), (2, 3, 4), "I", "teal", word="backward: input gradient",
                          part_of="backward", price=_EACH, saved=3, keeps=_HALF)
     BACKWARD_WEIGHT = Row("backward_weight", (3,), (1,), "W", "green", word="backward: weight gradient",
                           part_of="backward_weight", price=_EACH, saved=2)

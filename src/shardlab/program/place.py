@@ -44,6 +44,8 @@ class Place(Recorder):
         self.scalars = Store(self, Kind.SCALAR)
         self.residuals = Store(self, Kind.RESIDUAL)
         self.grad_residuals = Store(self, Kind.GRAD_RESIDUAL)
+        self.routing = Store(self, Kind.ROUTING)
+        self.grad_routing = Store(self, Kind.GRAD_ROUTING)
         self.stats = Store(self, Kind.STATS)
         self.queries = Store(self, Kind.QUERIES)
         self.keys_values = Store(self, Kind.KEYS_VALUES)

@@ -31,7 +31,8 @@ class Sizes:
         signatures: what each layer takes and makes (empty: an activation, from a weight that is not sliced).
         tied: whether the last of several half-blocks, the head, computes with the weight of the first one, the
             embedding, and has none of its own (`weights[-1]` is 0).
-        residual: elements of what NORM and DENSE layers hand on beside the activations, for one microbatch.
+        residual: elements of the residual stream where it is carried beside the activations, for one microbatch.
+        routing: elements of what a router says of one microbatch's tokens.
         blocks: where the blocks of half-blocks begin, each with a norm, and where the last one ends.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
         queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
@@ -45,6 +46,7 @@ class Sizes:
     element_bytes: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 4))
     signatures: tuple[Layer, ...] = ()
     residual: int = 0
+    routing: int = 0
     stats: int = 0
     blocks: tuple[int, ...] = ()
     queries: int = 0
@@ -120,7 +122,7 @@ class Sizes:
     def cuts(self, mesh: Mesh) -> dict[str, int]:
         """Into how many slices a mesh cuts parameters, for each index along which this model's are cut."""
         indices = sorted({index for layer in self.signatures for index in layer.cut})
-        return {index: mesh.ep if index == "expert" else mesh.tp for index in indices}
+        return {index: mesh.ep * mesh.cp if index == "expert" else mesh.tp for index in indices}
 
     @cached_property
     def scores_index(self) -> str:
@@ -155,6 +157,8 @@ class Sizes:
             )
         if kind is Kind.RESIDUAL or kind is Kind.GRAD_RESIDUAL:
             each = self.residual
+        elif kind is Kind.ROUTING or kind is Kind.GRAD_ROUTING:
+            each = self.routing
         elif kind is Kind.QUERIES or kind is Kind.GRAD_QUERIES:
             each = self.queries
         elif kind is Kind.KEYS_VALUES or kind is Kind.GRAD_KEYS_VALUES:

@@ -65,7 +65,8 @@ class Op(NamedTuple):
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
         holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load (the last in microbatches, or in pieces of them);
-            the slices of a ZERO_GRADIENT; which of so many equal parts of its value a SLICE takes.
+            the slices of a ZERO_GRADIENT; which of so many equal parts of its value a SLICE takes; to which part of the
+            experts a FORWARD dispatches tokens (None: to all).
         expect: what a RECV must deliver, or a BROADCAST or SCATTER to a rank that is not its root.
         batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
         root: the rank that alone gives or receives in a BROADCAST, SCATTER, GATHER or REDUCE (-1: none).

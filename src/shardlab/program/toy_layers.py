@@ -20,9 +20,9 @@ _DOWN = Node("linear", {"x": "ffn"}, {"x": "width"}, {"w2": "width ffn"})
 _PROJECT = Node("projection", {"x": "width"}, {"q": "head", "kv": "head"}, {"w1": "head width"})
 _ATTEND = Node("attend", {"q": "head", "kv": "head"}, {"x": "head"}, mixes_tokens=True, atomic=True)
 _OUTPUT = Node("linear", {"x": "head"}, {"x": "width"}, {"w2": "width head"})
-_DISPATCH = Node("dispatch", {"x": "width"}, {"x": "expert width"}, whole=frozenset({"expert"}), mixes_tokens=True)
+_DISPATCH = Node("dispatch", {"x": "width"}, {"x": "expert width"}, deals=frozenset({"expert"}), mixes_tokens=True)
 _EXPERTS = Node("experts", {"x": "expert width"}, {"x": "expert width"}, {"w": "expert width in"})
-_COMBINE = Node("combine", {"x": "expert width"}, {"x": "width"}, whole=frozenset({"expert"}))
+_COMBINE = Node("combine", {"x": "expert width"}, {"x": "width"})
 _COLUMNS = [
     Node("column", {"x": "width"}, {"x": "ffn"}, {"w": "ffn width"}, takes_own=True),
     Node("column", {"x": "ffn"}, {"x": "width"}, {"w": "width ffn"}, takes_own=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardlab.rules.kind import Kind
@@ -61,23 +61,34 @@ def layers_of(written: Sequence[Written], *, tied: bool = False) -> tuple[Layer,
         for each, met in zip(written, crossed, strict=True)
         if not is_attention([node.reads for node in each[1]])
     ]
-    readers = [l for l, (_, taken, _) in enumerate(layers) if len(taken) > 1]
     made: list[Layer] = []
     for l, ((name, nodes, cut), taken, given) in enumerate(layers):
-        inputs = _ports(taken, l, l)
-        outputs = _ports(given, l, next((reader for reader in readers if reader > l), -1), outputs=True)
+        readers = {
+            tensor: next((r for r in range(l + 1, len(layers)) if tensor in layers[r][1]), -1) for tensor in given
+        }
         last = tied and l == len(layers) - 1
+        inputs, outputs = _ports(taken, l, dict.fromkeys(taken, l)), _ports(given, l + 1, readers)
         made.append(_numbered(Layer(name, tuple(nodes), inputs, outputs, cut, 0 if last else l, int(last))))
     return tuple(made)
 
 
-def _ports(names: Sequence[str], l: int, carried: int, *, outputs: bool = False) -> tuple[Port, ...]:
-    """The ports of layer `l`; what is carried goes to, or comes to, layer `carried`, as one value."""
-    if "q" in names:
-        return Port("q", Kind.QUERIES, l), Port("kv", Kind.KEYS_VALUES, l)
-    first, *others = names
-    ports = [Port(first, Kind.ACTIVATION, l + outputs)]
-    return (*ports, Port(others[0], Kind.RESIDUAL, carried)) if others else tuple(ports)
+CARRIED = {"s": Kind.RESIDUAL, "gates": Kind.ROUTING, "choices": Kind.ROUTING}
+"""In which kind of value a tensor is carried beside the activation."""
+
+
+def carried_of(names: Sequence[str]) -> dict[Kind, tuple[str, ...]]:
+    """The tensors that are carried beside the first of those by which layers meet, by kind, in order."""
+    kinds = dict.fromkeys(CARRIED[name] for name in names[1:])
+    return {kind: tuple(name for name in names[1:] if CARRIED[name] is kind) for kind in kinds}
+
+
+def _ports(names: Sequence[str], activation: int, readers: Mapping[str, int]) -> tuple[Port, ...]:
+    """The ports of some tensors: the first is the activation of that number, others go to the layers that read them."""
+    first = names[0]
+    if first == "q":
+        return Port("q", Kind.QUERIES, activation - 1), Port("kv", Kind.KEYS_VALUES, activation - 1)
+    carried = [Port(tensors[0], kind, readers[tensors[0]]) for kind, tensors in carried_of(names).items()]
+    return (Port(first, Kind.ACTIVATION, activation), *carried)
 
 
 def _numbered(layer: Layer) -> Layer:

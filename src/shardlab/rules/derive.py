@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 
 def forward(layer: Layer, given: Mapping[str, Held], cut: Mapping[str, int], space: Space) -> dict[str, Held]:
-    """What every tensor of a layer holds; `cut` has the pieces of the weight's indices that are not whole.
+    """What every tensor of a layer holds; `cut` has the pieces of indices of weights, or dealt, that are not whole.
 
     Raises:
         Misfit: when operands do not fit.
@@ -45,35 +45,64 @@ def forward(layer: Layer, given: Mapping[str, Held], cut: Mapping[str, int], spa
     held = dict(given)
     for node in layer.nodes:
         joint = _joint(node, held, cut)
+        for name in node.reads:
+            if (term := held[name].term) is not None:  # what was not whole when the layer was given it
+                index = term.over[0]
+                first = layer.inputs[0].tensor
+                raise Misfit(first, index, None, given[first].slices.get(index, term.bits), of_gradient=False)
         for made, indices in node.makes.items():
             own = indices.split()
             held[made] = Held({i: joint[i] for i in own if i in joint}, _contracted(joint, own, space))
     return held
 
 
+class Gradients(NamedTuple):
+    """What a backward pass makes.
+
+    Attributes:
+        of_tensors: the gradient of every tensor of the layer, by name.
+        of_weights: which term of a sum the weights' gradient is (None: it is complete).
+    """
+
+    of_tensors: Mapping[str, Held]
+    of_weights: Term | None
+
+
 def backward(
     layer: Layer, held: Mapping[str, Held], given: Mapping[str, Held], cut: Mapping[str, int], space: Space
-) -> dict[str, Held]:
-    """The gradient of every tensor of a layer, from what `forward` says of them and the gradients of its results.
+) -> Gradients:
+    """The gradients of a layer, from what `forward` says of its tensors and the gradients of its results.
+
+    A backward pass is linear in the gradient that it is given: of a term it makes terms.
 
     Raises:
         Misfit: when a gradient does not fit what was computed.
     """
     gradients = dict(given)
+    of_weights: Term | None = None
     for node in reversed(layer.nodes):
         joint = _joint(node, held, cut)
+        given_term: Term | None = None
         for made, indices in node.makes.items():
             if made in gradients:
                 _want_gradient(node, made, indices, gradients[made], joint)
+                given_term = gradients[made].term or given_term
+        if node.weights:
+            of_weights = given_term
         for read, indices in node.reads.items():
             own = indices.split()
-            gradients[read] = Held({i: joint[i] for i in own if i in joint}, _contracted(joint, own, space))
-    return gradients
+            gradient = Held({i: joint[i] for i in own if i in joint}, _contracted(joint, own, space) or given_term)
+            assert read not in gradients or gradients[read].term == gradient.term, (
+                f"{node.name}: unlike terms of {read}"
+            )
+            gradients[read] = gradient
+    return Gradients(gradients, of_weights)
 
 
 def _joint(node: Node, held: Mapping[str, Held], cut: Mapping[str, int]) -> dict[str, int]:
     """The pieces of every index that the operands share and do not hold whole."""
     joint = {index: cut.get(index) for indices in node.weights.values() for index in indices.split()}
+    joint.update({index: cut.get(index) for index in node.deals})
     joint.update(dict.fromkeys(node.whole))
     for name, indices in node.reads.items():
         _want_known(name, indices, held[name])

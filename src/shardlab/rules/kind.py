@@ -15,6 +15,8 @@ class Kind(Enum):
     GRAD_WEIGHT = "grad_weights"
     RESIDUAL = "residuals"
     GRAD_RESIDUAL = "grad_residuals"
+    ROUTING = "routing"
+    GRAD_ROUTING = "grad_routing"
     STATS = "stats"
     QUERIES = "queries"
     KEYS_VALUES = "keys_values"
@@ -33,6 +35,8 @@ ROW_KINDS = frozenset(
         Kind.GRAD_ACTIVATION,
         Kind.RESIDUAL,
         Kind.GRAD_RESIDUAL,
+        Kind.ROUTING,
+        Kind.GRAD_ROUTING,
         Kind.STATS,
         Kind.QUERIES,
         Kind.KEYS_VALUES,
@@ -62,10 +66,12 @@ class Reduction(Enum):
 WORDS = {
     Kind.ACTIVATION: "activation",
     Kind.RESIDUAL: "residual",
+    Kind.ROUTING: "routing",
     Kind.QUERIES: "queries",
     Kind.KEYS_VALUES: "keys and values",
     Kind.GRAD_ACTIVATION: "gradient",
     Kind.GRAD_RESIDUAL: "residual's gradient",
+    Kind.GRAD_ROUTING: "routing's gradient",
     Kind.GRAD_QUERIES: "gradient of queries",
     Kind.GRAD_KEYS_VALUES: "gradient of keys and values",
 }

@@ -19,6 +19,7 @@ from shardlab.rules.spec import (
     Joined,
     Space,
     Spec,
+    Term,
     cells_text,
     form_of,
     missing_text,
@@ -29,6 +30,7 @@ from shardlab.rules.spec import (
 GRADIENT_OF = {
     Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
     Kind.RESIDUAL: Kind.GRAD_RESIDUAL,
+    Kind.ROUTING: Kind.GRAD_ROUTING,
     Kind.QUERIES: Kind.GRAD_QUERIES,
     Kind.KEYS_VALUES: Kind.GRAD_KEYS_VALUES,
 }
@@ -70,21 +72,30 @@ class LayerRules:
         self.layer = layer
         self.space = space
         self.mixes_tokens = layer.mixes_tokens and space.sequence > 1
-        self._forward: dict[tuple[Form, ...], Forward] = {}
+        self._forward: dict[tuple[object, ...], Forward] = {}
         self._backward: dict[tuple[Form, ...], Backward] = {}
         self._backward_weight: dict[tuple[Form, ...], Backward] = {}
 
-    def forward(self, inputs: Sequence[Spec], weight: Spec, op: str = "forward") -> tuple[list[Spec], Spec]:
+    def forward(
+        self, inputs: Sequence[Spec], weight: Spec, op: str = "forward", part: Holds | None = None
+    ) -> tuple[list[Spec], Spec]:
         """The layer's outputs, and what autograd keeps for its backward pass.
+
+        Args:
+            inputs, weight: what it is given.
+            op: for messages.
+            part: which equal part of its output it makes, of an index that it deals (None: all).
 
         Raises:
             Refused: when the values are not the layer's, do not fit, or are incomplete.
         """
         form, cells, joined = first = inputs[0]
-        key = (weight[0], form) if len(inputs) == 1 else (weight[0], *[spec[0] for spec in inputs])
+        key: tuple[object, ...] = (weight[0], form) if len(inputs) == 1 else (weight[0], *[spec[0] for spec in inputs])
+        if part is not None:
+            key += (part,)
         made = self._forward.get(key)
         if made is None:
-            made = self._forward[key] = self._derive_forward(f"{op}(layer {self.layer_number})", inputs, weight)
+            made = self._forward[key] = self._derive_forward(f"{op}(layer {self.layer_number})", inputs, weight, part)
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
         for other in inputs[1:]:
@@ -109,7 +120,7 @@ class LayerRules:
         made = self._backward.get(key)
         if made is None:
             name = f"{op}(layer {self.layer_number})"
-            cut = self._cut(name, weight, first)
+            cut = self._cut(name, weight, first) | self._dealt_of(gradients[0])
             made = self._derive_backward(name, first, gradients, weight.form.holds, cut, weight, both=True)
             self._backward[key] = made
         if self.mixes_tokens and not whole_sequences(cells, self.space):
@@ -133,6 +144,7 @@ class LayerRules:
         if made is None:
             name, cut = f"{op}(layer {self.layer_number})", dict(half.form.slices)
             holds = self._flat(cut)
+            cut |= self._dealt_of(gradients[0])
             made = self._backward_weight[key] = self._derive_backward(
                 name, first, gradients, holds, cut, None, both=False
             )
@@ -145,13 +157,13 @@ class LayerRules:
     def layer_number(self) -> int:
         return self.layer.inputs[0].layer
 
-    def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec) -> Forward:
+    def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec, part: Holds | None) -> Forward:
         self._want_all(op, inputs, [(port.kind, port.layer) for port in self.layer.inputs], "reads")
         for spec, port in zip(inputs, self.layer.inputs, strict=True):
             self._want_port(op, spec, port, port.kind)
         step = inputs[0].step
         self._want_step(op, inputs, step)
-        cut = self._cut(op, weight, inputs[0])
+        cut = self._cut(op, weight, inputs[0]) | self._dealt(op, part)
         given = {
             port.tensor: Held(dict(spec.form.slices)) for spec, port in zip(inputs, self.layer.inputs, strict=True)
         }
@@ -163,8 +175,33 @@ class LayerRules:
         return Forward(tuple(outputs), self._saved(cut, step))
 
     def _saved(self, cut: dict[str, int], step: int) -> Form:
-        """The form of what autograd keeps of a pass with these pieces of the weight."""
-        return form_of(Kind.SAVED, self.layer_number, step, self.space, slices=derive.sorted_slices(cut))
+        """The form of what autograd keeps of a pass with these pieces of the weight, and of what it deals."""
+        slices = derive.sorted_slices({index: mask for index, mask in cut.items() if index not in self.layer.deals})
+        return form_of(Kind.SAVED, self.layer_number, step, self.space, slices=slices, term=self._dealt_term(cut))
+
+    def _dealt(self, op: str, part: Holds | None) -> dict[str, int]:
+        """The pieces that are made of an index that the layer deals.
+
+        Raises:
+            Refused: for a part of a layer that deals nothing, and for pieces that do not divide.
+        """
+        if part is None:
+            return {}
+        if not self.layer.deals:
+            raise Refused(f"{op}: part {part} was asked for, but a {self.layer.name} layer makes its output whole.")
+        (index,) = self.layer.deals
+        count = self.space.count(index)
+        if count % part.of:
+            raise Refused(f"{op}: {count} {piece_of(index)}s do not divide into {part.of} parts, as was asked for.")
+        return {index: part.refined(count).mask} if part.of > 1 else {}
+
+    def _dealt_of(self, gradient: Spec) -> dict[str, int]:
+        """The pieces that were made of an index that the layer deals, by the gradient of these."""
+        return {index: mask for index, mask in gradient.form.slices if index in self.layer.deals}
+
+    def _dealt_term(self, cut: dict[str, int]) -> Term | None:
+        """Which term of a sum all is that follows from these pieces of a dealt index."""
+        return next((Term((index,), mask) for index, mask in cut.items() if index in self.layer.deals), None)
 
     def _derive_backward(
         self,
@@ -181,8 +218,9 @@ class LayerRules:
         wanted = [(GRADIENT_OF[port.kind], port.layer) for port in outputs]
         self._want_all(op, gradients, wanted if both else wanted[:1], "is given")
         self._want_port(op, first, ports[0], ports[0].kind)
+        term = self._dealt_term(cut)
         for gradient, port in zip(gradients, self.layer.outputs, strict=False):
-            self._want_port(op, gradient, port, GRADIENT_OF[port.kind])
+            self._want_port(op, gradient, port, GRADIENT_OF[port.kind], term if port.kind is Kind.ROUTING else None)
         self._want_step(op, gradients, first.step)
         factor = gradients[0].form.factor
         if any(gradient.form.factor is not factor for gradient in gradients):
@@ -192,16 +230,20 @@ class LayerRules:
             port.tensor: Held(dict(gradient.form.slices))
             for port, gradient in zip(self.layer.outputs, gradients, strict=False)
         }
+        ends |= {port.tensor: Held({}, term) for port in self.layer.outputs if port.kind is Kind.ROUTING}
         try:
             held = derive.forward(self.layer, given, cut, self.space)
-            made = derive.backward(self.layer, held, ends, cut, self.space)
+            made, summed = derive.backward(self.layer, held, ends, cut, self.space)
         except Misfit as misfit:
             raise self._told(op, misfit, [first], gradients, weight) from None
         step, layer = first.step, self.layer
-        own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds, factor=factor)
+        over = tuple((index, self.space.count(index)) for index in summed.over) if summed else ()
+        own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds, over=over, factor=factor)
         inputs = [self._form(GRADIENT_OF[port.kind], port.layer, step, made[port.tensor], factor) for port in ports]
         saved = self._saved(cut, step)
-        spread = 1 << layer.use * self.space.cells
+        uses = self.space.uses if layer.weight == 0 else 1
+        terms = bits(summed.bits) if summed else (0,)
+        spread = sum(1 << (number * uses + layer.use) * self.space.cells for number in terms)
         return Backward(own, spread, tuple(inputs), saved, saved.but(kind=Kind.SAVED_FOR_WEIGHT))
 
     def _form(self, kind: Kind, layer: int, step: int, held: Held, factor: Factor = ONE) -> Form:
@@ -274,7 +316,8 @@ class LayerRules:
             places = [base * count + piece for base in places for piece in bits(pieces[index])]
         return mask_of(places)
 
-    def _want_port(self, op: str, spec: Spec, port: Port, kind: Kind) -> None:
+    def _want_port(self, op: str, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
+        """Refuse what is not the port's, or not complete; `term` is the term of a sum that it must be, if any."""
         form = spec.form
         if form.kind is not kind:
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
@@ -285,7 +328,11 @@ class LayerRules:
             if kind in GRADIENT_OF.values():
                 why = f"give {wanted}, that of what layer {number} made"
             raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {why}.")
-        if form.term is not None:
+        if term is not None and form.term != term:
+            raise Refused(
+                f"{op}: the {WORDS[kind]} given is {spec}; give that of {listed(bits(term.bits))} alone, as was dealt."
+            )
+        if form.term is not None and term is None:
             if form.term.over == KEY:
                 raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {attention.missing_text(spec)}.")
             missing = ~form.term.bits & (1 << terms_of(form, form.term)) - 1

@@ -22,6 +22,7 @@ class Node:
         whole: indices that must be held whole, since the primitive mixes them.
         mixes_tokens: whether tokens of a sequence are mixed, so that sequences must be whole.
         takes_own: whether of a complete gradient of its result it takes what belongs to its own slices.
+        deals: indices of its result of which it may make some pieces alone, as the program says.
         atomic: whether a device may add in any order, so that two ranks round alike only by chance.
     """
 
@@ -32,6 +33,7 @@ class Node:
     whole: frozenset[str] = frozenset()
     mixes_tokens: bool = False
     takes_own: bool = False
+    deals: frozenset[str] = frozenset()
     atomic: bool = False
 
     def __hash__(self) -> int:
@@ -87,6 +89,16 @@ class Layer:
     def carries(self) -> bool:
         """Whether it takes or makes a residual beside its activation."""
         return any(port.kind is Kind.RESIDUAL for port in (*self.inputs, *self.outputs))
+
+    @property
+    def deals(self) -> frozenset[str]:
+        """The indices of its output of which it may make some pieces alone: the experts that tokens are sent to."""
+        return frozenset[str]().union(*(node.deals for node in self.nodes))
+
+    @property
+    def routes(self) -> bool:
+        """Whether tokens are routed to experts, or come back from them, here."""
+        return any(port.kind is Kind.ROUTING for port in (*self.inputs, *self.outputs))
 
     @property
     def projects(self) -> bool:

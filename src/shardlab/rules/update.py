@@ -149,7 +149,14 @@ ALIKE = "values that are scaled by different factors do not belong together; sca
 """Why gradients of unequal factors are no parts of one."""
 
 _GRADIENTS = frozenset(
-    {Kind.GRAD_WEIGHT, Kind.GRAD_ACTIVATION, Kind.GRAD_RESIDUAL, Kind.GRAD_QUERIES, Kind.GRAD_KEYS_VALUES}
+    {
+        Kind.GRAD_WEIGHT,
+        Kind.GRAD_ACTIVATION,
+        Kind.GRAD_RESIDUAL,
+        Kind.GRAD_ROUTING,
+        Kind.GRAD_QUERIES,
+        Kind.GRAD_KEYS_VALUES,
+    }
 )
 
 

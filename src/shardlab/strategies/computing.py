@@ -36,7 +36,7 @@ class LayerRunner:
             stays = keeps != "nothing" if port.kind is Kind.ACTIVATION else keeps == "input"
             store = rank.store(port.kind)
             given.append(store[layer, m] if stays else store.pop((layer, m)))
-        made = rank.forward(layer, tuple(given), weight, save=keeps == "all")
+        made = rank.forward(layer, tuple(given), weight, save=keeps == "all", part=self._plan.layers[layer].part)
         for port, value in zip(signature.outputs[1:], made[1:], strict=True):
             rank.store(port.kind)[port.layer, m] = value
         port = signature.outputs[0]
@@ -104,7 +104,11 @@ class LayerRunner:
         self._rank.grad_activations[layer, m] = first
 
     async def _completed(self, value: Value, completions: Sequence[Completion]) -> Value:
-        for completion in completions:
-            handle: Handle[Value] = getattr(self._rank, completion.verb)(value, axis=completion.axis)
-            value = await handle
+        rank = self._rank
+        for verb, axis in completions:
+            if verb == "slice":
+                value = rank.slice(value, rank.coordinate(axis), len(rank.group(axis).ranks))
+            else:
+                handle: Handle[Value] = getattr(rank, verb)(value, axis=axis)
+                value = await handle
         return value

@@ -36,7 +36,8 @@ def uses(rank_plan: RankPlan) -> list[Use]:
         visit += step.stage != last_stage
         last_stage = step.stage
         forward = isinstance(step, Forward)
-        for layer in rank_plan.stages[step.stage] if forward else rank_plan.backward_order(step.stage):
+        order = rank_plan.stages[step.stage] if forward else rank_plan.backward_order(step.stage)
+        for layer in (layer for layer in order if layer not in rank_plan.bare):
             last = visits[-1] if visits else None
             weight = rank_plan.weight_of(layer)
             visits.append((weight, visit))
@@ -72,7 +73,8 @@ class ParameterGatherer:
         """Start to gather."""
         if self._plan.gather_axes:
             for layer in map(self._plan.weight_of, layers):
-                if layer not in self._coming and (layer, "full") not in self._rank.weights:
+                known = layer in self._coming or layer in self._plan.bare or (layer, "full") in self._rank.weights
+                if not known:
                     self._coming[layer] = self._gather(layer)
 
     async def reshard(self, layers: Iterable[int]) -> None:
@@ -86,7 +88,7 @@ class ParameterGatherer:
     async def next(self, layer: int) -> Value:
         """The complete weight for the next use, with which this layer computes."""
         rank, axes = self._rank, self._plan.gather_axes
-        if not axes:
+        if not axes or layer in self._plan.bare:
             return rank.weights[self._plan.weight_of(layer)]
         layer, kept, run = self._uses[self._at]
         self._at += 1

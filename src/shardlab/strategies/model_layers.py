@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from shardlab.program import Sizes, UserError
+from shardlab.rules.kind import Kind
 from shardlab.rules.node import Layer
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
@@ -39,8 +40,12 @@ class ModelLayers:
         return users
 
     def cut_axes(self, layer: int) -> tuple[str, ...]:
-        """The mesh axes over which a layer's parameters may be sliced, outermost first; every other rank has all."""
-        return tuple("ep" if index == "expert" else "tp" for index in self.layers[layer].cut)
+        """The mesh axes over which a layer's parameters may be sliced, outermost first; every other rank has all.
+
+        Ranks that cut sequences share their experts: what all of them would compute alike, each does for some.
+        """
+        cut = self.layers[layer].cut
+        return tuple(axis for index in cut for axis in (("cp", "ep") if index == "expert" else ("tp",)))
 
     @cached_property
     def feeding_attention(self) -> frozenset[int]:
@@ -52,7 +57,7 @@ class ModelLayers:
         """Layers before which a pipeline may cut, both ends included: all, or those that take a residual."""
         if not any(layer.carries for layer in self.layers):
             return list(range(len(self.layers) + 1))
-        taking = [number for number, layer in enumerate(self.layers) if len(layer.inputs) > 1]
+        taking = [l for l, layer in enumerate(self.layers) if any(port.kind is Kind.RESIDUAL for port in layer.inputs)]
         return [0, *taking, len(self.layers)]
 
     @property
@@ -117,11 +122,10 @@ class ModelLayers:
                 f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but this model has none; give "
                 "Sizes.mixture or those of models.cut"
             )
-        if self._is_cut_along("ep") and (plan.sequence_parallel or mesh.cp > 1):
-            what = "sequence_parallel" if plan.sequence_parallel else f"cp {mesh.cp}"
+        if mesh.cp > 1 and self._is_cut_along("ep") and "cp" in plan.shard_optimizer:
             raise UserError(
-                f"{what} cuts sequences, but a mixture's tokens are routed by whole sequences; leave it out, or train "
-                "a model without experts"
+                f"the plan shards over cp, but the {mesh.cp} ranks of cp share a mixture's experts, so that none is on "
+                "all of them; shard over dp_shard"
             )
         if plan.attention_apart and self._attention_inside:
             cuts = f"the mesh has cp {mesh.cp}, which cuts sequences"

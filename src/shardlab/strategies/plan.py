@@ -127,12 +127,6 @@ class Plan:
                     f"{name} is {as_text(cut)} but shard_optimizer is {as_text(kept)}; what is updated must be a slice "
                     f"of what is kept: let shard_optimizer begin with {as_text(cut)}"
                 )
-        if self.mesh.ep > 1 and (self.mesh.cp > 1 or self.sequence_parallel):
-            what = f"cp {self.mesh.cp}" if self.mesh.cp > 1 else "sequence_parallel"
-            raise UserError(
-                f"the mesh has ep {self.mesh.ep} and the plan {what}; a mixture's tokens are routed by whole "
-                "sequences, which this cuts: set ep to 1, or leave it out"
-            )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
         if not set(self.shard_gradients) <= set(self.axes_of_every_microbatch):

@@ -14,15 +14,18 @@ Keeps = Literal["all", "input", "nothing"]
 """Leavings of a forward pass for the backward pass: input and what autograd needs, or less, to be computed again."""
 
 
+Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice"]
+
+
 class Completion(NamedTuple):
     """The collective that makes a layer's result, or what it reads, complete.
 
     Attributes:
-        verb: the rank's method.
+        verb: the rank's method; to slice, nobody meets.
         axis: the mesh axis whose ranks meet.
     """
 
-    verb: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    verb: Verb
     axis: str
 
 
@@ -46,11 +49,13 @@ class LayerPlan:
 
     Attributes:
         completions: where it meets other ranks.
+        part: (which, of how many) parts of the experts it dispatches tokens to (None: it dispatches none, or to all).
         keeps: what its forward pass leaves to the backward pass.
         recompute: the layers whose forward pass is done again before this layer's backward pass, in order.
     """
 
     completions: Completions
+    part: tuple[int, int] | None = None
     keeps: Keeps = "all"
     recompute: range = range(0)
 
@@ -95,6 +100,7 @@ class RankPlan:
         own_stages: numbers of the stages that are this rank's.
         layers: every layer of its stages.
         weights: every weight that it keeps, by the layer that has it.
+        bare: its layers that have no parameters.
         gather_axes: axes over which weights are gathered before their use, in order.
         scatter_axes: axes along which gradients are scattered; over others they are all-reduced.
         update_axes: axes over which weights are gathered after the update, in order.
@@ -111,6 +117,7 @@ class RankPlan:
     own_stages: tuple[int, ...]
     layers: Mapping[int, LayerPlan]
     weights: Mapping[int, WeightPlan]
+    bare: tuple[int, ...]
     gather_axes: tuple[str, ...]
     scatter_axes: tuple[str, ...]
     update_axes: tuple[str, ...]

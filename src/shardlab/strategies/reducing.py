@@ -54,9 +54,13 @@ class GradientReducer:
         for l, weight in self._plan.weights.items():
             rank.weights[l] = rank.load_weight(l, *weight.parameters)
             rank.opt_states[l] = rank.load_opt_state(l, *weight.optimizer)
+        for l in self._plan.bare:
+            rank.weights[l] = rank.load_weight(l)
 
     async def add(self, layer: int, gradient: Value) -> None:
         """A microbatch's gradient of a layer."""
+        if layer in self._plan.bare:
+            return
         layer = self._plan.weight_of(layer)
         axes = self._plan.weights[layer].reduce_every_microbatch
         if axes:
@@ -67,6 +71,8 @@ class GradientReducer:
 
     async def finish(self, layer: int) -> None:
         """Reduce the sum of all microbatches over the axes that are reduced once a step."""
+        if layer in self._plan.bare:
+            return
         layer = self._plan.weight_of(layer)
         self._uses[layer] -= 1
         if self._uses[layer]:
@@ -89,7 +95,7 @@ class GradientReducer:
             if weight.shared_by:
                 rank.grad_weights[l] = await rank.all_reduce(rank.grad_weights.pop(l), among=weight.shared_by)
         counted = [l for l, weight in weights.items() if weight.counted]
-        for axis in ("ep", "tp"):  # experts, which both may cut, first: their squares are on more ranks
+        for axis in ("cp", "ep", "tp"):  # experts, which all three may cut, first: their squares are on more ranks
             cut = any(axis in weights[l].cut_axes for l in counted)
             await self._norm([l for l in counted if weights[l].cut_axes[:1] == (axis,)], (axis,) if cut else ())
         await self._norm([l for l in counted if not weights[l].cut_axes], (*self._plan.scatter_axes, "pp"))

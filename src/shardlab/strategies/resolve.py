@@ -10,7 +10,7 @@ from shardlab.program import Sizes, UserError
 from shardlab.strategies.context import balanced
 from shardlab.strategies.model_layers import ModelLayers, model_layers
 from shardlab.strategies.plan import BATCH_AXES, CUT_AXES, Plan
-from shardlab.strategies.rank_plan import Completion, Completions, Keeps, LayerPlan, RankPlan, WeightPlan
+from shardlab.strategies.rank_plan import Completion, Completions, Keeps, LayerPlan, RankPlan, Verb, WeightPlan
 
 
 def resolve(plan: Plan, sizes: Sizes, microbatches: int, rank: int) -> RankPlan:
@@ -82,10 +82,12 @@ class _Resolver:
         own = [layer for stage in own_stages for layer in stages[stage]]
         pipeline = plan.mesh.group(self.rank, "pp").ranks
         ranks = [pipeline[at] for at, stage in zip(steps.ranks_of_stages, stages, strict=True) for _ in stage]
-        weights = self.weights(own, ranks)
+        bare = tuple(layer for layer in own if not self.sizes.weights[model.layers[layer].weight])
+        weights = self.weights([layer for layer in own if layer not in bare], ranks)
         blocks = Counter[int]()
         for layer in own:
-            blocks[model.reduced_with(layer)] += weights[model.layers[layer].weight].elements
+            if layer not in bare:
+                blocks[model.reduced_with(layer)] += weights[model.layers[layer].weight].elements
         return RankPlan(
             plan=plan,
             model=model,
@@ -97,6 +99,7 @@ class _Resolver:
             own_stages=own_stages,
             layers=self.layers(own, [stages[stage] for stage in own_stages]),
             weights=weights,
+            bare=bare,
             gather_axes=self.among_several(plan.shard_parameters[::-1]),
             scatter_axes=self.scatter_axes(),
             update_axes=self.among_several(
@@ -108,6 +111,10 @@ class _Resolver:
     def among_several(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Pick those of some axes that have several ranks, each once."""
         return tuple(axis for axis in dict.fromkeys(axes) if self.size[axis] > 1)
+
+    def if_several(self, verb: Verb, axis: str) -> tuple[Completion, ...]:
+        """A completion over an axis, if it has several ranks."""
+        return (Completion(verb, axis),) if self.size[axis] > 1 else ()
 
     def slice(self, axes: Sequence[str]) -> tuple[int, int]:
         """(which, of how many): this rank's when something is cut along the first axis, each piece along the next."""
@@ -121,7 +128,16 @@ class _Resolver:
         runs = recomputed_runs(self.plan, self.model, stages)
         keeps: dict[int, Keeps] = {l: "input" if l == run[0] else "nothing" for run in runs.values() for l in run}
         recompute = {l: run[:-1] for l, run in runs.items()}
-        return {l: LayerPlan(self.completions(l), keeps.get(l, "all"), recompute.get(l, range(0))) for l in own}
+        part = (self.place["cp"], self.size["cp"]) if self.size["cp"] > 1 else None
+        return {
+            l: LayerPlan(
+                self.completions(l),
+                part if self.model.layers[l].deals else None,
+                keeps.get(l, "all"),
+                recompute.get(l, range(0)),
+            )
+            for l in own
+        }
 
     def completions(self, layer: int) -> Completions:
         """Collectives by which a layer meets other ranks.
@@ -131,16 +147,29 @@ class _Resolver:
         the sequence, and what the next slices read is all-gathered (Korthikanti et al. 2022, arXiv 2205.05198, fig. 5).
         Experts' buffers are exchanged before and after them, in either direction (Lepikhin et al. 2020, arXiv
         2006.16668, section 3.2): between, a rank has its experts' buffers of the microbatches of its `ep` group.
+
+        Tokens are routed by whole sequences. Ranks that cut these gather them first; of `cp`, each then sends tokens to
+        its own experts alone, so that its sums over experts are terms.
         """
         sequence, sliced = self.plan.sequence_parallel, self.model.cut_axes(layer)
-        cut = self.among_several(sliced)
+        cut, signature = self.among_several(sliced), self.model.layers[layer]
         gathered = (Completion("all_gather", "tp"),) if sequence else ()
+        if signature.routes and not signature.carries:
+            scattered = (
+                *self.if_several("reduce_scatter", "cp"),
+                *(self.if_several("slice", "tp") if sequence else ()),
+            )
+            if signature.deals:
+                return Completions(grad_input=scattered)
+            return Completions(output=scattered, grad_output=(*gathered, *self.if_several("all_gather", "cp")))
         if not sliced:
-            return Completions(output=gathered)
-        reduced = (Completion("reduce_scatter" if sequence else "all_reduce", "tp"),) if "tp" in cut else ()
+            feeds_router = any(signature.deals for signature in self.model.layers[layer + 1 : layer + 2])
+            return Completions(output=(*gathered, *(self.if_several("all_gather", "cp") if feeds_router else ())))
         if "ep" in sliced:
-            dealt = (Completion("all_to_all", "ep"),) if "ep" in cut else ()
-            return Completions(dealt, (*reduced, *dealt), dealt, (*reduced, *dealt))
+            dealt = self.if_several("all_to_all", "ep")
+            summed = (*(self.if_several("all_reduce", "tp") if "tp" in cut else ()), *dealt)
+            return Completions(dealt, summed, dealt, summed)
+        reduced = (Completion("reduce_scatter" if sequence else "all_reduce", "tp"),) if "tp" in cut else ()
         if not cut:
             return Completions()
         # Attention and the loss take slices, and nobody needs the gradient of the tokens.
@@ -163,10 +192,10 @@ class _Resolver:
         made: dict[int, WeightPlan] = {}
         for layer, users in Counter(model.layers[layer].weight for layer in own).items():
             sliced = model.cut_axes(layer)
-            # Experts' gradients have every microbatch of their `ep` group in them already.
-            axes = (*self.token_axes, *self.among_several(() if "ep" in sliced else ("ep",)))
+            # Experts' gradients have all tokens of the ranks of `cp` and `ep` in them already.
+            axes = [axis for axis in (*self.token_axes, *self.among_several(("ep",))) if axis not in sliced]
             once = [axis for axis in axes if axis not in plan.axes_of_every_microbatch]
-            if plan.sequence_parallel and not sliced:
+            if plan.sequence_parallel and not sliced and not model.layers[layer].mixes_tokens:
                 once.append("tp")  # each of the tensor-parallel ranks has seen other tokens
             keepers = tuple(dict.fromkeys(ranks[user] for user in model.users[layer]))
             made[layer] = WeightPlan(

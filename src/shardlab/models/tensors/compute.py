@@ -150,12 +150,12 @@ def _(primitive: Route, given: Given) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: Place, given: Given) -> tuple[Tensor, ...]:
-    return (mixture.slots_of(primitive.router, given.tensors["choices"], given.share.microbatches),)
+    return (mixture.slots_of(primitive.router, given.tensors["choices"], given.share),)
 
 
 @compute.register
 def _(primitive: Dispatch, given: Given) -> tuple[Tensor, ...]:
-    return (mixture.dispatch(primitive.router, given.x, given.tensors["slots"], given.share.microbatches),)
+    return (mixture.dispatch(primitive.router, given.x, given.tensors["slots"], given.share),)
 
 
 @compute.register

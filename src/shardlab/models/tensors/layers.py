@@ -23,19 +23,17 @@ class Layer:
     Attributes:
         names: of the parameters, in the layout's order; then of those that it borrows.
         layer: its primitives.
-        carried: features of each tensor that the last layer before it that made any made beside its activation.
     """
 
     names: tuple[str, ...]
     layer: Run
-    carried: tuple[int, ...]
 
     def run(
         self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share = ALL, dropout: Dropout | None = None
     ) -> tuple[Tensor, ...]:
         """The layer's outputs, rows first like its inputs; the activation comes first, each is memory of its own.
 
-        What is carried from layer to layer beside it is one tensor, its parts side by side.
+        What a router says of tokens is carried as one tensor, its parts side by side.
 
         Args:
             parameters: in the layout's order; of one slice where the layer is sliced.
@@ -73,27 +71,25 @@ class Layer:
         return dropped[::-1]
 
     def _unpacked(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        first, *others = self.layer.inputs
-        if len(others) <= 1:
-            return dict(zip(self.layer.inputs, inputs, strict=True))
-        x, carried = inputs
-        return {first: x} | dict(zip(others, torch.split(carried, list(self.carried), -1), strict=True))
+        """The tensors that come in the layer's inputs, by name."""
+        tensors = {self.layer.inputs[0]: inputs[0]}
+        for names, value in zip(self.layer.carried_inputs.values(), inputs[1:], strict=True):
+            tensors |= dict(zip(names, value.chunk(len(names), -1), strict=True))
+        return tensors
 
     def _packed(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        first, *others = (tensors[name] for name in self.layer.outputs)
+        """The layer's outputs; tensors of one kind go side by side, as floating-point numbers."""
+        first = tensors[self.layer.outputs[0]]
         if self.layer.attend is not None:  # queries, and keys and values, are views of one tensor
-            return first.clone(), *(each.clone() for each in others)
-        if len(others) > 1:
-            others = [torch.cat([each.to(others[0].dtype) for each in others], -1)]
-        return first, *others
+            return first.clone(), *(tensors[name].clone() for name in self.layer.outputs[1:])
+        carried = [[tensors[name] for name in names] for names in self.layer.carried_outputs.values()]
+        return first, *(each[0] if len(each) == 1 else _side_by_side(each, first.dtype) for each in carried)
+
+
+def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([each.to(dtype) for each in tensors], -1)
 
 
 def layers_of(model: Model) -> list[Layer]:
     """The model's layers, in order."""
-    carried: tuple[int, ...] = ()
-    found: list[Layer] = []
-    for number, layer in enumerate(model.runs):
-        names = (*(p.name for p in layer.layout.parameters), *layer.borrows)
-        found.append(Layer(names, layer, carried))
-        carried = model.carried_features(number) or carried
-    return found
+    return [Layer((*(p.name for p in run.layout.parameters), *run.borrows), run) for run in model.runs]

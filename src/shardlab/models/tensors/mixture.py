@@ -10,6 +10,7 @@ algorithm 1). Every strategy thus drops the same tokens. The steps are autograd 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,12 +33,21 @@ def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> Routed:
 
     The gates' backward pass adds the gradient of the microbatches' auxiliary loss, each with its share of the step:
     experts * sum over experts of (share of the choices that it got) * (its mean probability), which is 1 when balanced
-    (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices counted where they have one).
+    (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices counted where they have one). Where experts
+    are shared among ranks, each adds the terms of its own.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     scores = F.linear(x.to(exact), weight.to(exact))
-    auxiliary = router.auxiliary / share.of_step
-    return Routed(*cast("tuple[Tensor, Tensor]", _Choose.apply(scores, router.top_k, auxiliary, share.microbatches)))
+    auxiliary, here = router.auxiliary / share.of_step, experts_here(router, share)
+    apply = cast("Callable[..., tuple[Tensor, Tensor]]", _Choose.apply)
+    return Routed(*apply(scores, router.top_k, auxiliary, share.microbatches, here))
+
+
+def experts_here(router: Router, share: Share) -> range:
+    """The experts that a rank sends tokens to: all, or its part of them."""
+    number, of = share.piece("expert")
+    each = router.experts // of
+    return range(number * each, (number + 1) * each)
 
 
 def _shares(choices: Tensor, like: Tensor) -> Tensor:
@@ -49,7 +59,9 @@ class _Choose(torch.autograd.Function):
     """From scores (rows, T, experts) to gates and choices; keeps the probabilities and the choices."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, top_k: int, weight: float, microbatches: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, scores: Tensor, top_k: int, weight: float, microbatches: int, here: range
+    ) -> tuple[Tensor, Tensor]:
         probabilities = scores.softmax(-1)
         choices = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
         gates = probabilities.gather(-1, choices)
@@ -58,11 +70,11 @@ class _Choose(torch.autograd.Function):
         kept = choices.to(torch.int32)
         ctx.mark_non_differentiable(kept)
         ctx.save_for_backward(probabilities, kept)
-        ctx.weight, ctx.microbatches = weight, microbatches
+        ctx.weight, ctx.microbatches, ctx.here = weight, microbatches, slice(here.start, here.stop)
         return gates, kept
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, choices = ctx.saved_tensors
         gradient, choices = gradients[0], choices.long()
         chosen = probabilities.gather(-1, choices)
@@ -72,31 +84,33 @@ class _Choose(torch.autograd.Function):
         of_probabilities = torch.zeros_like(probabilities).scatter_(-1, choices, gradient)
         for mine, its in zip(of_probabilities.chunk(ctx.microbatches), choices.chunk(ctx.microbatches), strict=True):
             experts, tokens = mine.shape[-1], its[..., 0].numel()
-            mine += ctx.weight * experts / tokens * _shares(its, mine)
+            mine[..., ctx.here] += ctx.weight * experts / tokens * _shares(its, mine)[ctx.here]
         mean = (of_probabilities * probabilities).sum(-1, keepdim=True)
-        return probabilities * (of_probabilities - mean), None, None, None
+        return probabilities * (of_probabilities - mean), None, None, None, None
 
 
-def slots_of(router: Router, choices: Tensor, microbatches: int) -> Tensor:
-    """Where each choice (rows, T, top_k) goes in the buffers (experts * capacity places of each microbatch).
+def slots_of(router: Router, choices: Tensor, share: Share) -> Tensor:
+    """Where each choice (rows, T, top_k) goes in the buffers of the experts here (capacity places for a microbatch).
 
-    Of the same shape, int32, counted over all microbatches; -1 where the expert has no place left.
+    Of the same shape, int32, counted over all microbatches; -1 where the expert has no place left, or is not here.
     """
     slots: list[Tensor] = []
-    for microbatch, its in enumerate(choices.long().chunk(microbatches)):
+    here = experts_here(router, share)
+    for microbatch, its in enumerate(choices.long().chunk(share.microbatches)):
         capacity = router.capacity(its[..., 0].numel())
         in_turn = its.flatten(0, -2).t().flatten()  # first choices of all tokens, then second ones
         earlier = F.one_hot(in_turn, router.experts).cumsum(0).gather(1, in_turn[:, None])[:, 0] - 1
-        slot = (microbatch * router.experts + in_turn) * capacity + earlier
-        slot = slot.masked_fill(earlier >= capacity, -1)
+        slot = (microbatch * len(here) + in_turn - here.start) * capacity + earlier
+        elsewhere = (in_turn < here.start) | (in_turn >= here.stop)
+        slot = slot.masked_fill((earlier >= capacity) | elsewhere, -1)
         slots.append(slot.view(router.top_k, -1).t().reshape(its.shape))
     return torch.cat(slots).to(torch.int32)
 
 
-def dispatch(router: Router, x: Tensor, slots: Tensor, microbatches: int) -> Tensor:
+def dispatch(router: Router, x: Tensor, slots: Tensor, share: Share) -> Tensor:
     """The experts' buffers (microbatches * experts, capacity, C) with tokens (rows, T, C) in their slots, else zero."""
-    capacity = router.capacity(x[..., 0].numel() // microbatches)
-    return cast(Tensor, _Dispatch.apply(x, slots, (microbatches * router.experts, capacity)))
+    capacity = router.capacity(x[..., 0].numel() // share.microbatches)
+    return cast(Tensor, _Dispatch.apply(x, slots, (share.microbatches * len(experts_here(router, share)), capacity)))
 
 
 class _Dispatch(torch.autograd.Function):
