@@ -18,7 +18,7 @@ from shardlab.rules.spec import KEY, Form, Joined, Space
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import BATCH_AXES, Plan
 
-AXES_OF = {"head": ("tp", "cp"), "expert": ("ep",)}
+AXES_OF = {"head": ("tp", "cp"), "expert": ("cp", "ep")}
 """The mesh axes that cut an index, outermost first; all others are cut by `tp`."""
 
 
@@ -49,7 +49,7 @@ class Rotation:
         if form.kind is Kind.SCALAR:
             return Spec(form.but(holds=self._scalar(form.holds, axis, by)))
         holds = self._slices(form.layer, form.holds, axis, by)
-        summed = self._summed(cells, axis, by) if cells else 0
+        summed = self._summed(form, cells, axis, by) if cells else 0
         return Spec(form if holds == form.holds else form.but(holds=holds), summed)
 
     def _joined(self, joined: tuple[Joined, ...], axis: str, by: int) -> tuple[Joined, ...]:
@@ -128,11 +128,14 @@ class Rotation:
         place = slice // (self.space.sequence // (2 * self.mesh.cp))
         return min(place, 2 * self.mesh.cp - 1 - place)
 
-    def _summed(self, sums: int, axis: str, by: int) -> int:
-        """What a weight's gradient has summed; a tied one of each of its uses."""
+    def _summed(self, form: Form, sums: int, axis: str, by: int) -> int:
+        """What a weight's gradient has summed; a tied one of each of its uses, a router's of each expert."""
         total, moved = self.space.cells, 0
-        for use in range(-(-sums.bit_length() // total)):
-            moved |= self._rows(sums >> use * total & (1 << total) - 1, axis, by) << use * total
+        for place in range(-(-sums.bit_length() // total)):
+            cells = sums >> place * total & (1 << total) - 1
+            if cells and form.over:
+                place = self._cycled([index for index, _ in form.over], 1 << place, axis, by).bit_length() - 1
+            moved |= self._rows(cells, axis, by) << place * total
         return moved
 
     def _slices(self, layer: int, holds: Holds, axis: str, by: int) -> Holds:

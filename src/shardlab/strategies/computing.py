@@ -25,8 +25,8 @@ class LayerRunner:
         self._layers = rank_plan.model.layers
         self._attention = Attention(rank, rank_plan)
 
-    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps) -> None:
-        """Activation l to activation l + 1, with what is carried beside them."""
+    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, hands_on: bool = True) -> None:
+        """Activation l to activation l + 1, with what is carried beside them; stored only if it `hands_on` these."""
         rank, signature = self._rank, self._layers[layer]
         completions = self._plan.layers[layer].completions
         if completions.input:
@@ -37,6 +37,8 @@ class LayerRunner:
             store = rank.store(port.kind)
             given.append(store[layer, m] if stays else store.pop((layer, m)))
         made = rank.forward(layer, tuple(given), weight, save=keeps == "all", part=self._plan.layers[layer].part)
+        if not hands_on:
+            return
         for port, value in zip(signature.outputs[1:], made[1:], strict=True):
             rank.store(port.kind)[port.layer, m] = value
         port = signature.outputs[0]

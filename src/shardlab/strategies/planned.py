@@ -82,10 +82,10 @@ class PlanRunner:
         """Run the layers forward again that must be before a layer's backward pass; now they keep all."""
         run = self.plan.layers[layer].recompute
         for l in run:
-            await self.layers.forward(l, m, await self.weights.next(l), "all")
+            await self.layers.forward(l, m, await self.weights.next(l), "all", hands_on=l != layer)
         for l in run:
             for port in self.plan.model.layers[l].outputs:
-                if port.layer > layer:  # was handed on before
+                if l < layer < port.layer:  # was handed on before
                     del self.rank.store(port.kind)[port.layer, m]
 
     async def backward(self, stage: int, m: int) -> None:

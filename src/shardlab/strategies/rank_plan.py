@@ -51,7 +51,8 @@ class LayerPlan:
         completions: where it meets other ranks.
         part: (which, of how many) parts of the experts it dispatches tokens to (None: it dispatches none, or to all).
         keeps: what its forward pass leaves to the backward pass.
-        recompute: the layers whose forward pass is done again before this layer's backward pass, in order.
+        recompute: the layers whose forward pass is done again before this layer's backward pass, in order: with itself,
+            if its backward pass does not do that by itself.
     """
 
     completions: Completions

@@ -127,7 +127,7 @@ class _Resolver:
         """Plans of the rank's layers."""
         runs = recomputed_runs(self.plan, self.model, stages)
         keeps: dict[int, Keeps] = {l: "input" if l == run[0] else "nothing" for run in runs.values() for l in run}
-        recompute = {l: run[:-1] for l, run in runs.items()}
+        recompute = {l: run[:-1] if self.model.layers[l].recomputed else run for l, run in runs.items()}
         part = (self.place["cp"], self.size["cp"]) if self.size["cp"] > 1 else None
         return {
             l: LayerPlan(
