@@ -241,6 +241,13 @@ EXPERTS = [
     Verified("gates of a Mixtral cut twice", Plan(Mesh(ep=2, tp=2)), mixtral(), 4),
     Verified("attention of a mixture computed again", Plan(Mesh(ep=2), recompute="selective"), DROPPING, 4),
     Verified("pp, ep and tp", Plan(Mesh(pp=2, ep=2, tp=2), "zb-v"), moe(layers=4), 4),
+    Verified("experts shared among the ranks of a ring", Plan(Mesh(cp=2)), DROPPING, 2),
+    Verified("experts dealt over cp and ep", GATHERED(Mesh(cp=2, ep=2), shard_optimizer=()), DROPPING, 4),
+    Verified("exchanged heads before shared experts", Plan(Mesh(cp=2, ep=2), context="ulysses", recompute="full"),
+             mixtral(), 4),
+    Verified("whole sequences for the router, slices for the rest", SP(Mesh(tp=2)), DROPPING, 2),
+    Verified("halves of a router of whole sequences", SP(Mesh(pp=2, ep=2, tp=2), "zb-h1"), DROPPING, 4),
+    Verified("ep, cp and tp", SP(Mesh(ep=2, cp=2, tp=2), recompute=(1,)), moe(seq_len=16, capacity_factor=0.7), 4),
     Verified("a dropless Mixtral on stages", Plan(Mesh(pp=2, ep=2)), mixtral(capacity_factor=None), 4),
 ]
 

@@ -50,7 +50,7 @@ class Checked:
         meetings: every communication.
         meeting_of: for each rank, its handles' places in `meetings`.
         models: for each channel model, None if the program passes it, else the deadlock that it would run into.
-        frozen: layers that are not trained, since no rank loads an optimizer state of them.
+        frozen: layers with parameters that are not trained, since no rank loads an optimizer state of them.
         not_runnable: why no backend can run the program, however right it is; None if there is no such reason.
     """
 

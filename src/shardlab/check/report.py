@@ -36,6 +36,7 @@ def check(program: Program) -> Checked:
         meetings, meeting_of = dataflow.communication.meetings, dataflow.communication.meeting_of
         models = decide_models(program, meetings, meeting_of)
     specs = [state.specs for state in dataflow.states]
-    frozen = tuple(bits(~dataflow.trained & ((1 << program.layers) - 1)))
+    untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
+    frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])
     why_not = why_not_runnable(program, specs, meetings)
     return Checked(program, specs, meetings, meeting_of, models, why_not, frozen)
