@@ -103,7 +103,6 @@ def test_a_trace_in_unit_costs_is_written_as_well(tmp_path: Path) -> None:
 
 MISTAKES = [
     (("fsdp", "--model", "gpt2"), "give --cluster, such as h100x16, as well"),
-    (("--ep", "2", "--cp", "2", "--model", "moe"), "a mixture's tokens are routed by whole sequences"),
     (("fsdq", "--model", "gpt2"), "did you mean fsdp?"),
     (("fsdp", "--cluster", "h100x8"), "give --model, such as gpt2-xl, as well"),
     (("fsdp", "--micro-batch-size", "2"), "--micro-batch-size is for a model on a cluster"),

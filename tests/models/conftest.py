@@ -12,6 +12,7 @@ from shardlab.models import Model
 from shardlab.models.mixture import Routing
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 from shardlab.models.tensors.share import ALL
+from shardlab.program import Kind
 
 
 def piece_of(model: Model, layer: int, number: int) -> Share:
@@ -35,13 +36,16 @@ def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Sh
     others = model.run(layer).inputs[1:]
     if not others:
         return (x,)
-    features = layers_of(model)[layer].carried
-    carried = torch.rand(rows, model.seq_len if share.tokens is None else len(share.tokens), sum(features), dtype=dtype)
-    if "choices" in others:  # different experts for each token
-        router = next(s.primitive.router for s in model.run(layer).steps if isinstance(s.primitive, Routing))
-        chosen = torch.rand(*carried.shape[:2], router.experts).argsort(-1)[..., : router.top_k]
-        carried[..., -router.top_k :] = chosen
-    return x, carried.requires_grad_()
+    tokens = model.seq_len if share.tokens is None else len(share.tokens)
+    given = [x]
+    for kind in model.run(layer).carried_inputs:
+        carried = torch.rand(rows, tokens, model.carried_features[kind], dtype=dtype)
+        if kind is Kind.ROUTING:  # different experts for each token
+            router = next(s.primitive.router for s in model.run(layer).steps if isinstance(s.primitive, Routing))
+            chosen = torch.rand(*carried.shape[:2], router.experts).argsort(-1)[..., : router.top_k]
+            carried[..., -router.top_k :] = chosen
+        given.append(carried.requires_grad_())
+    return tuple(given)
 
 
 def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> int:

@@ -58,7 +58,7 @@ def test_flops_are_those_of_the_whole_model() -> None:
 def test_dropless_buffers_have_room_for_every_token_at_every_expert() -> None:
     sizes = cut(MoE(experts=4, capacity_factor=None, **SMALL), ep=2).sizes(rows=3, element_bytes=4)
     assert sizes.activations[1] == sizes.activations[2] == 4 * (3 * 12) * 16
-    assert sizes.residual == 3 * 12 * (16 + 2 * 2)
+    assert (sizes.residual, sizes.routing) == (3 * 12 * 16, 3 * 12 * 2 * 2)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

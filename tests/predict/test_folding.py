@@ -119,9 +119,7 @@ def test_any_plan_folded_is_what_it_is_unfolded(plan: Plan, each: int) -> None:
 def test_a_mixture_folded_is_what_it_is_unfolded(plan: Plan) -> None:
     """As it is cut for a plan: its experts and its other layers along different axes."""
     model = MoE(vocab_size=16, hidden_size=8, heads=4, seq_len=8, layers=2, experts=4)
-    cut = cut_for(
-        model, plan.mesh, planned=True, attention_apart=plan.attention_apart, heads_dealt=plan.heads_dealt
-    )
+    cut = cut_for(model, plan.mesh, planned=True, attention_apart=plan.attention_apart, heads_dealt=plan.heads_dealt)
     sizes, microbatches = cut.sizes(1, 4), 2 * plan.data_ranks
     compare(fold(plan, sizes, microbatches), check(trace(planned(plan), plan.mesh, sizes, microbatches)))
 

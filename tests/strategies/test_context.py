@@ -121,12 +121,6 @@ def test_a_tape_with_a_mistake_is_refused(mistake: Callable[[Program], Program])
         check(mistake(program))
 
 
-def test_sequences_are_not_cut_where_experts_are() -> None:
-    for fields in ({"mesh": Mesh(ep=2, cp=2)}, {"mesh": Mesh(ep=2, tp=2), "sequence_parallel": True}):
-        with pytest.raises(UserError, match=r"a mixture's tokens are routed by whole sequences, which this cuts"):
-            Plan(**fields)  # pyright: ignore[reportArgumentType]
-
-
 def test_a_model_whose_attention_is_no_step_of_its_own_is_refused() -> None:
     with pytest.raises(UserError, match=r"give Sizes.context_blocks or those of models.cut with attention_apart=True"):
         trace(planned(Plan(Mesh(cp=2))), Mesh(cp=2), Sizes.half_blocks(2), 2)

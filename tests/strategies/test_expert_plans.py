@@ -88,8 +88,9 @@ def test_mixtures_run_as_they_are_where_nothing_is_parallel() -> None:
 
 
 def test_what_expert_parallelism_cannot_cut_is_refused() -> None:
-    with pytest.raises(UserError, match="the mesh has ep 2 and the plan cp 2; a mixture's tokens are routed by whole"):
-        Plan(Mesh(cp=2, ep=2))
+    shared = Plan(Mesh(cp=2, ep=2), shard_optimizer=("cp",))
+    with pytest.raises(UserError, match="the plan shards over cp, but the 2 ranks of cp share a mixture's experts"):
+        trace(planned(shared), shared.mesh, Sizes.expert_blocks(2), 2)
     with pytest.raises(UserError, match="ep 2, which cuts mixtures of experts, but this model has none"):
         trace(planned(Plan(Mesh(ep=2))), Mesh(ep=2), Sizes.puzzle(4), 2)
     with pytest.raises(UserError, match="3 microbatches do not divide among 2 data-parallel ranks"):

@@ -33,7 +33,6 @@ from shardlab.strategies.schedules.find import find_schedule
         ({"recompute": "some"}, "recompute is 'some'; give one of none, selective, full"),
         ({"stages_per_rank": 0}, "stages_per_rank is 0; give 1 or more"),
         ({"sequence_parallel": True}, "sequence_parallel cuts sequences over tp, but the mesh has tp 1"),
-        ({"mesh": Mesh(cp=2, ep=2)}, "the mesh has ep 2 and the plan cp 2; a mixture's tokens are routed by whole"),
     ],
 )
 def test_fields_that_do_not_fit_each_other_are_one_sentence(fields: dict[str, Any], sentence: str) -> None:

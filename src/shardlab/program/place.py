@@ -25,8 +25,9 @@ class Place(Recorder):
         microbatches: `range` of the step's microbatches.
         mesh: the ranks' grid.
         signatures: what each layer takes and makes.
-        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, grad_residuals, stats,
-            queries, keys_values, grad_queries, grad_keys_values: the stores, a program's only memory.
+        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, grad_residuals, routing,
+            grad_routing, stats, queries, keys_values, grad_queries, grad_keys_values: the stores, a program's only
+            memory.
     """
 
     def __init__(self, index: int, world: World) -> None:

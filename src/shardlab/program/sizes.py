@@ -70,7 +70,7 @@ class Sizes:
     def of_puzzle(cls, layers: int, mesh: Mesh) -> Sizes:
         """The puzzles' model with so many layers, or blocks where a mesh slices them."""
         if mesh.ep > 1:
-            return cls.mixture(layers)
+            return cls.expert_blocks(layers) if mesh.tp > 1 or mesh.cp > 1 else cls.mixture(layers)
         if mesh.cp > 1:
             return cls.context_blocks(layers)
         return cls.half_blocks(layers) if mesh.tp > 1 else cls.puzzle(layers)
@@ -105,6 +105,16 @@ class Sizes:
         layers = toy_layers.context_blocks(blocks)
         norms = tuple(l for l, layer in enumerate(layers) if layer.carries)
         return replace(_alike(layers), blocks=norms, queries=ROWS, keys_values=2 * ROWS)
+
+    @classmethod
+    def expert_blocks(cls, blocks: int) -> Sizes:
+        """Such blocks with a mixture of experts after the attention, for expert parallelism beside tensor or context
+        parallelism: what combines the experts' results has no parameters.
+        """
+        layers = toy_layers.expert_blocks(blocks)
+        norms = [l for l, layer in enumerate(layers) if layer.carries]
+        made = replace(_alike(layers), blocks=(*norms[:-1:2], norms[-1]), queries=ROWS, keys_values=2 * ROWS)
+        return replace(made, routing=PUZZLE_LENGTH)
 
     def space(self, mesh: Mesh, microbatches: int) -> Space:
         """Pieces in which a program counts on a mesh.
@@ -183,9 +193,16 @@ SQUARE, ROWS = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
 """Elements of the puzzles' matrix, and of their activation for one microbatch."""
 
 
+def _parameters(layer: Layer, *, vectors: bool) -> int:
+    """Elements of a layer's weight: a matrix, a vector where there are norms, or nothing."""
+    if not any(node.weights for node in layer.nodes):
+        return 0
+    return PUZZLE_HIDDEN if layer.carries and vectors else SQUARE
+
+
 def _alike(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
     """The puzzles' sizes of these layers: matrices, and norms that are vectors if `vectors`."""
-    sizes = tuple(PUZZLE_HIDDEN if layer.carries and vectors else SQUARE for layer in layers)
+    sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
     weights = (*sizes[:-1], 0) if tied else sizes
     return Sizes(
         weights=weights,

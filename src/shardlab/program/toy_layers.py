@@ -23,6 +23,10 @@ _OUTPUT = Node("linear", {"x": "head"}, {"x": "width"}, {"w2": "width head"})
 _DISPATCH = Node("dispatch", {"x": "width"}, {"x": "expert width"}, deals=frozenset({"expert"}), mixes_tokens=True)
 _EXPERTS = Node("experts", {"x": "expert width"}, {"x": "expert width"}, {"w": "expert width in"})
 _COMBINE = Node("combine", {"x": "expert width"}, {"x": "width"})
+_ROUTE = Node("route", {"x": "width"}, {"gates": ""}, {"w": "choice width"}, frozenset({"width"}), mixes_tokens=True)
+_EXPERTS_UP = Node("experts", {"x": "expert width"}, {"x": "expert ffn"}, {"w1": "expert ffn width"})
+_EXPERTS_DOWN = Node("experts", {"x": "expert ffn"}, {"x": "expert width"}, {"w2": "expert width ffn"})
+_GATED = Node("combine", {"x": "expert width", "gates": ""}, {"x": "width"}, whole=frozenset({"width"}))
 _COLUMNS = [
     Node("column", {"x": "width"}, {"x": "ffn"}, {"w": "ffn width"}, takes_own=True),
     Node("column", {"x": "ffn"}, {"x": "width"}, {"w": "width ffn"}, takes_own=True),
@@ -31,6 +35,11 @@ _COLUMNS = [
 _FIRST_NORM: Written = ("norm", (_EMBED, _NORM), ())
 _LATER_NORM: Written = ("norm", (_ADD, _NORM), ())
 _EMBEDDING: Written = ("embedding", (_LOOKUP,), ("vocab",))
+_ATTENTION: list[Written] = [
+    ("projection", (_PROJECT,), ("head",)),
+    ("attention", (_ATTEND,), ()),
+    ("output", (_OUTPUT,), ("head",)),
+]
 _HEAD: Written = ("head", (_SCORES,), ("vocab",))
 
 
@@ -53,12 +62,17 @@ def half_blocks(blocks: int, *, tied: bool = False) -> tuple[Layer, ...]:
 
 def context_blocks(blocks: int) -> tuple[Layer, ...]:
     """Bodies and norms, where each block's body is an attention in two layers, which take each token alone."""
-    attention: list[Written] = [
-        ("projection", (_PROJECT,), ("head",)),
-        ("attention", (_ATTEND,), ()),
-        ("output", (_OUTPUT,), ("head",)),
+    return layers_of(_between_norms([_EMBEDDING, *([_ATTENTION] * blocks), _HEAD]))
+
+
+def expert_blocks(blocks: int) -> tuple[Layer, ...]:
+    """Bodies and norms: of each block an attention in two layers, and a mixture that routes, computes and combines."""
+    mixture: list[Written] = [
+        ("routing", (_ROUTE, _DISPATCH), ()),
+        ("experts", (_EXPERTS_UP, _EXPERTS_DOWN), ("expert", "ffn")),
+        ("combining", (_GATED,), ()),
     ]
-    return layers_of(_between_norms([_EMBEDDING, *([attention] * blocks), _HEAD]))
+    return layers_of(_between_norms([_EMBEDDING, *([_ATTENTION, mixture] * blocks), _HEAD]))
 
 
 def mixture(blocks: int) -> tuple[Layer, ...]:

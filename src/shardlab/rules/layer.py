@@ -120,7 +120,7 @@ class LayerRules:
         made = self._backward.get(key)
         if made is None:
             name = f"{op}(layer {self.layer_number})"
-            cut = self._cut(name, weight, first) | self._dealt_of(gradients[0])
+            cut = self._cut(name, weight, first) | self._dealt_of(gradients)
             made = self._derive_backward(name, first, gradients, weight.form.holds, cut, weight, both=True)
             self._backward[key] = made
         if self.mixes_tokens and not whole_sequences(cells, self.space):
@@ -144,7 +144,7 @@ class LayerRules:
         if made is None:
             name, cut = f"{op}(layer {self.layer_number})", dict(half.form.slices)
             holds = self._flat(cut)
-            cut |= self._dealt_of(gradients[0])
+            cut |= self._dealt_of(gradients)
             made = self._backward_weight[key] = self._derive_backward(
                 name, first, gradients, holds, cut, None, both=False
             )
@@ -195,9 +195,9 @@ class LayerRules:
             raise Refused(f"{op}: {count} {piece_of(index)}s do not divide into {part.of} parts, as was asked for.")
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
-    def _dealt_of(self, gradient: Spec) -> dict[str, int]:
+    def _dealt_of(self, gradients: Sequence[Spec]) -> dict[str, int]:
         """The pieces that were made of an index that the layer deals, by the gradient of these."""
-        return {index: mask for index, mask in gradient.form.slices if index in self.layer.deals}
+        return {index: mask for each in gradients[:1] for index, mask in each.form.slices if index in self.layer.deals}
 
     def _dealt_term(self, cut: dict[str, int]) -> Term | None:
         """Which term of a sum all is that follows from these pieces of a dealt index."""

@@ -72,14 +72,14 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (Route(tokens=T, router=ROUTER), ""),
     (Route(tokens=T, router=replace(ROUTER, top_k=1)), ""),
     (Place(tokens=T, router=ROUTER), ""),
-    (Dispatch(tokens=T, router=ROUTER), "width"),
+    (Dispatch(tokens=T, router=ROUTER), "expert width"),
     (expert_linear("ffn", "width", bias=True), "expert ffn"),
     (expert_linear("ffn", "width", bias=True, sections=(HIDDEN // 2, HIDDEN // 2)), "expert ffn"),
     (expert_linear("width", "ffn", bias=True), "expert ffn"),
     (expert_linear("width", "ffn", bias=False), "expert ffn width"),
     (ExpertActivate(tokens=T, router=ROUTER, activation="gelu", hidden=HIDDEN), "expert ffn"),
     (ExpertActivate(tokens=T, router=ROUTER, activation="swiglu", hidden=HIDDEN), "expert ffn"),
-    (Combine(tokens=T, router=ROUTER), ""),
+    (Combine(tokens=T, router=ROUTER), "expert"),
 ]
 """Each with the indices along which it is cut; not along one whose terms would each have the bias or a whole mask."""
 
@@ -110,7 +110,7 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
         },
         "gates": torch.rand(rows, T, ROUTER.top_k, dtype=dtype),
         "choices": choices,
-        "slots": slots_of(ROUTER, choices, 1),
+        "slots": slots_of(ROUTER, choices, Share()),
     }
     return {name: given[name].requires_grad_(given[name].is_floating_point()) for name in primitive.reads}
 
@@ -150,6 +150,10 @@ class Whole:
 
     def piece(self, name: str, tensor: Tensor, indices: str, index: str, number: int, of: int) -> Tensor:
         """A piece of a tensor that has the index; else all of it. Keys and values, gates and features are cut alike."""
+        if (name, index) == ("slots", "expert"):
+            places = ROUTER.places(ROWS * T) // of
+            mine = tensor - number * places
+            return mine.masked_fill((mine < 0) | (mine >= places), -1)
         if index not in indices.split():
             return tensor
         dim = 0 if index == "expert" else tensor.dim() - 1

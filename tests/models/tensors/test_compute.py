@@ -77,7 +77,7 @@ class Slices:
             mine = whole.piece(name, x.detach(), primitive.reads[name], index, number, of)
             given[name] = mine.requires_grad_(x.requires_grad)
         made = made_by(primitive, own, given, Share({index: (number, of)}))
-        cut = {index: 1 << number} if parameters else {}
+        cut = {index: 1 << number} if parameters or index in primitive.deals else {}
         reads = {name: Held({index: 1 << number} if index in its.split() else {}) for name, its in node.reads.items()}
         held = derive.forward(layer, reads, cut, space)
         for name, its in primitive.node.makes.items():
@@ -86,7 +86,10 @@ class Slices:
             name: whole.piece(f"made {name}", y, primitive.makes[name], index, number, of)
             for name, y in whole.above.items()
         }
-        below = derive.backward(layer, held, {name: Held(held[name].slices) for name in node.makes}, cut, space)
+        below, of_weights = derive.backward(
+            layer, held, {name: Held(held[name].slices) for name in node.makes}, cut, space
+        )
+        assert of_weights is None
         found = gradients(made, above, given | own)
         for name, its in node.reads.items():
             if name in found:

@@ -109,7 +109,7 @@ def test_slots_are_given_in_turn_until_an_experts_capacity_is_used_up(
     router = replace(ROUTER, top_k=top_k, capacity_factor=capacity_factor)
     generator = torch.Generator().manual_seed(seed)
     choices = torch.rand(microbatches * 2, 6, 4, generator=generator).argsort(-1)[..., :top_k]
-    slots = slots_of(router, choices, microbatches)
+    slots = slots_of(router, choices, Share(microbatches=microbatches))
     capacity = router.capacity(12)
     for m, (its, of) in enumerate(zip(slots.chunk(microbatches), choices.chunk(microbatches), strict=True)):
         in_turn = list(zip(its.flatten(0, 1).t().flatten(), of.flatten(0, 1).t().flatten(), strict=True))
@@ -118,7 +118,7 @@ def test_slots_are_given_in_turn_until_an_experts_capacity_is_used_up(
             first = (m * 4 + expert) * capacity
             assert got == [*range(first, first + min(len(got), capacity)), *[-1] * (len(got) - capacity)]
     x = torch.randn(microbatches * 2, 6, 8)
-    buffers = dispatch(router, x, slots, microbatches)
+    buffers = dispatch(router, x, slots, Share(microbatches=microbatches))
     assert buffers.shape == (microbatches * 4, capacity, 8)
     assert buffers.untyped_storage().nbytes() == 4 * buffers.numel()
 
