@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from shardlab.errors import UserError, nearest
-from shardlab.hardware import sources
 from shardlab.hardware.cluster import Cluster
 from shardlab.hardware.device import Device
 from shardlab.hardware.devices import DEVICES, find_device
 from shardlab.hardware.links import Link, find_link
 from shardlab.hardware.profile import Machine, Profile
+from shardlab.hardware.tables import rows
 from shardlab.program.nesting import parsed
 
 T = TypeVar("T", Device, Link)
@@ -35,7 +35,7 @@ MOST_EFFICIENT = 1.1
 
 @dataclass(frozen=True)
 class NodeType:
-    """How many devices a usual node has, and its links by name."""
+    """How many devices a usual node has, its links by name, its NICs, and where that was looked up."""
 
     devices: int
     intra_node: str
@@ -44,43 +44,7 @@ class NodeType:
     source: str
 
 
-HGX_H100 = NodeType(8, "nvlink4", "infiniband-ndr", 8, sources.DGX_H100)
-MI300_PLATFORM = NodeType(
-    8, "infinity-fabric-3", "roce-400", 8, f"8 joined by their links: {sources.ROCM}; NICs: not looked up"
-)
-NODES = {
-    "p100": NodeType(8, "nvlink1", "infiniband-edr", 4, "as v100; not looked up"),
-    "v100": NodeType(8, "nvlink2", "infiniband-edr", 4, sources.DGX_1),
-    "v100-32gb": NodeType(8, "nvlink2", "infiniband-edr", 4, sources.DGX_1),
-    "t4": NodeType(4, "pcie3", "ethernet-25", 1, sources.FOUR_GPUS),
-    "a100-40gb": NodeType(8, "nvlink3", "infiniband-hdr", 8, sources.DGX_A100),
-    "a100-80gb": NodeType(8, "nvlink3", "infiniband-hdr", 8, sources.DGX_A100),
-    "a100-pcie": NodeType(4, "pcie4", "infiniband-hdr", 1, sources.FOUR_GPUS),
-    "a10": NodeType(4, "pcie4", "ethernet-25", 1, sources.FOUR_GPUS),
-    "l4": NodeType(4, "pcie4", "ethernet-25", 1, sources.FOUR_GPUS),
-    "l40s": NodeType(8, "pcie4", "ethernet-100", 1, sources.EIGHT_GPUS),
-    "rtx-4090": NodeType(8, "pcie4", "ethernet-25", 1, sources.EIGHT_GPUS),
-    "h100": HGX_H100,
-    "h100-96gb": NodeType(
-        8, "nvlink4", "roce-400", 8, f"NVLink, 400 Gb/s of RDMA for each device: {sources.TORCHTITAN}"
-    ),
-    "h100-pcie": NodeType(4, "pcie5", "infiniband-ndr", 1, sources.FOUR_GPUS),
-    "h200": HGX_H100,
-    "h800": NodeType(8, "nvlink4-h800", "infiniband-ndr", 8, f"{sources.DEEPSEEK}, section 3.1"),
-    "h20": replace(HGX_H100, source="as h100; not looked up"),
-    "b200": NodeType(8, "nvlink5", "infiniband-ndr", 8, f"eight NICs of 400 Gb/s: {sources.HGX_B300}"),
-    "gb200": NodeType(72, "nvlink5", "infiniband-ndr", 72, f"NVL72, a NIC of 400 Gb/s each: {sources.NETWORK}"),
-    "b300": NodeType(8, "nvlink5", "infiniband-xdr", 8, f"eight NICs of 800 Gb/s: {sources.NETWORK}"),
-    "mi300x": MI300_PLATFORM,
-    "mi325x": MI300_PLATFORM,
-    "mi355x": replace(MI300_PLATFORM, intra_node="infinity-fabric-4"),
-    "tpu-v4": NodeType(64, "ici-v4", "dcn-v5p", 64, f"a cube of 4 x 4 x 4, 25 GB/s for a host of 4: {sources.TPUS}"),
-    "tpu-v5e": NodeType(256, "ici-v5e", "dcn-v5e", 256, f"a pod of 16 x 16: {sources.TPU_V5E}"),
-    "tpu-v5p": NodeType(64, "ici-v5p", "dcn-v5p", 64, f"a cube of 4 x 4 x 4: {sources.TPU_V5P}"),
-    "tpu-v6e": NodeType(
-        256, "ici-v6e", "dcn-v5e", 256, f"a pod of 16 x 16: {sources.TPU_V6E}; 25 GB/s for a host of 8: {sources.TPUS}"
-    ),
-}
+NODES = {name: NodeType(**row) for name, row in rows("nodes", "node").items()}
 """The node that each device usually sits in."""
 
 

@@ -11,7 +11,7 @@ pipeline, and rows that are not whole 16-byte words are read slowly (the same gu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -49,7 +49,7 @@ class Efficiency:
     """
 
     matmul: Mapping[str, float]
-    attention: Mapping[str, tuple[float, float]]
+    attention: Mapping[str, Sequence[float]]
     memory: float
     launch: float
     k_half: float

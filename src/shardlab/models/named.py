@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from shardlab.models.gpt import GPT
 from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.moe import MoE
+from shardlab.program.files import packaged
 from shardlab.program.nesting import parsed
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
@@ -103,4 +103,4 @@ def _from_file(path: Path) -> Blocks:
 @cache
 def _table() -> dict[str, dict[str, Any]]:
     """The published models, as they are written down."""
-    return tomllib.loads(resources.files("shardlab.models").joinpath("named.toml").read_text())
+    return packaged("models/named.toml")

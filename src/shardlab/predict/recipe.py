@@ -8,11 +8,9 @@ program, waits for it. Every figure belongs to a framework and its version; `rec
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
 from shardlab.errors import find
@@ -21,6 +19,7 @@ from shardlab.models.kept import AUTOGRAD, SavedActivations, kept_activations, k
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.model import Model
 from shardlab.program import Kind, Sizes
+from shardlab.program.files import packaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +162,7 @@ OWN = Recipe()
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """Every recipe by name, Shardlab's own first."""
-    file = tomllib.loads(resources.files("shardlab.predict").joinpath("recipes.toml").read_text(encoding="utf-8"))
+    file = packaged("predict/recipes.toml")
     traffic: dict[str, dict[str, tuple[float, float]]] = {}
     for name, table in file["memory_traffic"].items():
         base = traffic.get(table.pop("base", ""), {})

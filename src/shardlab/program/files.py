@@ -1,11 +1,14 @@
-"""Files that are read from random places, and files that appear whole or not at all."""
+"""Files that are read from random places, files that appear whole or not at all, and tables of Shardlab's own."""
 
 from __future__ import annotations
 
 import stat
+import tomllib
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from shardlab.errors import UserError
 
@@ -57,3 +60,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file that appears whole or not at all."""
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def packaged(name: str) -> dict[str, Any]:
+    """One of the tables that come with Shardlab, by its path in the package, as in "predict/recipes.toml"."""
+    return tomllib.loads((resources.files("shardlab") / name).read_text(encoding="utf-8"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any
+
+from shardlab.program.files import packaged
 
 
 def read(what: str, text: str | None, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -35,4 +35,4 @@ def _stands(words: str, text: str) -> bool:
 
 @cache
 def _table() -> dict[str, list[dict[str, Any]]]:
-    return tomllib.loads(resources.files("shardlab.published").joinpath("words.toml").read_text(encoding="utf-8"))
+    return packaged("published/words.toml")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
-from importlib.resources import files
 from textwrap import wrap
 
 from shardlab.errors import unknown
+from shardlab.program.files import packaged
 from shardlab.rules.pieces import counted
 
 
@@ -57,10 +56,7 @@ class Puzzle:
         return max(self.target_memory, self.known_memory)
 
 
-PUZZLES = tuple(
-    Puzzle(**fields)
-    for fields in tomllib.loads((files("shardlab.puzzles") / "puzzles.toml").read_text("utf-8"))["puzzle"]
-)
+PUZZLES = tuple(Puzzle(**fields) for fields in packaged("puzzles/puzzles.toml")["puzzle"])
 
 
 def find(puzzle: int | str) -> Puzzle:
