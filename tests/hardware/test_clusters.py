@@ -42,7 +42,7 @@ def test_every_device_has_a_node_of_known_links() -> None:
         ("H100x4x8", "write h100x32, which is 4 nodes of 8"),
         ("16xmi300x", "write mi300xx16, which is 2 nodes of 8"),
         ("4x4xh100", 'have 8 devices; for 4 of 4, write a .toml file with device = "h100", nodes = 4 and per_node = 4'),
-        ("nowhere.toml", "there is no cluster file nowhere.toml"),
+        ("nowhere.toml", "nowhere.toml cannot be read: No such file"),
     ],
 )
 def test_what_is_no_cluster_is_refused(name: str, message: str) -> None:
@@ -83,7 +83,7 @@ def test_a_file_changes_the_figures_that_it_names(tmp_path: Path) -> None:
         ("[device]\nmemory = 1", r'\[device\] has no base; write base = "h100"'),
         ('[device]\nbase = "h100"\nmemry = 1', "h100 has no number called 'memry'; did you mean memory"),
         ('[device]\nbase = "h100"\nmemory = "1"', "memory of h100 is '1', not a number"),
-        ("device = ", "is not a cluster file"),
+        ("device = ", "is not TOML"),
         ('device = "h100"\nnics = 0', "nics is 0, not a whole number of at least 1"),
         ('device = "h100"\nper_node = 0', "per_node is 0, not a whole number of at least 1"),
         *((f'[device]\nbase = "h100"\n{key} = 0', f"{key} of h100 is 0; give") for key in DEVICE_NUMBERS),

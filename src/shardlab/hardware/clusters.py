@@ -13,7 +13,6 @@ A file names a device and its nodes, and may put its own figures in the place of
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,7 +24,7 @@ from shardlab.hardware.devices import DEVICES, find_device
 from shardlab.hardware.links import Link, find_link
 from shardlab.hardware.profile import Machine, Profile
 from shardlab.hardware.tables import rows
-from shardlab.program.nesting import parsed
+from shardlab.program.nesting import read_file
 
 T = TypeVar("T", Device, Link)
 
@@ -131,12 +130,7 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
     """
-    try:
-        data = parsed(tomllib.loads, path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no cluster file {path}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a cluster file ({error})") from None
+    data = read_file(path, "TOML")
     known = ("device", "nodes", "per_node", "intra_node", "inter_node", "nics")
     for key in data:
         if key not in known:

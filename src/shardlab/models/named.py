@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardlab.errors import TooDeep, UserError, nearest, unknown, why_unreadable
+from shardlab.errors import UserError, nearest, unknown
 from shardlab.models.blocks import Blocks
 from shardlab.models.gpt import GPT
 from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.moe import MoE
 from shardlab.program.files import packaged
-from shardlab.program.nesting import parsed
+from shardlab.program.nesting import read_file
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
 """Kinds of model by name; alone, such a name is the smallest thing of its kind, for trying out."""
@@ -82,12 +81,7 @@ def _changed(model: Blocks, written: Mapping[str, Any], said: str) -> Blocks:
 
 
 def _from_file(path: Path) -> Blocks:
-    try:
-        written = parsed(tomllib.loads, path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, TooDeep) as error:
-        raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}") from None
+    written = read_file(path, "TOML")
     base, _ = written.pop("model", None), written.pop("source", None)
     if not isinstance(base, str) or base.endswith(".toml"):
         raise UserError(

@@ -1,14 +1,34 @@
-"""Reading what users write as TOML or JSON: a text nested thousands of levels deep ends in a sentence."""
+"""Reading what users write as TOML or JSON: a file that cannot be read, or is nested too deep, ends in a sentence."""
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
-from shardlab.errors import TooDeep
+from shardlab.errors import TooDeep, UserError, why_unreadable
 
 MOST_NESTED = 50
 """Levels of tables and lists; no file that is read needs ten."""
+
+
+_LOADS: dict[str, Callable[[str], Any]] = {"TOML": tomllib.loads, "JSON": json.loads}
+
+
+def read_file(path: Path, form: Literal["TOML", "JSON"]) -> Any:
+    """What a user's file says.
+
+    Raises:
+        UserError: the file cannot be read, is no text, is nested too deep, or is not of that form.
+    """
+    try:
+        return parsed(_LOADS[form], path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, TooDeep) as error:
+        raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not {form}: {error}") from None
 
 
 def parsed(loads: Callable[[str], Any], text: str) -> Any:

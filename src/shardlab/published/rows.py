@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from shardlab.errors import TooDeep, UserError
-from shardlab.program.nesting import parsed
+from shardlab.errors import UserError
+from shardlab.program.nesting import read_file
 from shardlab.published import words
 from shardlab.published.records import number, section
 
@@ -56,14 +55,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: for anything else.
     """
-    try:
-        written = parsed(json.loads, path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except TooDeep as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+    written = read_file(path, "JSON")
     if not isinstance(written, list) or not written:
         raise UserError(f'{path} holds no list of runs; write [{{"id": ..., "source": ..., "model": ...}}, ...]')
     rows = cast(list[Any], written)
