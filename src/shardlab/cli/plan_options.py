@@ -59,9 +59,8 @@ class PlanOptions:
         changed = {name: field_types(Plan)[name].of_words(words) for name, words in given.items()}
         plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changed)
         if ranks not in (None, plan.mesh.world):
-            sizes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes().items() if size > 1) or "1 rank"
             raise UserError(
-                f"there are to be {counted(ranks, 'rank')}, but the plan's mesh is {sizes}; "
+                f"there are to be {counted(ranks, 'rank')}, but the plan's mesh is {plan.mesh}; "
                 f"leave out --ranks or change the mesh"
             )
         return planned_entry(plan, name or (str(path) if path else "plan")), plan.mesh.world
@@ -69,7 +68,7 @@ class PlanOptions:
 
 def _want_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
     """Refuse flags that would silently undo what a plan is named for."""
-    has = {axis: size for axis, size in mesh.sizes().items() if size > 1}
+    has = mesh.used
     if forgotten := [axis for axis in has if axis not in axes]:
         raise UserError(
             f"the mesh of {name} has {' x '.join(has)}, but {' and '.join(forgotten)} is left out; give every axis, "

@@ -198,7 +198,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "precision": workload.precision.name,
         "ranks": workload.mesh.world,
         "idle_devices": workload.cluster.size - workload.mesh.world,
-        "mesh": {axis: size for axis, size in workload.mesh.sizes().items() if size > 1},
+        "mesh": workload.mesh.used,
         "layers": program.layers,
         "global_batch": workload.microbatches * workload.micro_batch_size,
         "microbatches": workload.microbatches,

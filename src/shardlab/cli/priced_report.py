@@ -37,11 +37,10 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
     workload, estimate = result.workload, result.estimate
     model, cluster = result.names
     console.print(Text.assemble((result.entry.name, "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
-    axes = " x ".join(f"{axis} {size}" for axis, size in workload.mesh.sizes().items() if size > 1) or "1 rank"
     micro_batch_size = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
     microbatches = counted(workload.microbatches, "microbatch")
     batch = f"global batch {workload.microbatches * workload.micro_batch_size:,}: {microbatches} of {micro_batch_size}"
-    for line in wrap(f"{axes}, {batch}, {workload.precision.name}", console.width):
+    for line in wrap(f"{workload.mesh}, {batch}, {workload.precision.name}", console.width):
         console.print(line, style="dim", soft_wrap=True)
     console.print()
     figures = _figures(result)

@@ -46,8 +46,7 @@ def print_report(
 def sizes_text(checked: Checked) -> str:
     """`16 ranks (pp 4 x dp_shard 4), 4 layers, 4 microbatches`."""
     program = checked.program
-    axes = [f"{axis} {size}" for axis, size in program.mesh.sizes().items() if size > 1]
-    grid = f" ({' x '.join(axes)})" if len(axes) > 1 else ""
+    grid = f" ({program.mesh})" if len(program.mesh.used) > 1 else ""
     return (
         f"{counted(program.ranks, 'rank')}{grid}, {counted(program.layers, 'layer')}, "
         f"{counted(program.microbatches, 'microbatch')}"

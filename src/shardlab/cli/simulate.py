@@ -180,7 +180,7 @@ def as_json(entry: Entry, proof: Checked, timeline: Timeline, without: Timeline 
         "strategy": entry.name,
         **({"plan": entry.plan(program.ranks).as_dict()} if entry.plan else {}),
         "ranks": program.ranks,
-        "mesh": {axis: size for axis, size in program.mesh.sizes().items() if size > 1},
+        "mesh": program.mesh.used,
         "layers": program.layers,
         "microbatches": program.microbatches,
         "steps": timeline.steps,

@@ -33,8 +33,7 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
     """Sizes and figures of a step."""
     program, mesh = timeline.program, timeline.program.mesh
     ranks = [rank for row in range(program.ranks) for rank in stands_for(program, row)]
-    axes = [f"{axis} {size}" for axis, size in mesh.sizes().items() if size > 1]
-    grid = f" ({' x '.join(axes)})" if len(axes) > 1 else ""
+    grid = f" ({mesh})" if len(mesh.used) > 1 else ""
     peak = [
         rank
         for row, live in enumerate(timeline.peak_memory_by_rank)

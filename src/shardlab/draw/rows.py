@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardlab.program import Program
-from shardlab.program.mesh import AXES
 from shardlab.rules.pieces import listed
 from shardlab.timeline import Event, Timeline
 from shardlab.timeline.traced import rank_of, stands_for
@@ -88,7 +87,7 @@ def rank_name(program: Program, row: int) -> str:
 
 def _shared(program: Program, ranks: Sequence[int]) -> list[str]:
     """The coordinates that some ranks share, where the mesh has several axes."""
-    axes = [axis for axis in AXES if program.mesh.sizes()[axis] > 1]
+    axes = program.mesh.used
     found = {axis: {program.mesh.coordinate(rank, axis) for rank in ranks} for axis in axes if len(axes) > 1}
     return [f"{axis} {min(places)}" for axis, places in found.items() if len(places) == 1]
 

@@ -74,7 +74,7 @@ def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]
         flags = _rows_flags(few)
         yield Change(f"grad-accum {flags}", replace(few, trace=accumulating))
     like_it = replace(workload, plan=Plan(plan), model=whole or workload.model, trace=None, columns=False)
-    flags = _mesh_flags(plan) or "--dp-shard 1"
+    flags = as_flags(plan.used) or "--dp-shard 1"
     yield Change(f"a plan, {flags},", like_it)
     yield from _prefixed(f"a plan, {flags}", _here(like_it, Plan(plan)), ",")
     yield from _prefixed("a plan,", _on_idle_devices(like_it), ",")
@@ -106,12 +106,12 @@ def _on_idle_devices(workload: Workload) -> Iterator[Change]:
     wider = replace(workload, plan=plan, microbatches=-(-workload.microbatches // shares) * shares)
     idle = workload.cluster.size - mesh.world
     devices = f"the {idle} devices" if idle > 1 else "the device"
-    flags = f"{_mesh_flags(wide)} --microbatches {wider.microbatches}"
+    flags = f"{as_flags(wide.used)} --microbatches {wider.microbatches}"
     # with the flags of every axis, since the command wants all of them
     for change in _prefixed(flags, _of_plan(wider, plan)):
         yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
     if (few := _in_small_microbatches(wider)) is not None:
-        for change in _prefixed(f"{_mesh_flags(wide)} {_rows_flags(few)}", _of_plan(few, plan)):
+        for change in _prefixed(f"{as_flags(wide.used)} {_rows_flags(few)}", _of_plan(few, plan)):
             yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
 
 
@@ -165,7 +165,3 @@ def _prefixed(prefix: str, changed: Iterator[Change], end: str = "") -> Iterator
 
 def _rows_flags(workload: Workload) -> str:
     return f"--micro-batch-size {workload.micro_batch_size} --microbatches {workload.microbatches}"
-
-
-def _mesh_flags(mesh: Mesh) -> str:
-    return as_flags({axis: size for axis, size in mesh.sizes().items() if size > 1})

@@ -77,6 +77,14 @@ class Mesh:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
+    def used(self) -> dict[str, int]:
+        """Sizes of the axes that have several ranks."""
+        return {axis: size for axis, size in self.sizes().items() if size > 1}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.used.items()) or "1 rank"
+
+    @property
     def world(self) -> int:
         return math.prod(self.sizes().values())
 

@@ -276,7 +276,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as words, numbers and lists, as they would stand in a file; what is nothing is left out."""
-        words: dict[str, Any] = {"mesh": {axis: size for axis, size in self.mesh.sizes().items() if size > 1}}
+        words: dict[str, Any] = {"mesh": self.mesh.used}
         for each in fields(self)[1:]:
             value = getattr(self, each.name)
             if value or value != each.default:
