@@ -115,8 +115,8 @@ def test_what_was_measured_before_a_failure_is_told_and_kept(
     told = capsys.readouterr()
     assert "all_reduce" in told.out
     assert "50%" in told.out
-    assert "doubtful       all_reduce: one size alone does not tell" in told.out
-    assert "wrong          3 elements of all_reduce among 2 ranks at 1 KB" in told.out
+    assert "doubtful        all_reduce: one size alone does not tell" in told.out
+    assert "wrong           3 elements of all_reduce among 2 ranks at 1 KB" in told.out
     assert "the cable is a fish" in told.err
     assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
 

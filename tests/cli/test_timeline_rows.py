@@ -157,7 +157,7 @@ def test_a_step_of_more_ops_than_cells_is_shown_in_parts_with_their_places() -> 
         ["82.2", "102.2"],
         ["154.8", "174.8"],
     ]
-    assert "of the step are shown; from 9.4 to 167.4 it repeats itself every 10.4." in " ".join(lines)
+    assert "of the step are shown; from 9.4 to 167.4 it repeats itself every 10.4." in " ".join(" ".join(lines).split())
 
 
 def test_a_step_that_a_few_rows_show_is_shown_whole() -> None:

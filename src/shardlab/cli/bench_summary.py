@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from textwrap import wrap
 
 from rich.console import Console
 
@@ -16,18 +15,14 @@ from shardlab.cli.bench_tables import (
     print_overlap,
     print_rates,
     print_sizes,
-    table_of,
 )
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_fact, stdout_console, table_of
 from shardlab.measure.kernel_fit import errors_of, fit_kernels
 from shardlab.measure.lines import FittedLine, fit_lines
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
 from shardlab.measure.regression import FitErrors
 from shardlab.measure.report import crowds
 from shardlab.measure.sizes import size_text
-
-INDENT = 15
-"""Characters of a label."""
 
 
 def print_collectives(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
@@ -43,7 +38,7 @@ def print_collectives(points: Sequence[Point], verbose: bool = False, console: C
     ends = list(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
     for ranks in sorted({point.ranks for point in measured}):
         times = [f"us at {end}" for end in ends]
-        table = table_of(f"{ranks} ranks", *times, "bus GB/s", "latency us", "GB/s", "error", "hidden", left=1)
+        table = table_of(f"{ranks} ranks", *times, "bus GB/s", "latency us", "GB/s", "error", "hidden", gap=1)
         for kind in dict.fromkeys(point.kind for point in measured if point.ranks == ranks):
             mine = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
             hidden = [point.overlap for point in beside if (point.kind, point.ranks) == (kind, ranks)]
@@ -51,17 +46,18 @@ def print_collectives(points: Sequence[Point], verbose: bool = False, console: C
             table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), told)
         console.print(table)
         console.print()
-    _say(console, "us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
-    _say(console, "latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
-    _say(console, "error", "half of the sizes are nearer to that line than this")
+    print_fact(console, "us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
+    print_fact(console, "latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
+    print_fact(console, "error", "half of the sizes are nearer to that line than this")
     if beside:
-        _say(console, "hidden", "of what could be, beside compute (median over sizes); none: they slow each other down")
+        said = "of what could be, beside compute (median over sizes); none: they slow each other down"
+        print_fact(console, "hidden", said)
     wrong = [point for point in measured if point.wrong]
     for point in wrong:
         said = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
-        _say(console, "wrong", said, "bold red")
+        print_fact(console, "wrong", said, "bold red")
     if not wrong:
-        _say(console, "results", "right at every size")
+        print_fact(console, "results", "right at every size")
     _print_doubts(console, fits)
 
 
@@ -87,7 +83,7 @@ def _print_doubts(console: Console, fits: dict[tuple[str, int], FittedLine]) -> 
     for reason in dict.fromkeys(fitted.doubt for fitted in fits.values() if fitted.doubt):
         keys = [key for key, fitted in fits.items() if fitted.doubt == reason]
         doubted = [f"{kind} of {ranks}" if several else kind for kind, ranks in keys]
-        _say(console, "doubtful", f"{', '.join(doubted)}: {reason}", "yellow")
+        print_fact(console, "doubtful", f"{', '.join(doubted)}: {reason}", "yellow")
 
 
 def print_compute(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
@@ -105,14 +101,14 @@ def print_compute(points: Sequence[Point], verbose: bool = False, console: Conso
         print_layers(console, [p for p in groups[0] if (p.width, p.rows, p.tokens) == shape], peaks)
     for peak in peaks.values():
         found = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once, in {peak.dtype}"
-        _say(console, "peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
+        print_fact(console, "peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
     for layers in groups:
         errors = errors_of(layers, fit_kernels(layers))
-        _say(console, "fit", f"{layers[0].processes} at once: {_errors_text(errors)}")
+        print_fact(console, "fit", f"{layers[0].processes} at once: {_errors_text(errors)}")
     over = [point for point in _with_flops(points) if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
     if over:
         said = "faster than the peak; the machine was busy while that was measured: measure again"
-        _say(console, "doubtful", f"{len(over)} timings are {said}", "yellow")
+        print_fact(console, "doubtful", f"{len(over)} timings are {said}", "yellow")
 
 
 def _errors_text(errors: FitErrors) -> str:
@@ -126,10 +122,3 @@ def _with_flops(points: Sequence[Point]) -> list[LayerPoint]:
 def _peak_of(point: LayerPoint, peaks: dict[tuple[str, int], PeakPoint]) -> float:
     peak = peaks.get((point.dtype, point.processes))
     return peak.flops if peak else float("inf")
-
-
-def _say(console: Console, label: str, text: str, style: str = "dim") -> None:
-    """A label, and a text that goes on below itself where the terminal ends."""
-    first, *more = wrap(text, max(30, console.width - INDENT), break_on_hyphens=False)
-    for word, line in ((label, first), *(("", line) for line in more)):
-        console.print(f"[dim]{word:<{INDENT}}[/][{style}]{line}[/]", soft_wrap=True)

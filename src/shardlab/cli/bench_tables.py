@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
+from shardlab.cli.console import table_of
 from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint
 from shardlab.measure.regression import FitErrors
@@ -20,7 +20,7 @@ PASSES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
     """Print every collective at every size, called again and again."""
-    table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", left=1)
+    table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", gap=1)
     for point, before in zip(measured, [None, *measured], strict=False):
         if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
             table.add_row()
@@ -40,7 +40,7 @@ def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
     """Print what every collective adds to a step that computes, and how much of it compute hides."""
     if not points:
         return
-    table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", left=1)
+    table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", gap=1)
     for point in points:
         times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
         size = size_text(point.bytes) if point.bytes else "-"
@@ -64,7 +64,7 @@ def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tup
         "halves, for the input and for the weight"
     )
     heads = ("forward", "peak", "backward", "peak", "input", "weight", "update")
-    table = table_of("layer", "width", "batch", *heads, left=1)
+    table = table_of("layer", "width", "batch", *heads, gap=1)
     rows: dict[tuple[str, int, int, int, str], dict[str, LayerPoint]] = {}
     for point in layers:
         key = (point.layer, point.width, point.rows, point.tokens, point.dtype)
@@ -92,12 +92,12 @@ def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tup
 def print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
     """Print what each kind of kernel was found to reach, and how far that is from each layer's timings."""
     rates = fit_kernels(layers)
-    table = table_of(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", left=2)
+    table = table_of(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", words=2, gap=1)
     for (family, dtype), rate in sorted(rates.items()):
         numbers = (f"{each / GIGA:,.1f}" if each else "-" for each in (rate.flops, rate.bytes))
         table.add_row(family, dtype, f"{rate.launch / MICRO:,.1f}" if rate.launch else "-", *numbers)
     console.print("", table, "")
-    errors = table_of("errors of that fit", "points", "median", "worst", left=1)
+    errors = table_of("errors of that fit", "points", "median", "worst", gap=1)
     for (layer, op), found in sorted(errors_by_layer(layers, rates).items()):
         errors.add_row(f"{layer}, {op.replace('_', ' ')}", *_errors(found))
     errors.add_row()
@@ -107,11 +107,3 @@ def print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
 
 def _errors(errors: FitErrors) -> tuple[str, str, str]:
     return str(errors.points), f"{errors.median:.0%}", f"{errors.worst:.0%}"
-
-
-def table_of(*heads: str, left: int) -> Table:
-    """A table whose first columns are words and whose others are numbers."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number < left else "right", no_wrap=True)
-    return table

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.options import Count, Flag
 from shardlab.errors import unknown
 from shardlab.program import Reduction, UserError
@@ -87,7 +86,7 @@ class Collectives:
             return 0
         found = {each.steps: each for each in shown}
         if self.json:
-            print(json_format.dumps(self._as_json(names, found), indent=2))
+            print_json(self._as_json(names, found))
         else:
             self._print(names, found)
         return 0 if all(same_as(found, name) is not False for name in names) else 1

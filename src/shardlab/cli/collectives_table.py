@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardlab.cli.console import table_of
+
 if TYPE_CHECKING:
     from shardlab.execute.show import Numbers, Shown
 
@@ -79,10 +81,8 @@ def print_same(console: Console, name: str, double: Shown, *, same: bool) -> Non
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("rank", justify="right", no_wrap=True)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
+    table = table_of("rank", *columns, words=1 + len(columns))
+    table.columns[0].justify = "right"
     return table
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import tyro
 
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
+from shardlab.cli.console import print_json
 from shardlab.cli.options import Colors, Flag, NewFile
 from shardlab.cli.picture import check_new_files, save_trace
 from shardlab.hardware.clusters import is_measured
@@ -83,7 +83,7 @@ class Compare:
                 shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
             save_trace(shown, self.trace)
         if self.json:
-            print(json_format.dumps(as_json(trace.job, checked, comparison, measured), indent=2))
+            print_json(as_json(trace.job, checked, comparison, measured))
         else:
             written = [path for path in (self.svg, self.trace) if path is not None]
             print_comparison(comparison, f"{job.title} on {counted(job.ranks, 'rank')}", written)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import wrap
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_path, stdout_console, table_of
 from shardlab.recorded.compare import Comparison, KindRow, Pair
 
 SHOWN_RANKS = 8
@@ -41,14 +40,13 @@ def print_comparison(
     console.print(_op_table(comparison))
     console.print()
     ratio = "" if comparison.step.predicted is None else "; ratio: predicted over measured"
-    for line in wrap(f"{NOTE}{ratio}", console.width):
-        console.print(Text(line, "dim"))
+    console.print(f"{NOTE}{ratio}", style="dim")
     if len(comparison.ranks) > SHOWN_RANKS:
         console.print(Text(f"ranks 0-{SHOWN_RANKS - 1} of {len(comparison.ranks)}; --json has all", "dim"))
     if written:
         console.print()
     for path in written:
-        console.print(Text.assemble(("written to  ", "dim"), (str(path), "bold")), soft_wrap=True)
+        print_path(console, "written to", path)
 
 
 def _print_how_to_predict(console: Console, ranks: int) -> None:
@@ -68,11 +66,8 @@ class _Pairs:
 
     def __init__(self, *left: str, predicted: bool) -> None:
         self._predicted = predicted
-        self.table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for heading in left:
-            self.table.add_column(heading)
-        for heading in ("predicted", "measured", "ratio") if predicted else ("measured",):
-            self.table.add_column(heading, justify="right")
+        figures = ("predicted", "measured", "ratio") if predicted else ("measured",)
+        self.table = table_of(*left, *figures, words=len(left))
 
     def add(self, *words: str, pair: Pair, times: float = 1e3, unit: str = "ms") -> None:
         """A row: words, and a pair of seconds, or of what becomes `unit` by `times`."""

@@ -1,16 +1,27 @@
-"""Console of the commands: the terminal, or a pipe, where a table's last column is not filled up with blanks."""
+"""Output of the commands, to the terminal or a pipe: JSON, tables, and facts with their labels."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+INDENT = 16
+"""Characters of a fact's label."""
+
+NARROWEST = 30
+"""Columns that a fact's text has at least, however narrow the terminal is."""
 
 
 class Trimmed:
-    """A text file into which lines go without the blanks at their ends."""
+    """A text file into which lines go without the blanks at their ends: of a table's last column, in a pipe."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -26,3 +37,37 @@ def stdout_console() -> Console:
     """The console of a command's output."""
     file = sys.stdout if sys.stdout.isatty() else cast(IO[str], Trimmed(sys.stdout))
     return Console(file=file, highlight=False)
+
+
+def print_json(data: object) -> None:
+    """Print what --json asks for."""
+    print(json.dumps(data, indent=2))
+
+
+def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
+    """A table without lines, whose first columns are words and whose others are numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
+    return table
+
+
+def print_fact(console: Console, label: str, text: str, style: str = "", figure: str = "") -> None:
+    """A label, perhaps a figure, and a text that goes on below itself where the terminal ends."""
+    head = Text.assemble((label.ljust(INDENT), "dim"), (figure, "bold"), "  " if figure else "")
+    style = style or ("dim" if figure else "")
+    for line in Text(text, style).wrap(console, max(NARROWEST, console.width - len(head))) or [Text()]:
+        console.print(head + line, soft_wrap=True)
+        head = Text(" " * len(head))
+
+
+def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> None:
+    """Facts whose figures stand below each other: the label, the figure and the text of each."""
+    width = max(len(figure) for _, figure, _ in figures)
+    for label, figure, text in figures:
+        print_fact(console, label, text, figure=figure.rjust(width))
+
+
+def print_path(console: Console, label: str, path: Path) -> None:
+    """Name a file that was written, in one line however long it is."""
+    console.print(Text.assemble((label.ljust(INDENT), "dim"), (str(path), "bold")), soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from shardlab.cli.console import print_json, print_path, stdout_console
 from shardlab.cli.options import Flag, NewFile
 from shardlab.program import UserError
 from shardlab.starting import INTERRUPTED
@@ -111,13 +111,14 @@ class Measuring:
             except OSError as error:
                 raise UserError(f"--plot {self.plot}: it cannot be written: {error.strerror}") from None
         if self.json:
-            data = {**as_json(points), "profile": None if where is None else str(where), "failure": failure or None}
-            print(json_format.dumps(data, indent=2))
+            print_json(
+                {**as_json(points), "profile": None if where is None else str(where), "failure": failure or None}
+            )
             return
         show(points, self.verbose)
         for what, path in (("profile", where), ("drawn in", self.plot)):
             if path is not None:
-                print(f"{what:<15}{path}")
+                print_path(stdout_console(), what, path)
 
 
 def check_seconds(seconds: float) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
 from shardlab.cli.priced import MOST_CHECKED, Result
 from shardlab.cli.timeline_rows import print_timeline
 from shardlab.rules.pieces import counted
@@ -18,11 +17,6 @@ from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_o
 
 if TYPE_CHECKING:
     from shardlab.predict.estimate import Peak
-
-INDENT = 16
-
-NARROWEST = 30
-"""Columns that a text has at least, however narrow the terminal is."""
 
 SAID_STAGES = 4
 """Of more stages of folded ranks the first ones and the last are named."""
@@ -40,23 +34,18 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
     micro_batch_size = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
     microbatches = counted(workload.microbatches, "microbatch")
     batch = f"global batch {workload.microbatches * workload.micro_batch_size:,}: {microbatches} of {micro_batch_size}"
-    for line in wrap(f"{workload.mesh}, {batch}, {workload.precision.name}", console.width):
-        console.print(line, style="dim", soft_wrap=True)
-    console.print()
-    figures = _figures(result)
-    width = max(len(figure) for _, figure, _ in figures)
-    for label, figure, what in figures:
-        _print_row(console, label, what, figure.rjust(width))
+    console.print(f"{workload.mesh}, {batch}, {workload.precision.name}\n", style="dim")
+    print_figures(console, _figures(result))
     ops = sum(map(len, estimate.traced.program.tapes))
-    _print_row(console, "ops", f"{ops:,}, of {_simulated(result)}")
-    _print_row(console, "check", _checked(result))
+    print_fact(console, "ops", f"{ops:,}, of {_simulated(result)}")
+    print_fact(console, "check", _checked(result))
     for note in result.notes:
-        _print_row(console, "note", note)
+        print_fact(console, "note", note)
     if ops <= DRAWN_OPS:
         console.print()
         _print_ranks(console, result)
     for path in written:
-        console.print(Text.assemble(("written to".ljust(INDENT), "dim"), str(path)), soft_wrap=True)
+        print_path(console, "written to", path)
 
 
 def _figures(result: Result) -> list[tuple[str, str, str]]:
@@ -111,17 +100,6 @@ def _checked(result: Result) -> str:
     if result.checked:
         return "passed"
     return f"left out above {MOST_CHECKED:,} ops on all ranks; fewer ranks, layers or microbatches are checked"
-
-
-def _print_row(console: Console, label: str, text: str, figure: str = "") -> None:
-    """A label, perhaps a figure, and a text that goes on below itself where the terminal ends."""
-    indent = INDENT + (len(figure) + 2 if figure else 0)
-    first, *more = wrap(text, max(NARROWEST, console.width - indent), break_on_hyphens=False) or [""]
-    gap = "  " if figure and first else ""
-    dim = "dim" if figure else ""
-    console.print(Text.assemble((label.ljust(INDENT), "dim"), (figure, "bold"), (gap + first, dim)), soft_wrap=True)
-    for line in more:
-        console.print(Text.assemble(" " * indent, (line, dim)), soft_wrap=True)
 
 
 def _print_ranks(console: Console, result: Result) -> None:

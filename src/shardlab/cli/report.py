@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from shardlab.check import ChannelModel, Checked
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
 from shardlab.cli.timeline_rows import print_timeline
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import counted, listed
 from shardlab.timeline import Timeline, bubble
-
-INDENT = 16
 
 
 def print_report(
@@ -40,7 +37,7 @@ def print_report(
     _print_ranks(console, timeline)
     if picture is not None:
         console.print()
-        console.print(_row("drawn in", str(picture), "bold"), soft_wrap=True)
+        print_path(console, "drawn in", picture)
 
 
 def sizes_text(checked: Checked) -> str:
@@ -71,24 +68,22 @@ def _print_figures(console: Console, checked: Checked, timeline: Timeline, witho
         *_frozen(checked),
         ("ops", f"{sum(map(len, checked.program.tapes)):,}", "on the tapes of all ranks"),
     ]
-    width = max(len(figure) for _, figure, _ in figures)
-    for label, figure, what in figures:
-        console.print(_row(label, figure.rjust(width), "bold").append(f"  {what}", "dim"))
+    print_figures(console, figures)
     passed = [model.value for model in ChannelModel if checked.models[model] is None]
-    console.print(_row("channel models", ", ".join(passed) + ": passed", "green"))
+    print_fact(console, "channel models", ", ".join(passed) + ": passed", "green")
     for model, why in checked.models.items():
         if why is not None:
-            console.print(_row("", f"{model.value}: refused", "red"))
-            console.print(Padding(Text(why), (0, 0, 0, INDENT)))
-    console.print(_row("runs on", ", ".join(checked.backends()) or "no backend", "bold"))
+            print_fact(console, "", f"{model.value}: refused", "red")
+            print_fact(console, "", why)
+    print_fact(console, "runs on", ", ".join(checked.backends()) or "no backend", "bold")
     print_drifts(console, checked)
 
 
 def print_drifts(console: Console, checked: Checked) -> None:
     """A warning for each kind of replicas that may drift; nothing if there are none."""
     for drift in checked.drifts:
-        console.print(_row("warning", "equal only up to rounding", "yellow"))
-        console.print(Padding(Text(str(drift)), (0, 0, 0, INDENT)))
+        print_fact(console, "warning", "equal only up to rounding", "yellow")
+        print_fact(console, "", str(drift))
 
 
 def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:
@@ -114,10 +109,6 @@ def _layers(checked: Checked) -> list[tuple[str, str, str]]:
         return []
     names = sorted({layer.name for layer in signatures})
     return [("layers", str(checked.program.layers), f"{', '.join(names)}; each timed as a layer")]
-
-
-def _row(label: str, text: str, style: str) -> Text:
-    return Text.assemble((label.ljust(INDENT), "dim"), (text, style))
 
 
 def _print_ranks(console: Console, timeline: Timeline) -> None:

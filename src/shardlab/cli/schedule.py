@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
+from shardlab.cli.console import print_json
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount
 from shardlab.cli.picture import check_new_file
 from shardlab.program import Mesh, UserError
@@ -75,7 +75,7 @@ class Schedule:
                 "form": self.form,
                 "rows": [row.split(",") for row in text.splitlines()],
             }
-            print(json_format.dumps(facts, indent=2))
+            print_json(facts)
         elif self.csv is None:
             print(text, end="")
         else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlab.check import ChannelModel, Checked, check
+from shardlab.cli.console import print_json
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import (
     Colors,
@@ -109,7 +109,7 @@ class Simulate:
         save_trace({"": (timeline, None)}, self.trace)
         without = _without_recompute(entry, proof, costs)
         if self.json:
-            print(json_format.dumps(as_json(entry, proof, timeline, without), indent=2))
+            print_json(as_json(entry, proof, timeline, without))
         else:
             print_report(entry.name, proof, timeline, self.svg, without)
         return 0
@@ -157,7 +157,7 @@ class Simulate:
             save_picture(timeline, self.svg, title, self.color_by)
             save_trace({"": (timeline, memory_counters(result.estimate.traced, result.estimate.times))}, self.trace)
         if self.json:
-            print(json_format.dumps(priced_json(result), indent=2))
+            print_json(priced_json(result))
         else:
             print_priced(result, written)
         return 0

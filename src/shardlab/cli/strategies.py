@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.check import check
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.options import Flag
 from shardlab.program import trace
 from shardlab.strategies import STRATEGIES, Entry
@@ -44,7 +43,7 @@ class Strategies:
 
     def run(self) -> int:
         if self.json:
-            print(json_format.dumps([as_json(entry) for entry in STRATEGIES.values()], indent=2))
+            print_json([as_json(entry) for entry in STRATEGIES.values()])
         else:
             print_table(stdout_console())
         return 0

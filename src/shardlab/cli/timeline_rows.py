@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from textwrap import wrap
 
 from rich.console import Console
 from rich.text import Text
@@ -68,8 +67,8 @@ def print_timeline(
     console.print(legend(rows, ranks, console.width))
     if every > 1:
         note = f"{note} Of {counted(len(ranks), 'rank')} one in {every} is shown."
-    for line in wrap(note, console.width):
-        console.print(line, style="dim")
+    if note:
+        console.print(note.strip(), style="dim")
 
 
 def _parts_text(timeline: Timeline, steady: Steady | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import shlex
 import sys
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_fact, print_json, stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
@@ -172,21 +170,18 @@ class Train:
 
     def _print(self, summary: Summary, model: Model) -> None:
         if self.json:
-            print(json_format.dumps({**asdict(summary), "parameters": model.parameter_count}, indent=2))
+            print_json({**asdict(summary), "parameters": model.parameter_count})
             return
         console = stdout_console()
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column(style="dim")
-        table.add_row("model", f"{model.parameter_count:,} parameters in {model.layers} layers")
-        table.add_row("steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
-        table.add_row(
-            "validation loss", f"{summary.validation_before:.3f} before, [bold]{summary.validation_after:.3f}[/] after"
-        )
-        table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s, {summary.ms_per_step:.0f} ms/step (median)")
+        loss = f"loss {summary.validation_before:.3f} before, {summary.validation_after:.3f} after"
+        speed = f"{summary.tokens_per_second:,.0f} tokens/s, {summary.ms_per_step:.0f} ms/step (median)"
+        print_fact(console, "model", f"{model.parameter_count:,} parameters in {model.layers} layers")
+        print_fact(console, "steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
+        print_fact(console, "validation", loss, "bold")
+        print_fact(console, "speed", speed)
         files = ["run.json", "metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors"]
         files = [file for file in [*files, *["trace.json"] * self.trace] if file not in summary.unwritten]
-        table.add_row("results", f"{summary.out}/: {', '.join(files)}")
-        console.print(table)
+        print_fact(console, "results", f"{summary.out}/: {', '.join(files)}")
         source = "a line of the validation text" if self.prompt is None else "--prompt"
         console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")
         console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))

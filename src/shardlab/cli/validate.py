@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from rich.text import Text
 
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_json, stdout_console, table_of
 from shardlab.cli.options import Flag
 from shardlab.published.outcomes import Outcome
 from shardlab.published.report import ErrorSummary, assumed_by, by_source, errors_of, misjudged, worst_of
@@ -54,7 +51,7 @@ class Validate:
         seen = track(coming, "predicting", len(rows), console=shown, transient=True, disable=not shown.is_terminal)
         outcomes = list(seen)
         if self.json:
-            print(json_format.dumps([as_json(outcome) for outcome in outcomes], indent=2))
+            print_json([as_json(outcome) for outcome in outcomes])
         else:
             print_report(outcomes, stdout_console(), assumed=self.assumed)
         return 0
@@ -89,9 +86,7 @@ def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool
         if worst:
             console.print(_worst_table(title, worst, pair))
             console.print()
-    for line in wrap(NOTE, console.width):
-        console.print(Text(line, "dim"))
-    console.print()
+    console.print(f"{NOTE}\n", style="dim")
     _print_room(outcomes, console)
     _print_assumed(outcomes, console, each=assumed)
     left = [outcome for outcome in outcomes if outcome.prediction is None]
@@ -138,10 +133,8 @@ def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool)
 def _worst_table(
     title: str, worst: Sequence[tuple[float, Outcome]], pair: Callable[[Outcome], tuple[str, str]]
 ) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(f"farthest off in {title}", overflow="fold")
-    for name in ("measured", "predicted", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(f"farthest off in {title}", "measured", "predicted", "error")
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for error, outcome in worst:
         table.add_row(outcome.id, *pair(outcome), f"{error:+.1%}")
     return table
@@ -173,10 +166,7 @@ def _all(outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None]) 
 
 
 def _table(title: str, errors: dict[str, ErrorSummary], total: ErrorSummary) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(title, no_wrap=True)
-    for name in ("runs", "mean", "median", "worst", "bias"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(title, "runs", "mean", "median", "worst", "bias")
     for source, found in {**errors, "all": total}.items():
         numbers = (f"{found.mean:.1%}", f"{found.median:.1%}", f"{found.worst:.1%}", f"{found.bias:+.1%}")
         table.add_row(source, str(found.count), *numbers, style="bold" if source == "all" else "")

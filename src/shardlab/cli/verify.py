@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import time
 from dataclasses import asdict, dataclass, replace
 
 from rich.markup import escape
-from rich.table import Table
 
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_fact, print_figures, print_json, stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
@@ -96,28 +94,32 @@ class Verify:
                 "clip": clip,
                 "drifts": [drift.as_dict() for drift in proof.drifts],
             }
-            print(json_format.dumps({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}, indent=2))
+            print_json({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok})
         else:
-            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-            if clip is not None:
-                table.add_row("clip", f"{clip:g}", "the largest norm of the gradient")
-            table.add_row("loss_error", f"{verdict.loss_error:.2e}")
-            table.add_row("gradient_error", f"{verdict.gradient_error:.2e}", f"worst in layer {verdict.gradient_layer}")
-            table.add_row("weight_error", f"{verdict.weight_error:.2e}", f"worst in layer {verdict.weight_layer}")
-            limit = f"{'each' if verdict.ok else 'not each'} max |a - b| / max |b| is at most {TOLERANCE:.0e}"
-            table.add_row("ok", "[green]yes[/]" if verdict.ok else "[red]no[/]", limit)
             console = stdout_console()
             console.print(
                 f"[bold cyan]{escape(chosen.name)}[/] on {counted(ranks, 'rank')} against one device, float64, "
                 f"{counted(self.steps, 'step')}"
             )
-            console.print(table)
+            clipped = [] if clip is None else [("clip", f"{clip:g}", "the largest norm of the gradient")]
+            figures = [
+                *clipped,
+                ("loss_error", f"{verdict.loss_error:.2e}", ""),
+                ("gradient_error", f"{verdict.gradient_error:.2e}", f"worst in layer {verdict.gradient_layer}"),
+                ("weight_error", f"{verdict.weight_error:.2e}", f"worst in layer {verdict.weight_layer}"),
+            ]
+            print_figures(console, figures)
+            limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"
+            if verdict.ok:
+                print_fact(console, "ok", f"yes, each {limit}", "green")
+            else:
+                print_fact(console, "ok", f"no, not each {limit}", "red")
             print_drifts(console, proof)
         return 0 if verdict.ok else 1
 
     def _all(self) -> int:
         from shardlab.cli.ranks import failures_as_exit
-        from shardlab.cli.verify_table import print_json, print_tables
+        from shardlab.cli.verify_table import as_json, print_tables
         from shardlab.train.cases import CASES
         from shardlab.train.verify_all import verify_all
 
@@ -130,7 +132,7 @@ class Verify:
             results = verify_all(CASES, self.steps)
         seconds = time.monotonic() - start
         if self.json:
-            print_json(results, seconds)
+            print_json(as_json(results, seconds))
         else:
             print_tables(results, seconds, stdout_console())
         return 0 if all(result.ok for result in results) else 1

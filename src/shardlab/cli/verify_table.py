@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json as json_format
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardlab.cli.console import table_of
 from shardlab.train.cases import ALONE
 from shardlab.train.verify import TOLERANCE
 from shardlab.train.verify_all import Result
 
 
-def print_json(results: Sequence[Result], seconds: float) -> None:
-    """JSON alone."""
+def as_json(results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """Describe all results for other programs."""
     rows = [
         {
             "row": result.case.row,
@@ -33,7 +34,7 @@ def print_json(results: Sequence[Result], seconds: float) -> None:
         for result in results
     ]
     ok = all(result.ok for result in results)
-    print(json_format.dumps({"cases": rows, "tolerance": TOLERANCE, "seconds": round(seconds, 1), "ok": ok}, indent=2))
+    return {"cases": rows, "tolerance": TOLERANCE, "seconds": round(seconds, 1), "ok": ok}
 
 
 def print_tables(results: Sequence[Result], seconds: float, console: Console) -> None:
@@ -47,20 +48,16 @@ def print_tables(results: Sequence[Result], seconds: float, console: Console) ->
     bad = [result for result in results if not result.ok]
     for result in bad:
         console.print(f"[red]{result.case}[/]: {result.refused or format(result.error, '.1e')}")
-    count = (
-        f"{len(results)} cases in {seconds:.0f} s: the largest error max|a - b| / max|b| of loss, gradients, weights"
-    )
-    console.print(f"[dim]{count}[/]")
+    what = "the largest error max|a - b| / max|b| of loss, gradients, weights"
+    console.print(f"[dim]{len(results)} cases in {seconds:.0f} s: {what}[/]")
     verdict = f"[red]{len(bad)} more than {TOLERANCE:.0e}[/]" if bad else f"[green]all within {TOLERANCE:.0e}[/]"
     console.print(verdict)
 
 
 def _table(results: Sequence[Result], title: str) -> Table:
     """For each strategy, sharding or pipeline how many cases there are, and the worst of them."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column(title, style="cyan", no_wrap=True)
-    table.add_column("cases", justify="right")
-    table.add_column("largest error", justify="right")
+    table = table_of(title, "cases", "largest error", gap=3)
+    table.columns[0].style = "cyan"
     table.add_column("" if title == "strategy" else "where", style="dim", no_wrap=True)
     cases: dict[str, list[Result]] = defaultdict(list)
     for result in results:
