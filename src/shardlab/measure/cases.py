@@ -1,12 +1,13 @@
 """Every collective on tensors: how one call starts, and whether its result is right."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves some of its annotations out.
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,107 +107,77 @@ def _pattern(elements: int, device: torch.device) -> Tensor:
     return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
 
 
-def _wait(work: Any) -> Wait:
-    return work.wait
+def _case(
+    elements: int,
+    team: Team,
+    call: Callable[..., Any],
+    result: Tensor | None,
+    expected: Tensor | None,
+    sent: Tensor | None = None,
+) -> CollectiveCase:
+    """One of torch's collectives, which is given all but its group."""
+    work = partial(call, group=team.group, async_op=True)
+    return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
 
 
 def _all_reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    return CollectiveCase(
-        4 * elements,
-        lambda: _wait(dist.all_reduce(x, group=team.group, async_op=True)),
-        x,
-        team.sum(elements),
-        sent=x,
-    )
+    return _case(elements, team, partial(dist.all_reduce, x), x, team.sum(elements), sent=x)
 
 
 def _gathered(elements: int, team: Team) -> Tensor:
     return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])
 
 
-def _all_gather_case(elements: int, team: Team) -> CollectiveCase:
+def _all_gather(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
     whole = piece.new_empty(elements)
-    return CollectiveCase(
-        4 * elements,
-        lambda: _wait(all_gather_single(whole, piece, group=team.group, async_op=True)),
-        whole,
-        _gathered(elements, team),
-    )
+    return _case(elements, team, partial(all_gather_single, whole, piece), whole, _gathered(elements, team))
 
 
-def _reduce_scatter_case(elements: int, team: Team) -> CollectiveCase:
+def _reduce_scatter(elements: int, team: Team) -> CollectiveCase:
     whole = team.values(team.index, elements)
     piece = whole.new_empty(elements // team.size)
-    return CollectiveCase(
-        4 * elements,
-        lambda: _wait(reduce_scatter_single(piece, whole, group=team.group, async_op=True)),
-        piece,
-        team.sum(elements).chunk(team.size)[team.index],
-    )
+    expected = team.sum(elements).chunk(team.size)[team.index]
+    return _case(elements, team, partial(reduce_scatter_single, piece, whole), piece, expected)
 
 
 def _all_to_all(elements: int, team: Team) -> CollectiveCase:
     given = team.values(team.index, elements)
     taken = torch.empty_like(given)
     pieces = [team.values(rank, elements).chunk(team.size)[team.index] for rank in range(team.size)]
-    return CollectiveCase(
-        4 * elements,
-        lambda: _wait(dist.all_to_all_single(taken, given, group=team.group, async_op=True)),
-        taken,
-        torch.cat(pieces),
-    )
+    return _case(elements, team, partial(dist.all_to_all_single, taken, given), taken, torch.cat(pieces))
 
 
 def _broadcast(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    return CollectiveCase(
-        4 * elements,
-        lambda: _wait(dist.broadcast(x, team.ranks[0], group=team.group, async_op=True)),
-        x,
-        team.values(0, elements),
-    )
+    return _case(elements, team, partial(dist.broadcast, x, team.ranks[0]), x, team.values(0, elements))
 
 
 def _reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
-    return CollectiveCase(
-        4 * elements,
-        lambda: _wait(dist.reduce(x, team.ranks[0], group=team.group, async_op=True)),
-        x,
-        team.sum(elements) if team.index == 0 else None,
-        sent=x,
-    )
+    expected = team.sum(elements) if team.index == 0 else None
+    return _case(elements, team, partial(dist.reduce, x, team.ranks[0]), x, expected, sent=x)
 
 
 def _gather(elements: int, team: Team) -> CollectiveCase:
     piece = team.values(team.index, elements // team.size)
-    whole = piece.new_empty(elements) if team.index == 0 else None
-    into = None if whole is None else list(whole.chunk(team.size))
-    return CollectiveCase(
-        4 * elements,
-        lambda: _wait(dist.gather(piece, into, team.ranks[0], group=team.group, async_op=True)),
-        whole,
-        None if whole is None else _gathered(elements, team),
-    )
+    if team.index:
+        return _case(elements, team, partial(dist.gather, piece, None, team.ranks[0]), None, None)
+    whole = piece.new_empty(elements)
+    into = list(whole.chunk(team.size))
+    return _case(elements, team, partial(dist.gather, piece, into, team.ranks[0]), whole, _gathered(elements, team))
 
 
 def _scatter(elements: int, team: Team) -> CollectiveCase:
     given = list(team.values(0, elements).chunk(team.size))
     piece = torch.empty_like(given[0])
-    return CollectiveCase(
-        4 * elements,
-        lambda: _wait(
-            dist.scatter(piece, given if team.index == 0 else None, team.ranks[0], group=team.group, async_op=True)
-        ),
-        piece,
-        given[team.index].clone(),
-    )
+    call = partial(dist.scatter, piece, None if team.index else given, team.ranks[0])
+    return _case(elements, team, call, piece, given[team.index].clone())
 
 
 def _barrier(elements: int, team: Team) -> CollectiveCase:
-    return CollectiveCase(0, lambda: _wait(dist.barrier(group=team.group, async_op=True)), None, None)
+    return _case(0, team, dist.barrier, None, None)
 
 
 def _send_recv(elements: int, team: Team) -> CollectiveCase:
@@ -216,19 +187,18 @@ def _send_recv(elements: int, team: Team) -> CollectiveCase:
     x = team.values(0, elements) if team.index == 0 else torch.zeros(elements, device=team.device)
 
     def ping_pong() -> Wait:
-        if team.index == 0:
-            _wait(dist.isend(x, other, group=team.group))()
-            return _wait(dist.irecv(x, other, group=team.group))
-        _wait(dist.irecv(x, other, group=team.group))()
-        return _wait(dist.isend(x, other, group=team.group))
+        verbs: list[Any] = [dist.isend, dist.irecv]
+        first, second = verbs if team.index == 0 else reversed(verbs)
+        first(x, other, group=team.group).wait()
+        return second(x, other, group=team.group).wait
 
     return CollectiveCase(4 * elements, ping_pong, x, team.values(0, elements))
 
 
 CASES: dict[str, Callable[[int, Team], CollectiveCase]] = {
     "all_reduce": _all_reduce,
-    "all_gather": _all_gather_case,
-    "reduce_scatter": _reduce_scatter_case,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "reduce": _reduce,
