@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from shardlab.check import Checked, check
+from shardlab.hardware import Cluster
+from shardlab.models import Model
 from shardlab.predict.precision import PRECISIONS, find_precision
 from shardlab.predict.priced import ClusterPrices
 from shardlab.program import Kind, Mesh, Op, OpKind, Sizes, UserError, trace
@@ -17,7 +21,7 @@ from tests.timeline.fakes import FakeCluster, FakeModel
 
 BF16 = find_precision("bf16")
 
-PRICES = ClusterPrices(FakeModel(), 3, FakeCluster(), BF16)
+PRICES = ClusterPrices(cast(Model, FakeModel()), 3, cast(Cluster, FakeCluster()), BF16)
 
 PRODUCT = 2 * (3 * 16) * 4 * 8
 """FLOPs of a layer for one microbatch of three sequences of 16 tokens."""

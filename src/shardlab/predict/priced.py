@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from shardlab.hardware import Cluster
+from shardlab.models import Model
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
 from shardlab.predict.precision import Precision
 from shardlab.predict.recipe import OWN, Recipe
@@ -13,46 +14,11 @@ from shardlab.program import Group, Kind, Mesh, Op, OpKind, Sizes, Spec
 from shardlab.program.ops import Price
 from shardlab.rules import attention
 from shardlab.rules.spec import share_of
-from shardlab.timeline.prices import Messages
-
-
-class DeviceLike(Protocol):
-    """What prices need of a device."""
-
-    @property
-    def adds_in_backward(self) -> bool: ...
-
-    def seconds(self, kernel: Kernel, dtype: str) -> float: ...
-    def overhead(self, op: str, dtype: str) -> float: ...
-
-
-class ClusterLike(Protocol):
-    """What prices need of a cluster."""
-
-    @property
-    def device(self) -> DeviceLike: ...
-    @property
-    def contention(self) -> float: ...
-
-    def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float: ...
-    def message_seconds(self, bytes: float, source: int, target: int) -> float: ...
-
-
-class ModelLike(Protocol):
-    """What prices need of a model: the kernels of its layers (see `shardlab.models.Model`)."""
-
-    @property
-    def seq_len(self) -> int: ...
-
-    def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]: ...
-    def attend_kernels(
-        self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
-    ) -> tuple[Kernel, ...]: ...
-    def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]: ...
+from shardlab.timeline.prices import Prices
 
 
 @dataclass(frozen=True)
-class ClusterPrices:
+class ClusterPrices(Prices):
     """What a program's ops take on a cluster, in seconds.
 
     Attributes:
@@ -64,9 +30,9 @@ class ClusterPrices:
         mesh: of the program.
     """
 
-    model: ModelLike
+    model: Model
     micro_batch_size: int
-    cluster: ClusterLike
+    cluster: Cluster
     precision: Precision
     recipe: Recipe = OWN
     mesh: Mesh = field(default_factory=Mesh)
@@ -74,16 +40,6 @@ class ClusterPrices:
     @property
     def blocking_p2p(self) -> float:
         return self.recipe.blocking_p2p
-
-    @property
-    def one_stream(self) -> bool:
-        """Each process group has a stream of its own (torch.distributed's ProcessGroupNCCL)."""
-        return False
-
-    @property
-    def messages(self) -> Messages:
-        """A send's kernel ends when its receive has taken the data."""
-        return "rendezvous"
 
     @property
     def contention(self) -> float:

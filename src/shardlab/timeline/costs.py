@@ -10,11 +10,11 @@ from shardlab.program.ops import COLLECTIVES, Price
 from shardlab.rules import attention
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.rules.spec import share_of
-from shardlab.timeline.prices import Messages
+from shardlab.timeline.prices import Messages, Prices
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(Prices):
     """Time units of each op; the defaults are those of the LLM Training Puzzles (Rush 2023, `Model.event`).
 
     Attributes:
@@ -55,23 +55,8 @@ class Costs:
         return True
 
     @property
-    def blocking_p2p(self) -> float:
-        """Messages leave compute alone."""
-        return 0.0
-
-    @property
     def messages(self) -> Messages:
         return "link" if self.link_latency else "buffered"
-
-    @property
-    def contention(self) -> float:
-        """Streams do not slow each other down."""
-        return 0.0
-
-    @property
-    def adds_in_backward(self) -> bool:
-        """Sums have a cost of their own."""
-        return False
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """Time units of a compute op: its microbatches count, and of half-blocks the part that is computed."""

@@ -14,7 +14,7 @@ Messages = Literal["buffered", "link", "rendezvous"]
 
 
 class Prices(Protocol):
-    """Times of ops, in one unit: steps of the puzzles, or seconds.
+    """Times of ops, in one unit: steps of the puzzles, or seconds. The rest is, unless it is said, as on NCCL.
 
     Attributes:
         one_stream: whether all communication of a rank takes turns on one stream. Otherwise each communicator, a group
@@ -30,15 +30,24 @@ class Prices(Protocol):
     """
 
     @property
-    def one_stream(self) -> bool: ...
+    def one_stream(self) -> bool:
+        return False
+
     @property
-    def messages(self) -> Messages: ...
+    def messages(self) -> Messages:
+        return "rendezvous"
+
     @property
-    def blocking_p2p(self) -> float: ...
+    def blocking_p2p(self) -> float:
+        return 0.0
+
     @property
-    def contention(self) -> float: ...
+    def contention(self) -> float:
+        return 0.0
+
     @property
-    def adds_in_backward(self) -> bool: ...
+    def adds_in_backward(self) -> bool:
+        return False
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """How long an op that does not communicate takes."""
