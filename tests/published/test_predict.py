@@ -29,9 +29,10 @@ SILENT = "llama3-405B-t4-8192gpu-s8192"
 def test_a_published_run_is_predicted_within_a_fifth(name: str) -> None:
     outcome = outcome_of(ROWS[name])
     assert outcome.prediction is not None
-    assert outcome.time_error is not None
-    assert abs(outcome.time_error) < 0.2
-    assert abs(outcome.memory_error or 0.0) < 0.2
+    error = outcome.error("seconds")
+    assert error is not None
+    assert abs(error) < 0.2
+    assert abs(outcome.error("bytes") or 0.0) < 0.2
 
 
 def test_a_run_that_says_too_little_is_listed_with_its_reason() -> None:
@@ -131,5 +132,6 @@ def test_a_block_takes_what_table_4_of_korthikanti_measured(
     row["measured"] = {"layer_forward_ms": milliseconds / 3, "layer_backward_ms": milliseconds * 2 / 3}
     outcome = outcome_of(row)
     assert outcome.measured.of_block
-    assert outcome.time_error is not None
-    assert abs(outcome.time_error) < 0.1
+    error = outcome.error("seconds")
+    assert error is not None
+    assert abs(error) < 0.1

@@ -7,12 +7,10 @@ from hypothesis import strategies as st
 
 from shardlab.published.outcomes import Outcome
 from shardlab.published.predict import Prediction
-from shardlab.published.report import by_source, errors_of, misjudged, title_of
+from shardlab.published.report import ErrorSummary, by_source, misjudged, title_of, worst_of
 from shardlab.published.rows import Measurement
 
-ERRORS = st.lists(st.floats(-1, 5), min_size=1).map(
-    lambda errors: [(error, f"run {i}") for i, error in enumerate(errors)]
-)
+ERRORS = st.lists(st.floats(-1, 5), min_size=1)
 
 
 def outcome(name: str, source: str, seconds: float, *, fits: bool = True, out: bool = False) -> Outcome:
@@ -20,26 +18,26 @@ def outcome(name: str, source: str, seconds: float, *, fits: bool = True, out: b
 
 
 @given(ERRORS)
-def test_errors_lie_in_order(pairs: list[tuple[float, str]]) -> None:
-    errors = errors_of(pairs)
-    assert errors is not None
-    assert errors.count == len(pairs)
+def test_errors_lie_in_order(each: list[float]) -> None:
+    errors = ErrorSummary.of(each)
+    assert errors.count == len(each)
     assert abs(errors.bias) <= errors.mean + 1e-12
     assert errors.mean <= errors.worst + 1e-12
     assert errors.median <= errors.worst
-    assert abs({name: error for error, name in pairs}[errors.worst_id]) == errors.worst
+    assert errors.worst in map(abs, each)
 
 
 def test_of_nothing_there_are_no_errors() -> None:
-    assert errors_of([]) is None
+    assert by_source([], "seconds") == {}
 
 
 def test_sources_are_grouped_and_signs_kept() -> None:
     runs = [outcome("a", "vTrain x", 1.1), outcome("b", "vTrain y", 0.7), outcome("c", "elsewhere", 1.0)]
-    found = by_source(runs)
-    assert list(found) == ["vTrain", "elsewhere"]
+    found = by_source(runs, "seconds")
+    assert list(found) == ["vTrain", "elsewhere", "all"]
+    assert found["all"].count == 3
     assert (round(found["vTrain"].mean, 9), round(found["vTrain"].bias, 9)) == (0.2, -0.1)
-    assert found["vTrain"].worst_id == "b"
+    assert [run.id for _, run in worst_of(runs, "seconds", 2)] == ["b", "a"]
     assert title_of("") == "unknown"
 
 

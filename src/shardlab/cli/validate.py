@@ -14,14 +14,20 @@ from rich.table import Table
 
 from shardlab.cli.console import print_json, stdout_console, table_of
 from shardlab.cli.options import Flag
-from shardlab.published.outcomes import Outcome
-from shardlab.published.report import ErrorSummary, assumed_by, by_source, errors_of, misjudged, worst_of
+from shardlab.published.outcomes import Figure, Outcome
+from shardlab.published.report import ErrorSummary, assumed_by, by_source, misjudged, worst_of
 from shardlab.published.rows import GIB, read_rows
 from shardlab.published.side_by_side import outcomes_of
 from shardlab.timeline.units import seconds_text
 
 WORST = 5
 """How many of the runs whose predictions are farthest off are named; --json has all."""
+
+FIGURES: dict[Figure, tuple[str, Callable[[float], str]]] = {
+    "seconds": ("step time", seconds_text),
+    "bytes": ("memory", lambda bytes: f"{bytes / GIB:.1f} GiB"),
+}
+"""What is compared: its title, and how it is written."""
 
 NOTE = "error: predicted over measured, less 1; mean, median and worst are of its size, bias is the mean with signs"
 
@@ -76,16 +82,12 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool = False) -> None:
     """Errors by source, the worst runs, whose room was misjudged, what was assumed, and which runs say too little."""
-    for title, error in (("step time", _time), ("memory", _memory)):
-        found = by_source(outcomes, error)
-        if found:
-            console.print(_table(title, found, _all(outcomes, error)))
-            console.print()
-    for title, error, pair in (("step time", _time, _seconds), ("memory", _memory, _gibibytes)):
-        worst = worst_of(outcomes, error, WORST)
-        if worst:
-            console.print(_worst_table(title, worst, pair))
-            console.print()
+    for figure in FIGURES:
+        if found := by_source(outcomes, figure):
+            console.print(_table(FIGURES[figure][0], found), "")
+    for figure in FIGURES:
+        if worst := worst_of(outcomes, figure, WORST):
+            console.print(_worst_table(figure, worst), "")
     console.print(f"{NOTE}\n", style="dim")
     _print_room(outcomes, console)
     _print_assumed(outcomes, console, each=assumed)
@@ -130,44 +132,19 @@ def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool)
     console.print()
 
 
-def _worst_table(
-    title: str, worst: Sequence[tuple[float, Outcome]], pair: Callable[[Outcome], tuple[str, str]]
-) -> Table:
+def _worst_table(figure: Figure, worst: Sequence[tuple[float, Outcome]]) -> Table:
+    title, text = FIGURES[figure]
     table = table_of(f"farthest off in {title}", "measured", "predicted", "error")
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for error, outcome in worst:
-        table.add_row(outcome.id, *pair(outcome), f"{error:+.1%}")
+        figures = (text(getattr(each, figure)) for each in (outcome.measured, outcome.prediction))
+        table.add_row(outcome.id, *figures, f"{error:+.1%}")
     return table
 
 
-def _seconds(outcome: Outcome) -> tuple[str, str]:
-    predicted = outcome.prediction and outcome.prediction.seconds
-    return seconds_text(outcome.measured.seconds or 0.0), seconds_text(predicted or 0.0)
-
-
-def _gibibytes(outcome: Outcome) -> tuple[str, str]:
-    predicted = outcome.prediction and outcome.prediction.bytes
-    return f"{(outcome.measured.bytes or 0) / GIB:.1f} GiB", f"{(predicted or 0) / GIB:.1f} GiB"
-
-
-def _time(outcome: Outcome) -> float | None:
-    return outcome.time_error
-
-
-def _memory(outcome: Outcome) -> float | None:
-    return outcome.memory_error
-
-
-def _all(outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None]) -> ErrorSummary:
-    pairs = [(found, outcome.id) for outcome in outcomes if (found := error(outcome)) is not None]
-    errors = errors_of(pairs)
-    assert errors is not None, "a table is printed of some errors"
-    return errors
-
-
-def _table(title: str, errors: dict[str, ErrorSummary], total: ErrorSummary) -> Table:
+def _table(title: str, errors: dict[str, ErrorSummary]) -> Table:
     table = table_of(title, "runs", "mean", "median", "worst", "bias")
-    for source, found in {**errors, "all": total}.items():
+    for source, found in errors.items():
         numbers = (f"{found.mean:.1%}", f"{found.median:.1%}", f"{found.worst:.1%}", f"{found.bias:+.1%}")
         table.add_row(source, str(found.count), *numbers, style="bold" if source == "all" else "")
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardlab.program import Refused, UserError
 from shardlab.published.model_state import model_state_bytes
@@ -11,6 +11,9 @@ from shardlab.published.predict import Prediction, predict
 from shardlab.published.reading import read_run
 from shardlab.published.records import Incomplete, StateRecord, made, section
 from shardlab.published.rows import Measurement, measured_of
+
+Figure = Literal["seconds", "bytes"]
+"""What predictions are compared in: the time of a step, and memory."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,10 @@ class Outcome:
     reason: str = ""
     assumed: tuple[str, ...] = ()
 
-    @property
-    def time_error(self) -> float | None:
-        """Predicted seconds over measured ones, less 1; None without both."""
-        predicted = self.prediction and self.prediction.seconds
-        return predicted / self.measured.seconds - 1 if predicted and self.measured.seconds else None
-
-    @property
-    def memory_error(self) -> float | None:
-        """Predicted bytes over measured ones, less 1; None without both."""
-        predicted = self.prediction and self.prediction.bytes
-        return predicted / self.measured.bytes - 1 if predicted and self.measured.bytes else None
+    def error(self, figure: Figure) -> float | None:
+        """What was predicted over what was measured, less 1; None without both."""
+        predicted, measured = self.prediction and getattr(self.prediction, figure), getattr(self.measured, figure)
+        return predicted / measured - 1 if predicted and measured else None
 
 
 def outcome_of(row: dict[str, Any]) -> Outcome:

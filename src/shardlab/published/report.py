@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
 from shardlab.published import words
-from shardlab.published.outcomes import Outcome
+from shardlab.published.outcomes import Figure, Outcome
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,6 @@ class ErrorSummary:
         count: how many.
         mean, median, worst: of their sizes.
         bias: their mean, signs kept: above zero, predictions are too large.
-        worst_id: whose is the worst.
     """
 
     count: int
@@ -26,18 +26,12 @@ class ErrorSummary:
     median: float
     worst: float
     bias: float
-    worst_id: str
 
-
-def errors_of(errors: Sequence[tuple[float, str]]) -> ErrorSummary | None:
-    """Of (error, id) pairs; None of none."""
-    if not errors:
-        return None
-    sizes = [abs(error) for error, _ in errors]
-    worst = max(range(len(errors)), key=sizes.__getitem__)
-    return ErrorSummary(
-        len(errors), mean(sizes), median(sizes), sizes[worst], mean([error for error, _ in errors]), errors[worst][1]
-    )
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> ErrorSummary:
+        """Sum up some errors, one at least."""
+        sizes = [abs(error) for error in errors]
+        return cls(len(errors), mean(sizes), median(sizes), max(sizes), mean(errors))
 
 
 def title_of(source: str) -> str:
@@ -45,24 +39,20 @@ def title_of(source: str) -> str:
     return words.read("source", source).get("title", source or "unknown")
 
 
-def by_source(
-    outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None] = lambda outcome: outcome.time_error
-) -> dict[str, ErrorSummary]:
-    """The errors of each source that has any, in the order of the file."""
-    grouped: dict[str, list[tuple[float, str]]] = {}
+def by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, ErrorSummary]:
+    """The errors of each source that has any, in the order of the file, and then of all together."""
+    grouped: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
-        found = error(outcome)
-        if found is not None:
-            grouped.setdefault(title_of(outcome.source), []).append((found, outcome.id))
-    made = {title: errors_of(errors) for title, errors in grouped.items()}
-    return {title: errors for title, errors in made.items() if errors is not None}
+        if (error := outcome.error(figure)) is not None:
+            grouped[title_of(outcome.source)].append(error)
+    if grouped:
+        grouped["all"] = [error for errors in grouped.values() for error in errors]
+    return {title: ErrorSummary.of(errors) for title, errors in grouped.items()}
 
 
-def worst_of(
-    outcomes: Sequence[Outcome], error: Callable[[Outcome], float | None], count: int
-) -> list[tuple[float, Outcome]]:
+def worst_of(outcomes: Sequence[Outcome], figure: Figure, count: int) -> list[tuple[float, Outcome]]:
     """The runs whose predictions are farthest off, with their errors, the worst first."""
-    found = [(off, outcome) for outcome in outcomes if (off := error(outcome)) is not None]
+    found = [(error, outcome) for outcome in outcomes if (error := outcome.error(figure)) is not None]
     return sorted(found, key=lambda each: -abs(each[0]))[:count]
 
 
