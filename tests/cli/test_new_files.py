@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from shardlab.cli import main
-from shardlab.cli.picture import check_new_file
+from shardlab.cli.new_file import check_new_file
 from shardlab.measure.plot import save_figure
 from shardlab.program import UserError
 

@@ -9,8 +9,8 @@ import tyro
 from tyro.conf import subcommand
 
 from shardlab.cli.measuring import Measuring, check_seconds, default_ranks
+from shardlab.cli.new_file import check_new_file
 from shardlab.cli.options import Count, OptionalCount
-from shardlab.cli.picture import check_new_file
 from shardlab.errors import unknown
 from shardlab.measure.points import KINDS
 from shardlab.measure.sizes import parse_size, sizes_between

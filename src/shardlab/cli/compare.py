@@ -11,9 +11,9 @@ import tyro
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
 from shardlab.cli.console import print_json
-from shardlab.cli.options import Colors, Flag, NewFile
-from shardlab.cli.picture import check_new_files, save_trace
-from shardlab.hardware.clusters import is_measured
+from shardlab.cli.new_file import writing
+from shardlab.cli.options import Flag
+from shardlab.cli.picture import NO_PICTURES, PictureFlags
 from shardlab.hardware.profile import default_path
 from shardlab.predict.estimate import Estimate, estimate
 from shardlab.predict.precision import PRECISIONS
@@ -47,23 +47,13 @@ class Compare:
     """On what the prediction is made; local is this machine as shardlab bench measured it, and so is the
     path/to/profile.json of its --profile."""
 
-    force: Flag = False
-    """Take a profile from another machine; replace files that Shardlab did not write."""
-
-    svg: NewFile = None
-    """Draw both timelines into this file."""
-
-    color_by: Colors = "pass"
-    """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
-
-    trace: NewFile = None
-    """Write both timelines into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
-
     json: Flag = False
     """Print JSON alone."""
 
+    pictures: PictureFlags = NO_PICTURES
+
     def run(self) -> int:
-        check_new_files(self.svg, self.trace, "comparison.svg", force=self.force)
+        self.pictures.check("comparison.svg")
         trace = read_trace(self.folder)
 
         from shardlab.train.described import job_of
@@ -77,16 +67,14 @@ class Compare:
             measured, predicted, [max(memory.before) for memory in estimate.memory] if estimate else None
         )
         self._draw(predicted, measured, job)
-        if self.trace:
-            shown = {"measured": (measured.timeline, measured.counters)}
-            if estimate and predicted:
-                shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
-            save_trace(shown, self.trace)
+        shown = {"measured": (measured.timeline, measured.counters)}
+        if self.pictures.trace and estimate and predicted:
+            shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
+        self.pictures.save_trace(shown)
         if self.json:
             print_json(as_json(trace.job, checked, comparison, measured))
         else:
-            written = [path for path in (self.svg, self.trace) if path is not None]
-            print_comparison(comparison, f"{job.title} on {counted(job.ranks, 'rank')}", written)
+            print_comparison(comparison, f"{job.title} on {counted(job.ranks, 'rank')}", self.pictures.files)
         return 0
 
     def _estimate(self, job: Job, checked: Checked) -> Estimate | None:
@@ -94,7 +82,7 @@ class Compare:
         if self.cluster is None and not default_path().exists():
             return None
         name = self.cluster or "local"
-        cluster = cluster_called(name, force=self.force and (is_measured(name) or not (self.svg or self.trace)))
+        cluster = cluster_called(name, force=self.pictures.forces(name))
         dtype = str(job.dtype).removeprefix("torch.")
         precision = next((each for each in PRECISIONS.values() if each.compute == dtype), None)
         if precision is None:
@@ -103,15 +91,13 @@ class Compare:
         return estimate(checked, ClusterPrices(job.cut, job.micro_batch_size, cluster.at_work(job.ranks), precision))
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
-        if self.svg is None:
+        if self.pictures.svg is None:
             return
         from shardlab.draw import save_comparison  # matplotlib takes long to import
 
         timelines = {**({"predicted": predicted} if predicted else {}), "measured": measured.timeline}
-        try:
-            save_comparison(timelines, self.svg, f"{job.title}: one optimizer step", self.color_by)
-        except OSError as error:
-            raise UserError(f"--svg {self.svg}: it cannot be written: {error.strerror}") from None
+        with writing("--svg", self.pictures.svg):
+            save_comparison(timelines, self.pictures.svg, f"{job.title}: one optimizer step", self.pictures.color_by)
 
 
 def as_json(job: dict[str, Any], checked: Checked, comparison: Comparison, measured: Measured) -> dict[str, Any]:

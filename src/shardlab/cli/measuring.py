@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shardlab.cli.console import print_json, print_path, stdout_console
+from shardlab.cli.new_file import writing
 from shardlab.cli.options import Flag, NewFile
 from shardlab.program import UserError
 from shardlab.starting import INTERRUPTED
@@ -106,10 +107,8 @@ class Measuring:
 
         where = save(points, self.profile) if self.save else None
         if self.plot is not None:
-            try:
+            with writing("--plot", self.plot):
                 draw(points, self.plot)
-            except OSError as error:
-                raise UserError(f"--plot {self.plot}: it cannot be written: {error.strerror}") from None
         if self.json:
             print_json(
                 {**as_json(points), "profile": None if where is None else str(where), "failure": failure or None}

@@ -11,7 +11,6 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from shardlab.program import UserError
 from shardlab.program.bounds import MAX_FOLDED, MAX_OPS, MAX_SECONDS
-from shardlab.program.picture import ColorBy
 
 
 def _count(words: list[str]) -> int:
@@ -80,9 +79,6 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 NewFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 """A file to be written."""
-
-Colors = Annotated[ColorBy, tyro.conf.arg(metavar="{pass,layer}")]
-"""What a picture's colours tell."""
 
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 """A name, or none."""

@@ -8,9 +8,9 @@ from typing import Annotated
 import tyro
 
 from shardlab.cli.console import print_json
+from shardlab.cli.new_file import check_new_file, writing
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount
-from shardlab.cli.picture import check_new_file
-from shardlab.program import Mesh, UserError
+from shardlab.program import Mesh
 from shardlab.program.files import write_whole
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
@@ -62,10 +62,8 @@ class Schedule:
         text = csv_of_steps(steps, form=self.form)
         check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
         if self.csv is not None:
-            try:
+            with writing("--csv", self.csv):
                 write_whole(self.csv, text)
-            except OSError as error:
-                raise UserError(f"--csv {self.csv}: it cannot be written: {error.strerror}") from None
         if self.json:
             facts = {
                 "schedule": self.schedule,

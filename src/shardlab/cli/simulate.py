@@ -9,18 +9,16 @@ from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.console import print_json
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import (
-    Colors,
     Flag,
     Layers,
     MaxOps,
     MaxSeconds,
     Name,
-    NewFile,
     OptionalCount,
     Ranks,
     StrategyName,
 )
-from shardlab.cli.picture import check_new_files, save_picture, save_trace
+from shardlab.cli.picture import NO_PICTURES, PictureFlags
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
@@ -69,21 +67,9 @@ class Simulate:
     precision: Name = None
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
 
-    force: Flag = False
-    """Replace files that Shardlab did not write; take a profile from another machine."""
-
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
     send's time is its link's, which carries any number of messages at once."""
-
-    svg: NewFile = None
-    """Draw the timeline into this file."""
-
-    color_by: Colors = "pass"
-    """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
-
-    trace: NewFile = None
-    """Write the timeline into this file, in the format that Perfetto (ui.perfetto.dev) and Chrome read."""
 
     max_ops: MaxOps = None
     """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
@@ -94,10 +80,12 @@ class Simulate:
     json: Flag = False
     """Print JSON alone."""
 
+    pictures: PictureFlags = NO_PICTURES
+
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        check_new_files(self.svg, self.trace, "timeline.svg", force=self.force)
+        self.pictures.check("timeline.svg")
         if self._is_priced():
             return self._run_priced()
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
@@ -105,13 +93,12 @@ class Simulate:
         layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
         proof = checked(entry, ranks, layers, self.microbatches or 4)
         timeline = simulate(proof, costs)
-        save_picture(timeline, self.svg, entry.title(ranks), self.color_by)
-        save_trace({"": (timeline, None)}, self.trace)
+        self.pictures.save(timeline, entry.title(ranks))
         without = _without_recompute(entry, proof, costs)
         if self.json:
             print_json(as_json(entry, proof, timeline, without))
         else:
-            print_report(entry.name, proof, timeline, self.svg, without)
+            print_report(entry.name, proof, timeline, self.pictures.svg, without)
         return 0
 
     def _is_priced(self) -> bool:
@@ -123,10 +110,14 @@ class Simulate:
             self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
-        unwritten = () if self.svg or self.trace else ("force",)
-        for option in ("global_batch", "micro_batch_size", "precision", *unwritten):
-            if getattr(self, option):
-                flag = option.replace("_", "-")
+        flags = {
+            "global-batch": self.global_batch,
+            "micro-batch-size": self.micro_batch_size,
+            "precision": self.precision,
+            "force": self.pictures.force and not self.pictures.files,
+        }
+        for flag, given in flags.items():
+            if given:
                 raise UserError(f"--{flag} is for a model on a cluster; give --model and --cluster, or leave it out")
         return False
 
@@ -135,31 +126,21 @@ class Simulate:
         from shardlab.cli.priced import Request, price
         from shardlab.cli.priced import as_json as priced_json
         from shardlab.cli.priced_report import print_priced
-        from shardlab.hardware.clusters import is_measured
         from shardlab.timeline.counters import memory_counters
 
         assert self.model is not None
         assert self.cluster is not None
-        asked = (
-            self.model,
-            self.cluster,
-            self.precision,
-            self.ranks,
-            self.layers,
-            BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),
-            self.force and (is_measured(self.cluster) or not (self.svg or self.trace)),
-        )
-        result = price(Request(self.strategy, self.layout, *asked))
-        written = [path for path in (self.svg, self.trace) if path is not None]
-        if written:
-            timeline = result.estimate.timeline()
-            title = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
-            save_picture(timeline, self.svg, title, self.color_by)
-            save_trace({"": (timeline, memory_counters(result.estimate.traced, result.estimate.times))}, self.trace)
+        batch = BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size)
+        asked = (self.model, self.cluster, self.precision, self.ranks, self.layers, batch)
+        result = price(Request(self.strategy, self.layout, *asked, self.pictures.forces(self.cluster)))
+        if self.pictures.files:
+            estimate = result.estimate
+            name = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
+            self.pictures.save(estimate.timeline(), name, memory_counters(estimate.traced, estimate.times))
         if self.json:
             print_json(priced_json(result))
         else:
-            print_priced(result, written)
+            print_priced(result, self.pictures.files)
         return 0
 
 
