@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shardlab.cli import main
 from shardlab.cli.plan_options import plan_flags
-from shardlab.cli.priced import Request, price
+from shardlab.cli.priced import price
 from shardlab.cli.priced_report import print_priced
 from shardlab.timeline.units import seconds_text
 
@@ -125,7 +125,7 @@ def test_a_mistake_is_told_in_one_sentence(arguments: tuple[str, ...], said: str
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_report_names_every_figure(width: int) -> None:
-    result = price(Request("zero-3", plan_flags(), "gpt2", "h100x8", None, None, 4))
+    result = price("zero-3", plan_flags(), "gpt2", "h100x8", layers=4)
     stream = io.StringIO()
     print_priced(result, [], Console(file=stream, width=width, highlight=False))
     text = stream.getvalue()

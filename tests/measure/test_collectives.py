@@ -35,7 +35,7 @@ def test_groups_are_the_divisors() -> None:
 
 
 def test_every_kind_is_measured_at_every_size(ranks: MeasuringRanks, tmp_path: Path) -> None:
-    bench = CollectiveBench(KINDS, (64, 1024), (2,), seconds=1e-4, warmup=1, quiet=True)
+    bench = CollectiveBench(KINDS, (64, 1024), (2,), seconds=1e-4)
     assert ranks(2).call(jobs.collectives, bench, tmp_path / "points") == [True, False]
     points = read_points(tmp_path / "points")
     measured = [point for point in points if isinstance(point, CollectivePoint)]
@@ -59,7 +59,7 @@ def test_what_is_exchanged_arrives(ranks: MeasuringRanks) -> None:
 
 
 def test_messages_are_measured_between_two_and_the_rest_in_every_group(ranks: MeasuringRanks, tmp_path: Path) -> None:
-    bench = CollectiveBench(("all_reduce", "send_recv"), (64,), (2, 4), seconds=1e-4, overlap=False, quiet=True)
+    bench = CollectiveBench(("all_reduce", "send_recv"), (64,), (2, 4), seconds=1e-4, overlap=False)
     ranks(4).call(jobs.collectives, bench, tmp_path / "points")
     points = read_points(tmp_path / "points")
     assert all(isinstance(point, CollectivePoint) for point in points)

@@ -24,7 +24,7 @@ PASSES = {"forward", "backward", "backward_input", "backward_weight", "update"}
 
 @pytest.mark.xdist_group("ranks")
 def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: MeasuringRanks, tmp_path: Path) -> None:
-    bench = ComputeBench((Shape(16, 2, 8),), vocab_size=32, seconds=1e-4, quiet=True)
+    bench = ComputeBench((Shape(16, 2, 8),), vocab_size=32, seconds=1e-4)
     assert ranks(2).call(jobs.compute, bench, tmp_path / "points") == [True, False]
     points = read_points(tmp_path / "points")
     assert [point.processes for point in points if isinstance(point, PeakPoint)] == [1, 2]

@@ -110,11 +110,7 @@ def as_json(job: dict[str, Any], checked: Checked, comparison: Comparison, measu
         "clock_bound": measured.bound,
         "ranks": [
             {
-                "rank": row.rank,
-                "computing": _pair(row.computing),
-                "exposed": _pair(row.exposed),
-                "idle": _pair(row.idle),
-                "memory": _pair(row.memory),
+                **{name: _pair(each) if isinstance(each, Pair) else each for name, each in vars(row).items()},
                 "memory_by_category": measured.live[row.rank],
                 "memory_at_any_moment": measured.peaks[row.rank] or None,
             }

@@ -34,30 +34,6 @@ FLOPS_CONVENTION = (
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line asks for.
-
-    Attributes:
-        strategy: its name, if one is given.
-        layout: flags of a plan.
-        model, cluster, precision: by name; without a precision, bfloat16 where the device has it.
-        force: take a profile from another machine.
-        ranks, layers: as given, or None.
-        batch: how large the global batch is, and how it is cut.
-    """
-
-    strategy: str | None
-    layout: PlanOptions
-    model: str
-    cluster: str
-    precision: str | None
-    ranks: int | None
-    layers: int | None
-    batch: BatchRequest = AS_USUAL
-    force: bool = False
-
-
-@dataclass(frozen=True)
 class Result:
     """A priced step.
 
@@ -78,8 +54,26 @@ class Result:
     notes: list[str]
 
 
-def price(request: Request) -> Result:
-    """Simulate.
+def price(
+    strategy: str | None,
+    layout: PlanOptions,
+    model_name: str,
+    cluster_name: str,
+    *,
+    precision: str | None = None,
+    ranks: int | None = None,
+    layers: int | None = None,
+    batch: BatchRequest = AS_USUAL,
+    force: bool = False,
+) -> Result:
+    """Simulate what the command line asks for; what it leaves out is None.
+
+    Args:
+        strategy: its name.
+        layout: flags of a plan.
+        precision: by name; without one, bfloat16 where the device has it.
+        batch: how large the global batch is, and how it is cut.
+        force: take a profile from another machine.
 
     Raises:
         UserError: for names that are unknown, sizes that do not fit, and a plan that does not fit into memory.
@@ -90,17 +84,17 @@ def price(request: Request) -> Result:
     from shardlab.predict.precision import find_precision
     from shardlab.predict.workload import Workload
 
-    cluster = cluster_called(request.cluster, force=request.force)
-    model = find_model(request.model)
-    if request.layers is not None:
-        model = replace(model, layers=request.layers)
-    entry, ranks = request.layout.entry(request.strategy, request.ranks or _ranks(request, cluster.size))
+    cluster = cluster_called(cluster_name, force=force)
+    model = find_model(model_name)
+    if layers is not None:
+        model = replace(model, layers=layers)
+    entry, ranks = layout.entry(strategy, ranks or _ranks(strategy, layout, cluster.size))
     cluster.require(ranks)
-    precision = find_precision(request.precision or ("bf16" if "bfloat16" in cluster.device.flops else "fp32"))
+    numbers = find_precision(precision or ("bf16" if "bfloat16" in cluster.device.flops else "fp32"))
     mesh, notes, whole = entry.grid(ranks), list[str](), model
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
-            f"{entry.name} computes on whole blocks, which share no weight: the tied head of {request.model} is priced "
+            f"{entry.name} computes on whole blocks, which share no weight: the tied head of {model_name} is priced "
             f"as {model.vocab_size * model.hidden_size:,} parameters of its own (plans keep it tied)"
         )
         model = replace(model, tied=False)  # type: ignore[call-arg]  # a model that borrows has the field
@@ -108,24 +102,22 @@ def price(request: Request) -> Result:
     def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Any:
         proof = checked(entry, ranks, sizes, microbatches)
         if (why := proof.why_not("nccl")) is not None:
-            raise UserError(f"{entry.name} cannot be timed on {request.cluster}: {why}")
+            raise UserError(f"{entry.name} cannot be timed on {cluster_name}: {why}")
         return proof
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
-    microbatches, micro_batch_size = request.batch.cut(
-        cluster.size, plan.data_ranks if isinstance(plan, Plan) else None
-    )
-    workload = Workload(plan, model, cluster, microbatches, micro_batch_size, precision, trace, entry.columns)
+    microbatches, micro_batch_size = batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
+    workload = Workload(plan, model, cluster, microbatches, micro_batch_size, numbers, trace, entry.columns)
     if entry.plan is None:
-        entry.require_ops(1, model.layers, request.batch.microbatches or 1)
-    _require_few_ranks(entry, workload, request.cluster)
+        entry.require_ops(1, model.layers, batch.microbatches or 1)
+    _require_few_ranks(entry, workload, cluster_name)
     alike = entry.plan is not None and _ops_on_all_ranks(workload) > MOST_CHECKED
     if entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
     require_memory(workload, estimate, whole)
-    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, request.cluster)]
-    return Result(entry, workload, estimate, (request.model, request.cluster), not alike, notes)
+    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
+    return Result(entry, workload, estimate, (model_name, cluster_name), not alike, notes)
 
 
 def _require_few_ranks(entry: Entry, workload: Workload, cluster: str) -> None:
@@ -179,10 +171,10 @@ def _ops_on_all_ranks(workload: Workload) -> int:
     return sum(map(len, program.tapes)) * program.mesh.world // program.ranks
 
 
-def _ranks(request: Request, size: int) -> int | None:
+def _ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
     """The whole cluster, unless the strategy or the flags say how many ranks there are."""
-    named = any(getattr(request.layout, axis) for axis in AXES) or request.layout.plan is not None
-    alone = request.strategy is not None and load(request.strategy).ranks == 1
+    named = any(getattr(layout, axis) for axis in AXES) or layout.plan is not None
+    alone = strategy is not None and load(strategy).ranks == 1
     return None if named or alone else size
 
 

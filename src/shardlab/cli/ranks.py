@@ -9,35 +9,32 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardlab.check import Checked
+from shardlab.cli.strategy import checked
 from shardlab.program import OpKind, Refused, UserError
 from shardlab.starting import INTERRUPTED
+from shardlab.strategies.entry import Entry
+from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, pick_device
 from shardlab.train.place import find_place, restarts
 from shardlab.train.processes import RankFailed, is_lost
 from shardlab.train.saved import saved_in, sweep
 
 
-def refuse_hanging(checked: Checked) -> None:
-    """Refuse, before any rank is started, a program that does not run on the backend that they would use.
+def checked_to_run(entry: Entry, job: Job, clip: float | None) -> Checked:
+    """Check a strategy for a job, before any rank is started.
 
     Raises:
-        Refused: with the deadlock, or with what cannot be communicated.
+        Refused: when the program is wrong, or does not run on the backend that its ranks would use.
+        UserError: when it is to clip, but computes no norm.
     """
-    why_not = checked.why_not(backend_of(pick_device(0)))
-    if why_not is not None:
+    entry.require_ops(job.ranks, job.model.layers, job.microbatches)
+    proof = checked(entry, job.ranks, job.sizes, job.microbatches)
+    if clip is not None and not any(op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape):
+        lacking = f"the gradient's norm, which {entry.name} does not compute"
+        raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3")
+    if (why_not := proof.why_not(backend_of(pick_device(0)))) is not None:
         raise Refused(why_not)
-
-
-def refuse_clipping(checked: Checked, clip: float | None, name: str) -> None:
-    """Refuse to clip what computes no norm.
-
-    Raises:
-        UserError: if so.
-    """
-    if clip is not None and not any(op.kind is OpKind.NORM for tape in checked.program.tapes for op in tape):
-        raise UserError(
-            f"--clip {clip} limits the gradient's norm, which {name} does not compute; take a plan, such as zero-3"
-        )
+    return proof
 
 
 def refuse_restart(out: Path | None) -> None:

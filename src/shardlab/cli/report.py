@@ -10,9 +10,9 @@ from rich.text import Text
 from shardlab.check import ChannelModel, Checked
 from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
 from shardlab.cli.timeline_rows import print_timeline
-from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import counted, listed
 from shardlab.timeline import Timeline, bubble
+from shardlab.timeline.exposed import rank_times
 
 
 def print_report(
@@ -113,9 +113,9 @@ def _layers(checked: Checked) -> list[tuple[str, str, str]]:
 
 def _print_ranks(console: Console, timeline: Timeline) -> None:
     """A row of signs for each rank, with the share of the time that it computes and its peak memory."""
-    compute = [[each for each in events if each.kind not in COMMUNICATION] for events in timeline.events]
+    busy = [rank_times(timeline, rank).computing / (timeline.end or 1) for rank in range(len(timeline.events))]
     columns = [
-        ("computes", [f"{sum(e.end - e.start for e in events) / (timeline.end or 1):.0%}" for events in compute]),
+        ("computes", [f"{share:.0%}" for share in busy]),
         ("peak memory", [f"{memory:,}" for memory in timeline.peak_memory_by_rank]),
     ]
     print_timeline(console, timeline, lambda row: row, columns, label=4)

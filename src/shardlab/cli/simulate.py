@@ -123,16 +123,24 @@ class Simulate:
 
     def _run_priced(self) -> int:
         from shardlab.cli.global_batch import BatchRequest
-        from shardlab.cli.priced import Request, price
         from shardlab.cli.priced import as_json as priced_json
+        from shardlab.cli.priced import price
         from shardlab.cli.priced_report import print_priced
         from shardlab.timeline.counters import memory_counters
 
         assert self.model is not None
         assert self.cluster is not None
-        batch = BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size)
-        asked = (self.model, self.cluster, self.precision, self.ranks, self.layers, batch)
-        result = price(Request(self.strategy, self.layout, *asked, self.pictures.forces(self.cluster)))
+        result = price(
+            self.strategy,
+            self.layout,
+            self.model,
+            self.cluster,
+            precision=self.precision,
+            ranks=self.ranks,
+            layers=self.layers,
+            batch=BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),
+            force=self.pictures.forces(self.cluster),
+        )
         if self.pictures.files:
             estimate = result.estimate
             name = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"

@@ -16,9 +16,9 @@ from shardlab.cli.console import print_fact, print_json, stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
-from shardlab.cli.strategy import checked
 from shardlab.program import UserError
 from shardlab.program.files import want_file
+from shardlab.starting import INTERRUPTED
 
 if TYPE_CHECKING:
     from shardlab.models import Model
@@ -101,14 +101,7 @@ class Train:
             return self._run(heartbeat, first)
 
     def _run(self, heartbeat: Heartbeat, first: bool) -> int:
-        from shardlab.cli.ranks import (
-            INTERRUPTED,
-            failures_as_exit,
-            refuse_clipping,
-            refuse_hanging,
-            refuse_restart,
-            tell_interrupted,
-        )
+        from shardlab.cli.ranks import checked_to_run, failures_as_exit, refuse_restart, tell_interrupted
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here, run_ranks
@@ -129,7 +122,6 @@ class Train:
         model = self.model.make(chosen.default_layers(ranks))
         if model.vocab_size < 256:
             raise UserError(f"the vocabulary is {model.vocab_size}, but text is read as bytes; give 256 or more")
-        chosen.require_ops(ranks, model.layers, self.microbatches)
         job = Job(
             chosen.for_job(ranks),
             ranks,
@@ -153,9 +145,7 @@ class Train:
         plan = Run(job, optimizer, self.data, out, tracing, self.prompt, command)
         plan.corpus(plan.text())
         heartbeat.doing = "check of the program"
-        proof = checked(chosen, ranks, job.sizes, self.microbatches)
-        refuse_clipping(proof, self.clip, chosen.name)
-        refuse_hanging(proof)
+        checked_to_run(chosen, job, self.clip)
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
         with failures_as_exit(out):

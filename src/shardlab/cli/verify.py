@@ -13,7 +13,6 @@ from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_drifts
-from shardlab.cli.strategy import checked
 from shardlab.program import UserError
 from shardlab.rules.pieces import counted
 from shardlab.train.place import require_port
@@ -64,7 +63,7 @@ class Verify:
         require_port(os.environ)
         import torch
 
-        from shardlab.cli.ranks import failures_as_exit, refuse_clipping, refuse_hanging
+        from shardlab.cli.ranks import checked_to_run, failures_as_exit
         from shardlab.execute import AdamW
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here
@@ -74,11 +73,8 @@ class Verify:
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         model = self.model.make(layers, kind, hidden_size=32, heads=4, seq_len=16, experts=max(4, 2 * ep))
-        chosen.require_ops(ranks, model.layers, self.microbatches)
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
-        proof = checked(chosen, ranks, job.sizes, self.microbatches)
-        refuse_clipping(proof, self.clip, chosen.name)
-        refuse_hanging(proof)
+        proof = checked_to_run(chosen, job, self.clip)
         clip = clip_for(proof, self.clip)
         AdamW(clip=clip)  # refuses what is no norm
         with failures_as_exit():

@@ -21,12 +21,7 @@ def as_json(results: Sequence[Result], seconds: float) -> dict[str, Any]:
     """Describe all results for other programs."""
     rows = [
         {
-            "row": result.case.row,
-            "column": result.case.column,
-            "ranks": result.case.ranks,
-            "layers": result.case.layers,
-            "microbatches": result.case.microbatches,
-            "dropout": result.case.dropout,
+            **{name: value for name, value in vars(result.case).items() if name != "strategy"},
             "error": None if math.isinf(result.error) else result.error,
             "refused": result.refused or None,
             "ok": result.ok,

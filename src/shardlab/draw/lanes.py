@@ -14,7 +14,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
 from shardlab.draw.canvas import FAINT, IDLE, Box, Page, fill, fitting
-from shardlab.draw.looks import Looks
+from shardlab.draw.looks import Looks, Paint
 from shardlab.draw.palette import LOSS, ink_on
 from shardlab.draw.rows import Row, row_name
 from shardlab.draw.spans import Detail, Span, detail_of, tracks
@@ -121,13 +121,21 @@ def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom
         under = bottom
         for paint, share in span.shares:
             over = under - share * (bottom - top)
-            boxes[paint.color, paint.hatch, False].append((start, over, end, under))
-            stripe = STRIPE * (under - over)
-            if paint.top:
-                boxes[paint.top, "", True].append((start, over, end, over + stripe))
-            if paint.bottom:
-                boxes[paint.bottom, "", True].append((start, under - stripe, end, under))
+            box = (start, over, end, under)
+            boxes[paint.color, paint.hatch, False].append(box)
+            for color, stripe in stripes(paint, box):
+                boxes[color, "", True].append(stripe)
             under = over
+
+
+def stripes(paint: Paint, box: Box) -> Iterator[tuple[str, Box]]:
+    """The stripes along a box's edges, each with its colour."""
+    left, top, right, bottom = box
+    width = STRIPE * (bottom - top)
+    if paint.top:
+        yield paint.top, (left, top, right, top + width)
+    if paint.bottom:
+        yield paint.bottom, (left, bottom - width, right, bottom)
 
 
 def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int, lane: tuple[float, float]) -> bool:

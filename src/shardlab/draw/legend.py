@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardlab.draw.canvas import FAINT, IDLE, Box, Page, fill
-from shardlab.draw.lanes import STRIPE, Panel
-from shardlab.draw.looks import Looks
+from shardlab.draw.lanes import Panel, stripes
+from shardlab.draw.looks import Looks, Paint
 from shardlab.draw.palette import COLORS, FORWARD, LOSS, OTHER, ink_on
 from shardlab.draw.spans import Detail
 from shardlab.program import OpKind
@@ -39,11 +39,11 @@ def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
     seen = [kind for kind in USUAL if kind in drawn]
     other = [kind for kind in seen if kind not in COMMUNICATION and COLORS.get(kind.row.color) == OTHER]
     compute = [kind for kind in seen if kind not in COMMUNICATION and kind not in other]
-    items = [Item(kind.row.legend, _swatch(looks, kind)) for kind in compute]
+    items = [Item(kind.row.legend, _usual(looks, kind)) for kind in compute]
     if other:
-        items.append(Item(", ".join(sorted(kind.row.legend for kind in other)), _plain(OTHER)))
+        items.append(Item(", ".join(sorted(kind.row.legend for kind in other)), _swatch(Paint(OTHER))))
     for row in [kind.row for kind in seen if kind in COMMUNICATION]:
-        items.append(Item(row.legend, _plain(COLORS[row.color], letters=row.letters)))
+        items.append(Item(row.legend, _swatch(Paint(COLORS[row.color]), row.letters)))
     items += _places(looks)
     if any(panel.detail is not Detail.OPS for panel in panels):
         items.append(Item("height: share of the time", _share))
@@ -94,34 +94,28 @@ def _width(item: Item) -> float:
     return item.width + 0.06 + len(item.text) * 0.54 * SIZE / 72 + 0.18
 
 
-def _plain(color: str, hatch: str = "", letters: str = "") -> Callable[[Page, Box], None]:
+def _swatch(look: Paint, letters: str = "") -> Callable[[Page, Box], None]:
     def paint(page: Page, box: Box) -> None:
-        fill(page.ink, [box], color, edge="white", width=0.5, hatch=hatch)
-        center = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
-        page.ink.text(*center, letters, size=6.5, color=ink_on(color), ha="center", va="center_baseline")
+        fill(page.ink, [box], look.color, edge="white", width=0.5, hatch=look.hatch)
+        for color, stripe in stripes(look, box):
+            fill(page.ink, [stripe], color)
+        _center(page, box, letters, ink_on(look.color))
 
     return paint
 
 
-def _swatch(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
+def _usual(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
     """A box as it is usually met: of the first chunk, or of a layer in the middle."""
     if kind is OpKind.LOSS:
         return _loss
     if not kind.row.part_of:
-        return _plain(COLORS[kind.row.color])
-    place = 0 if looks.chunks and looks.by == "pass" else looks.layers // 2
-    look = looks.compute_paint(kind, place)
+        return _swatch(Paint(COLORS[kind.row.color]))
+    return _swatch(looks.compute_paint(kind, 0 if looks.chunks and looks.by == "pass" else looks.layers // 2))
 
-    def paint(page: Page, box: Box) -> None:
-        left, top, right, bottom = box
-        stripe = STRIPE * (bottom - top)
-        fill(page.ink, [box], look.color, edge="white", width=0.5, hatch=look.hatch)
-        if look.top:
-            fill(page.ink, [(left, top, right, top + stripe)], look.top)
-        if look.bottom:
-            fill(page.ink, [(left, bottom - stripe, right, bottom)], look.bottom)
 
-    return paint
+def _center(page: Page, box: Box, text: str, color: str) -> None:
+    center = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+    page.ink.text(*center, text, size=6.5, color=color, ha="center", va="center_baseline")
 
 
 def _loss(page: Page, box: Box) -> None:
@@ -131,8 +125,7 @@ def _loss(page: Page, box: Box) -> None:
 
 def _number(page: Page, box: Box) -> None:
     fill(page.ink, [box], "white", edge=FAINT, width=0.6)
-    center = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
-    page.ink.text(*center, "0-3", size=6.5, color=FAINT, ha="center", va="center_baseline")
+    _center(page, box, "0-3", FAINT)
 
 
 def _share(page: Page, box: Box) -> None:
@@ -160,9 +153,9 @@ def _ramp(colors: list[str], what: str) -> Item:
     def paint(page: Page, box: Box) -> None:
         left, top, _, bottom = box
         for place, color in enumerate(colors):
-            fill(page.ink, [(left + place * each, top, left + (place + 1) * each, bottom)], color)
+            each_box = (left + place * each, top, left + (place + 1) * each, bottom)
+            fill(page.ink, [each_box], color)
             if named:
-                center = (left + (place + 0.5) * each, (top + bottom) / 2)
-                page.ink.text(*center, str(place), size=6.5, color=ink_on(color), ha="center", va="center_baseline")
+                _center(page, each_box, str(place), ink_on(color))
 
     return Item(what if named else f"{what}s 0-{len(colors) - 1}", paint, len(colors) * each)

@@ -45,7 +45,7 @@ def timeline_svg(
         note: what is said below the figures.
     """
     with style():
-        return timeline_page(timeline, title, time_unit, color_by, note).svg()
+        return _page(timeline, title, time_unit, color_by, note).svg()
 
 
 def save_timeline(
@@ -55,8 +55,7 @@ def save_timeline(
     write_whole(Path(path), timeline_svg(timeline, title, time_unit, color_by))
 
 
-def timeline_page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, note: str = "") -> Page:
-    """The page, for whoever wants another format than SVG; call it within `style()`."""
+def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, note: str) -> Page:
     all_rows = rows_of(timeline)
     rows = spaced(all_rows, MOST_ROWS)
     left = left_of(timeline, rows)

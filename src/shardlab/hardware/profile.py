@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlab.program import UserError
 from shardlab.program.files import write_whole
 from shardlab.program.nesting import parsed
 
 VERSION = 2
+
+Measured = TypeVar("Measured", "AlphaBeta", "Rate")
 
 
 @dataclass(frozen=True)
@@ -156,12 +158,12 @@ def profile_of(data: dict[str, Any]) -> Profile:
         raise ValueError(f"{machine.places} places for ranks, {memory:.0f} bytes of memory")
     return Profile(
         machine=machine,
-        collectives={(row["kind"], int(row["ranks"])): line_of(row) for row in data["collectives"]},
-        messages=line_of(data["messages"]) if data["messages"] else None,
-        kernels=rates_of(data["kernels"]),
+        collectives={(row["kind"], int(row["ranks"])): _figures(AlphaBeta, row) for row in data["collectives"]},
+        messages=_figures(AlphaBeta, data["messages"]) if data["messages"] else None,
+        kernels=_rates(data["kernels"]),
         memory=memory,
         layers=data["layers"],
-        alone=rates_of(data["alone"]),
+        alone=_rates(data["alone"]),
         contention=number(data.get("contention", 0.0)),
     )
 
@@ -178,16 +180,13 @@ def number(value: Any) -> float:
     return figure
 
 
-def line_of(row: Mapping[str, Any]) -> AlphaBeta:
-    return AlphaBeta(number(row["alpha"]), number(row["beta"]))
+def _figures(kind: type[Measured], row: Mapping[str, Any]) -> Measured:
+    """A line or a rate, of a row that has its figures by name."""
+    return kind(*(number(row[each.name]) for each in fields(kind)))
 
 
-def rate_of(row: Mapping[str, Any]) -> Rate:
-    return Rate(number(row["launch"]), number(row["flops"]), number(row["bytes"]))
-
-
-def rates_of(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Rate]:
-    return {(row["family"], row["dtype"]): rate_of(row) for row in rows}
+def _rates(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Rate]:
+    return {(row["family"], row["dtype"]): _figures(Rate, row) for row in rows}
 
 
 def _rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:

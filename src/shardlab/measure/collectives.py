@@ -22,6 +22,9 @@ from shardlab.measure.world import MeasuringRanks
 
 BATCHES = 5
 
+WARM_UP = 5
+"""Calls before those that are timed."""
+
 
 @dataclass(frozen=True)
 class CollectiveBench:
@@ -32,18 +35,14 @@ class CollectiveBench:
         sizes: bytes of the whole value, ascending.
         groups: sizes of the groups that meet; each divides the number of ranks.
         seconds: how long each point is measured for in all, about.
-        warmup: calls before that.
         overlap: whether it is measured between and beside computations, too, for three quarters of that time.
-        quiet: whether no progress is shown.
     """
 
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
     groups: tuple[int, ...]
     seconds: float = 0.2
-    warmup: int = 5
     overlap: bool = True
-    quiet: bool = False
 
     @property
     def each(self) -> float:
@@ -77,7 +76,7 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
     """
     world = MeasuringRanks(rank, device)
     plan = list(bench.plan())
-    progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
+    progress = Progress(len(plan), show=rank == 0)
     teams = {size: world.team(size) for size in bench.groups}
     for group, kind, size in plan:
         progress.say(f"{kind} of {group} ranks, {size:,} bytes")
@@ -106,7 +105,7 @@ def time_case(
         case.start()()
 
     wrong = world.sum(case.wrong())
-    for _ in range(bench.warmup):
+    for _ in range(WARM_UP):
         call()
     world.meet()
     iterations = iterations_for(world.most(clock.seconds(call, 3)), bench.each)

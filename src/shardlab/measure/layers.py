@@ -35,21 +35,20 @@ class ComputeBench:
         shapes: widths and microbatches.
         dtypes: torch's names.
         vocabulary: of the head.
-        together: whether it is measured with one process, and then again with all at once, which share the memory.
         seconds: how long each step is repeated for, about.
-        quiet: whether no progress is shown.
     """
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...] = ("float32",)
     vocab_size: int = 256
-    together: bool = True
     seconds: float = 2.0
-    quiet: bool = False
 
     def plan(self, ranks: int) -> list[tuple[int, str, Shape | None]]:
-        """(processes, dtype, shape) of everything; the peak, which has no shape, first."""
-        processes = sorted({1, ranks} if self.together else {ranks})
+        """(processes, dtype, shape) of everything; the peak, which has no shape, first.
+
+        All is measured with one process, and then again with all at once, which share the memory.
+        """
+        processes = sorted({1, ranks})
         shapes = (None, *self.shapes)
         return [(count, dtype, shape) for count in processes for dtype in self.dtypes for shape in shapes]
 
@@ -62,7 +61,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     """
     world = MeasuringRanks(rank, device)
     plan = bench.plan(world.size)
-    progress = Progress(len(plan), show=rank == 0 and not bench.quiet)
+    progress = Progress(len(plan), show=rank == 0)
     for processes, dtype, shape in plan:
         what = "large products" if shape is None else f"width {shape.width}, {shape.rows} x {shape.tokens} tokens"
         progress.say(f"{what}, {dtype}, {processes} at once")
