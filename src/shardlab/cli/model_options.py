@@ -7,35 +7,24 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
 
-from shardlab.cli.options import Flag, Layers, OptionalCount
+from shardlab.cli.options import Flag, Layers, OptionalCount, one_word
 from shardlab.program import UserError
 
 if TYPE_CHECKING:
     from shardlab.models import Blocks
 
 
-def _factor(words: list[str]) -> float:
-    if words[0].lower() == "none":
+def _factor(word: str) -> float:
+    if word.lower() == "none":
         return math.inf
     try:
-        return float(words[0])
+        return float(word)
     except ValueError:
-        raise ValueError(f"{words[0]!r} is not a number; give one, or none.") from None
+        raise ValueError(f"{word!r} is not a number; give one, or none.") from None
 
 
-Factor = Annotated[
-    float | None,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{FLOAT|none}",
-        instance_from_str=_factor,
-        is_instance=lambda value: value is None or isinstance(value, float),
-        str_from_instance=lambda value: [str(value)],
-    ),
-    tyro.conf.arg(help_behavior_hint=""),
-]
+Factor = Annotated[float | None, one_word("{FLOAT|none}", _factor, float), tyro.conf.arg(help_behavior_hint="")]
 """A number or the word none, which is infinity here; or not given."""
 
 OptionalNumber = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
@@ -13,11 +14,11 @@ from shardlab.program import UserError
 from shardlab.program.bounds import MAX_FOLDED, MAX_OPS, MAX_SECONDS
 
 
-def _count(words: list[str]) -> int:
+def _count(word: str) -> int:
     try:
-        return int(words[0])
+        return int(word)
     except ValueError:
-        raise ValueError(f"{words[0]!r} is not a whole number; give 1 or more.") from None
+        raise ValueError(f"{word!r} is not a whole number; give 1 or more.") from None
 
 
 def check_counts(command: object) -> None:
@@ -37,17 +38,18 @@ def check_counts(command: object) -> None:
             raise UserError(f"--{field.name.replace('_', '-')}: {value} is too few; give 1 or more")
 
 
-def _is_count(value: Any) -> bool:
-    return value is None or isinstance(value, int)
+def one_word(metavar: str, read: Callable[[str], Any], kind: type) -> PrimitiveConstructorSpec[Any]:
+    """An option of one word, which `read` makes a value of such a kind; what its ValueError says is printed."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: read(words[0]),
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
-def _shown(value: int | None) -> list[str]:
-    return [str(value)]
-
-
-_COUNT = PrimitiveConstructorSpec(
-    nargs=1, metavar="N", instance_from_str=_count, is_instance=_is_count, str_from_instance=_shown
-)
+_COUNT = one_word("N", _count, int)
 
 Count = Annotated[int, _COUNT]
 """1 or more."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab.draw.canvas import FAINT, Page, style
+from shardlab.draw.canvas import Page, style
+from shardlab.draw.header import HEADER, MARGIN, draw_header
 from shardlab.draw.lanes import Panel, draw_lanes
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
 from shardlab.draw.looks import Looks
@@ -17,10 +18,8 @@ from shardlab.program.files import write_whole
 from shardlab.program.picture import ColorBy
 from shardlab.timeline import Event, Timeline
 
-MARGIN, RIGHT, PLOT = 0.2, 0.3, 12.0
+RIGHT, PLOT, HEADING = 0.3, 12.0, 0.3
 """Inches."""
-
-HEADER, HEADING = 0.62, 0.3
 
 
 def comparison_svg(timelines: dict[str, Timeline], title: str, color_by: ColorBy = "pass") -> str:
@@ -50,9 +49,7 @@ def _page(timelines: dict[str, Timeline], title: str, color_by: ColorBy) -> Page
     top = HEADER + len(flow(legend_items([*panels.values()], numbered=True), width)) * ROW
     height = HEADING + row * count
     page = Page(left + PLOT + RIGHT, top + len(timelines) * height + 0.5)
-    page.ink.text(MARGIN, 0.25, title, size=13, weight="bold", va="center")
-    lengths = [f"{name} {timeline.end:.4g} ms" for name, timeline in timelines.items()]
-    page.ink.text(MARGIN, 0.48, "  ·  ".join(lengths), size=8.5, color=FAINT, va="center")
+    draw_header(page, title, [f"{name} {timeline.end:.4g} ms" for name, timeline in timelines.items()])
     numbered = False
     for place, (name, panel) in enumerate(panels.items()):
         bottom = top + (place + 1) * height

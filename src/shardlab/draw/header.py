@@ -14,23 +14,23 @@ from shardlab.timeline import Timeline
 from shardlab.timeline.traced import stands_for
 from shardlab.timeline.units import seconds_text
 
-DOT = "  ·  "
+MARGIN, HEADER = 0.2, 0.62
+"""Inches beside a picture, and above it where the header stands."""
 
 
-def draw_header(page: Page, timeline: Timeline, title: str, rows: int, drawn: int, left: float) -> None:
-    """Write it.
+def draw_header(page: Page, title: str, facts: list[str]) -> None:
+    """Write a title, and below it what is to be known first."""
+    page.ink.text(MARGIN, 0.25, title, size=13, weight="bold", va="center")
+    page.ink.text(MARGIN, 0.48, "  ·  ".join(facts), size=8.5, color=FAINT, va="center")
+
+
+def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
+    """Sizes and figures of a step.
 
     Args:
         rows: rows of unlike ranks.
         drawn: rows in the picture.
-        left: inches.
     """
-    page.ink.text(left, 0.25, title, size=13, weight="bold", va="center")
-    page.ink.text(left, 0.48, DOT.join(summary(timeline, rows, drawn)), size=8.5, color=FAINT, va="center")
-
-
-def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
-    """Sizes and figures of a step."""
     program, mesh = timeline.program, timeline.program.mesh
     ranks = [rank for row in range(program.ranks) for rank in stands_for(program, row)]
     grid = f" ({mesh})" if len(mesh.used) > 1 else ""

@@ -11,7 +11,7 @@ from textwrap import wrap
 
 from shardlab.draw.canvas import EM, Page, style
 from shardlab.draw.closeup import close_up_height, close_up_of, draw_close_up
-from shardlab.draw.header import draw_header
+from shardlab.draw.header import HEADER, MARGIN, draw_header, summary
 from shardlab.draw.lanes import Panel, draw_lanes
 from shardlab.draw.legend import ROW, draw_legend, flow, legend_items
 from shardlab.draw.looks import Looks
@@ -23,8 +23,6 @@ from shardlab.timeline import Timeline
 
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
 
-MARGIN = 0.2
-HEADER = 0.62
 NOTE_SIZE, NOTE_LINE = 9.0, 0.19
 """Points, and inches."""
 MEMORY = 1.7
@@ -74,7 +72,7 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, not
     below = bottom + 0.12 + MEMORY + 0.5
     page = Page(width, below + 0.05 + (close_up_height(close_up) if close_up else 0.0))
 
-    draw_header(page, timeline, title or "One optimizer step", len(all_rows), len(rows), MARGIN)
+    draw_header(page, title or "One optimizer step", summary(timeline, len(all_rows), len(rows)))
     for at, line in enumerate(lines):
         page.ink.text(MARGIN, HEADER + at * NOTE_LINE + 0.06, line, size=NOTE_SIZE, va="center")
     lanes = page.panel((left, top, left + plot, bottom))

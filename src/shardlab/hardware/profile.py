@@ -105,8 +105,8 @@ class Profile:
                 {"kind": kind, "ranks": ranks, **asdict(line)}
                 for (kind, ranks), line in sorted(self.collectives.items())
             ],
-            "kernels": _rows(self.kernels),
-            "alone": _rows(self.alone),
+            "kernels": rate_rows(self.kernels),
+            "alone": rate_rows(self.alone),
             "layers": self.layers,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,8 @@ def _rates(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Rate]:
     return {(row["family"], row["dtype"]): _figures(Rate, row) for row in rows}
 
 
-def _rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:
+def rate_rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:
+    """Rates for a JSON file."""
     return [{"family": family, "dtype": dtype, **asdict(rate)} for (family, dtype), rate in sorted(rates.items())]
 
 

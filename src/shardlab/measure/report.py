@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shardlab.hardware.profile import rate_rows
 from shardlab.measure.kernel_fit import errors_by_layer, errors_of, fit_kernels
 from shardlab.measure.lines import fit_lines
 from shardlab.measure.points import CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point
@@ -60,7 +61,7 @@ def _kernels(layers: Sequence[LayerPoint]) -> dict[str, Any]:
     by_layer = errors_by_layer(layers, rates)
     return {
         "processes": layers[0].processes,
-        "rates": [{"family": family, "dtype": dtype, **asdict(rate)} for (family, dtype), rate in rates.items()],
+        "rates": rate_rows(rates),
         "errors": asdict(errors_of(layers, rates)),
         "errors_by_layer": [{"layer": layer, "op": op, **asdict(e)} for (layer, op), e in by_layer.items()],
     }

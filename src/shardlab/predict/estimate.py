@@ -118,8 +118,7 @@ class Estimate:
 
     def timeline(self) -> Timeline:
         """All events; of many ranks that takes longer than the estimate."""
-        timeline = timeline_of(self.traced, self.times, [memory.during for memory in self.memory])
-        return Timeline(timeline.program, timeline.events, in_seconds=True)
+        return timeline_of(self.traced, self.times, [memory.during for memory in self.memory], in_seconds=True)
 
     def _part(self, peak: Peak) -> str:
         if self.place is None or peak.layer < 0:

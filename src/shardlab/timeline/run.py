@@ -16,11 +16,12 @@ def simulate(traced: Traced, costs: Costs = UNIT_COSTS) -> Timeline:
     return timeline_of(traced, Clocks(traced, costs).run(), live_memory(traced))
 
 
-def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]]) -> Timeline:
+def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]], *, in_seconds: bool = False) -> Timeline:
     """The events of a replay.
 
     Args:
         memory: for each row and op what is live when it starts.
+        in_seconds: whether times are seconds and memory bytes.
     """
     program = traced.program
     events: list[list[Event]] = []
@@ -42,4 +43,4 @@ def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]]) -
                 if is_event(op.kind)
             ]
         )
-    return Timeline(program, events)
+    return Timeline(program, events, in_seconds)
