@@ -12,7 +12,7 @@ from shardlab.program import Group, Message, Op, OpKind, Refused, Spec, rooted
 from shardlab.program.matching import Matcher, Meeting, Member
 from shardlab.program.mesh import group_of
 from shardlab.program.ops import COLLECTIVES, Stream
-from shardlab.program.rooted import Call, said
+from shardlab.program.rooted import Call, call_of, said
 from shardlab.program.waiting import Wait
 
 COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
@@ -31,6 +31,7 @@ class Communication:
     Attributes:
         meetings: every communication that has come about.
         meeting_of: for each rank, its handles' places in `meetings`.
+        half_batched: the first message with one end in an exchange and the other not; None if there is none.
         rules: one an op.
     """
 
@@ -38,6 +39,7 @@ class Communication:
         self.states = states
         self.meetings: list[Meeting] = []
         self.meeting_of: list[dict[int, int]] = [{} for _ in states]
+        self.half_batched: Meeting | None = None
         self.rules = {
             OpKind.SEND: self._send,
             OpKind.RECV: self._recv,
@@ -50,13 +52,14 @@ class Communication:
         """WAIT for a communication that has come about: its result may be used, what it read may be freed."""
         if op[2] or op[3]:
             state.refuse(f"{op}: a wait reads and makes no value; its communication names what arrives.")
-        issued = state.flying.pop(op[4], None)
+        handle = op[4]
+        issued = state.flying.pop(handle, None)
         if issued is None:
-            state.refuse(f"wait: handle {op[4]} is not in flight; each communication is waited for once.")
+            state.refuse(f"wait: handle {handle} is not in flight; each communication is waited for once.")
         source = state.ops[issued]
         if source[2]:
             state.reading[source[2][0]] -= 1
-        spec = state.arrived[op[4]]
+        spec = state.arrived[handle]
         if spec is not None:
             state.make(source[3][0], spec)
 
@@ -87,17 +90,17 @@ class Communication:
                     state.refuse(f"send({spec}) to rank {to}: no receive on rank {to} takes this message.", member.op)
 
     def _issue(self, state: RankState, op: Op) -> Member:
-        handle = op[4]
+        handle, at, batch = op[4], state.at, op.batch
         if handle in state.flying or handle in state.arrived or handle < 0:
             state.refuse(f"{op}: issues handle {handle}, which must be a new one, counted from 0.")
-        if op.batch >= 0:
-            if state.batches.get(op.batch, state.at - 1) != state.at - 1:
-                state.refuse(f"{op}: is of batch {op.batch}, but other ops stand between it and the rest of its batch.")
-            state.batches[op.batch] = state.at
-        state.flying[handle] = state.at
+        if batch >= 0:
+            if state.batches.get(batch, at - 1) != at - 1:
+                state.refuse(f"{op}: is of batch {batch}, but other ops stand between it and the rest of its batch.")
+            state.batches[batch] = at
+        state.flying[handle] = at
         if op[2]:
             state.reading[op[2][0]] += 1
-        return Member(state.index, handle, state.at)
+        return Member(state.index, handle, at)
 
     def _collective(self, state: RankState, op: Op) -> None:
         group = op.group
@@ -136,10 +139,7 @@ class Communication:
             raise refusal.at(member.rank, member.op) from None
 
     def _send(self, state: RankState, op: Op) -> None:
-        (value,), peer = op[2], op.peer
-        if op[3]:
-            state.refuse(f"{op}: a send makes no value.")
-        spec = state.live[value]
+        spec, peer = state.live[op[2][0]], op.peer
         state.want_layer(op, spec[0].layer)
         member = self._issue(state, op)
         state.arrived[op[4]] = None  # buffered: the sender never waits
@@ -147,14 +147,12 @@ class Communication:
         self._deliver(state.index, peer, (member, spec, None))
 
     def _recv(self, state: RankState, op: Op) -> None:
-        (_,), peer = op[3], op.peer
-        if op[2]:
-            state.refuse(f"{op}: a recv reads no value.")
-        if op.expect is None:
+        peer, expect = op.peer, op.expect
+        if expect is None:
             state.refuse(f"{op}: the tape does not say which message is meant.")
-        if op.expect.microbatches < 0:
-            state.refuse(f"recv from rank {op.peer}: no set of microbatches is the number {op.expect.microbatches}.")
-        state.want_layer(op, op.expect.layer)
+        if expect.microbatches < 0:
+            state.refuse(f"recv from rank {peer}: no set of microbatches is the number {expect.microbatches}.")
+        state.want_layer(op, expect.layer)
         member = self._issue(state, op)
         _check_peer(state, op)
         self._deliver(peer, state.index, (member, None, None))
@@ -168,7 +166,8 @@ class Communication:
             return
         sender, spec, _ = ends[0]
         receiver = ends[1][0]
-        expect = self.states[to].ops[receiver.op].expect
+        sent, received = self.states[source].ops[sender.op], self.states[to].ops[receiver.op]
+        expect = received.expect
         assert spec is not None
         assert expect is not None, "a recv is looked at when it is issued"
         if expect != Message.of(spec):
@@ -176,23 +175,26 @@ class Communication:
                 rooted.want_delivered(source, expect, spec)
             except Refused as refusal:
                 raise refusal.at(to, receiver.op) from None
-        self._meet(Meeting(MESSAGE, None, [sender, receiver]), [None, spec])
+        meeting = Meeting(MESSAGE, None, [sender, receiver])
+        if (sent.batch < 0) != (received.batch < 0):
+            self.half_batched = self.half_batched or meeting
+        self._meet(meeting, [None, spec])
 
     def _meet(self, meeting: Meeting, delivers: Sequence[Spec | None]) -> None:
         """A communication has all its members: note what each receives, and let those go on that wait for it."""
         number = len(self.meetings)
         self.meetings.append(meeting)
-        for member, spec in zip(meeting.members, delivers, strict=True):
-            self.meeting_of[member.rank][member.handle] = number
-            state = self.states[member.rank]
-            state.arrived[member.handle] = spec
-            if state.waits_for == member.handle:
+        for place, (rank, handle, _) in enumerate(meeting.members):
+            self.meeting_of[rank][handle] = number
+            state = self.states[rank]
+            state.arrived[handle] = delivers[place]
+            if state.waits_for == handle:
                 state.waits_for = -1
                 self._wake(state)
 
 
 def _call(op: Op) -> Call:
-    return Call(op.kind, op.root, op.reduction)
+    return call_of(op[0], op.root, op.reduction)
 
 
 def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:

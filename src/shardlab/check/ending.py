@@ -9,6 +9,8 @@ from shardlab.program import Holds, Kind, OpKind, Program, Refused, Spec
 from shardlab.rules.pieces import bits, common, listed
 from shardlab.rules.spec import form_of
 
+LOAD_OPT_STATE = OpKind.LOAD_OPT_STATE
+
 
 def trained_layers(program: Program) -> int:
     """Find the layers whose optimizer state a rank loads, as a bit set; the others are frozen.
@@ -16,7 +18,7 @@ def trained_layers(program: Program) -> int:
     They are all of them where no rank loads any: such a program trains nothing, and is refused for it.
     """
     sizes, trained = program.sizes, 0
-    for layer in {op[1] for tape in program.tapes for op in tape if op[0] is OpKind.LOAD_OPT_STATE}:
+    for layer in {op[1] for tape in program.tapes for op in tape if op[0] is LOAD_OPT_STATE}:
         if 0 <= layer < program.layers:  # a tape from a file may say anything
             trained |= sizes.layers_of_weight(layer)
     return trained or (1 << program.layers) - 1

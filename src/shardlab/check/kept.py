@@ -16,6 +16,10 @@ from shardlab.program import Holds, Kind, Op, OpKind, Refused, Spec
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.pieces import bits, common, listed
 
+FREE, WAIT, LOAD_WEIGHT, SLICE, UPDATE = OpKind.FREE, OpKind.WAIT, OpKind.LOAD_WEIGHT, OpKind.SLICE, OpKind.UPDATE
+CONCERNED = frozenset({LOAD_WEIGHT, SLICE, UPDATE})
+"""Ops that make views of kept memory, or write it."""
+
 Key = tuple[int, Holds]
 """(layer, slices) of a loaded weight: the name of the memory that keeps it."""
 
@@ -33,7 +37,7 @@ class Kept:
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
-        loads = [op for op in tape if op[0] is OpKind.LOAD_WEIGHT and op.holds is not None]
+        loads = [op for op in tape if op[0] is LOAD_WEIGHT and op.holds is not None]
         self.loaded: dict[int, Key] = {op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None}
         number_of = {key: number for number, key in self.loaded.items()}
         roots, ended = roots_of(tape, specs), ends_of(tape)
@@ -64,10 +68,12 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None
         Refused: for a second update of some elements, an update after their new values have arrived, and a read of a
             loaded weight, in flight or not, after an update has written it through another copy.
     """
-    loads = [op for op in tape if op[0] is OpKind.LOAD_WEIGHT]
+    concerned = [op for op in tape if op[0] in CONCERNED]
+    loads = [op for op in concerned if op[0] is LOAD_WEIGHT]
+    updates = [op for op in concerned if op[0] is UPDATE]
     own = {op.outputs[0] for op in loads}
-    one_each = len({op.layer for op in loads}) == len(loads) and OpKind.SLICE not in {op[0] for op in tape}
-    if one_each and all(op[2][1] in own for op in tape if op[0] is OpKind.UPDATE):
+    one_each = len({op.layer for op in loads}) == len(loads) and len(concerned) == len(loads) + len(updates)
+    if one_each and all(op[2][1] in own for op in updates):
         return  # each layer's one loaded weight is what its update is given, and so it ends there
     kept = Kept(tape, specs)
     memory = Memory(tape, specs, kept)
@@ -95,16 +101,16 @@ class Memory:
             Refused: when it moves what has moved, or reads what is no more.
         """
         kind = op[0]
-        if kind is OpKind.FREE or kind is OpKind.SLICE:  # a slice is read where it is used
+        if kind is FREE or kind is SLICE:  # a slice is read where it is used
             return
-        if kind is OpKind.WAIT:
+        if kind is WAIT:
             self.reading.pop(op.handle, None)
             return
-        if kind is OpKind.UPDATE:
+        if kind is UPDATE:
             self._update(at, op)
         for number in op[2]:
             if number in self.kept.views:
-                updated = kind is OpKind.UPDATE and number == op[2][1]
+                updated = kind is UPDATE and number == op[2][1]
                 if not updated:  # of that it needs the state's slices alone, which are seen to
                     self._read(op, number)
                 if op.handle >= 0:
@@ -150,7 +156,7 @@ def _both(a: Holds, b: Holds) -> Holds | None:
 def _said_twice(op: Op, twice: Holds, mover: Op, before: int) -> str:
     what = "all" if twice.complete else f"slices {listed(bits(twice.mask))} of {twice.of}"
     of = f"{what} of the weights[{op.layer}] that this rank keeps"
-    if mover.kind is OpKind.UPDATE:
+    if mover.kind is UPDATE:
         return (
             f"{op}: op {before} {mover} has moved {of} one step on already, for another optimizer state; each element "
             "moves once a step. Load one optimizer state for each slice, and no two that overlap."

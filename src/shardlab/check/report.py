@@ -33,8 +33,9 @@ def check(program: Program) -> Checked:
             dataflow.release()
         for state in dataflow.states:
             check_kept(state.index, state.ops, state.specs)
-        meetings, meeting_of = dataflow.communication.meetings, dataflow.communication.meeting_of
-        models = decide_models(program, meetings, meeting_of)
+        found = dataflow.communication
+        meetings, meeting_of = found.meetings, found.meeting_of
+        models = decide_models(program, meetings, meeting_of, found.half_batched)
     specs = [state.specs for state in dataflow.states]
     untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
     frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])

@@ -11,8 +11,9 @@ from shardlab.program.matching import Meeting
 from shardlab.program.ops import Combine
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
-from shardlab.rules.spec import share_of
+from shardlab.rules.spec import Form, share_of
 
+OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combine.UNION
 FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
 LOCAL = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.CONCATENATE})
 LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
@@ -20,24 +21,31 @@ LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 
 def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> str | None:
     """The first op that has no tensors, uneven ones, or several slices where a layer has one; None if there is none."""
-    for meeting in meetings:
-        # of a message the sender, of a collective the first that gives a value
-        givers = ((rank, at) for rank, _, at in meeting.members if program.tapes[rank][at].inputs)
-        rank, at = next(givers, (-1, -1))
-        if rank < 0:  # a barrier
+    tapes = program.tapes
+    sound: set[tuple[OpKind, Form]] = set()  # most meetings are of few ops and forms
+    for _, _, members in meetings:
+        for rank, _, at in members:  # of a message the sender, of a collective the first that gives a value
+            op = tapes[rank][at]
+            if op[2]:
+                break
+        else:  # a barrier
             continue
-        op = program.tapes[rank][at]
-        spec = specs[rank][op.inputs[0]]
+        kind, spec = op[0], specs[rank][op[2][0]]
+        form = spec[0]
+        if (kind, form) in sound:
+            continue
         why = None
-        if spec.kind is Kind.OPT_STATE:
+        if form.kind is OPT_STATE:
             why = "an optimizer state stays where it was loaded; load it where it is updated"
-        elif spec.kind is Kind.GRAD_ACTIVATION and spec.layer == 0:
+        elif form.kind is GRAD_ACTIVATION and form.layer == 0:
             why = f"the model's input is tokens, which have no gradient; do not communicate {spec}"
-        elif op.kind.row.combines is Combine.UNION:
-            why = _no_gather([specs[m.rank][program.tapes[m.rank][m.op].inputs[0]] for m in meeting.members])
+        elif kind.row.combines is UNION:
+            why = _no_gather([specs[rank][tapes[rank][at][2][0]] for rank, _, at in members])
+        else:
+            sound.add((kind, form))
         if why is not None:
             return f"rank {rank}, op {at} {op}: {why}."
-    for rank, tape in enumerate(program.tapes):
+    for rank, tape in enumerate(tapes):
         for at, op in enumerate(tape):
             if op[0] in LOCAL and (why := _no_pieces([specs[rank][number] for number in op.inputs])):
                 return f"rank {rank}, op {at} {op}: {why}."
@@ -45,21 +53,17 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
         return None
     pieces = program.sizes.cuts(program.mesh)
     cuts = [math.prod(pieces[index] for index in layer.cut) for layer in program.sizes.signatures]
-    return next(
-        (
-            f"rank {rank}, op {at} {op}: {why}."
-            for rank, tape in enumerate(program.tapes)
-            for at, op in enumerate(tape)
-            if op[0] in LOOKED_AT and (why := _no_tensor(op, specs[rank], cuts))
-        ),
-        None,
-    )
+    for rank, tape in enumerate(tapes):
+        for at, op in enumerate(tape):
+            if op[0] in LOOKED_AT and (why := _no_tensor(op, specs[rank], cuts)):
+                return f"rank {rank}, op {at} {op}: {why}."
+    return None
 
 
 def _no_pieces(given: Sequence[Spec]) -> str | None:
     """Why what is given has no tensors to cut or to put together on one rank."""
     first = given[0]
-    if first.kind is Kind.GRAD_ACTIVATION and first.layer == 0:
+    if first.kind is GRAD_ACTIVATION and first.layer == 0:
         return f"the model's input is tokens, which have no gradient; do not cut, scale or concatenate {first}"
     return _apart_twice(given)
 

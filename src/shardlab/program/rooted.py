@@ -8,6 +8,7 @@ all_reduce do, on the root alone. A barrier carries nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, overload
 
 from shardlab.errors import Refused
@@ -51,6 +52,10 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         return self.kind.value + self.how
+
+
+call_of = lru_cache(maxsize=1 << 10)(Call)
+"""The call of these properties, made once."""
 
 
 def said(call: Call, spec: Spec | None) -> str:

@@ -62,6 +62,8 @@ class Reduction(Enum):
     MIN = "min"
     MAX = "max"
 
+    __hash__ = object.__hash__  # as of kinds
+
 
 WORDS = {
     Kind.ACTIVATION: "activation",
