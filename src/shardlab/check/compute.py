@@ -18,15 +18,14 @@ Rule = Callable[[RankState, Op], None]
 
 
 def forward(state: RankState, op: Op) -> None:
-    live = state.live
-    activation, weight, *others = op[2]
-    rules = state.layer(op)
-    specs = [live[activation], *[live[number] for number in others]]
-    made, saved = rules.forward(specs, live[weight], "forward", op[7])
-    outputs = op[3]
+    live, inputs, outputs = state.live, op[2], op[3]
+    given = [live[inputs[0]]]
+    if len(inputs) > 2:
+        given += [live[number] for number in inputs[2:]]
+    made, saved = state.layer(op).forward(given, live[inputs[1]], "forward", op[7])
     state.make_all(outputs[: len(made)], made)
     if len(outputs) == len(made) + 1:
-        _save(state, outputs[-1], activation, saved)
+        _save(state, outputs[-1], inputs[0], saved)
     elif len(outputs) > len(made):
         state.refuse(f"{op}: has {len(outputs)} outputs, but this layer makes {len(made)} values.")
 
@@ -60,10 +59,12 @@ def backward_input(state: RankState, op: Op) -> None:
 
 def _backward(state: RankState, op: Op) -> tuple[list[Spec], Backward]:
     """Derive what both halves of a backward pass make, whichever the op keeps, and what it follows from."""
-    activation, gradient, weight, saved, *others = op[2]
-    live, rules = state.live, state.layer(op)
-    spec = live[activation]
-    made, follows = rules.backward(spec, [live[gradient], *[live[number] for number in others]], live[weight])
+    live, inputs = state.live, op[2]
+    gradients = [live[inputs[1]]]
+    if len(inputs) > 4:
+        gradients += [live[number] for number in inputs[4:]]
+    activation, saved = inputs[0], inputs[3]
+    made, follows = state.layer(op).backward(live[activation], gradients, live[inputs[2]])
     if state.saved_of.pop(activation, None) != saved:
         state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
     if state.specs[saved][0] is not follows.saved:

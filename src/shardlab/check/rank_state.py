@@ -17,6 +17,7 @@ class RankState:
     Attributes:
         trained: the program's layers whose weights are updated, as a bit set.
         rules: what ops make of values.
+        layers: those of each layer.
         at: index of the op at hand.
         specs: the spec of every value made so far, by number.
         live: those that ops may use now.
@@ -38,6 +39,7 @@ class RankState:
         self.trained = trained
         self.ops = program.tapes[index]
         self.rules = program.rules
+        self.layers = program.rules.layers
         self.at = 0
         self.specs: dict[int, Spec] = {}
         self.live = Live(self)
@@ -54,9 +56,8 @@ class RankState:
 
     def make(self, number: int, spec: Spec) -> None:
         """A value comes to life; its number must be new."""
-        if number in self.specs or number < 0:
-            self.note(number, spec)
-        self.specs[number] = self.live[number] = spec
+        self.note(number, spec)
+        self.live[number] = spec
 
     def note(self, number: int, spec: Spec) -> None:
         """A value exists, whether or not ops may use it."""
@@ -69,14 +70,14 @@ class RankState:
         if len(numbers) != len(specs):
             op = self.ops[self.at]
             self.refuse(f"{op.kind.value}: has {len(op.outputs)} outputs; {op} makes {len(specs)} values.")
-        for number, spec in zip(numbers, specs, strict=True):
-            self.make(number, spec)
+        for place, number in enumerate(numbers):
+            self.make(number, specs[place])
 
     def layer(self, op: Op) -> LayerRules:
         """The rules of the layer that an op computes."""
-        if not 0 <= op[1] < len(self.rules.layers):
-            self.refuse(f"{op}: layer {op[1]} does not exist; the model has layers 0-{len(self.rules.layers) - 1}.")
-        return self.rules.layers[op[1]]
+        if not 0 <= op[1] < len(self.layers):
+            self.refuse(f"{op}: layer {op[1]} does not exist; the model has layers 0-{len(self.layers) - 1}.")
+        return self.layers[op[1]]
 
     def want_layer(self, op: Op, layer: int) -> None:
         """The layer that an op names must be the one that it acts on."""
