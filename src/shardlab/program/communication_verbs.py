@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Literal, cast
+from typing import Any, Literal
 
 from shardlab.errors import Refused
 from shardlab.program import rooted
@@ -13,7 +13,7 @@ from shardlab.program.meetings import RecvHandle, SendHandle
 from shardlab.program.mesh import Group, group_among
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
 from shardlab.program.place import Place
-from shardlab.program.rooted import Call
+from shardlab.program.rooted import Call, call_of
 from shardlab.program.tape import Message, Op
 from shardlab.program.value import Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
@@ -36,7 +36,10 @@ ones is a part of it, and `update` wants the whole (see `scale`). Scalars take a
 
 
 SEND, RECV = OpKind.SEND, OpKind.RECV
-_ALL_GATHER, _REDUCE_SCATTER = Call(OpKind.ALL_GATHER), Call(OpKind.REDUCE_SCATTER)
+_ALL_REDUCE, _BARRIER = OpKind.ALL_REDUCE, call_of(OpKind.BARRIER)
+_ALL_GATHER, _REDUCE_SCATTER = call_of(OpKind.ALL_GATHER), call_of(OpKind.REDUCE_SCATTER)
+_ALL_TO_ALL = call_of(OpKind.ALL_TO_ALL)
+_REDUCTIONS = {reduction.value: reduction for reduction in Reduction}
 _APART = COMMUNICATION | {OpKind.WAIT}
 """Ops that wait for others, which may wait for the messages of a batch that is open."""
 _MAY_GIVE_NONE = frozenset(kind for kind in COLLECTIVES if 0 in kind.row.inputs)
@@ -73,8 +76,8 @@ class CommunicationVerbs(Place):
             Refused: when a contribution would be counted twice, when the members hold different slices, and for a mean
                 of different gradients.
         """
-        call = Call(OpKind.ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
-        return self._on_all(call, value, self.group(axis) if among is None else self._among("all_reduce", axis, among))
+        call = call_of(_ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
+        return self._collective(call, value, self.group(axis) if among is None else self._among("all_reduce", axis, among))
 
     def all_gather(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """Put the members' pieces side by side; every member receives the whole.
@@ -86,7 +89,7 @@ class CommunicationVerbs(Place):
         Raises:
             Refused: when two members hold the same piece, for pieces of different values, and for a term of a sum.
         """
-        return self._on_all(_ALL_GATHER, value, self.group(axis))
+        return self._collective(_ALL_GATHER, value, self.group(axis))
 
     def reduce_scatter(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """Sum the members' values; the group's i-th member receives slice i of the sum.
@@ -98,7 +101,7 @@ class CommunicationVerbs(Place):
         Raises:
             Refused: as `all_reduce` does, and when the sum does not divide among the members.
         """
-        return self._on_all(_REDUCE_SCATTER, value, self.group(axis))
+        return self._collective(_REDUCE_SCATTER, value, self.group(axis))
 
     def all_to_all(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """Exchange the members' pieces: each sends every other one its share.
@@ -113,7 +116,7 @@ class CommunicationVerbs(Place):
         Raises:
             Refused: when the pieces do not divide among the members, or do not belong together.
         """
-        return self._on_all(Call(OpKind.ALL_TO_ALL), value, self.group(axis))
+        return self._collective(_ALL_TO_ALL, value, self.group(axis))
 
     def broadcast(
         self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
@@ -168,10 +171,7 @@ class CommunicationVerbs(Place):
 
     def barrier(self, *, axis: str | None = None) -> Handle[None]:
         """Wait, when awaited, until every member has come; no value is moved."""
-        return cast("Handle[None]", self._collective(Call(OpKind.BARRIER), None, self.group(axis)))
-
-    def _on_all(self, call: Call, value: Value, group: Group) -> Handle[Value]:
-        return cast("Handle[Value]", self._collective(call, value, group))
+        return self._collective(_BARRIER, None, self.group(axis))
 
     def _from_root(self, call: Call, value: Value | None, axis: str | None, expect: Expected | None) -> Handle[Value]:
         group, is_root = self.group(axis), call.root == self.index
@@ -180,15 +180,15 @@ class CommunicationVerbs(Place):
         if not is_root and value is not None:
             self.refuse(f"{call}: rank {self.index} gives a value, but only the root does; give None on the others.")
         message = None if expect is None or is_root else self._message(call.kind.value, expect)
-        return cast("Handle[Value]", self._collective(call, value, group, message))
+        return self._collective(call, value, group, message)
 
     def _collective(
         self, call: Call, value: Value | None, group: Group, expect: Message | None = None
-    ) -> Handle[Value | None]:
+    ) -> Handle[Any]:
         kind, root, reduction = call
         spec = None
         if value is not None or kind not in _MAY_GIVE_NONE:
-            spec = self._read(cast("Value", value), kind.row.name)
+            spec = self._read(value, kind.row.name)  # pyright: ignore[reportArgumentType]  # None is refused there
         if kind in ROOTED:
             try:
                 rooted.want_sound(call, group.ranks)
@@ -204,11 +204,10 @@ class CommunicationVerbs(Place):
         return handle
 
     def _reduction(self, op: str, by: str) -> Reduction:
-        try:
-            return Reduction(by)
-        except ValueError:
-            names = ", ".join(reduction.value for reduction in Reduction)
-            self.refuse(f"{op}: there is no reduction {by!r}; give one of {names}.")
+        reduction = _REDUCTIONS.get(by)
+        if reduction is None:
+            self.refuse(f"{op}: there is no reduction {by!r}; give one of {', '.join(_REDUCTIONS)}.")
+        return reduction
 
     def _among(self, op: str, axis: str | None, ranks: Sequence[int]) -> Group:
         """Find the group of the ranks named."""
@@ -309,7 +308,7 @@ class CommunicationVerbs(Place):
         spec = self._read(value, verb)
         self._check_peer("send to", to)
         handle = self._world.channels.post_send(self, value, to)
-        op = Op(SEND, spec.layer, (value.number,), (), handle.number, peer=to, batch=batch)
+        op = Op(SEND, spec[0].layer, (value.number,), (), handle.number, None, to, None, None, batch)
         self._issue(op, handle, value)
         return handle
 
@@ -319,7 +318,7 @@ class CommunicationVerbs(Place):
         handle = self._world.channels.post_recv(self, source, message)
         number = handle.result.number
         layer = -1 if message is None else message.layer
-        op = Op(RECV, layer, (), (number,), handle.number, peer=source, expect=message, batch=batch)
+        op = Op(RECV, layer, (), (number,), handle.number, None, source, None, message, batch)
         self._issue(op, handle, None)
         return handle
 
@@ -330,13 +329,16 @@ class CommunicationVerbs(Place):
         kind = STORES.get(name)
         if kind is None:
             self.refuse(f"{op}: {name!r} is not a store; expect one of {', '.join(STORES)}.")
+        total = len(self.microbatches)
+        if microbatches.__class__ is int and 0 <= microbatches < total:  # pyright: ignore[reportOperatorIssue]
+            return Message(kind, layer, 1 << microbatches)  # pyright: ignore[reportOperatorIssue]
         numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
         try:
             mask = mask_of(numbers)
         except ValueError:  # a negative number
             mask = -1
-        if not 0 <= mask < 1 << len(self.microbatches):
-            self.refuse(f"{op}: microbatches {numbers} were expected; the step has 0-{len(self.microbatches) - 1}.")
+        if not 0 <= mask < 1 << total:
+            self.refuse(f"{op}: microbatches {numbers} were expected; the step has 0-{total - 1}.")
         return Message(kind, layer, mask)
 
     def _check_peer(self, op: str, peer: int) -> None:

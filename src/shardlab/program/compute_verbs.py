@@ -12,6 +12,7 @@ from shardlab.program.ops import OpKind
 from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules import update
+from shardlab.rules.layer import Backward
 from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Spec
 
@@ -74,17 +75,17 @@ class ComputeVerbs(LoadingVerbs):
             made, saved = rules.forward(specs, self._read(weight, "forward", layer), "forward", dealt)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
-        first = read[0]
+        first, start = read[0], len(self._values)
         outputs = [self.make(spec) for spec in made]
-        numbers = [value.number for value in outputs]
         if save:
             first.saved, first.saved_form = len(self._values), saved[0]
-            numbers.append(first.saved)
             self._values.append(saved)
-        given = (first.number, weight.number, *[value.number for value in read[1:]])
-        self.ops.append(Op(FORWARD, layer, given, tuple(numbers), holds=dealt))
+        given = (first.number, weight.number)
+        if len(read) > 1:
+            given += tuple([value.number for value in read[1:]])
+        self.ops.append(Op(FORWARD, layer, given, tuple(range(start, len(self._values))), holds=dealt))
         self._done_with(weight, *read)
-        if isinstance(inputs, tuple):
+        if read is inputs:
             return tuple(outputs)
         if len(outputs) > 1:
             self.refuse(f"forward(layer {layer}): this layer makes {len(outputs)} values; give its inputs as a tuple.")
@@ -162,8 +163,9 @@ class ComputeVerbs(LoadingVerbs):
                 weight; for a gradient of other microbatches or another layer, and for one that is a term of a sum.
         """
         made, _, inputs, read = self._backward("backward", layer, activation, gradients, weight)
+        start = len(self._values)
         outputs = tuple([self.make(spec) for spec in made])
-        self.ops.append(Op(BACKWARD, layer, inputs, tuple([value.number for value in outputs])))
+        self.ops.append(Op(BACKWARD, layer, inputs, tuple(range(start, len(self._values)))))
         self._done_with(*read)
         return outputs
 
@@ -187,23 +189,23 @@ class ComputeVerbs(LoadingVerbs):
         Raises:
             Refused: as `backward` does.
         """
-        made, half, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
+        made, follows, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
+        start = len(self._values)
         outputs = [self.make(spec) for spec in made[1:]]
         activation.saved_for_weight = len(self._values)
-        self._values.append(half)
-        numbers = [value.number for value in outputs]
-        self.ops.append(Op(BACKWARD_INPUT, layer, inputs, (*numbers, activation.saved_for_weight)))
+        self._values.append(Spec(follows.half, activation.spec.cells))
+        self.ops.append(Op(BACKWARD_INPUT, layer, inputs, tuple(range(start, len(self._values)))))
         self._done_with(*read)
         return tuple(outputs) if isinstance(gradients, tuple) else outputs[0]
 
     def _backward(
         self, op: str, layer: int, activation: Value, gradients: Value | Values, weight: Value
-    ) -> tuple[list[Spec], Spec, tuple[int, ...], list[Value]]:
+    ) -> tuple[list[Spec], Backward, tuple[int, ...], Values]:
         """Derive a backward pass.
 
         Returns:
-            The specs that both halves make, what the first half leaves for the second, the numbers of the values that
-            the op reads, and the values themselves.
+            The specs that both halves make, what they follow from, the numbers of the values that the op reads, and the
+            values themselves.
         """
         self._check_layer(op, layer)
         given = gradients if isinstance(gradients, tuple) else (gradients,)
@@ -231,8 +233,10 @@ class ComputeVerbs(LoadingVerbs):
                 "gradient."
             )
         activation.saved = -1
-        numbers = (activation.number, given[0].number, weight.number, saved, *[value.number for value in given[1:]])
-        return made, Spec(follows.half, spec.cells), numbers, [activation, weight, *given]
+        numbers = (activation.number, given[0].number, weight.number, saved)
+        if len(given) > 1:
+            numbers += tuple([value.number for value in given[1:]])
+        return made, follows, numbers, (activation, weight, *given)
 
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
         """Compute the second half of a backward pass, at any time after `backward_input`: the weight's gradient.

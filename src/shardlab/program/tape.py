@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from shardlab.program.mesh import Group, Mesh
 from shardlab.program.ops import OpKind
@@ -18,6 +19,10 @@ from shardlab.rules.spec import Spec, microbatches_of
 
 NO_WEIGHT = "the head is tied to the embedding and has no weight of its own; it computes with weights[0], load layer 0."
 """Why nothing is loaded for the last layer of a tied model."""
+
+
+_new: Callable[[type[Message], tuple[Kind, int, int]], Message] = cast(Any, tuple).__new__
+"""Makes a Message without the call that a NamedTuple's own constructor is."""
 
 
 class Message(NamedTuple):
@@ -36,7 +41,7 @@ class Message(NamedTuple):
             cells = spec.microbatches
         elif space.sequence > 1:
             cells = microbatches_of(cells, space)
-        return cls(form.kind, form.layer, cells)
+        return _new(cls, (form.kind, form.layer, cells))
 
     def __str__(self) -> str:
         about = f" of {microbatches_text(self.microbatches)}" if self.microbatches else ""

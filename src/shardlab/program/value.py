@@ -17,27 +17,35 @@ if TYPE_CHECKING:
 
 
 class Value:
-    """A value on one rank while the program is traced: it knows what it is, and has no data."""
+    """A value on one rank while the program is traced: it knows what it is, and has no data.
 
-    keys = 0
-    """How many store keys name it."""
-    was_stored = False
-    alive = True
-    replaced = False
-    """Whether an update ended it."""
-    saved = -1
-    """Number of what autograd keeps from this activation's forward (-1: nothing)."""
-    saved_for_weight = -1
-    """Number of what `backward_input` leaves for `backward_weight` (-1: nothing)."""
-    saved_form: Form | None = None
-    """Of what autograd keeps, the form: it tells with which slices of the layer's parameters it was made."""
-    reading: tuple[Handle[Any], ...] = ()
-    """Communications in flight that read it; until they complete it is read-only and stays live."""
+    Attributes:
+        rank, number, spec: where it is, its number there, and what it is.
+        keys: how many store keys name it.
+        reading: communications in flight that read it; until they complete it is read-only and stays live.
+        alive: whether ops may use it.
+        was_stored: whether a key has named it.
+        replaced: whether an update ended it.
+        saved: number of what autograd keeps from this activation's forward (-1: nothing).
+        saved_form: the form of that: it tells with which slices of the layer's parameters it was made.
+        saved_for_weight: number of what `backward_input` leaves for `backward_weight` (-1: nothing).
+    """
+
+    __slots__ = (
+        "alive", "keys", "number", "rank", "reading", "replaced", "saved", "saved_for_weight", "saved_form", "spec",
+        "was_stored",
+    )  # fmt: skip
 
     def __init__(self, rank: Rank, number: int, spec: Spec) -> None:
         self.rank = rank
         self.number = number
         self.spec = spec
+        self.keys = 0
+        self.reading: tuple[Handle[Any], ...] = ()
+        self.alive = True
+        self.was_stored = self.replaced = False
+        self.saved = self.saved_for_weight = -1
+        self.saved_form: Form | None = None
 
     @property
     def elements(self) -> int:
@@ -70,16 +78,19 @@ class Store(MutableMapping[Hashable, Value]):
     def __init__(self, rank: Recorder, kind: Kind) -> None:
         self._rank = rank
         self.kind = kind
+        self.name: str = kind.value
         self._values: dict[Hashable, Value] = {}
 
     def __getitem__(self, key: Hashable) -> Value:
         try:
             return self._values[key]
         except KeyError:
-            have = ", ".join(map(repr, self._values)) or "none"
-            raise MissingKey(f"{self.kind.value}[{key!r}] does not exist; the store has the keys {have}.").at(
-                self._rank.index, len(self._rank.ops)
-            ) from None
+            raise self._missing(key) from None
+
+    def _missing(self, key: Hashable) -> Refused:
+        have = ", ".join(map(repr, self._values)) or "none"
+        missing = MissingKey(f"{self.name}[{key!r}] does not exist; the store has the keys {have}.")
+        return missing.at(self._rank.index, len(self._rank.ops))
 
     def __setitem__(self, key: Hashable, value: Value) -> None:
         rank = self._rank
@@ -104,10 +115,15 @@ class Store(MutableMapping[Hashable, Value]):
 
     def pop(self, key: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
         """Take a value out for its last use: it lives until the op that uses it ends."""
-        value = self[key]
-        del self._values[key]
+        try:
+            value = self._values.pop(key)
+        except KeyError:
+            raise self._missing(key) from None
         value.keys -= 1
         return value
+
+    def __contains__(self, key: object) -> bool:  # without the sentence of a missing key
+        return key in self._values
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._values)

@@ -98,9 +98,10 @@ class LayerRules:
             made = self._forward[key] = self._derive_forward(f"{op}(layer {self.layer_number})", inputs, weight, part)
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
-        for other in inputs[1:]:
-            if other[1] != cells:
-                self._refuse_apart(op, other, first)
+        if len(inputs) > 1:
+            for other in inputs:
+                if other[1] != cells:
+                    self._refuse_apart(op, other, first)
         return [_new(Spec, (form, cells, joined)) for form in made[0]], _new(Spec, (made[1], cells, ()))
 
     def backward(
@@ -116,7 +117,8 @@ class LayerRules:
             Refused: when the values are not the layer's, do not fit, or are incomplete.
         """
         form, cells, joined = first
-        key = (weight[0], form, *[gradient[0] for gradient in gradients])
+        own = (gradients[0][0],) if len(gradients) == 1 else tuple([gradient[0] for gradient in gradients])
+        key = (weight[0], form, *own)
         made = self._backward.get(key)
         if made is None:
             name = f"{op}(layer {self.layer_number})"
@@ -129,7 +131,8 @@ class LayerRules:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
         specs = [_new(Spec, (made[0], cells * made[1], ()))]
-        specs += [_new(Spec, (form, cells, joined)) for form in made[2]]
+        for form in made[2]:
+            specs.append(_new(Spec, (form, cells, joined)))
         return specs, made
 
     def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:
@@ -151,7 +154,7 @@ class LayerRules:
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
-        return Spec(made[0], cells * made[1])
+        return _new(Spec, (made[0], cells * made[1], ()))
 
     @property
     def layer_number(self) -> int:

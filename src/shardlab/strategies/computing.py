@@ -6,11 +6,42 @@ A value's key is (layer, microbatch): activations[l, m] enters layer l, grad_act
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from shardlab.program import Handle, Kind, Rank, Value
+from shardlab.program import Handle, Rank, Value
+from shardlab.program.value import Store
 from shardlab.rules.layer import GRADIENT_OF
+from shardlab.rules.node import Layer, Port
 from shardlab.strategies.context import Attention
 from shardlab.strategies.rank_plan import Completion, Keeps, RankPlan
+
+
+class Places(NamedTuple):
+    """Stores of a layer's values on one rank.
+
+    Attributes:
+        inputs, grad_inputs: of its inputs beside the activation, and of their gradients; keys begin with the layer.
+        outputs, grad_outputs: of its outputs and their gradients, with the number that their keys begin with.
+    """
+
+    inputs: tuple[Store, ...]
+    grad_inputs: tuple[Store, ...]
+    outputs: tuple[tuple[Store, int], ...]
+    grad_outputs: tuple[tuple[Store, int], ...]
+
+
+def places_of(rank: Rank, layer: Layer) -> Places:
+    """Find the stores of a layer's values."""
+
+    def gradient(port: Port) -> Store:
+        return rank.store(GRADIENT_OF[port.kind])
+
+    return Places(
+        inputs=tuple(rank.store(port.kind) for port in layer.inputs[1:]),
+        grad_inputs=tuple(gradient(port) for port in layer.inputs[1:]),
+        outputs=tuple((rank.store(port.kind), port.layer) for port in layer.outputs),
+        grad_outputs=tuple((gradient(port), port.layer) for port in layer.outputs),
+    )
 
 
 class LayerRunner:
@@ -22,34 +53,34 @@ class LayerRunner:
     def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
         self._rank = rank
         self._plan = rank_plan
-        self._layers = rank_plan.model.layers
+        self._plans = rank_plan.layers
+        self._places = {layer: places_of(rank, rank_plan.model.layers[layer]) for layer in rank_plan.layers}
+        self._feeds_attention = rank_plan.model.feeding_attention
         self._attention = Attention(rank, rank_plan)
 
     async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, hands_on: bool = True) -> None:
         """Activation l to activation l + 1, with what is carried beside them; stored only if it `hands_on` these."""
-        rank, signature = self._rank, self._layers[layer]
-        completions = self._plan.layers[layer].completions
+        rank, places, plan, key = self._rank, self._places[layer], self._plans[layer], (layer, m)
+        activations, completions = rank.activations, plan.completions
         if completions.input:
-            rank.activations[layer, m] = await self._completed(rank.activations.pop((layer, m)), completions.input)
-        given: list[Value] = []
-        for port in signature.inputs:
-            stays = keeps != "nothing" if port.kind is Kind.ACTIVATION else keeps == "input"
-            store = rank.store(port.kind)
-            given.append(store[layer, m] if stays else store.pop((layer, m)))
-        made = rank.forward(layer, tuple(given), weight, save=keeps == "all", part=self._plan.layers[layer].part)
+            activations[key] = await self._completed(activations.pop(key), completions.input)
+        given = (activations.pop(key) if keeps == "nothing" else activations[key],)
+        if places.inputs:
+            given += tuple([store[key] if keeps == "input" else store.pop(key) for store in places.inputs])
+        made = rank.forward(layer, given, weight, save=keeps == "all", part=plan.part)
         if not hands_on:
             return
-        for port, value in zip(signature.outputs[1:], made[1:], strict=True):
-            rank.store(port.kind)[port.layer, m] = value
-        port = signature.outputs[0]
-        first = await self._completed(made[0], completions.output) if completions.output else made[0]
-        rank.store(port.kind)[port.layer, m] = first
-        if layer in self._plan.model.feeding_attention:
+        for place in range(1, len(made)):
+            store, after = places.outputs[place]
+            store[after, m] = made[place]
+        store, after = places.outputs[0]
+        store[after, m] = await self._completed(made[0], completions.output) if completions.output else made[0]
+        if layer in self._feeds_attention:
             await self._attention.forward(layer, m, keeps=keeps == "all")
 
     async def loss(self, m: int) -> None:
         """The gradient of the last activation; slices of the logits need the statistics of all slices."""
-        rank, last = self._rank, len(self._layers)
+        rank, last = self._rank, len(self._rank.layers)
         logits = rank.activations[last, m]
         stats = await rank.all_gather(rank.loss_stats(logits), axis="tp") if self._plan.plan.mesh.tp > 1 else None
         rank.grad_activations[last, m] = rank.loss(rank.activations.pop((last, m)), stats)
@@ -57,51 +88,47 @@ class LayerRunner:
     async def backward(self, layer: int, m: int, weight: Value) -> Value:
         """The gradients of the layer's inputs; the gradient of its weight is given back."""
         await self._before_backward(layer, m)
-        rank = self._rank
+        rank, completions = self._rank, self._plans[layer].completions
         x = rank.activations.pop((layer, m))
-        gradients = [rank.store(kind).pop(key) for kind, key in self._gradients(layer, m)]
-        if completions := self._plan.layers[layer].completions.grad_output:
-            gradients[0] = await self._completed(gradients[0], completions)
-        made = rank.backward(layer, x, tuple(gradients), weight)
-        await self._store_gradients(layer, m, made[1:])
-        return made[0]
+        gradients = [store.pop((after, m)) for store, after in self._places[layer].grad_outputs]
+        if completions.grad_output:
+            gradients[0] = await self._completed(gradients[0], completions.grad_output)
+        weight_gradient, *made = rank.backward(layer, x, tuple(gradients), weight)
+        await self._store_gradients(layer, m, made)
+        return weight_gradient
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
         """The gradients of the layer's inputs alone; the first of its outputs' gradients stays for the other half."""
         await self._before_backward(layer, m)
-        rank, completions = self._rank, self._plan.layers[layer].completions.grad_output
-        (kind, key), *others = self._gradients(layer, m)
-        grads = rank.store(kind)
-        if completions:
-            grads[key] = await self._completed(grads.pop(key), completions)
-        gradients = (grads[key], *(rank.store(kind).pop(key) for kind, key in others))
+        rank, completions = self._rank, self._plans[layer].completions
+        (store, after), *others = self._places[layer].grad_outputs
+        key = after, m
+        if completions.grad_output:
+            store[key] = await self._completed(store.pop(key), completions.grad_output)
+        gradients = (store[key], *[other.pop((number, m)) for other, number in others])
         made = rank.backward_input(layer, rank.activations[layer, m], gradients, weight)
         await self._store_gradients(layer, m, made)
 
     def backward_weight(self, layer: int, m: int) -> Value:
         """The gradient of the layer's weight."""
-        rank, (kind, key) = self._rank, self._gradients(layer, m)[0]
-        return rank.backward_weight(layer, rank.activations.pop((layer, m)), rank.store(kind).pop(key))
+        store, after = self._places[layer].grad_outputs[0]
+        return self._rank.backward_weight(layer, self._rank.activations.pop((layer, m)), store.pop((after, m)))
 
     async def _before_backward(self, layer: int, m: int) -> None:
-        feeds, plan = self._plan.model.feeding_attention, self._plan.layers[layer]
+        feeds, plan = self._feeds_attention, self._plans[layer]
         if layer in feeds:
             await self._attention.backward(layer, m)
         elif layer - 1 in feeds:
             self._attention.keep(layer - 1, m)
-        if plan.completions.input and plan.recompute:  # what comes before this layer has been computed again
+        if plan.recompute and plan.completions.input:  # what comes before this layer has been computed again
             activations = self._rank.activations
             activations[layer, m] = await self._completed(activations.pop((layer, m)), plan.completions.input)
 
-    def _gradients(self, layer: int, m: int) -> list[tuple[Kind, tuple[int, int]]]:
-        """Stores and keys of the gradients of a layer's outputs."""
-        return [(GRADIENT_OF[port.kind], (port.layer, m)) for port in self._layers[layer].outputs]
-
-    async def _store_gradients(self, layer: int, m: int, made: tuple[Value, ...]) -> None:
+    async def _store_gradients(self, layer: int, m: int, made: Sequence[Value]) -> None:
         """Store the gradients of a layer's inputs, the first of them completed."""
-        for port, value in zip(self._layers[layer].inputs[1:], made[1:], strict=True):
-            self._rank.store(GRADIENT_OF[port.kind])[layer, m] = value
-        completions = self._plan.layers[layer].completions.grad_input
+        for place, store in enumerate(self._places[layer].grad_inputs, 1):
+            store[layer, m] = made[place]
+        completions = self._plans[layer].completions.grad_input
         first = await self._completed(made[0], completions) if completions else made[0]
         self._rank.grad_activations[layer, m] = first
 

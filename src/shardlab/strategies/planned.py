@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from shardlab.program import Handle, Kind, Rank, Strategy, UserError, Value
+from shardlab.program import Handle, Rank, Strategy, UserError, Value
+from shardlab.program.value import Store
 from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.computing import LayerRunner
 from shardlab.strategies.gathering import ParameterGatherer
@@ -38,8 +37,16 @@ class PlanRunner:
         self.weights = ParameterGatherer(rank, rank_plan)
         self.gradients = GradientReducer(rank, rank_plan)
         reduced_by_itself = () if rank_plan.explicit_reductions else rank_plan.own_stages
-        self.left = Counter(dict.fromkeys(reduced_by_itself, len(rank_plan.microbatches)))  # gradients yet to come
-        self.arriving: dict[tuple[Kind, int, int], Handle[Value]] = {}
+        microbatches = len(rank_plan.microbatches)
+        self.left = {stage: microbatches if stage in reduced_by_itself else 0 for stage in rank_plan.own_stages}
+        """Gradients yet to come of each stage that reduces them when it has the last."""
+        self.borders = {
+            (layer, forward): self.carried(layer, forward=forward)
+            for stage in rank_plan.own_stages
+            for layer in (rank_plan.stages[stage].start, rank_plan.stages[stage].stop)
+            for forward in (True, False)
+        }
+        self.arriving: dict[tuple[int, bool, int], list[Handle[Value]]] = {}
         self.leaving: dict[int, list[Handle[None]]] = {}
 
     async def run(self) -> None:
@@ -70,13 +77,12 @@ class PlanRunner:
         await self.gradients.update()
 
     async def forward(self, stage: int, m: int) -> None:
-        rank, layers = self.rank, self.plan.stages[stage]
+        rank, plan, layers = self.rank, self.plan, self.plan.stages[stage]
         if stage == 0:
-            rank.activations[0, m] = rank.load_batch([m], self.plan.sequence_slices)
-        for kind in self.carried(layers[0], forward=True):
-            await self.arrive(kind, layers[0], m)
+            rank.activations[0, m] = rank.load_batch([m], plan.sequence_slices)
+        await self.arrive(layers[0], m, forward=True)
         for l in layers:
-            await self.layers.forward(l, m, await self.weights.next(l), self.plan.layers[l].keeps)
+            await self.layers.forward(l, m, await self.weights.next(l), plan.layers[l].keeps)
 
     async def recompute(self, layer: int, m: int) -> None:
         """Run the layers forward again that must be before a layer's backward pass; now they keep all."""
@@ -90,9 +96,11 @@ class PlanRunner:
 
     async def backward(self, stage: int, m: int) -> None:
         await self.gradient_of_output(stage, m)
+        last = self.left[stage] == 1
         for l in reversed(self.plan.stages[stage]):
-            await self.recompute(l, m)
-            await self.add(stage, l, await self.layers.backward(l, m, await self.weights.next(l)))
+            if self.plan.layers[l].recompute:
+                await self.recompute(l, m)
+            await self.gradients.add(l, await self.layers.backward(l, m, await self.weights.next(l)), last=last)
         self.left[stage] -= 1
         if stage == 0:
             del self.rank.grad_activations[0, m]  # of the tokens
@@ -100,14 +108,16 @@ class PlanRunner:
     async def backward_input(self, stage: int, m: int) -> None:
         await self.gradient_of_output(stage, m)
         for l in reversed(self.plan.stages[stage]):
-            await self.recompute(l, m)
+            if self.plan.layers[l].recompute:
+                await self.recompute(l, m)
             await self.layers.backward_input(l, m, await self.weights.next(l))
         if stage == 0:
             del self.rank.grad_activations[0, m]  # of the tokens
 
     async def backward_weight(self, stage: int, m: int) -> None:
+        last = self.left[stage] == 1
         for l in reversed(self.plan.stages[stage]):
-            await self.add(stage, l, self.layers.backward_weight(l, m))
+            await self.gradients.add(l, self.layers.backward_weight(l, m), last=last)
         self.left[stage] -= 1
 
     async def gradient_of_output(self, stage: int, m: int) -> None:
@@ -116,40 +126,40 @@ class PlanRunner:
         if after == len(self.rank.layers):
             await self.layers.loss(m)
         else:
-            for kind in self.carried(after, forward=False):
-                await self.arrive(kind, after, m)
+            await self.arrive(after, m, forward=False)
 
-    async def add(self, stage: int, layer: int, gradient: Value) -> None:
-        await self.gradients.add(layer, gradient)
-        if self.left[stage] == 1:
-            await self.gradients.finish(layer)
-
-    def carried(self, layer: int, *, forward: bool) -> list[Kind]:
-        """The kinds of value that travel between the stages that meet before a layer."""
+    def carried(self, layer: int, *, forward: bool) -> list[Store]:
+        """The stores of what travels between the stages that meet before a layer."""
+        if layer == len(self.rank.layers):
+            return []
         kinds = [port.kind for port in self.plan.model.layers[layer].inputs]
-        return kinds if forward else [GRADIENT_OF[kind] for kind in kinds]
+        return [self.rank.store(kind if forward else GRADIENT_OF[kind]) for kind in kinds]
 
-    async def arrive(self, kind: Kind, layer: int, m: int) -> None:
-        """Wait for a value, unless this rank has made it itself."""
-        if (kind, layer, m) in self.arriving:
-            self.rank.store(kind)[layer, m] = await self.arriving.pop((kind, layer, m))
+    async def arrive(self, layer: int, m: int, *, forward: bool) -> None:
+        """Wait for what comes from another stage, unless this rank has made it itself."""
+        handles = self.arriving.pop((layer, forward, m), None)
+        if handles is not None:
+            for place, store in enumerate(self.borders[layer, forward]):
+                store[layer, m] = await handles[place]
 
     async def send(self, step: Send) -> None:
         """Start to send; what was sent before on this channel must have arrived, so that little is held."""
-        for handle in self.leaving.pop(step.peer, []):
+        rank, peer, forward = self.rank, step.peer, step.forward
+        for handle in self.leaving.get(peer, ()):
             await handle
-        rank, m, layer = self.rank, self.plan.microbatches[step.microbatch], self.border(step.stage, up=step.forward)
-        values = [rank.store(kind).pop((layer, m)) for kind in self.carried(layer, forward=step.forward)]
-        self.leaving[step.peer] = [rank.send(value, to=self.plan.pipeline[step.peer]) for value in values]
+        m, layer, to = self.plan.microbatches[step.microbatch], self.border(step, up=forward), self.plan.pipeline[peer]
+        values = [store.pop((layer, m)) for store in self.borders[layer, forward]]
+        self.leaving[peer] = [rank.send(value, to=to) for value in values]
 
     def recv(self, step: Recv) -> None:
         """Start to receive, as soon as the message is on its way."""
-        m, layer = self.plan.microbatches[step.microbatch], self.border(step.stage, up=not step.forward)
-        for kind in self.carried(layer, forward=step.forward):
-            handle = self.rank.recv(source=self.plan.pipeline[step.peer], expect=(kind.value, layer, m))
-            self.arriving[kind, layer, m] = handle
+        rank, forward, source = self.rank, step.forward, self.plan.pipeline[step.peer]
+        m, layer = self.plan.microbatches[step.microbatch], self.border(step, up=not forward)
+        self.arriving[layer, forward, m] = [
+            rank.recv(source=source, expect=(store.name, layer, m)) for store in self.borders[layer, forward]
+        ]
 
-    def border(self, stage: int, *, up: bool) -> int:
+    def border(self, step: Send | Recv, *, up: bool) -> int:
         """The layer before which a stage meets the next one, or the one before."""
-        layers = self.plan.stages[stage]
+        layers = self.plan.stages[step.stage]
         return layers.stop if up else layers.start

@@ -57,17 +57,19 @@ class GradientReducer:
         for l in self._plan.bare:
             rank.weights[l] = rank.load_weight(l)
 
-    async def add(self, layer: int, gradient: Value) -> None:
-        """A microbatch's gradient of a layer."""
+    async def add(self, layer: int, gradient: Value, *, last: bool) -> None:
+        """Add a microbatch's gradient of a layer; after the `last` one the sum is finished."""
         if layer in self._plan.bare:
             return
-        layer = self._plan.weight_of(layer)
-        axes = self._plan.weights[layer].reduce_every_microbatch
+        weight = self._plan.weight_of(layer)
+        axes = self._plan.weights[weight].reduce_every_microbatch
         if axes:
-            self._coming[layer] += 1
-            await self._reduce(layer, gradient, axes)
+            self._coming[weight] += 1
+            await self._reduce(weight, gradient, axes)
         else:
-            self._sum(layer, gradient)
+            self._sum(weight, gradient)
+        if last:
+            await self.finish(layer)
 
     async def finish(self, layer: int) -> None:
         """Reduce the sum of all microbatches over the axes that are reduced once a step."""
