@@ -77,7 +77,9 @@ class CommunicationVerbs(Place):
                 of different gradients.
         """
         call = call_of(_ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
-        return self._collective(call, value, self.group(axis) if among is None else self._among("all_reduce", axis, among))
+        return self._collective(
+            call, value, self.group(axis) if among is None else self._among("all_reduce", axis, among)
+        )
 
     def all_gather(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
         """Put the members' pieces side by side; every member receives the whole.
@@ -182,9 +184,7 @@ class CommunicationVerbs(Place):
         message = None if expect is None or is_root else self._message(call.kind.value, expect)
         return self._collective(call, value, group, message)
 
-    def _collective(
-        self, call: Call, value: Value | None, group: Group, expect: Message | None = None
-    ) -> Handle[Any]:
+    def _collective(self, call: Call, value: Value | None, group: Group, expect: Message | None = None) -> Handle[Any]:
         kind, root, reduction = call
         spec = None
         if value is not None or kind not in _MAY_GIVE_NONE:

@@ -16,6 +16,11 @@ from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.pieces import bits, listed
 from shardlab.rules.spec import KEY, Form, Space, Spec, Term, cells_text, form_of
 
+# named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
+ACTIVATION, GRAD_ACTIVATION = Kind.ACTIVATION, Kind.GRAD_ACTIVATION
+QUERIES, KEYS_VALUES = Kind.QUERIES, Kind.KEYS_VALUES
+GRAD_QUERIES, GRAD_KEYS_VALUES = Kind.GRAD_QUERIES, Kind.GRAD_KEYS_VALUES
+
 
 def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
     """Queries that have met these keys and values: the activation that the next layer reads, or a term of it.
@@ -25,8 +30,8 @@ def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
     """
     op = f"attend(layer {layer})"
     ours, theirs = _want_pair(op, layer, queries, keys_values)
-    needs = needed(Kind.ACTIVATION, ours, queries.form.space)
-    form = _form(queries.form, Kind.ACTIVATION, layer + 1, theirs & needs, needs)
+    needs = needed(ACTIVATION, ours, queries.form.space)
+    form = _form(queries.form, ACTIVATION, layer + 1, theirs & needs, needs)
     return Spec(form, queries.cells, queries.joined)
 
 
@@ -38,7 +43,7 @@ def attend_backward(layer: int, queries: Spec, keys_values: Spec, attended: Spec
     """
     op = f"attend_backward(layer {layer})"
     ours, theirs = _want_pair(op, layer, queries, keys_values)
-    for spec, kind in ((attended, Kind.ACTIVATION), (gradient, Kind.GRAD_ACTIVATION)):
+    for spec, kind in ((attended, ACTIVATION), (gradient, GRAD_ACTIVATION)):
         _want(op, spec, kind, layer + 1, queries)
         if spec.cells != queries.cells:
             raise Refused(
@@ -46,15 +51,15 @@ def attend_backward(layer: int, queries: Spec, keys_values: Spec, attended: Spec
                 f"{cells_text(queries.cells, spec.form.space)}; both must be of the same tokens and step."
             )
     space = queries.form.space
-    of_queries, of_keys = needed(Kind.GRAD_QUERIES, ours, space), needed(Kind.GRAD_KEYS_VALUES, theirs, space)
+    of_queries, of_keys = needed(GRAD_QUERIES, ours, space), needed(GRAD_KEYS_VALUES, theirs, space)
     return (
         Spec(
-            _form(queries.form, Kind.GRAD_QUERIES, layer, theirs & of_queries, of_queries, gradient.form.factor),
+            _form(queries.form, GRAD_QUERIES, layer, theirs & of_queries, of_queries, gradient.form.factor),
             queries.cells,
             queries.joined,
         ),
         Spec(
-            _form(keys_values.form, Kind.GRAD_KEYS_VALUES, layer, ours & of_keys, of_keys, gradient.form.factor),
+            _form(keys_values.form, GRAD_KEYS_VALUES, layer, ours & of_keys, of_keys, gradient.form.factor),
             keys_values.cells,
             keys_values.joined,
         ),
@@ -74,19 +79,24 @@ def work(queries: Spec, keys_values: Spec) -> float:
 
 def needed(kind: Kind, held: int, space: Space) -> int:
     """What tokens of some slices must meet: keys up to the last of them, or queries from the first of them on."""
-    if kind is Kind.GRAD_KEYS_VALUES:
+    if kind is GRAD_KEYS_VALUES:
         return (1 << space.sequence) - (held & -held)
     return (1 << held.bit_length()) - 1
 
 
 def unite(spec: Spec, met: int) -> Spec:
     """A value that has met these slices; complete once they are all that it must meet."""
-    term = spec.form.term
-    assert term is not None
-    _, held = pattern(spec.cells, spec.form.space.sequence)
-    done = needed(spec.form.kind, held, spec.form.space) & ~met == 0
-    form = spec.form.but(term=None if done else term._replace(bits=met))
-    return spec._replace(form=form)
+    form, cells, joined = spec
+    _, held = pattern(cells, form.space.sequence)
+    return Spec(_united(form, held, met), cells, joined)
+
+
+@lru_cache(maxsize=1 << 14)
+def _united(form: Form, held: int, met: int) -> Form:
+    """The form of what has met these slices, of a value that holds some itself."""
+    assert form.term is not None
+    done = needed(form.kind, held, form.space) & ~met == 0
+    return form.but(term=None if done else form.term._replace(bits=met))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -104,15 +114,16 @@ def pattern(cells: int, sequence: int) -> tuple[int, int]:
     return microbatches, slices
 
 
+@lru_cache(maxsize=1 << 14)
 def _form(like: Form, kind: Kind, layer: int, met: int, needs: int, factor: Factor = ONE) -> Form:
-    term = Term(KEY, met, merged=kind is Kind.ACTIVATION) if needs & ~met else None
+    term = Term(KEY, met, merged=kind is ACTIVATION) if needs & ~met else None
     return form_of(kind, layer, like.step, like.space, slices=like.slices, term=term, factor=factor)
 
 
 def _want_pair(op: str, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:
     """Queries and keys of the same microbatches, some of which are not masked; the slices of either."""
-    _want(op, queries, Kind.QUERIES, layer, queries)
-    _want(op, keys_values, Kind.KEYS_VALUES, layer, queries)
+    _want(op, queries, QUERIES, layer, queries)
+    _want(op, keys_values, KEYS_VALUES, layer, queries)
     space = queries.form.space
     (of, ours), (of_keys, theirs) = (pattern(spec.cells, space.sequence) for spec in (queries, keys_values))
     if of != of_keys or queries.step != keys_values.step:
@@ -120,7 +131,7 @@ def _want_pair(op: str, layer: int, queries: Spec, keys_values: Spec) -> tuple[i
     for spec, held in ((queries, ours), (keys_values, theirs)):
         if held < 0:
             raise Refused(f"{op}: {spec} was given; attention takes the same slices of each microbatch.")
-    if not theirs & needed(Kind.ACTIVATION, ours, space):
+    if not theirs & needed(ACTIVATION, ours, space):
         raise Refused(f"{op}: all of {keys_values} comes after {queries}, which do not see it; leave this op out.")
     return ours, theirs
 
@@ -146,6 +157,6 @@ def missing_text(spec: Spec) -> str:
     assert term is not None
     _, held = pattern(spec.cells, space.sequence)
     missing = needed(spec.form.kind, held, space) & ~term.bits
-    who = "queries" if spec.form.kind is Kind.GRAD_KEYS_VALUES else "keys and values"
+    who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
     slices = f"slice{'s' * (missing.bit_count() > 1)} {listed(bits(missing))} of the sequence"
     return f"the {who} of {slices} are missing in it. Let it meet them, and add the parts"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -154,6 +155,12 @@ def form_of(
     if form is None:
         form = _FORMS[key] = Form(*key)
     return form
+
+
+@lru_cache(maxsize=1 << 14)
+def without_term(form: Form) -> Form:
+    """The form of a whole sum of which this is a term."""
+    return form.but(term=None)
 
 
 Joined = tuple[int, "tuple[Joined, ...]"]

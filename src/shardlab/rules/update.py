@@ -11,7 +11,9 @@ from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
-from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of
+from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of, without_term
+
+GRAD_WEIGHT = Kind.GRAD_WEIGHT
 
 
 def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
@@ -64,7 +66,7 @@ def add(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     first = specs[0]
     if first.kind is Kind.SCALAR:
         return _add_scalars(op, specs, names)
-    if first.kind is Kind.GRAD_WEIGHT:
+    if first.kind is GRAD_WEIGHT:
         return _add_gradients(op, specs, names)
     return _add_terms(op, specs, names)
 
@@ -76,7 +78,7 @@ def add_two(one: Spec, other: Spec) -> Spec:
         Refused: as `add` does.
     """
     form = one[0]
-    if form is other[0] and form.kind is Kind.GRAD_WEIGHT and not one[1] & other[1]:
+    if form is other[0] and form.kind is GRAD_WEIGHT and not one[1] & other[1]:
         return Spec(form, one[1] | other[1])
     return add(f"add({one.name})", (one, other), ("the first value", "the second value"))
 
@@ -108,7 +110,7 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         _want_alike(op, first, spec, names[0], name, "terms of one value are put together")
         if spec.form.term is None or term is None:
             _refuse_no_term(op, *((spec, name) if term is not None else (first, names[0])))
-        if spec.cells != first.cells or spec.form.but(term=None) is not first.form.but(term=None):
+        if spec.cells != first.cells or without_term(spec.form) is not without_term(first.form):
             raise Refused(
                 f"{op}: {names[0]} gave {first} and {name} {spec}; only terms of one value, for the same tokens, are "
                 "put together."
