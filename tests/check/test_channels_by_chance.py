@@ -11,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardlab.check import ChannelModel, check
+from shardlab.check.channels import empties
+from shardlab.check.replay import Replay
 from shardlab.program import Program, Refused
 from tests.support.channel_judge import hangs
 from tests.support.mutations import MUTATIONS
@@ -38,6 +40,17 @@ def test_ranks_that_talk_in_crossing_orders_hang_exactly_if_the_check_says_so(se
     assume(program is not None)
     assert program is not None
     agree(program, check(program).models, Random(seed))
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 10**6))
+def test_a_single_queue_that_empties_is_one_that_a_replay_with_all_waits_ends(seed: int) -> None:
+    program = chatter(seed)
+    assume(program is not None)
+    assert program is not None
+    checked = check(program)
+    replay = Replay(program, checked.meetings, checked.meeting_of, ChannelModel.QUEUED)
+    assert empties(program, checked.meetings, checked.meeting_of) == (replay.deadlock() is None)
 
 
 def agree(program: Program, models: Mapping[ChannelModel, str | None], random: Random) -> None:

@@ -36,6 +36,22 @@ def test_two_keys_name_one_value_and_it_dies_with_the_last() -> None:
     assert alone(lines) == [LOAD, "load_batch -> 1", "free 0", *loads, "free 1", "free 2", "free 3"]
 
 
+class Unprinted:
+    """A key that nobody may print."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("printed")
+
+
+def test_asking_whether_a_key_is_there_prints_no_keys() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[Unprinted()], rank.opt_states[0] = rank.load_weights(0)
+        assert Unprinted() not in rank.weights
+        assert 0 in rank.opt_states
+
+    assert alone(lines) == ["load_weight -> 0", "load_opt_state -> 1", "free 0", "free 1"]
+
+
 def test_overwriting_a_key_frees_what_it_named() -> None:
     def lines(rank: Rank) -> None:
         rank.activations[0] = rank.load_batch([0])

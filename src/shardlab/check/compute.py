@@ -19,13 +19,18 @@ Rule = Callable[[RankState, Op], None]
 
 def forward(state: RankState, op: Op) -> None:
     live, inputs, outputs = state.live, op[2], op[3]
-    given = [live[inputs[0]]]
+    activation, weight = inputs[0], inputs[1]
+    given = [live[activation]]
     if len(inputs) > 2:
         given += [live[number] for number in inputs[2:]]
-    made, saved = state.layer(op).forward(given, live[inputs[1]], "forward", op[7])
+    activation, weight = inputs[0], inputs[1]
+    given = [live[activation]]
+    if len(inputs) > 2:
+        given += [live[number] for number in inputs[2:]]
+    made, saved = state.layer(op).forward(given, live[weight], "forward", op[7])
     state.make_all(outputs[: len(made)], made)
     if len(outputs) == len(made) + 1:
-        _save(state, outputs[-1], inputs[0], saved)
+        _save(state, outputs[-1], activation, saved)
     elif len(outputs) > len(made):
         state.refuse(f"{op}: has {len(outputs)} outputs, but this layer makes {len(made)} values.")
 
@@ -60,11 +65,11 @@ def backward_input(state: RankState, op: Op) -> None:
 def _backward(state: RankState, op: Op) -> tuple[list[Spec], Backward]:
     """Derive what both halves of a backward pass make, whichever the op keeps, and what it follows from."""
     live, inputs = state.live, op[2]
-    gradients = [live[inputs[1]]]
+    activation, gradient, weight, saved = inputs[0], inputs[1], inputs[2], inputs[3]
+    gradients = [live[gradient]]
     if len(inputs) > 4:
         gradients += [live[number] for number in inputs[4:]]
-    activation, saved = inputs[0], inputs[3]
-    made, follows = state.layer(op).backward(live[activation], gradients, live[inputs[2]])
+    made, follows = state.layer(op).backward(live[activation], gradients, live[weight])
     if state.saved_of.pop(activation, None) != saved:
         state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
     if state.specs[saved][0] is not follows.saved:

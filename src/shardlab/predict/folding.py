@@ -36,7 +36,7 @@ from shardlab.program.world import gc_paused
 from shardlab.rules.dealing import share
 from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.layers import Rules
-from shardlab.rules.spec import Space, form_of
+from shardlab.rules.spec import Space, form_of, of_layer
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 
@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from shardlab.program.recorder import Recorder
 
 
-FREED_SCALAR = Spec(form_of(Kind.SCALAR, 0, 0, Space(0)))
+SCALAR = Kind.SCALAR
+
+FREED_SCALAR = Spec(form_of(SCALAR, 0, 0, Space(0)))
 """Stands for any scalar that was freed: all are of one size."""
 
 
@@ -83,7 +85,7 @@ class FoldedRank(Rank):
 
     def _free(self, value: Value) -> None:
         super()._free(value)
-        if value.spec.kind is Kind.SCALAR:  # what it summed has a bit for each layer of each rank, and is done with
+        if value.spec[0].kind is SCALAR:  # what it summed has a bit for each layer of each rank, and is done with
             self._values[value.number] = FREED_SCALAR
 
     def specs(self) -> dict[int, Spec]:
@@ -148,8 +150,7 @@ class FoldedCollectives(Collectives):
         """What the first member receives; layers of a kind are alike, so each is worked out once."""
         form, cells, joined = spec
         layer = form.layer
-        told = (form.kind, form.step, form.holds, form.slices, form.term, form.over, form.reduction)
-        key = (kind, group.axis, self._alike[layer], told, cells, joined)
+        key = (kind, group.axis, self._alike[layer], of_layer(form, 0), cells, joined)
         made = self._results.get(key)
         if made is None:
             if group.axis not in self._rotation.mesh.sizes():
@@ -163,7 +164,7 @@ class FoldedCollectives(Collectives):
                 if kind is OpKind.REDUCE_SCATTER:
                     made = share(f"{kind.value}({spec.name})", made, len(group.ranks), 0)
             self._results[key] = made
-        return made if made.layer == layer else made._replace(form=made.form.but(layer=layer))
+        return Spec(of_layer(made[0], layer), made[1], made[2])
 
     def _united(self, kind: OpKind, spec: Spec, group: Group, members: int) -> Spec:
         """What the first members of a group make together.

@@ -36,6 +36,11 @@ class Rotation:
         return self.plan.mesh
 
     @cached_property
+    def axes(self) -> dict[str, int]:
+        """How many ranks each axis has."""
+        return self.mesh.sizes()
+
+    @cached_property
     def space(self) -> Space:
         return self.sizes.space(self.mesh, self.microbatches)
 
@@ -92,7 +97,7 @@ class Rotation:
     def _rows(self, mask: int, axis: str, by: int) -> int:
         """Pieces of the batch: microbatch by microbatch, each in slices of its sequence."""
         sequence, total = self.space.sequence, self.space.cells
-        sizes = self.mesh.sizes()
+        sizes = self.axes
         if axis in BATCH_AXES:
             outer = math.prod(sizes[name] for name in BATCH_AXES[: BATCH_AXES.index(axis) + 1])
             return cycled(mask, total, total // outer, sizes[axis], by)
@@ -181,7 +186,7 @@ class Rotation:
 
     def _digit(self, order: tuple[str, ...], axis: str) -> tuple[int, int]:
         """(into how many pieces the axes up to this one cut, its size)."""
-        sizes = self.mesh.sizes()
+        sizes = self.axes
         return math.prod(sizes[name] for name in order[: order.index(axis) + 1]), sizes[axis]
 
 

@@ -17,6 +17,8 @@ from shardlab.program.tape import Op, Program
 Channel = Group | tuple[int, ...]
 Part = TypeVar("Part")
 
+SEND, COLLECTIVE = OpKind.SEND, Stream.COLLECTIVE
+
 EXCHANGES = "exchanges"
 """The communicator of all exchanges: the world's, which is there before the first op."""
 
@@ -91,11 +93,11 @@ class Matcher(dict[Channel, Line[Part]]):
 
 def channel_of(rank: int, op: Op) -> Channel | None:
     """The channel of a communication; None if its op names neither a group nor a peer."""
-    if op.kind.row.stream is Stream.COLLECTIVE:
+    if op[0].row.stream is COLLECTIVE:
         return op.group
     if op.peer < 0:
         return None
-    return (rank, op.peer) if op.kind is OpKind.SEND else (op.peer, rank)
+    return (rank, op.peer) if op[0] is SEND else (op.peer, rank)
 
 
 def meetings_of(
@@ -115,17 +117,19 @@ def meetings_of(
     for row, tape in enumerate(program.tapes):
         rank = row * apart
         for at, op in enumerate(tape):
-            channel = channel_of(rank, op) if op.kind in COMMUNICATION else None
+            if op[0] not in COMMUNICATION:
+                continue
+            channel = channel_of(rank, op)
             if channel is None:
                 continue
             end = rank
             if isinstance(channel, tuple):
-                end = channel[0] if op.kind is OpKind.SEND else channel[-1]
+                end = channel[0] if op[0] is SEND else channel[-1]
             line = matcher[channel]
             line.next(end)[end] = Member(row, op.handle, at)
             members = line.whole()
             if members is not None:
-                meetings.append(Meeting(op.kind.row.stream, op.group, members))
+                meetings.append(Meeting(op[0].row.stream, op.group, members))
     meetings.sort(key=lambda meeting: meeting.members[-1])
     places: list[dict[int, int]] = [{} for _ in program.tapes]
     for place, meeting in enumerate(meetings):
@@ -139,7 +143,7 @@ def communicator(program: Program, meeting: Meeting) -> Hashable:
 
     A group's collectives have one, the single messages of two ranks another, and all exchanges a third.
     """
-    if meeting.stream is Stream.COLLECTIVE:
+    if meeting.stream is COLLECTIVE:
         return meeting.group
     if any(program.tapes[rank][at].batch >= 0 for rank, _, at in meeting.members):
         return EXCHANGES

@@ -163,6 +163,12 @@ def without_term(form: Form) -> Form:
     return form.but(term=None)
 
 
+@lru_cache(maxsize=1 << 14)
+def of_layer(form: Form, layer: int) -> Form:
+    """The form of another layer's value that is alike."""
+    return form.but(layer=layer)
+
+
 Joined = tuple[int, "tuple[Joined, ...]"]
 """(cells, joined) of a piece."""
 

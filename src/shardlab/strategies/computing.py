@@ -87,7 +87,8 @@ class LayerRunner:
 
     async def backward(self, layer: int, m: int, weight: Value) -> Value:
         """The gradients of the layer's inputs; the gradient of its weight is given back."""
-        await self._before_backward(layer, m)
+        if self._feeds_attention or self._plans[layer].recompute:
+            await self._before_backward(layer, m)
         rank, completions = self._rank, self._plans[layer].completions
         x = rank.activations.pop((layer, m))
         gradients = [store.pop((after, m)) for store, after in self._places[layer].grad_outputs]
@@ -99,7 +100,8 @@ class LayerRunner:
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
         """The gradients of the layer's inputs alone; the first of its outputs' gradients stays for the other half."""
-        await self._before_backward(layer, m)
+        if self._feeds_attention or self._plans[layer].recompute:
+            await self._before_backward(layer, m)
         rank, completions = self._rank, self._plans[layer].completions
         (store, after), *others = self._places[layer].grad_outputs
         key = after, m
