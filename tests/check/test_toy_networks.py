@@ -10,29 +10,34 @@ import pytest
 from shardlab.program import OpKind
 from tests.support.judged_collectives import combined
 from tests.support.one_device import initial
-from tests.support.pieces import BUFFERS, ELEMENTS, KEYS_VALUES, PRIME, WIDTH, Array, Piece, owned
+from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Array, Column, Piece, labels, owned
 from tests.support.toy_layers import batch_rows
-from tests.support.toy_network import CARRYING, Network
+from tests.support.toy_network import Network
+from tests.support.toy_norms import EXPERTS
+
+QUERIES, KEYS_VALUES = labels(range(WIDTH), "query"), labels(range(WIDTH), "key", "value")
 
 TOKENS = 4
 HALVES = ("sliced", "norm", "sliced", "norm", "sliced", "norm", "sliced")
 CONTEXT = ("tokenwise", "norm", "project", "row", "norm", "project", "row", "norm", "tokenwise")
 COLUMNS = ("column", "column", "row", "column")
-MIXTURE = ("dense", "experts", "dense", "experts", "dense")
+MIXTURE = ("norm", "experts", "norm", "experts", "norm")
+ROUTED = ("tokenwise", "norm", "sliced", "norm", "experts", "norm", "tokenwise")
 NETWORKS = {
     "whole": Network(("whole", "whole")),
     "halves": Network(HALVES, TOKENS),
     "context": Network(CONTEXT, TOKENS),
     "mixture": Network(MIXTURE),
+    "routed": Network(ROUTED, TOKENS, slices=(2, 3)),
     "columns": Network(COLUMNS, TOKENS),
 }
 LAYERS = [(name, layer) for name, network in NETWORKS.items() for layer in range(len(network.kinds))]
 
 
-def some(rows: int, columns: int, seed: int, labels: tuple[object, ...] = ()) -> Piece:
+def some(rows: int, width: int, seed: int, columns: tuple[Column, ...] = ()) -> Piece:
     """Numbers, the same every time."""
-    many = batch_rows(tuple(1000 * seed + i for i in range(rows * -(-columns // WIDTH))))
-    return Piece(tuple(range(rows)), many.reshape(rows, -1)[:, :columns], labels)
+    many = batch_rows(tuple(1000 * seed + i for i in range(rows * -(-width // WIDTH))))
+    return Piece(tuple(range(rows)), many.reshape(rows, -1)[:, :width], columns)
 
 
 def weight_of(layer: int) -> Piece:
@@ -43,10 +48,9 @@ def inputs_of(network: Network, layer: int) -> list[Piece]:
     """What a layer is given, of two microbatches."""
     kind, before = network.kinds[layer], network.kinds[layer - 1] if layer else ""
     rows = 2 * network.sequence
-    buffers = "experts" in (kind, before)
-    x = some(rows, ELEMENTS if buffers else 2 * WIDTH if before == "project" else WIDTH, 1, BUFFERS if buffers else ())
-    carries = kind in CARRYING and kind in network.kinds[:layer]
-    return [x, weight_of(layer), *([some(rows, 2 * WIDTH if kind == "dense" else WIDTH, 2)] if carries else [])]
+    x = some(rows, 2 * WIDTH if before == "project" else WIDTH, 1, EXPERTS if "experts" in (kind, before) else ())
+    carries = kind == "norm" and kind in network.kinds[:layer]
+    return [x, weight_of(layer), *([some(rows, 2 * WIDTH if before == "experts" else WIDTH, 2)] if carries else [])]
 
 
 def assert_derivative(
@@ -185,7 +189,7 @@ def test_slices_of_columns_lie_side_by_side_and_rows_take_them_as_they_are() -> 
         (term,), kept = row.forward([slice_, after])
         terms.append(term)
         (gradient,), _ = row.backward_input([slice_, dy, after], kept)
-        columns = np.array(gradient.columns, np.int64)
+        columns = np.array([number for _, number in gradient.columns], np.int64)
         assert (gradient.data == between.data[:, columns]).all()
     gathered = combined(OpKind.ALL_GATHER, slices[::-1], TOKENS)[0]
     assert gathered.columns == y.columns
@@ -194,31 +198,65 @@ def test_slices_of_columns_lie_side_by_side_and_rows_take_them_as_they_are() -> 
     assert (total(below) == dx.data).all()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_experts_on_many_ranks_make_what_they_make_on_one(ranks: int) -> None:
-    """Buffers travel to their experts and back, in both directions."""
-    experts, rows = NETWORKS["mixture"].layer(1), 2 * ranks
-    x, dy, weight = some(rows, ELEMENTS, 1, BUFFERS), some(rows, ELEMENTS, 2, BUFFERS), weight_of(1)
-    mine = [list(range(2 * rank, 2 * rank + 2)) for rank in range(ranks)]
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (2, 3), (4, 2)])
+def test_experts_on_many_ranks_make_what_they_make_on_one(ep: int, tp: int) -> None:
+    """Buffers travel to their experts and back, in both directions; slices of experts make terms."""
+    network, rows = Network(MIXTURE, slices=(ep, tp)), 2 * ep
+    experts = network.layer(1)
+    x, dy, weight = some(rows, WIDTH, 1, EXPERTS), some(rows, WIDTH, 2, EXPERTS), weight_of(1)
+    mine = [list(range(2 * rank, 2 * rank + 2)) for rank in range(ep)]
     (y,), kept = experts.forward([x, weight])
     (dx,), half = experts.backward_input([x, dy, weight], kept)
     own = experts.backward_weight(x, dy, half)
     to = combined(OpKind.ALL_TO_ALL, [cut(x, part) for part in mine], 1)
     of = combined(OpKind.ALL_TO_ALL, [cut(dy, part) for part in mine], 1)
-    made: list[Piece] = []
-    below: list[Piece] = []
+    made: list[list[Piece]] = [[] for _ in range(ep)]
+    below: list[list[Piece]] = [[] for _ in range(ep)]
     grads: list[Piece] = []
-    for inbox, gradient, part in zip(to, of, slices_of(weight, ranks), strict=True):
+    for rank, part in enumerate(slices_of(weight, ep * tp)):
+        inbox, gradient = to[rank // tp], of[rank // tp]
         (results,), kept = experts.forward([inbox, part])
         (lower,), half = experts.backward_input([inbox, gradient, part], kept)
-        made.append(results)
-        below.append(lower)
+        made[rank // tp] += owned([results], inbox)
+        below[rank // tp] += owned([lower], inbox)
         grads.append(experts.backward_weight(inbox, gradient, half))
     assert (np.concatenate([part.data for part in grads]) == own.data).all()
-    for whole, parts in ((y, made), (dx, below)):
+    for whole, terms in ((y, made), (dx, below)):
+        parts = [combined(OpKind.ALL_REDUCE, each, 1)[0] for each in terms]
         for part, back in zip(mine, combined(OpKind.ALL_TO_ALL, parts, 1), strict=True):
-            assert (back.where, back.columns) == (tuple(part), BUFFERS)
+            assert (back.where, back.columns) == (tuple(part), EXPERTS)
             assert (back.data == whole.data[part]).all()
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (3, 2), (3, 4), (2, 3)])
+def test_heads_exchanged_for_sequence_slices_attend_as_on_one_device(cp: int, tp: int) -> None:
+    """Each rank's heads are dealt once more, for an early and a late slice of every sequence; and back."""
+    tokens = 2 * cp
+    network, layer = Network(CONTEXT, tokens), 2
+    queries, block = some(2 * tokens, WIDTH, 1, QUERIES), some(2 * tokens, 2 * WIDTH, 2, KEYS_VALUES)
+    gradient = some(2 * tokens, WIDTH, 3, labels(range(WIDTH), "feature"))
+    attended = network.attend(layer, queries, block)
+    expected = [attended, *network.attend_backward(layer, queries, block, attended, gradient)]
+    mine = [[row for row in range(2 * tokens) if row % tokens in (rank, tokens - 1 - rank)] for rank in range(cp)]
+    for slice_ in range(tp):
+
+        def exchanged(pieces: list[Piece]) -> list[Piece]:
+            return combined(OpKind.ALL_TO_ALL, pieces, tokens)
+
+        def heads(piece: Piece, slice_: int = slice_) -> Piece:
+            here = [n for n, (_, head) in enumerate(piece.columns) if head * tp // WIDTH == slice_]
+            return Piece(piece.where, piece.data[:, here], tuple(piece.columns[n] for n in here))
+
+        given = [exchanged([cut(heads(piece), rows) for rows in mine]) for piece in (queries, block, gradient)]
+        made: list[list[Piece]] = [[], [], []]
+        for q, kv, dy in zip(*given, strict=True):
+            mixed = network.attend(layer, q, kv)
+            for found, piece in zip(made, [mixed, *network.attend_backward(layer, q, kv, mixed, dy)], strict=True):
+                found += owned([piece], q)
+        for whole, parts in zip(expected, made, strict=True):
+            for rows, back in zip(mine, exchanged(parts), strict=True):
+                assert (back.where, back.columns) == (tuple(rows), heads(whole).columns)
+                assert (back.data == heads(whole).data[rows]).all()
 
 
 def test_gradients_of_keys_and_values_are_dealt_to_whom_the_pieces_belonged() -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from shardlab.program import OpKind
-from tests.support.pieces import BUFFERS, ELEMENTS, WIDTH, BrokenTape, Owner, Piece, summed
+from tests.support.pieces import BrokenTape, Owner, Piece, numbers_of, summed
 
 
 def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
@@ -15,7 +15,7 @@ def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
     if kind is OpKind.ALL_GATHER:
         return [_gathered(pieces)] * len(pieces)
     if kind is OpKind.ALL_TO_ALL:
-        return exchanged(pieces)
+        return exchanged(pieces, sequence)
     total = summed(pieces)
     if kind is OpKind.ALL_REDUCE:
         return [total] * len(pieces)
@@ -29,22 +29,29 @@ def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
 
 
 def _gathered(pieces: list[Piece]) -> Piece:
+    """Side by side, in order: columns where all have the same rows, else rows or elements."""
     first = pieces[0]
     if len({piece.data.ndim for piece in pieces}) > 1:
         raise BrokenTape("the gathered pieces do not fit side by side")
     if len(pieces) > 1 and first.columns and all(piece.where == first.where for piece in pieces):
-        columns = tuple(column for piece in pieces for column in piece.columns)
-        data = np.concatenate([piece.data for piece in pieces], axis=1)
-        if all(isinstance(column, int) for column in columns):  # features and logits: layers read them by number
-            order = sorted(range(len(columns)), key=lambda i: int(str(columns[i])))
-            return Piece(first.where, data[:, order], tuple(columns[i] for i in order))
-        return Piece(first.where, data, columns)
+        return _gathered_columns(pieces)
     where = tuple(place for piece in pieces for place in piece.where)
     if len({piece.columns for piece in pieces}) > 1 or len(set(where)) < len(where):
         raise BrokenTape("the gathered pieces do not fit side by side")
     order = sorted(range(len(where)), key=where.__getitem__)
     data = np.concatenate([piece.data for piece in pieces])[order]
     return Piece(tuple(sorted(where)), data, first.columns, owners_of(pieces) if first.data.ndim == 2 else ())
+
+
+def _gathered_columns(pieces: list[Piece]) -> Piece:
+    """One sort after the other, as the first piece has them, and each in order."""
+    columns = [column for piece in pieces for column in piece.columns]
+    if len(set(columns)) < len(columns):
+        raise BrokenTape("the gathered columns are several ranks'")
+    sorts = list(dict(pieces[0].columns))
+    order = sorted(range(len(columns)), key=lambda at: (sorts.index(columns[at][0]), columns[at][1]))
+    data = np.concatenate([piece.data for piece in pieces], axis=1)[:, order]
+    return Piece(pieces[0].where, data, tuple(columns[at] for at in order), pieces[0].owners)
 
 
 def owners_of(pieces: list[Piece]) -> tuple[Owner, ...]:
@@ -81,33 +88,23 @@ def scattered_rows(total: Piece, parts: int, sequence: int) -> list[Piece]:
     return made
 
 
-def exchanged(pieces: list[Piece]) -> list[Piece]:
-    """All experts' buffers of each member's rows become each member's experts' of all rows; or the way back."""
-    if any(piece.data.ndim != 2 or len(piece.columns) % WIDTH for piece in pieces):
-        raise BrokenTape("these are no buffers of experts")
-    if all(piece.columns == BUFFERS for piece in pieces):
-        return _to_experts(pieces)
-    return _from_experts(pieces)
+def exchanged(pieces: list[Piece], sequence: int) -> list[Piece]:
+    """Rows put together and columns dealt; or columns put together, and rows dealt, where all have the same rows."""
+    whole = _gathered(pieces)
+    if whole.where == pieces[0].where:
+        return scattered_rows(whole, len(pieces), sequence)
+    return _scattered_columns(whole, len(pieces))
 
 
-def _to_experts(pieces: list[Piece]) -> list[Piece]:
-    where = tuple(row for piece in pieces for row in piece.where)
-    if len(set(where)) < len(where) or WIDTH % len(pieces):
-        raise BrokenTape("the buffers do not fit side by side")
-    order = sorted(range(len(where)), key=where.__getitem__)
-    data, size = np.concatenate([piece.data for piece in pieces])[order], ELEMENTS // len(pieces)
-    cuts = [slice(i * size, (i + 1) * size) for i in range(len(pieces))]
-    return [Piece(tuple(sorted(where)), data[:, cut], BUFFERS[cut], owners_of(pieces)) for cut in cuts]
-
-
-def _from_experts(pieces: list[Piece]) -> list[Piece]:
-    """Each member's rows, with the buffers of all experts; equal runs where nobody has given them."""
-    where, columns = pieces[0].where, tuple(column for piece in pieces for column in piece.columns)
-    size, rest = divmod(len(where), len(pieces))
-    if rest or any(len(piece.where) != len(where) for piece in pieces):
-        raise BrokenTape("the buffers do not divide among the members")
-    whole = Piece(where, np.concatenate([piece.data for piece in pieces], 1), columns, pieces[0].owners)
-    if len(whole.owners) == len(pieces):
-        return _given_back(whole)
-    cuts = [slice(i * size, (i + 1) * size) for i in range(len(pieces))]
-    return [Piece(where[cut], whole.data[cut], columns) for cut in cuts]
+def _scattered_columns(whole: Piece, parts: int) -> list[Piece]:
+    """Equal runs of the numbers that columns have: of each sort."""
+    numbers = numbers_of(whole)
+    size, rest = divmod(len(numbers), parts)
+    if rest or not numbers:
+        raise BrokenTape("the columns do not divide among the members")
+    made: list[Piece] = []
+    for part in range(parts):
+        run = numbers[part * size : (part + 1) * size]
+        kept = [at for at, (_, number) in enumerate(whole.columns) if number in run]
+        made.append(Piece(whole.where, whole.data[:, kept], tuple(whole.columns[at] for at in kept), whole.owners))
+    return made

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.support.pieces import ELEMENTS, PRIME, Array, Piece
 from tests.support.toy_layers import EVERYWHERE
-from tests.support.toy_network import CARRYING, Network
+from tests.support.toy_network import Network
 
 # The optimizer is any function of weight, state and gradient.
 
@@ -49,7 +49,7 @@ def gradients(network: Network, microbatches: int) -> list[Array]:
     value = network.batch(tuple(range(microbatches)))
     carried: list[Piece] = []
     for number, (layer, weight) in enumerate(zip(network.layers, weights, strict=True)):
-        carries, projects = network.kinds[number] in CARRYING, network.kinds[number] == "project"
+        carries, projects = network.kinds[number] == "norm", network.kinds[number] == "project"
         (made, *others), kept = layer.forward([value, weight, *(carried if carries else [])])
         if projects:
             attended = network.attend(number, made, *others)
@@ -62,7 +62,7 @@ def gradients(network: Network, microbatches: int) -> list[Array]:
     found: list[Array] = []
     for number in reversed(range(len(weights))):
         layer, weight, (value, kept, met) = network.layers[number], weights[number], passes[number]
-        carries, beside = network.kinds[number] in CARRYING, list[Piece]()
+        carries, beside = network.kinds[number] == "norm", list[Piece]()
         if met:
             gradient, of_keys_values = network.attend_backward(number, met[0], met[1], met[2], gradient)
             beside = [of_keys_values]

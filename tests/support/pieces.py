@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,13 +13,10 @@ WIDTH = 12
 ELEMENTS = WIDTH * WIDTH
 """Elements of a layer: divisible by every number of slices that up to 4 x 4 ranks make."""
 
-BUFFERS = tuple(("expert", expert, place) for expert in range(WIDTH) for place in range(WIDTH))
-"""The columns of all experts' buffers: each row of an expert layer's weight is an expert."""
-
-KEYS_VALUES = tuple((what, head) for what in ("key", "value") for head in range(WIDTH))
-"""The columns of all heads' keys and values: each row of a projection's weight is a head."""
-
 Array = NDArray[np.int64]
+
+Column = tuple[str, int]
+"""What a column is and which: ("expert", 3), ("key", 0)."""
 
 
 class BrokenTape(Exception):
@@ -31,17 +29,29 @@ class Piece:
 
     A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + place. Where the numbers of a row
     may be on several ranks, `columns` says which these are: logits, buffers of experts, keys and values of heads.
-    Rows that were put together remember whose they were, in `owners`: a combine gives each rank back what it sent.
+    Rows that were put together remember whose they were, in `owners`: what takes them apart gives each rank back what
+    it sent.
     """
 
     where: tuple[int, ...]
     data: Array
-    columns: tuple[object, ...] = ()
+    columns: tuple[Column, ...] = ()
     owners: tuple[Owner, ...] = ()
 
 
 Owner = tuple[tuple[int, ...], "tuple[Owner, ...]"]
 """(rows, owners of these) that one member of a collective gave."""
+
+
+def labels(numbers: Iterable[int], *sorts: str) -> tuple[Column, ...]:
+    """Columns with these numbers, of one sort after the other."""
+    found = tuple(numbers)
+    return tuple((sort, number) for sort in sorts for number in found)
+
+
+def numbers_of(piece: Piece) -> list[int]:
+    """Of its columns, ascending, each once."""
+    return sorted({number for _, number in piece.columns})
 
 
 def owned(made: list[Piece], read: Piece) -> list[Piece]:

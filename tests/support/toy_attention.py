@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.support.pieces import KEYS_VALUES, PRIME, Array, BrokenTape, Piece, rows
+from tests.support.pieces import PRIME, Array, BrokenTape, Piece, labels, numbers_of, rows
 from tests.support.toy_layers import Place, matrix_of, product, rows_of_matrix
 
 
@@ -25,7 +25,7 @@ class Projected(NamedTuple):
 class Project:
     """Normalised tokens to (queries, keys and values)."""
 
-    def __init__(self, place: Place, sequence: int) -> None:
+    def __init__(self, place: Place) -> None:
         self.shift = 17 * place.number + 5
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Projected]:
@@ -34,9 +34,8 @@ class Project:
         u = (x.data @ matrix_of(weight).T + self.shift) % PRIME
         squares = u * u % PRIME
         both = np.concatenate([u + squares, 3 * u + 2 * squares], axis=1) % PRIME
-        heads = rows_of_matrix(weight)
-        columns = tuple(column for column in KEYS_VALUES if column[1] in heads)
-        return [Piece(x.where, u), Piece(x.where, both, columns)], Projected(u, weight.where)
+        queries = Piece(x.where, u, rows_of_matrix(weight, "query"))
+        return [queries, Piece(x.where, both, rows_of_matrix(weight, "key", "value"))], Projected(u, weight.where)
 
     def backward_input(self, inputs: list[Piece], kept: Projected) -> tuple[list[Piece], Projected]:
         activation, grad_queries, weight, *others = inputs
@@ -58,7 +57,8 @@ def attend(layer: int, sequence: int, queries: Piece, keys_values: Piece) -> Pie
     _, s = _scores(layer, sequence, queries, keys_values)
     _, v = halves(keys_values)
     mix = (s * v[None] % PRIME).sum(1) % PRIME
-    return Piece(queries.where, np.concatenate([mix, s.sum(1) % PRIME], axis=1))
+    both = np.concatenate([mix, s.sum(1) % PRIME], axis=1)
+    return Piece(queries.where, both, labels(numbers_of(queries), "mix", "weight"))
 
 
 def attend_backward(
@@ -74,7 +74,8 @@ def attend_backward(
     dq = (dt * k[None] % PRIME).sum(1) % PRIME
     dk = (dt * queries.data[:, None] % PRIME).sum(0) % PRIME
     dv = (s * grad_mix[:, None] % PRIME).sum(0) % PRIME
-    return Piece(queries.where, dq), Piece(keys_values.where, np.concatenate([dk, dv], axis=1), keys_values.columns)
+    of_queries = Piece(queries.where, dq, queries.columns)
+    return of_queries, Piece(keys_values.where, np.concatenate([dk, dv], axis=1), keys_values.columns)
 
 
 def met(attended: Piece) -> Array:

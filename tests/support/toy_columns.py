@@ -6,26 +6,28 @@ A row adds up sum_j (x_j + shift) W_j over its inputs j; after attention it read
 
 from __future__ import annotations
 
-from tests.support.pieces import PRIME, WIDTH, Array, BrokenTape, Piece, rows
+from tests.support.pieces import PRIME, WIDTH, Array, BrokenTape, Column, Piece, labels, rows
 from tests.support.toy_attention import met
 from tests.support.toy_halves import Kept
 from tests.support.toy_layers import Place, matrix_of, product, rows_of_matrix
 
 
-class Column:
+class ByColumns:
     """(x,) to (some features,); its gradient is a term of a sum."""
 
-    def __init__(self, place: Place, sequence: int) -> None:
+    def __init__(self, place: Place) -> None:
         self.shift = 17 * place.number + 5
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Kept]:
         activation, weight = inputs
         z = (rows(activation).data @ matrix_of(weight).T + self.shift) % PRIME
-        return [Piece(activation.where, (z + z * z) % PRIME, rows_of_matrix(weight))], Kept(z, z, weight.where)
+        return [Piece(activation.where, (z + z * z) % PRIME, rows_of_matrix(weight, "feature"))], Kept(
+            z, z, weight.where
+        )
 
     def backward_input(self, inputs: list[Piece], kept: Kept) -> tuple[list[Piece], Kept]:
         activation, gradient, weight = inputs
-        dz = own_columns(gradient, rows_of_matrix(weight)) * ((1 + 2 * kept.first) % PRIME) % PRIME
+        dz = own_columns(gradient, rows_of_matrix(weight, "feature")) * ((1 + 2 * kept.first) % PRIME) % PRIME
         return [Piece(activation.where, dz @ matrix_of(weight) % PRIME)], Kept(dz, kept.second, weight.where)
 
     def backward_weight(self, activation: Piece, gradient: Piece, half: Kept) -> Piece:
@@ -33,11 +35,11 @@ class Column:
         return Piece(half.where, product(half.first, rows(activation).data).reshape(-1))
 
 
-class Row:
+class ByRows:
     """(some features,) to (a term of the branch,); its gradient is that of these features."""
 
-    def __init__(self, place: Place, sequence: int) -> None:
-        self.shift, self.reads_met = 17 * place.number + 5, place.after_attention
+    def __init__(self, place: Place) -> None:
+        self.shift, self.reads_met = 17 * place.number + 5, place.follows("project")
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Kept]:
         activation, weight = inputs
@@ -47,16 +49,16 @@ class Row:
     def backward_input(self, inputs: list[Piece], kept: Kept) -> tuple[list[Piece], Kept]:
         activation, gradient, weight = inputs
         dx = rows(gradient).data @ matrix_of(weight).T % PRIME
-        return [Piece(activation.where, dx, rows_of_matrix(weight))], kept
+        return [Piece(activation.where, dx, rows_of_matrix(weight, "feature"))], kept
 
     def backward_weight(self, activation: Piece, gradient: Piece, half: Kept) -> Piece:
         rows(activation)
         return Piece(half.where, product(half.first, rows(gradient).data).reshape(-1))
 
 
-def own_columns(gradient: Piece, mine: tuple[int, ...]) -> Array:
+def own_columns(gradient: Piece, mine: tuple[Column, ...]) -> Array:
     """Of a gradient, complete or in slices, the columns of some outputs."""
-    has = gradient.columns or tuple(range(WIDTH))
+    has = gradient.columns or labels(range(WIDTH), "feature")
     data = rows(gradient).data
     if len(has) != data.shape[1] or any(column not in has for column in mine):
         raise BrokenTape("the gradient lacks the layer's own columns")

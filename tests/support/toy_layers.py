@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Array, BrokenTape, Piece, elements, rows, whole
+from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Array, BrokenTape, Column, Piece, elements, labels, rows, whole
 
 EVERYWHERE = tuple(range(ELEMENTS))
 
@@ -38,18 +38,26 @@ class Place:
     Attributes:
         number: the layer's.
         kinds: all layers'.
+        sequence: rows of a microbatch, its tokens.
+        slices: into how many slices experts are cut, and each one's features: so a layer's elements are ordered.
     """
 
     number: int
     kinds: tuple[str, ...]
+    sequence: int = 1
+    slices: tuple[int, int] = (1, 1)
 
     @property
     def is_last(self) -> bool:
         return self.number == len(self.kinds) - 1
 
-    @property
-    def after_attention(self) -> bool:
-        return self.number > 0 and self.kinds[self.number - 1] == "project"
+    def follows(self, kind: str) -> bool:
+        """Whether the layer before is of a kind."""
+        return self.number > 0 and self.kinds[self.number - 1] == kind
+
+    def precedes(self, kind: str) -> bool:
+        """Whether the next layer is of a kind."""
+        return not self.is_last and self.kinds[self.number + 1] == kind
 
     @property
     def alike(self) -> list[int]:
@@ -96,9 +104,9 @@ def matrix_of(weight: Piece) -> Array:
     return weight.data.reshape(-1, WIDTH)
 
 
-def rows_of_matrix(weight: Piece) -> tuple[int, ...]:
-    """Which rows of the matrix these are."""
-    return tuple(place // WIDTH for place in weight.where[::WIDTH])
+def rows_of_matrix(weight: Piece, *sorts: str) -> tuple[Column, ...]:
+    """The columns that these rows of the matrix make, or read."""
+    return labels((place // WIDTH for place in weight.where[::WIDTH]), *sorts)
 
 
 def batch_rows(places: tuple[int, ...]) -> Array:

@@ -13,26 +13,23 @@ from shardlab.program import Program
 from tests.support import toy_attention
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, rows
 from tests.support.toy_attention import Project
-from tests.support.toy_columns import Column, Row
-from tests.support.toy_experts import Dense, Experts
-from tests.support.toy_halves import Body, Norm
+from tests.support.toy_columns import ByColumns, ByRows
+from tests.support.toy_experts import Experts
+from tests.support.toy_halves import Body
 from tests.support.toy_layers import Place, ToyLayer, Whole, batch_rows
+from tests.support.toy_norms import Norm
 
-LAYERS: dict[str, Callable[[Place, int], ToyLayer]] = {
-    "whole": lambda place, sequence: Whole(place),
+LAYERS: dict[str, Callable[[Place], ToyLayer]] = {
+    "whole": Whole,
     "norm": Norm,
     "sliced": Body,
     "tokenwise": Body,
-    "column": Column,
-    "row": Row,
+    "column": ByColumns,
+    "row": ByRows,
     "project": Project,
-    "dense": Dense,
     "experts": Experts,
 }
-"""What each kind of layer is made of: its place in the network, and the tokens of a sequence."""
-
-CARRYING = frozenset({"norm", "dense"})
-"""Kinds of layer that hand something on to the next of their kind."""
+"""What each kind of layer is; norms hand something on to the next norm."""
 
 LOGITS = frozenset({"sliced", "tokenwise", "column"})
 """Kinds of layer that, as the last, say which logits they made."""
@@ -49,15 +46,18 @@ class Network:
         kinds: what each layer is.
         sequence: rows of a microbatch, its tokens.
         tied: whether the last layer computes with the weight of the first.
+        slices: into how many slices experts are cut, and each one's features.
     """
 
     kinds: tuple[str, ...]
     sequence: int = 1
     tied: bool = False
+    slices: tuple[int, int] = (1, 1)
 
     @cached_property
     def layers(self) -> list[ToyLayer]:
-        return [LAYERS[kind](Place(number, self.kinds), self.sequence) for number, kind in enumerate(self.kinds)]
+        places = (Place(number, self.kinds, self.sequence, self.slices) for number in range(len(self.kinds)))
+        return [LAYERS[kind](place) for kind, place in zip(self.kinds, places, strict=True)]
 
     @property
     def weights(self) -> range:
@@ -93,7 +93,7 @@ class Network:
     def stats(self, logits: Piece) -> Piece:
         """What the loss must know of some logits: for each token a sum over them."""
         self._want_logits(logits)
-        return Piece(logits.where, total_of(rows(logits).data, logits.columns), (logits.columns,))
+        return Piece(logits.where, total_of(rows(logits)), (("stats", logits.columns[0][1]),))
 
     def loss(self, inputs: list[Piece]) -> Piece:
         """The gradient of the logits; where they may be sliced it needs a sum over all logits of a token."""
@@ -106,8 +106,8 @@ class Network:
         self._want_logits(y)
         if any(piece.where != y.where for piece in stats):
             raise BrokenTape("the sums are of other tokens")
-        total = stats[0].data.sum(1, keepdims=True) % PRIME if stats else total_of(y.data, y.columns)
-        return Piece(y.where, (3 * y.data * total + 1000 * tokens + 7 * numbers(y.columns)) % PRIME, y.columns)
+        total = stats[0].data.sum(1, keepdims=True) % PRIME if stats else total_of(y)
+        return Piece(y.where, (3 * y.data * total + 1000 * tokens + 7 * features(y)) % PRIME, y.columns)
 
     def _want_attention(self, layer: int) -> None:
         self.layer(layer)
@@ -115,17 +115,18 @@ class Network:
             raise BrokenTape(f"layer {layer} makes no queries")
 
     def _want_logits(self, piece: Piece) -> None:
-        if not piece.columns or not all(isinstance(column, int) for column in piece.columns):
+        if {sort for sort, _ in piece.columns} != {"feature"}:
             raise BrokenTape("these are no logits")
 
 
-def numbers(columns: tuple[object, ...]) -> Array:
-    return np.array([int(str(column)) for column in columns], np.int64)
+def features(piece: Piece) -> Array:
+    """The number of each column."""
+    return np.array([number for _, number in piece.columns], np.int64)
 
 
-def total_of(logits: Array, columns: tuple[object, ...]) -> Array:
+def total_of(logits: Piece) -> Array:
     """(tokens, 1)."""
-    return (logits * logits % PRIME * (numbers(columns) + 1) % PRIME).sum(1, keepdims=True) % PRIME
+    return (logits.data * logits.data % PRIME * (features(logits) + 1) % PRIME).sum(1, keepdims=True) % PRIME
 
 
 def kind_of(program: Program, number: int) -> str:
@@ -133,8 +134,7 @@ def kind_of(program: Program, number: int) -> str:
     layers = program.sizes.signatures
     layer = layers[number]
     if not layer.cut:
-        cut = {index for each in layers for index in each.cut}
-        return "dense" if "expert" in cut else "norm" if cut else "whole"
+        return "norm" if any(each.cut for each in layers) else "whole"
     if "expert" in layer.cut:
         return "experts"
     if any(node.takes_own for node in layer.nodes):
@@ -147,8 +147,12 @@ def kind_of(program: Program, number: int) -> str:
 
 
 def network_of(program: Program) -> Network:
-    """The network that stands for a program's model; tokens are many enough for the mesh to cut their sequence."""
+    """The network that stands for a program's model; tokens are many enough for the mesh to cut their sequence.
+
+    Where it does not, a row stands for a sequence.
+    """
     kinds = tuple(kind_of(program, number) for number in range(program.layers))
-    alone = "whole" in kinds or "experts" in kinds
     slices = program.mesh.tp * (2 * program.mesh.cp if program.mesh.cp > 1 else 1)
-    return Network(kinds, 1 if alone else math.lcm(TOKENS, slices), program.sizes.tied)
+    sequence = 1 if slices == 1 or "whole" in kinds else math.lcm(TOKENS, slices)
+    of_features = any({"expert", "ffn"} <= set(layer.cut) for layer in program.sizes.signatures)
+    return Network(kinds, sequence, program.sizes.tied, (program.mesh.ep, program.mesh.tp if of_features else 1))
