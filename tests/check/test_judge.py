@@ -164,7 +164,7 @@ TIED = Planned(Plan(Mesh(pp=2)), 2, "tied", 2)
         ("hop left out", RING, Outcome.WRONG),
         ("exchange left out", MIXTURE, Outcome.BROKEN),
         ("exchanged twice", MIXTURE, Outcome.BROKEN),
-        ("buffers of another exchange", MIXTURE, Outcome.WRONG),
+        ("value of another exchange", MIXTURE, Outcome.WRONG),
         ("carried of another pass", MIXTURE, Outcome.WRONG),
         ("slice of another rank", MIXTURE, Outcome.WRONG),
         ("use of a tied weight left out", TIED, Outcome.WRONG),

@@ -226,7 +226,7 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("slices dealt otherwise", "gathered", "from an earlier rank as well; gathered pieces must not overlap"),
         ("exchange left out", "expert-parallel", "experts compute on their own buffers and on no others"),
         ("exchanged twice", "expert-parallel", "experts compute on their own buffers and on no others"),
-        ("buffers of another exchange", "expert-parallel", "give a value of grad_activations"),
+        ("value of another exchange", "expert-parallel", "give a value of grad_activations"),
         ("carried of another pass", "experts pipeline", "the residual given is residuals[2] (microbatch 1)"),
         (
             "collective too many",

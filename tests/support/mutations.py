@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from tests.support import (
     mutations_of_attention,
+    mutations_of_carried,
     mutations_of_collectives,
-    mutations_of_experts,
+    mutations_of_exchanges,
     mutations_of_halves,
     mutations_of_hops,
     mutations_of_kept,
@@ -29,8 +30,9 @@ __all__ = [
     "changed",
     "moved",
     "mutations_of_attention",
+    "mutations_of_carried",
     "mutations_of_collectives",
-    "mutations_of_experts",
+    "mutations_of_exchanges",
     "mutations_of_halves",
     "mutations_of_hops",
     "mutations_of_kept",

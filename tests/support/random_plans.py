@@ -9,11 +9,20 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from shardlab.models import MoE
+from shardlab.models.cutting import cut
 from shardlab.program import Mesh, Program, Sizes, trace
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Plan, Recompute
 from shardlab.strategies.planned import planned
 from shardlab.strategies.schedules import SCHEDULES
+from tests.support.pieces import WIDTH
+
+
+def routed(layers: int, *, attention_apart: bool = False) -> Sizes:
+    """A mixture in half-blocks, whose experts are cut by their features too."""
+    return cut(MoE(layers=layers - 1), tp=2, ep=2, attention_apart=attention_apart).sizes(1, 4)
+
 
 MODELS: dict[str, Callable[[int], Sizes]] = {
     "whole": Sizes.puzzle,
@@ -21,10 +30,19 @@ MODELS: dict[str, Callable[[int], Sizes]] = {
     "tied": lambda layers: Sizes.half_blocks(layers - 1, tied=True),
     "context": lambda layers: Sizes.context_blocks(layers - 1),
     "mixture": lambda layers: Sizes.mixture(layers - 1),
+    "routed": routed,
+    "routed apart": lambda layers: routed(layers, attention_apart=True),
 }
 """Of so many whole layers, or of one block fewer in finer ones."""
 
-SLICED_OVER = {"halves": ["tp"], "tied": ["tp"], "context": ["cp", "tp"], "mixture": ["ep"]}
+SLICED_OVER = {
+    "halves": ["tp"],
+    "tied": ["tp"],
+    "context": ["cp", "tp"],
+    "mixture": ["ep"],
+    "routed": ["ep", "tp"],
+    "routed apart": ["ep", "tp"],
+}
 """The axes that cut a model's layers or sequences."""
 
 
@@ -69,7 +87,8 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     known = CUT_AXES if model == "context" else DATA_AXES
     axes = random.sample(known, random.randint(0, len(known)))
     gradients = axes[: random.randint(0, len(axes))]
-    each = (*known, "ep") if model == "mixture" else known
+    mixes = "ep" in SLICED_OVER.get(model, ())
+    each = (*known, "ep") if mixes else known
     most = 2 * mesh.pp if schedule.name == "dualpipe-v" else 1
     again: list[Recompute | tuple[int, ...]] = [
         "none",
@@ -78,7 +97,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         (random.randrange(max(blocks, 1)),) * (blocks > 0),
     ]
     recompute = random.choice(again)
-    if model == "context" and random.random() < 0.3:
+    if model in ("context", "routed apart") and random.random() < 0.3:
         recompute = "selective"
     plan = Plan(
         mesh,
@@ -92,9 +111,9 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         if random.random() < 0.5
         else tuple(axis for axis in each if axis in gradients or random.random() < 0.4),
         reshard_after=random.choice(["layer", "stage", "step"]),
-        sequence_parallel=mesh.tp > 1 and random.random() < 0.5,
+        sequence_parallel=mesh.tp > 1 and not mixes and random.random() < 0.5,
         recompute=recompute,
-        context=random.choice(["ring", "all_gather"]),
+        context=random.choice(["ring", "all_gather", "ulysses"] if WIDTH % (mesh.cp * mesh.tp) == 0 else ["ring"]),
         reduce_at=random.choice(["layer", "step"]),
     )
     microbatches = plan.data_ranks * random.randint(most, max(3, most))
