@@ -149,6 +149,8 @@ def test_mistakes_in_halves_slices_and_norms_are_found(kind: str, user: Strategy
 
 
 RING = Planned(Plan(Mesh(cp=3)), 2, "context", 1)
+HEADS = Planned(Plan(Mesh(cp=2, tp=2), context="ulysses"), 2, "context", 1)
+SLICED = Planned(Plan(Mesh(ep=2, tp=2)), 2, "routed", 2)
 MIXTURE = Planned(Plan(Mesh(ep=2), "zb-h1"), 2, "mixture", 4)
 TIED = Planned(Plan(Mesh(pp=2)), 2, "tied", 2)
 
@@ -165,6 +167,16 @@ TIED = Planned(Plan(Mesh(pp=2)), 2, "tied", 2)
         ("exchange left out", MIXTURE, Outcome.BROKEN),
         ("exchanged twice", MIXTURE, Outcome.BROKEN),
         ("value of another exchange", MIXTURE, Outcome.WRONG),
+        ("exchange left out", HEADS, Outcome.WRONG),
+        ("exchange in another order", HEADS, Outcome.WRONG),
+        ("exchange in another order", HEADS, Outcome.RIGHT),
+        ("value of another exchange", HEADS, Outcome.WRONG),
+        ("exchange in another order", SLICED, Outcome.WRONG),
+        ("missing reduce", SLICED, Outcome.WRONG),
+        ("double reduce", SLICED, Outcome.WRONG),
+        ("reduced after it is used", SLICED, Outcome.WRONG),
+        ("collectives of one value in another order", SLICED, Outcome.RIGHT),
+        ("slice of another rank", SLICED, Outcome.WRONG),
         ("carried of another pass", MIXTURE, Outcome.WRONG),
         ("slice of another rank", MIXTURE, Outcome.WRONG),
         ("use of a tied weight left out", TIED, Outcome.WRONG),

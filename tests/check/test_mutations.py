@@ -62,9 +62,16 @@ PLANS = {  # half-blocks: with and without slices of sequences, states, pipeline
     "heads again": Planned(Plan(Mesh(tp=2), "zb-h1", recompute="selective"), 2, "context", 2),
     "blocks again": Planned(Plan(Mesh(tp=2), sequence_parallel=True, recompute="full"), 2, "halves", 1),
     "all again": Planned(Plan(Mesh(cp=2, tp=2), context="all_gather", recompute="full"), 2, "context", 1),
-    # experts
+    # slices of sequences exchanged for heads, also for parts of a rank's heads
+    "heads exchanged": Planned(Plan(Mesh(cp=2), "zb-h1", context="ulysses"), 2, "context", 2),
+    "heads exchanged tensor": Planned(
+        Plan(Mesh(cp=2, tp=2), context="ulysses", sequence_parallel=True, recompute="full"), 2, "context", 1
+    ),
+    # experts, whole and in slices
     "experts pipeline": Planned(Plan(Mesh(pp=2, ep=2), "zb-h1"), 3, "mixture", 4),
     "experts zero_1": Planned(Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD, recompute="full"), 2, "mixture", 4),
+    "experts tensor": Planned(Plan(Mesh(tp=2, ep=2)), 2, "routed", 2),
+    "experts apart": Planned(Plan(Mesh(tp=2, ep=2), "zb-h1", recompute="selective"), 2, "routed apart", 4),
 }
 
 UNHARMFUL = {
@@ -84,6 +91,7 @@ def subjects() -> dict[str, Program]:
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
     programs |= {by_hand.__name__: trace(by_hand, 2, 1, 2) for by_hand in BY_HAND}
     programs |= {"attention at random": random_attention(36), "experts at random": random_experts(2)}
+    programs |= {"heads exchanged at random": random_attention(22)}
     return programs | {name: plan.program for name, plan in PLANS.items()}
 
 
@@ -225,6 +233,14 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("hop left out", "ring", "add(activations[3]): keys and values 0, 5 of 6 alone would be counted twice"),
         ("slices dealt otherwise", "gathered", "from an earlier rank as well; gathered pieces must not overlap"),
         ("exchange left out", "expert-parallel", "experts compute on their own buffers and on no others"),
+        ("exchange left out", "heads exchanged", "attention takes the same heads of queries, keys and values"),
+        ("exchange in another order", "heads exchanged", "the ranks have their head slices in another order than the"),
+        (
+            "missing reduce",
+            "experts tensor",
+            "feed-forward slice 1 of 2) was given; an all_to_all exchanges",
+        ),
+        ("double reduce", "experts tensor", "of the whole and no term of a sum; exchange the experts' buffers"),
         ("exchanged twice", "expert-parallel", "experts compute on their own buffers and on no others"),
         ("value of another exchange", "expert-parallel", "give a value of grad_activations"),
         ("carried of another pass", "experts pipeline", "the residual given is residuals[2] (microbatch 1)"),

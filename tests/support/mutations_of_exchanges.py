@@ -48,8 +48,9 @@ def without_exchange(program: Program, at: int, op: Op) -> Program:
     mutant = program
     for rank, its in everywhere(program, at, op):
         tape = mutant.tapes[rank]
-        gone = [its, tape[wait_of(mutant, rank, its.handle)], Op(OpKind.FREE, -1, its.inputs)]
-        mutant = with_tape(mutant, rank, renamed([o for o in tape if o not in gone], its.outputs[0], its.inputs[0]))
+        (own,), (came,) = its.inputs, its.outputs
+        gone = [its, tape[wait_of(mutant, rank, its.handle)], Op(OpKind.FREE, -1, (came,))]
+        mutant = with_tape(mutant, rank, living_on(renamed([o for o in tape if o not in gone], came, own), own))
     return mutant
 
 

@@ -2,7 +2,8 @@
 
 The slices of sequences are dealt to the ranks at random. Each block goes straight to the ranks whose queries see it, or
 all are gathered; queries meet blocks in any order, and what each gives is added up in any order. The way back is free
-as well: a block's gradients are sent home one by one, or reduce-scattered where the slices happen to be balanced.
+as well: a block's gradients are sent home one by one, or reduce-scattered where the slices happen to be balanced. Or
+slices of sequences are exchanged for heads, if all ranks have equally many.
 """
 
 from __future__ import annotations
@@ -51,8 +52,12 @@ class AttentionWriter:
             elif rank.sizes.signatures[l].projects:
                 made = rank.forward(l, (x,), rank.weights[l])
                 queries, own = self.kept(rank.queries, made[0]), self.kept(rank.keys_values, made[1])
-                x = self.kept(rank.activations, await self.attended(l, queries, own))
-                met[l] = queries, own, x
+                if self.agreed.exchanges[l]:
+                    queries = self.kept(rank.queries, await rank.all_to_all(queries, axis="cp"))
+                    own = self.kept(rank.keys_values, await rank.all_to_all(own, axis="cp"))
+                mixed = self.kept(rank.activations, await self.attended(l, queries, own))
+                met[l] = queries, own, mixed
+                x = await rank.all_to_all(mixed, axis="cp") if self.agreed.exchanges[l] else mixed
             else:
                 x = rank.forward(l, x, rank.weights[l], save=self.random.random() < 0.7)
         gradient, above = rank.loss(x), list[Value]()
@@ -101,6 +106,8 @@ class AttentionWriter:
 
     async def attended(self, l: int, queries: Value, own: Value) -> Value:
         rank = self.rank
+        if self.agreed.exchanges[l]:
+            return rank.attend(l, queries, own)
         if self.agreed.gathers[l]:
             return rank.attend(l, queries, await rank.all_gather(own, axis="cp"))
         return self.added(rank.activations, [rank.attend(l, queries, kv) for _, kv in await self.blocks(l, own)])
@@ -108,6 +115,11 @@ class AttentionWriter:
     async def went_back(self, l: int, queries: Value, own: Value, attended: Value, grad: Value) -> tuple[Value, Value]:
         """The gradients of this rank's queries, and of its block."""
         rank, agreed = self.rank, self.agreed
+        if agreed.exchanges[l]:
+            whole = self.kept(rank.grad_activations, await rank.all_to_all(grad, axis="cp"))
+            of_queries, of_blocks = rank.attend_backward(l, queries, own, attended, whole)
+            of_queries = self.kept(rank.grad_queries, await rank.all_to_all(of_queries, axis="cp"))
+            return of_queries, self.kept(rank.grad_keys_values, await rank.all_to_all(of_blocks, axis="cp"))
         if agreed.gathers_back[l]:
             block = await rank.all_gather(own, axis="cp")
             of_queries, of_blocks = rank.attend_backward(l, queries, block, attended, grad)

@@ -50,6 +50,9 @@ class Agreed:
         self.gathers = [random.random() < 0.3 for _ in range(2 + 3 * shape.blocks + 1)]
         self.gathers_back = [gathers and self.is_balanced and random.random() < 0.7 for gathers in self.gathers]
         self.reduces = random.sample(["cp", "dp_shard"], 2)
+        is_even = len({len(mine) for mine in self.dealt}) == 1
+        self.exchanges = [is_even and random.random() < 0.4 for _ in self.gathers]
+        """Layers whose queries, keys and values are exchanged: slices of sequences for heads."""
 
     def sees(self, one: int, other: int) -> bool:
         """Whether queries of one rank see keys of the other."""
