@@ -29,6 +29,32 @@ def test_two_states_do_not_step_the_same_elements() -> None:
     assert judge(program).outcome is Outcome.WRONG
 
 
+@pytest.mark.parametrize("order", ["whole first", "half first"])
+def test_two_states_do_not_step_the_same_elements_though_the_new_weight_is_saved_between(order: str) -> None:
+    """What the step leaves has the right numbers: it was copied before the second state wrote over them."""
+
+    async def strategy(rank: Rank) -> None:
+        rank.weights[0], rank.opt_states["whole first"] = rank.load_weights(0)
+        rank.opt_states["half first"] = rank.load_opt_state(0, rank.index, rank.world)
+        rank.activations[0] = rank.load_batch(rank.share())
+        gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+        made = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])[0]
+        total = rank.grad_weights[0] = await rank.all_reduce(made)
+        copy = rank.weights["copy"] = await rank.all_reduce(rank.weights[0], reduction="mean")
+        other = "half first" if order == "whole first" else "whole first"
+        first, rank.opt_states[order] = rank.update(0, total, rank.weights.pop(0), rank.opt_states[order])
+        rank.weights["new"] = first
+        new = await (rank.all_reduce(first, reduction="mean") if order == "whole first" else rank.all_gather(first))
+        rank.weights[0] = new
+        del rank.weights["new"]
+        _, rank.opt_states[other] = rank.update(0, total, copy, rank.opt_states[other])
+        del rank.weights["copy"]
+
+    program, sentence = refused(strategy)
+    assert "this rank keeps one step on already, for another optimizer state; each element moves once" in sentence
+    assert judge(program).reason == "rank 0 writes layer 0 twice in a step"
+
+
 def test_what_has_arrived_in_its_place_is_not_stepped_again() -> None:
     program, sentence = refused(unsound.stepped_after_it_arrived)
     assert "recv from rank 1 of weights[0] has put the new values of slices 0 of 2" in sentence

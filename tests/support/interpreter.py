@@ -127,6 +127,10 @@ class Interpreter:
         for rank in self.ranks:
             if rank.in_flight:
                 raise BrokenTape(f"rank {rank.index} ends with communications in flight")
+            if rank.weights.twice:
+                return Verdict(
+                    Outcome.WRONG, f"rank {rank.index} writes layer {min(rank.weights.twice)} twice in a step"
+                )
             left = list(rank.memory.values())
             for kind, layer, where in rank.loaded:
                 expected = final[layer][PLACE[kind]][list(where)]

@@ -1,7 +1,8 @@
 """The weights that a judged rank keeps from step to step: buffers that its loaded weights are views of.
 
 An update writes the first loaded weight that contains its state's slice, whatever copy of the weight it was given. So
-does a new weight that arrives, in the place of one that the rank has loaded and let go.
+does a new weight that arrives, in the place of one that the rank has loaded and let go. No update may write what one of
+them has written in this step, even if the right numbers have been saved elsewhere before.
 """
 
 from __future__ import annotations
@@ -27,12 +28,19 @@ def elements_of(op: Op) -> tuple[int, ...]:
 
 
 class KeptWeights:
-    """A rank's buffers, by layer and elements, and how its tape treats the values that are views of them."""
+    """A rank's buffers, by layer and elements, and how its tape treats the values that are views of them.
+
+    Attributes:
+        written: elements that have got new numbers in this step.
+        twice: layers of which an update has written such an element.
+    """
 
     def __init__(self, ops: list[Op]) -> None:
         loads = [op for op in ops if op.kind is OpKind.LOAD_WEIGHT and op.outputs]
         self.number: dict[Name, int] = {(op.layer, elements_of(op)): op.outputs[0] for op in loads}
         self.buffers = {name: initial(name[0])[0][list(name[1])] for name in self.number}
+        self.written: set[tuple[Name, int]] = set()
+        self.twice: set[int] = set()
         frees = {op.inputs[0]: at for at, op in enumerate(ops) if op.kind is OpKind.FREE and op.inputs}
         self.ended = frees | {
             op.inputs[1]: at for at, op in enumerate(ops) if op.kind is OpKind.UPDATE and op.inputs[1:]
@@ -55,6 +63,9 @@ class KeptWeights:
             raise BrokenTape("a weight is written over while a communication reads it")
         # whoever is given other numbers than are here spoils them
         buffer[places] = (made + 7 * (buffer[places] - given)) % PRIME
+        now = {(owner, element) for element in where}
+        self.twice |= {layer for _ in now & self.written}
+        self.written |= now
         return buffer[run] if in_one_run else buffer[places]
 
     def take(self, op: Op, at: int, number: int, where: tuple[int, ...], data: Array) -> Array:
@@ -65,5 +76,6 @@ class KeptWeights:
         room = self.buffers[op.layer, where]
         if room.shape == data.shape:
             room[:] = data
+            self.written |= {((op.layer, where), element) for element in where}
             return room
         return data
