@@ -13,7 +13,7 @@ from tests.support.one_device import initial
 from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Array, Column, Piece, labels, owned
 from tests.support.toy_layers import batch_rows
 from tests.support.toy_network import Network
-from tests.support.toy_norms import EXPERTS
+from tests.support.toy_routing import EXPERTS
 
 QUERIES, KEYS_VALUES = labels(range(WIDTH), "query"), labels(range(WIDTH), "key", "value")
 
@@ -22,13 +22,14 @@ HALVES = ("sliced", "norm", "sliced", "norm", "sliced", "norm", "sliced")
 CONTEXT = ("tokenwise", "norm", "project", "row", "norm", "project", "row", "norm", "tokenwise")
 COLUMNS = ("column", "column", "row", "column")
 MIXTURE = ("norm", "experts", "norm", "experts", "norm")
-ROUTED = ("tokenwise", "norm", "sliced", "norm", "experts", "norm", "tokenwise")
+ROUTED = ("tokenwise", "norm", "sliced", "norm", "routing", "experts", "combining", "norm", "tokenwise")
 NETWORKS = {
     "whole": Network(("whole", "whole")),
     "halves": Network(HALVES, TOKENS),
     "context": Network(CONTEXT, TOKENS),
     "mixture": Network(MIXTURE),
-    "routed": Network(ROUTED, TOKENS, slices=(2, 3)),
+    "gated": Network(MIXTURE, gates=True),
+    "routed": Network(ROUTED, TOKENS, slices=(2, 3), gates=True),
     "columns": Network(COLUMNS, TOKENS),
 }
 LAYERS = [(name, layer) for name, network in NETWORKS.items() for layer in range(len(network.kinds))]
@@ -49,14 +50,14 @@ def inputs_of(network: Network, layer: int) -> list[Piece]:
     kind, before = network.kinds[layer], network.kinds[layer - 1] if layer else ""
     rows = 2 * network.sequence
     x = some(rows, 2 * WIDTH if before == "project" else WIDTH, 1, EXPERTS if "experts" in (kind, before) else ())
-    carries = kind == "norm" and kind in network.kinds[:layer]
-    return [x, weight_of(layer), *([some(rows, 2 * WIDTH if before == "experts" else WIDTH, 2)] if carries else [])]
+    carried = int(kind == "norm" and kind in network.kinds[:layer]) + (network.gates and before == "experts")
+    return [x, weight_of(layer), *(some(rows, WIDTH, 2 + number) for number in range(carried))]
 
 
 def assert_derivative(
     forward: Callable[[list[Piece]], list[Piece]], given: list[Piece], above: list[Piece], gradients: list[Piece]
 ) -> None:
-    """Outputs are polynomials of degree 4 or less in any one number: five points give the derivative exactly."""
+    """Outputs are polynomials of degree 8 or less in any one number: eight points give the derivative exactly."""
 
     def value(place: int, index: int, step: int) -> int:
         """The sum of all outputs, each times its gradient, with one number of one input changed."""
@@ -70,8 +71,9 @@ def assert_derivative(
     assert len(gradients) == len(given)
     for place, gradient in enumerate(gradients):
         for index in (0, 7, gradient.data.size // 2 + 1, gradient.data.size - 1):
-            ahead, behind = (value(place, index, step) - value(place, index, -step) for step in (1, 2))
-            derivative = (8 * ahead - behind) * pow(12, -1, PRIME) % PRIME
+            apart = (value(place, index, step) - value(place, index, -step) for step in (1, 2, 3, 4))
+            times = (672, -168, 32, -3)
+            derivative = sum(a * b for a, b in zip(times, apart, strict=True)) * pow(840, -1, PRIME) % PRIME
             assert derivative == gradient.data.reshape(-1)[index] % PRIME, f"input {place}, number {index}"
 
 

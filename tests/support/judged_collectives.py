@@ -93,10 +93,10 @@ def exchanged(pieces: list[Piece], sequence: int) -> list[Piece]:
     whole = _gathered(pieces)
     if whole.where == pieces[0].where:
         return scattered_rows(whole, len(pieces), sequence)
-    return _scattered_columns(whole, len(pieces))
+    return scattered_columns(whole, len(pieces))
 
 
-def _scattered_columns(whole: Piece, parts: int) -> list[Piece]:
+def scattered_columns(whole: Piece, parts: int) -> list[Piece]:
     """Equal runs of the numbers that columns have: of each sort."""
     numbers = numbers_of(whole)
     size, rest = divmod(len(numbers), parts)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardlab.program import Op, OpKind
-from tests.support.judged_collectives import combined, scattered_rows
+from tests.support.judged_collectives import combined, scattered_columns, scattered_rows
 from tests.support.judged_memory import elements_of
 from tests.support.judged_rank import JudgedRank
 from tests.support.one_device import initial, squares, update_slice
@@ -42,6 +42,8 @@ def forward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> No
     read = [rank.read(number) for number in op.inputs]
     made, kept = network.layer(op.layer).forward(read)
     made = owned(made, read[0])
+    if op.holds is not None and op.kind is OpKind.FORWARD:
+        made[0] = scattered_columns(made[0], op.holds.of)[_place(op)]
     if op.kind is OpKind.RECOMPUTE:
         made = []
     elif not len(made) <= len(op.outputs) <= len(made) + 1:
@@ -50,6 +52,14 @@ def forward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> No
         rank.write(number, piece)
     for number in op.outputs[len(made) :]:
         rank.keep(rank.saved, number, op.inputs[0], kept, op.layer)
+
+
+def _place(op: Op) -> int:
+    """Which of equal parts an op names."""
+    mask, parts = op.holds or (0, 0)
+    if mask not in {1 << place for place in range(parts)}:
+        raise BrokenTape("there is no such part")
+    return mask.bit_length() - 1
 
 
 def attend(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
@@ -131,11 +141,8 @@ def zero_gradient(rank: JudgedRank, op: Op, network: Network, microbatches: int)
 
 def slice_(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     """A view of parameters, so that whoever writes them writes it too; of rows a copy, for nobody writes them."""
-    mask, parts = op.holds or (0, 0)
-    piece = rank.read(op.inputs[0])
-    if mask not in {1 << place for place in range(parts)}:
-        raise BrokenTape("there is no such slice")
-    place = mask.bit_length() - 1
+    piece, place = rank.read(op.inputs[0]), _place(op)
+    parts = op.holds.of if op.holds else 1
     if piece.data.ndim == 2:
         rank.write(op.outputs[0], scattered_rows(piece, parts, network.sequence)[place])
         return

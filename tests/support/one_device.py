@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.support.pieces import ELEMENTS, PRIME, Array, Piece
 from tests.support.toy_layers import EVERYWHERE
-from tests.support.toy_network import Network
+from tests.support.toy_network import HANDS_ON, Network
 
 # The optimizer is any function of weight, state and gradient.
 
@@ -47,29 +47,32 @@ def gradients(network: Network, microbatches: int) -> list[Array]:
     weights = [Piece(EVERYWHERE, initial(network.weight_of(layer))[0]) for layer in range(len(network.kinds))]
     passes: list[tuple[Piece, Any, list[Piece]]] = []  # of each layer: its input, what it kept, queries and the rest
     value = network.batch(tuple(range(microbatches)))
-    carried: list[Piece] = []
+    carried: dict[str, list[Piece]] = {}  # by the kind of layer that takes it next
     for number, (layer, weight) in enumerate(zip(network.layers, weights, strict=True)):
-        carries, projects = network.kinds[number] == "norm", network.kinds[number] == "project"
-        (made, *others), kept = layer.forward([value, weight, *(carried if carries else [])])
-        if projects:
+        kind = network.kinds[number]
+        (made, *others), kept = layer.forward([value, weight, *carried.pop(kind, [])])
+        if kind == "project":
             attended = network.attend(number, made, *others)
             passes.append((value, kept, [made, *others, attended]))
             value = attended
         else:
             passes.append((value, kept, []))
-            value, carried = made, others if carries else carried
-    gradient, above = network.loss([value]), list[Piece]()
+            value = made
+            if kind in HANDS_ON:
+                carried[HANDS_ON[kind]] = others
+    gradient = network.loss([value])
+    above: dict[str, list[Piece]] = {}  # gradients of what is carried, by the kind of layer that took it
     found: list[Array] = []
     for number in reversed(range(len(weights))):
         layer, weight, (value, kept, met) = network.layers[number], weights[number], passes[number]
-        carries, beside = network.kinds[number] == "norm", list[Piece]()
+        kind = network.kinds[number]
+        beside = above.pop(HANDS_ON[kind], []) if kind in HANDS_ON else []
         if met:
             gradient, of_keys_values = network.attend_backward(number, met[0], met[1], met[2], gradient)
             beside = [of_keys_values]
-        read = [value, gradient, weight, *(above if carries else beside)]
-        (below, *others), half = layer.backward_input(read, kept)
+        (below, *others), half = layer.backward_input([value, gradient, weight, *beside], kept)
         found.insert(0, layer.backward_weight(value, gradient, half).data)
-        gradient, above = below, others if carries else above
+        gradient, above[kind] = below, others
     if network.tied:
         found[0] = (found[0] + found.pop()) % PRIME
     return found

@@ -41,7 +41,7 @@ SLICED_OVER = {
     "context": ["cp", "tp"],
     "mixture": ["ep"],
     "routed": ["ep", "tp"],
-    "routed apart": ["ep", "tp"],
+    "routed apart": ["ep", "tp", "cp"],
 }
 """The axes that cut a model's layers or sequences."""
 
@@ -66,7 +66,8 @@ def random_mesh(random: Random, model: str, ranks: int) -> Mesh:
         sizes = {axis: random.choice([1, 1, 2, 2, 4]) for axis in ("pp", "dp_replicate", "dp_shard")}
         for axis in SLICED_OVER.get(model, ()):
             sizes[axis] = random.choice([1, 2, 2, 3, 4])
-        if math.prod(sizes.values()) <= ranks and sizes.get("tp") != 3:
+        divide = WIDTH % (sizes.get("ep", 1) * sizes.get("cp", 1)) == 0  # the judge's experts
+        if math.prod(sizes.values()) <= ranks and sizes.get("tp") != 3 and divide:
             return Mesh(**sizes)
 
 
@@ -111,7 +112,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         if random.random() < 0.5
         else tuple(axis for axis in each if axis in gradients or random.random() < 0.4),
         reshard_after=random.choice(["layer", "stage", "step"]),
-        sequence_parallel=mesh.tp > 1 and not mixes and random.random() < 0.5,
+        sequence_parallel=mesh.tp > 1 and random.random() < 0.5,
         recompute=recompute,
         context=random.choice(["ring", "all_gather", "ulysses"] if WIDTH % (mesh.cp * mesh.tp) == 0 else ["ring"]),
         reduce_at=random.choice(["layer", "step"]),

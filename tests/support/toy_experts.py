@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.support.pieces import ELEMENTS, PRIME, WIDTH, Array, BrokenTape, Piece, elements, rows
 from tests.support.toy_layers import Place
-from tests.support.toy_norms import alike
+from tests.support.toy_routing import alike
 
 
 class Ran(NamedTuple):

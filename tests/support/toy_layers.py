@@ -40,12 +40,14 @@ class Place:
         kinds: all layers'.
         sequence: rows of a microbatch, its tokens.
         slices: into how many slices experts are cut, and each one's features: so a layer's elements are ordered.
+        gates: whether experts have gates, which norms around them carry as well.
     """
 
     number: int
     kinds: tuple[str, ...]
     sequence: int = 1
     slices: tuple[int, int] = (1, 1)
+    gates: bool = False
 
     @property
     def is_last(self) -> bool:

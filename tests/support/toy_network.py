@@ -18,6 +18,7 @@ from tests.support.toy_experts import Experts
 from tests.support.toy_halves import Body
 from tests.support.toy_layers import Place, ToyLayer, Whole, batch_rows
 from tests.support.toy_norms import Norm
+from tests.support.toy_routing import Combining, Routing
 
 LAYERS: dict[str, Callable[[Place], ToyLayer]] = {
     "whole": Whole,
@@ -27,9 +28,14 @@ LAYERS: dict[str, Callable[[Place], ToyLayer]] = {
     "column": ByColumns,
     "row": ByRows,
     "project": Project,
+    "routing": Routing,
     "experts": Experts,
+    "combining": Combining,
 }
-"""What each kind of layer is; norms hand something on to the next norm."""
+"""What each kind of layer is."""
+
+HANDS_ON = {"norm": "norm", "routing": "combining"}
+"""What a kind of layer makes beside its first value goes to the next layer of this kind."""
 
 LOGITS = frozenset({"sliced", "tokenwise", "column"})
 """Kinds of layer that, as the last, say which logits they made."""
@@ -47,17 +53,19 @@ class Network:
         sequence: rows of a microbatch, its tokens.
         tied: whether the last layer computes with the weight of the first.
         slices: into how many slices experts are cut, and each one's features.
+        gates: whether experts have gates.
     """
 
     kinds: tuple[str, ...]
     sequence: int = 1
     tied: bool = False
     slices: tuple[int, int] = (1, 1)
+    gates: bool = False
 
     @cached_property
     def layers(self) -> list[ToyLayer]:
-        places = (Place(number, self.kinds, self.sequence, self.slices) for number in range(len(self.kinds)))
-        return [LAYERS[kind](place) for kind, place in zip(self.kinds, places, strict=True)]
+        beside = self.kinds, self.sequence, self.slices, self.gates
+        return [LAYERS[kind](Place(number, *beside)) for number, kind in enumerate(self.kinds)]
 
     @property
     def weights(self) -> range:
@@ -134,6 +142,8 @@ def kind_of(program: Program, number: int) -> str:
     layers = program.sizes.signatures
     layer = layers[number]
     if not layer.cut:
+        if layer.routes and not layer.carries:
+            return "routing" if layer.deals else "combining"
         return "norm" if any(each.cut for each in layers) else "whole"
     if "expert" in layer.cut:
         return "experts"
@@ -154,5 +164,7 @@ def network_of(program: Program) -> Network:
     kinds = tuple(kind_of(program, number) for number in range(program.layers))
     slices = program.mesh.tp * (2 * program.mesh.cp if program.mesh.cp > 1 else 1)
     sequence = 1 if slices == 1 or "whole" in kinds else math.lcm(TOKENS, slices)
-    of_features = any({"expert", "ffn"} <= set(layer.cut) for layer in program.sizes.signatures)
-    return Network(kinds, sequence, program.sizes.tied, (program.mesh.ep, program.mesh.tp if of_features else 1))
+    layers, mesh = program.sizes.signatures, program.mesh
+    of_features = any({"expert", "ffn"} <= set(layer.cut) for layer in layers)
+    experts = mesh.ep * mesh.cp, mesh.tp if of_features else 1
+    return Network(kinds, sequence, program.sizes.tied, experts, any(layer.routes for layer in layers))

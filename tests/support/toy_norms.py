@@ -1,10 +1,8 @@
-"""The judge's layers between others, which carry a residual; in a mixture they also are routers.
+"""The judge's layers that carry a residual past others.
 
 A norm adds to the residual what came from the layers between, token by token: r = residual + f branch, where the factor
 f, like a dropout's mask, belongs to the token; so the gradients of residual and branch differ. Then u = r M and
-y = u + u * u. After experts, the branch is what each expert made times its gate. Before experts, u = r' M has all
-tokens of the sequence in r', as in a body; the experts' buffers are (1 + u) r, and the gates u + u * u are carried on
-beside r.
+y = u + u * u. Where it stands beside experts, it also combines what they made before that, and routes y after it.
 """
 
 from __future__ import annotations
@@ -13,86 +11,71 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.support.pieces import PRIME, WIDTH, Array, BrokenTape, Piece, labels, rows, whole
-from tests.support.toy_attention import halves
-from tests.support.toy_halves import mixed, mixing
+from tests.support.pieces import PRIME, WIDTH, Array, BrokenTape, Piece, rows, whole
 from tests.support.toy_layers import EVERYWHERE, Place, product
-
-EXPERTS = labels(range(WIDTH), "expert")
-"""The columns of all experts' buffers, each of one number a token."""
+from tests.support.toy_routing import Combined, Combining, Routing, alike
 
 
 class Normed(NamedTuple):
-    """What a norm keeps: r, u, and gates and results of the experts before it; later the gradient of u."""
+    """What a norm keeps: r, u, y, and what it kept where it combined and routed; later the gradients of u and v."""
 
     r: Array
     u: Array
-    gates: Array | None = None
-    results: Array | None = None
+    y: Piece
+    combined: Combined | None
+    routed: Array | None
 
 
 class Norm:
-    """(branch or experts' results, carried) to (activation or experts' buffers, carried)."""
+    """(branch or experts' results[, residual[, gates]]) to (activation or experts' buffers[, residual[, gates]])."""
 
     def __init__(self, place: Place) -> None:
-        self.number = place.number
+        self.number, self.gates = place.number, place.gates
         self.is_first, self.is_last = place.number == place.alike[0], place.number == place.alike[-1]
-        self.combines, self.dispatches = place.follows("experts"), place.precedes("experts")
-        self.sequence = place.sequence if self.dispatches else 1
+        self.combining = Combining(place) if place.follows("experts") else None
+        self.routing = Routing(place) if place.precedes("experts") else None
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Normed]:
-        given, weight, *carried = inputs
-        if bool(carried) == self.is_first:
-            raise BrokenTape("a residual is missing, or there is none")
-        branch, gates, results = rows(given).data, None, None
-        residual = rows(carried[0]).data if carried else np.zeros_like(branch)
-        if self.combines:
-            results, (residual, gates) = branch, halves(carried[0])
-            branch = alike(gates, results) * results % PRIME
-        r = (alike(residual, branch) + self._factors(given) * branch) % PRIME
-        u = (mixed(self._mixing(given), r) @ whole(weight).reshape(WIDTH, WIDTH) + 17 * self.number + 5) % PRIME
-        y, kept = (u + u * u) % PRIME, Normed(r, u, gates, results)
-        handed_on = [] if self.is_last else [Piece(given.where, r)]
-        if not self.dispatches:
-            return [Piece(given.where, y), *handed_on], kept
-        buffers = Piece(given.where, (1 + u) * r % PRIME, EXPERTS)
-        return [buffers, Piece(given.where, np.concatenate([r, y], axis=1))], kept
+        branch, weight, *carried = inputs
+        self._want(carried, not self.is_first, self.combining)
+        where, combined, routed = branch.where, None, None
+        if self.combining:
+            (branch,), combined = self.combining.forward([branch, weight, *carried[1:]])
+        x = rows(branch).data
+        r = (self._factors(where) * x + (alike(rows(carried[0]).data, x) if carried else 0)) % PRIME
+        u = (r @ whole(weight).reshape(WIDTH, WIDTH) + 17 * self.number + 5) % PRIME
+        made = y = Piece(where, (u + u * u) % PRIME)
+        gates: list[Piece] = []
+        if self.routing:
+            (made, *gates), routed = self.routing.forward([y, weight])
+        outputs = [made, *([] if self.is_last else [Piece(where, r)]), *(gates if self.gates else [])]
+        return outputs, Normed(r, u, y, combined, routed)
 
     def backward_input(self, inputs: list[Piece], kept: Normed) -> tuple[list[Piece], Normed]:
         given, gradient, weight, *above = inputs
-        if bool(above) == self.is_last:
-            raise BrokenTape("the residual's gradient is missing, or there is none")
-        r, u, gates, results = kept
-        dy, slope = alike(rows(gradient).data, u), (1 + 2 * u) % PRIME
-        dr = rows(above[0]).data if above else np.zeros_like(r)
-        if self.dispatches:
-            dr, grad_gates = halves(above[0])
-            du, dr = dy * r % PRIME + grad_gates * slope % PRIME, dr + (1 + u) * dy % PRIME
-        else:
-            du = dy * slope
-        du = du % PRIME
-        dr = (dr + mixed(self._mixing(given).T, du @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME)) % PRIME
-        branch = self._factors(given) * dr % PRIME
-        made = [Piece(given.where, branch)]
-        if gates is not None and results is not None:
-            made = [Piece(given.where, gates * branch % PRIME, given.columns)]
-            dr = np.concatenate([dr, results * branch % PRIME], axis=1)
-        return made if self.is_first else [*made, Piece(given.where, dr)], Normed(r, du)
+        self._want(above, not self.is_last, self.routing)
+        routed = None
+        if self.routing and kept.routed is not None:
+            (gradient,), routed = self.routing.backward_input([kept.y, gradient, weight, *above[1:]], kept.routed)
+        du = alike(rows(gradient).data, kept.u) * ((1 + 2 * kept.u) % PRIME) % PRIME
+        dr = du @ whole(weight).reshape(WIDTH, WIDTH).T % PRIME
+        dr = (dr + (alike(rows(above[0]).data, dr) if above else 0)) % PRIME
+        made, gates = Piece(given.where, self._factors(given.where) * dr % PRIME), list[Piece]()
+        if self.combining and kept.combined:
+            (made, *gates), _ = self.combining.backward_input([given, made, weight], kept.combined)
+        outputs = [made, *([] if self.is_first else [Piece(given.where, dr)]), *(gates if self.gates else [])]
+        return outputs, kept._replace(u=du, routed=routed)
 
     def backward_weight(self, activation: Piece, gradient: Piece, half: Normed) -> Piece:
-        rows(gradient)
-        mixed_r = mixed(self._mixing(rows(activation)), half.r)
-        return Piece(EVERYWHERE, product(mixed_r, half.u).reshape(-1))
+        rows(activation)
+        made = product(half.r, half.u).reshape(-1)
+        if self.routing and half.routed is not None:
+            made = made + self.routing.backward_weight(half.y, gradient, half.routed).data
+        return Piece(EVERYWHERE, made % PRIME)
 
-    def _factors(self, given: Piece) -> Array:
-        return np.array([[3 + self.number + 7 * token * token] for token in given.where], np.int64) % PRIME
+    def _want(self, carried: list[Piece], residual: bool, beside: object) -> None:
+        if len(carried) != residual + (self.gates and beside is not None):
+            raise BrokenTape("a residual or gates are missing, or there are none")
 
-    def _mixing(self, given: Piece) -> Array:
-        return mixing(given.where, self.sequence)
-
-
-def alike(one: Array, other: Array) -> Array:
-    """The first, if it has the shape of the other."""
-    if one.shape != other.shape:
-        raise BrokenTape("numbers for other tokens or experts are given")
-    return one
+    def _factors(self, where: tuple[int, ...]) -> Array:
+        return np.array([[3 + self.number + 7 * token * token] for token in where], np.int64) % PRIME
