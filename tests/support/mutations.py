@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from tests.support import (
     mutations_of_attention,
-    mutations_of_carried,
     mutations_of_collectives,
     mutations_of_exchanges,
     mutations_of_halves,
@@ -19,6 +18,7 @@ from tests.support import (
     mutations_of_ops,
     mutations_of_parts,
     mutations_of_roots,
+    mutations_of_routing,
     mutations_of_slices,
     mutations_of_ties,
     mutations_of_writing,
@@ -30,7 +30,6 @@ __all__ = [
     "changed",
     "moved",
     "mutations_of_attention",
-    "mutations_of_carried",
     "mutations_of_collectives",
     "mutations_of_exchanges",
     "mutations_of_halves",
@@ -42,6 +41,7 @@ __all__ = [
     "mutations_of_ops",
     "mutations_of_parts",
     "mutations_of_roots",
+    "mutations_of_routing",
     "mutations_of_slices",
     "mutations_of_ties",
     "mutations_of_writing",

@@ -47,7 +47,8 @@ def collective_too_many(program: Program) -> Iterator[Program]:
             continue
         for at, op in enumerate(program.tapes[0]):
             there = [program.tapes[rank][at : at + 1] for rank in group.ranks]
-            if op.kind not in ROWS or any(not other or other[0].kind is not op.kind for other in there):
+            alike = (op.kind, op.layer, len(op.outputs))
+            if op.kind not in ROWS or any([(o.kind, o.layer, len(o.outputs)) for o in ops] != [alike] for ops in there):
                 continue
             outputs = len(op.outputs) - (op.kind in (OpKind.FORWARD, OpKind.BACKWARD_INPUT))
             for place, kind in itertools.product(range(outputs), sorted(COLLECTIVES, key=lambda kind: kind.value)):
