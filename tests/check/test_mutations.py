@@ -233,6 +233,11 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("hop left out", "ring", "add(activations[3]): keys and values 0, 5 of 6 alone would be counted twice"),
         ("slices dealt otherwise", "gathered", "from an earlier rank as well; gathered pieces must not overlap"),
         ("exchange left out", "expert-parallel", "experts compute on their own buffers and on no others"),
+        (
+            "exchange left out",
+            "expert-parallel",
+            "backward(layer 0): the gradient given is grad_activations[1] (microbatches 0-1, expert 0 of 2); expert 1 is",
+        ),
         ("exchange left out", "heads exchanged", "attention takes the same heads of queries, keys and values"),
         ("exchange in another order", "heads exchanged", "the ranks have their head slices in another order than the"),
         (

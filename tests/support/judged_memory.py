@@ -31,7 +31,7 @@ class KeptWeights:
     """A rank's buffers, by layer and elements, and how its tape treats the values that are views of them.
 
     Attributes:
-        written: elements that have got new numbers in this step.
+        written: which elements of each buffer have got new numbers in this step.
         twice: layers of which an update has written such an element.
     """
 
@@ -39,7 +39,7 @@ class KeptWeights:
         loads = [op for op in ops if op.kind is OpKind.LOAD_WEIGHT and op.outputs]
         self.number: dict[Name, int] = {(op.layer, elements_of(op)): op.outputs[0] for op in loads}
         self.buffers = {name: initial(name[0])[0][list(name[1])] for name in self.number}
-        self.written: set[tuple[Name, int]] = set()
+        self.written = {name: np.zeros(len(name[1]), np.bool_) for name in self.number}
         self.twice: set[int] = set()
         frees = {op.inputs[0]: at for at, op in enumerate(ops) if op.kind is OpKind.FREE and op.inputs}
         self.ended = frees | {
@@ -59,13 +59,14 @@ class KeptWeights:
         buffer, places = self.buffers[owner], [owner[1].index(element) for element in where]
         run = slice(places[0], places[0] + len(places))
         in_one_run = places == list(range(run.start, run.stop))
-        if any(np.shares_memory(buffer[place : place + 1], read) for read in in_flight for place in places):
+        near = [read for read in in_flight if np.may_share_memory(buffer, read)]
+        if any(np.shares_memory(buffer[place : place + 1], read) for read in near for place in places):
             raise BrokenTape("a weight is written over while a communication reads it")
         # whoever is given other numbers than are here spoils them
         buffer[places] = (made + 7 * (buffer[places] - given)) % PRIME
-        now = {(owner, element) for element in where}
-        self.twice |= {layer for _ in now & self.written}
-        self.written |= now
+        if self.written[owner][places].any():
+            self.twice.add(layer)
+        self.written[owner][places] = True
         return buffer[run] if in_one_run else buffer[places]
 
     def take(self, op: Op, at: int, number: int, where: tuple[int, ...], data: Array) -> Array:
@@ -76,6 +77,6 @@ class KeptWeights:
         room = self.buffers[op.layer, where]
         if room.shape == data.shape:
             room[:] = data
-            self.written |= {((op.layer, where), element) for element in where}
+            self.written[op.layer, where][:] = True
             return room
         return data

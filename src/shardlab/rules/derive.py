@@ -92,11 +92,18 @@ def backward(
         for read, indices in node.reads.items():
             own = indices.split()
             gradient = Held({i: joint[i] for i in own if i in joint}, _contracted(joint, own, space) or given_term)
-            assert read not in gradients or gradients[read].term == gradient.term, (
-                f"{node.name}: unlike terms of {read}"
-            )
+            if read in gradients and gradients[read].term != gradient.term:
+                raise _of_a_part(given, gradients[read].term or gradient.term)
             gradients[read] = gradient
     return Gradients(gradients, of_weights)
+
+
+def _of_a_part(given: Mapping[str, Held], term: Term | None) -> Misfit:
+    """The gradient of some pieces of a result, where others flow back to the same tensor whole."""
+    assert term is not None
+    index = term.over[0]
+    tensor = next(name for name, gradient in given.items() if index in gradient.slices)
+    return Misfit(tensor, index, None, given[tensor].slices[index], of_gradient=True)
 
 
 def _joint(node: Node, held: Mapping[str, Held], cut: Mapping[str, int]) -> dict[str, int]:
