@@ -151,6 +151,7 @@ def test_mistakes_in_halves_slices_and_norms_are_found(kind: str, user: Strategy
 RING = Planned(Plan(Mesh(cp=3)), 2, "context", 1)
 HEADS = Planned(Plan(Mesh(cp=2, tp=2), context="ulysses"), 2, "context", 1)
 SLICED = Planned(Plan(Mesh(ep=2, tp=2)), 2, "routed", 2)
+SHARED = Planned(Plan(Mesh(cp=2)), 2, "routed apart", 1)
 MIXTURE = Planned(Plan(Mesh(ep=2), "zb-h1"), 2, "mixture", 4)
 TIED = Planned(Plan(Mesh(pp=2)), 2, "tied", 2)
 
@@ -177,6 +178,9 @@ TIED = Planned(Plan(Mesh(pp=2)), 2, "tied", 2)
         ("reduced after it is used", SLICED, Outcome.WRONG),
         ("collectives of one value in another order", SLICED, Outcome.RIGHT),
         ("slice of another rank", SLICED, Outcome.WRONG),
+        ("another part of the experts", SHARED, Outcome.WRONG),
+        ("carried of another pass", SHARED, Outcome.WRONG),
+        ("missing reduce", SHARED, Outcome.WRONG),
         ("carried of another pass", MIXTURE, Outcome.WRONG),
         ("slice of another rank", MIXTURE, Outcome.WRONG),
         ("use of a tied weight left out", TIED, Outcome.WRONG),

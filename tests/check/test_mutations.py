@@ -72,6 +72,7 @@ PLANS = {  # half-blocks: with and without slices of sequences, states, pipeline
     "experts zero_1": Planned(Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD, recompute="full"), 2, "mixture", 4),
     "experts tensor": Planned(Plan(Mesh(tp=2, ep=2)), 2, "routed", 2),
     "experts apart": Planned(Plan(Mesh(tp=2, ep=2), "zb-h1", recompute="selective"), 2, "routed apart", 4),
+    "experts shared": Planned(Plan(Mesh(cp=2)), 2, "routed apart", 1),
 }
 
 UNHARMFUL = {
@@ -236,7 +237,7 @@ def test_tapes_of_another_world_are_refused() -> None:
         (
             "exchange left out",
             "expert-parallel",
-            "backward(layer 0): the gradient given is grad_activations[1] (microbatches 0-1, expert 0 of 2); expert 1 is",
+            "backward(layer 0): the gradient given is grad_activations[1] (microbatches 0-1, expert 0 of 2); expert 1",
         ),
         ("exchange left out", "heads exchanged", "attention takes the same heads of queries, keys and values"),
         ("exchange in another order", "heads exchanged", "the ranks have their head slices in another order than the"),
@@ -245,6 +246,10 @@ def test_tapes_of_another_world_are_refused() -> None:
             "experts tensor",
             "feed-forward slice 1 of 2) was given; an all_to_all exchanges",
         ),
+        ("another part of the experts", "experts shared", "experts compute on their own buffers and on no others"),
+        ("missing gather", "experts shared", "this layer wants whole sequences. Gather their slices first"),
+        ("missing reduce", "experts shared", "the term of expert 0 of 2); expert 1 is missing. Put all together first"),
+        ("missing reduce", "experts shared", "microbatch 0 of expert 0 missing from grad_weights"),
         ("double reduce", "experts tensor", "of the whole and no term of a sum; exchange the experts' buffers"),
         ("exchanged twice", "expert-parallel", "experts compute on their own buffers and on no others"),
         ("value of another exchange", "expert-parallel", "give a value of grad_activations"),
