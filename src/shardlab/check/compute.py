@@ -23,10 +23,6 @@ def forward(state: RankState, op: Op) -> None:
     given = [live[activation]]
     if len(inputs) > 2:
         given += [live[number] for number in inputs[2:]]
-    activation, weight = inputs[0], inputs[1]
-    given = [live[activation]]
-    if len(inputs) > 2:
-        given += [live[number] for number in inputs[2:]]
     made, saved = state.layer(op).forward(given, live[weight], "forward", op[7])
     state.make_all(outputs[: len(made)], made)
     if len(outputs) == len(made) + 1:
