@@ -29,7 +29,7 @@ class Pictures:
     """Options of the files that show a step."""
 
     svg: NewFile = None
-    """Draw the timeline into this file; where a prediction is compared, both timelines."""
+    """Draw the timeline of the step into this file; of a comparison, both timelines."""
 
     color_by: Annotated[ColorBy, tyro.conf.arg(metavar="{pass,layer}")] = "pass"
     """What the drawing's colours tell: the pass (forward, backward, input gradient, weight gradient), or the layer."""
