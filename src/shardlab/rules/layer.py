@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from shardlab.errors import Refused
 from shardlab.rules import attention, derive, update
@@ -16,13 +16,13 @@ from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of
 from shardlab.rules.spec import (
     KEY,
     Form,
-    Joined,
     Space,
     Spec,
     Term,
     cells_text,
     form_of,
     missing_text,
+    new_spec,
     terms_of,
     whole_sequences,
 )
@@ -35,9 +35,6 @@ GRADIENT_OF = {
     Kind.KEYS_VALUES: Kind.GRAD_KEYS_VALUES,
 }
 """The kind of the gradient of each kind of activation."""
-
-_new: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__
-"""Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
 
 
 class Forward(NamedTuple):
@@ -98,11 +95,10 @@ class LayerRules:
             made = self._forward[key] = self._derive_forward(f"{op}(layer {self.layer_number})", inputs, weight, part)
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
-        if len(inputs) > 1:
-            for other in inputs:
-                if other[1] != cells:
-                    self._refuse_apart(op, other, first)
-        return [_new(Spec, (form, cells, joined)) for form in made[0]], _new(Spec, (made[1], cells, ()))
+        for other in inputs[1:]:
+            if other[1] != cells:
+                self._refuse_apart(op, other, first)
+        return [new_spec(Spec, (form, cells, joined)) for form in made[0]], new_spec(Spec, (made[1], cells, ()))
 
     def backward(
         self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward"
@@ -117,8 +113,7 @@ class LayerRules:
             Refused: when the values are not the layer's, do not fit, or are incomplete.
         """
         form, cells, joined = first
-        own = (gradients[0][0],) if len(gradients) == 1 else tuple([gradient[0] for gradient in gradients])
-        key = (weight[0], form, *own)
+        key = (weight[0], form, *[gradient[0] for gradient in gradients])
         made = self._backward.get(key)
         if made is None:
             name = f"{op}(layer {self.layer_number})"
@@ -130,9 +125,8 @@ class LayerRules:
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
-        specs = [_new(Spec, (made[0], cells * made[1], ()))]
-        for form in made[2]:
-            specs.append(_new(Spec, (form, cells, joined)))
+        specs = [new_spec(Spec, (made[0], cells * made[1], ()))]
+        specs += [new_spec(Spec, (form, cells, joined)) for form in made[2]]
         return specs, made
 
     def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:
@@ -154,7 +148,7 @@ class LayerRules:
         for gradient in gradients:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
-        return _new(Spec, (made[0], cells * made[1], ()))
+        return new_spec(Spec, (made[0], cells * made[1], ()))
 
     @property
     def layer_number(self) -> int:

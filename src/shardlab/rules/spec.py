@@ -9,9 +9,10 @@ by one operation on an integer.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 from shardlab.rules.factor import ONE, Factor
@@ -255,6 +256,10 @@ class Spec(NamedTuple):
         if form.step:
             parts.append(f"step {form.step}")
         return self.name + (f" ({', '.join(parts)})" if parts else "")
+
+
+new_spec: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__
+"""Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
 
 
 def pieces_share(form: Form) -> Fraction:
