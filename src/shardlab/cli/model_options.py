@@ -37,7 +37,8 @@ class ModelOptions:
 
     model: Name = None
     """gpt, llama, mlp (sees one token at a time), moe, mixtral; a published one such as gpt2-xl, gpt3-175b, llama3-8b
-    or mixtral-8x7b; or a TOML file. Published ones have their own sizes, which the flags below change."""
+    or mixtral-8x7b; or one in a file, path/to/file.py:NAME or a TOML file. Published ones have their own sizes, which
+    the flags below change."""
 
     layers: Layers = None
     """Layers of the model; the embedding is part of the first, the head of the last."""
@@ -95,7 +96,7 @@ class ModelOptions:
         Raises:
             UserError: when there is no such model, or it has not what a flag says.
         """
-        from shardlab.models.named import ARCHITECTURES, find_model, with_fields
+        from shardlab.models.named import find_model, unsized, with_fields
 
         name = self.model or otherwise
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
@@ -109,9 +110,8 @@ class ModelOptions:
         if given.get("capacity_factor") == math.inf:
             given["capacity_factor"] = None
         model = find_model(name)
-        if name.lower() in ARCHITECTURES:
-            has = {field.name for field in fields(model)}
-            given = {field: value for field, value in small.items() if field in has} | {"layers": layers} | given
+        free = unsized(name, model)
+        given = {field: value for field, value in ({"layers": layers} | small).items() if field in free} | given
         return with_fields(model, given, name)
 
 

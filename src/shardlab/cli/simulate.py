@@ -51,7 +51,7 @@ class Simulate:
     --global-batch and --micro-batch-size make)."""
 
     model: Name = None
-    """A model by name, such as gpt2-xl or llama3-8b, or path/to/model.toml; with --cluster."""
+    """A model by name, such as gpt2-xl or llama3-8b, or path/to/file.py:NAME or path/to/model.toml; with --cluster."""
 
     cluster: Name = None
     """Devices and how many, such as h100x16, or path/to/cluster.toml; or, as bench measured it, local or

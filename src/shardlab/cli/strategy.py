@@ -8,8 +8,8 @@ import sys
 from shardlab.check import Checked, check
 from shardlab.check.blame import Blame
 from shardlab.program import Sizes, trace
+from shardlab.program.user_file import file_and_name
 from shardlab.strategies.entry import Entry
-from shardlab.strategies.user_file import file_and_function
 
 
 def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) -> Checked:
@@ -19,7 +19,7 @@ def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) ->
         Refused: if the program is wrong; for a user's file the line at fault stands before the sentence.
         UserError: if the sizes do not fit.
     """
-    path, _ = file_and_function(entry.name)
+    path, _ = file_and_name(entry.name)
     mesh = entry.grid(ranks)
     entry.require_ops(ranks, layers if isinstance(layers, int) else layers.layers, microbatches)
     if isinstance(layers, int) and layers > 0:

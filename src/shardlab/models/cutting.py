@@ -18,10 +18,14 @@ from shardlab.models.moe import MoE
 from shardlab.models.primitive import Primitive, Step
 from shardlab.models.primitives import Add, Embed, Linear, Lookup, Norm
 from shardlab.models.run import Run, runs
+from shardlab.models.sound import closes, opens, want_cuttable
 from shardlab.program.mesh import Mesh
 
 Matrix = Projection | Linear | Lookup | ExpertLinear
 """Primitives with parameters that may be cut."""
+
+SLICED = {"vocab", "head", "ffn", "expert"}
+"""The indices that tp and ep cut."""
 
 
 @dataclass(frozen=True, init=False)
@@ -124,7 +128,8 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
         steps, pieces = _placed_again(steps), {"expert": ep} | pieces
         if tp == 1 and not attention_apart and not model.tied:  # attention is a part of the layer before the experts
             return _sliced(model, runs(steps, _experts(steps)), {"expert": ep})
-    breaks = {*_bodies(steps), *_experts(steps)}
+    want_cuttable(steps, pieces)
+    breaks = set(_bodies(steps))
     if attention_apart:
         attends = [number for number, step in enumerate(steps) if isinstance(step.primitive, Attend)]
         breaks |= {*attends, *(number + 1 for number in attends)}
@@ -132,11 +137,11 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
 
 
 def _bodies(steps: Sequence[Step]) -> list[int]:
-    """Where bodies begin, after a norm or at first, and where they end, before what adds them to the residual."""
+    """Where bodies begin, with what reads a tensor that slices share, and where they end, with what makes their sum."""
     return [
         number
         for number, (before, step) in enumerate(pairwise(steps), 1)
-        if isinstance(before.primitive, Norm) or isinstance(step.primitive, Add | Embed)
+        if closes(before.primitive, SLICED) or opens(step.primitive, SLICED)
     ]
 
 

@@ -1,12 +1,14 @@
-"""Finding a model by what a user calls it: an architecture, a published model, or a TOML file."""
+"""Finding a model by what a user calls it: an architecture, a published model, a class in a file, or a TOML file."""
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from shardlab.errors import UserError, nearest, unknown
 from shardlab.models.blocks import Blocks
@@ -14,32 +16,47 @@ from shardlab.models.gpt import GPT
 from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.moe import MoE
+from shardlab.models.sound import want_sound
 from shardlab.program.files import packaged
 from shardlab.program.nesting import read_file
+from shardlab.program.user_file import file_and_name, member, module_of, running
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
 """Kinds of model by name; alone, such a name is the smallest thing of its kind, for trying out."""
 
-WANTED = {"int": (int, "a whole number"), "float": ((int, float), "a number"), "bool": (bool, "true or false")}
-"""What a field's value in a file must be, by the first word of the field's type; any other one is a word."""
+FROM_FILES: dict[type[Blocks], str] = {}
+"""Kinds of model that were found in users' files, and by what name."""
+
+WANTED: dict[Any, tuple[Any, str]] = {
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    bool: (bool, "true or false"),
+    str: (str, "a word in quotes"),
+}
+"""What a field's value in a file must be, by the field's type."""
 
 
 def find_model(name: str) -> Blocks:
-    """The model called `name`, in any case; or the one that the file path/to/model.toml describes.
+    """The model called `name`, in any case; or one of a file: path/to/file.py:NAME or path/to/model.toml.
 
     >>> find_model("gpt2").parameter_count
     124439808
 
-    A file holds the fields of a model, and in `model` the name of the one whose fields it changes:
+    In a Python file the name is that of a subclass of `Blocks`, or of a model with sizes of its own. A TOML file holds
+    the fields of a model, and in `model` the name of the one whose fields it changes:
 
         model = "llama3-8b"
         layers = 4
 
     Raises:
-        UserError: when there is no such name or file, or a file's fields are not the model's.
+        UserError: when there is no such name or file, what a Python file has is no model, or the fields of a TOML file
+            are not the model's.
     """
     if name.endswith(".toml"):
-        return _from_file(Path(name))
+        return _from_toml(Path(name))
+    path, kind = file_and_name(name)
+    if path is not None:
+        return _from_python(path, kind)
     published, low = sources(), name.lower()
     if low in ARCHITECTURES:
         return ARCHITECTURES[low]()
@@ -47,7 +64,23 @@ def find_model(name: str) -> Blocks:
         written = {field: value for field, value in _table()[low].items() if field != "source"}
         return _changed(ARCHITECTURES[written.pop("model")](), written, low)
     known = [*ARCHITECTURES, *published]
-    raise unknown("model", name, known, ", and files that end in .toml")
+    raise unknown("model", name, known, ", path/to/file.py:NAME and files that end in .toml")
+
+
+def unsized(name: str, model: Blocks) -> set[str]:
+    """Fields of the model called `name` whose values nobody has chosen: all of an architecture's, those of a class in a
+    file that it has not given itself, and none of others'.
+    """
+    kind = type(model)
+    if name.lower() not in ARCHITECTURES and not FROM_FILES.get(kind, "").endswith(f":{kind.__name__}"):
+        return set()
+    chosen = {field for each in kind.__mro__ if not each.__module__.startswith("shardlab.") for field in vars(each)}
+    return {field.name for field in fields(model)} - chosen
+
+
+def name_of(kind: type[Blocks]) -> str:
+    """A name by which `find_model` finds such a model."""
+    return FROM_FILES.get(kind, kind.__name__)
 
 
 def sources() -> dict[str, str]:
@@ -72,15 +105,52 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], said: str) -> Blocks:
 
 def _changed(model: Blocks, written: Mapping[str, Any], said: str) -> Blocks:
     """`with_fields`, where values may be of any type."""
-    types = {field.name: str(field.type).split()[0] for field in fields(model)}
+    hints = get_type_hints(type(model))
     for name, value in written.items():
-        kind, wanted = WANTED.get(types.get(name, ""), (object if name not in types else str, "a word in quotes"))
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool and name in types):
+        hint = hints.get(name)
+        hint = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
+        kind, wanted = WANTED.get(str if get_origin(hint) is Literal else hint, (object, ""))
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
             raise UserError(f"{said}: {name} is {value!r}; give {wanted}")
     return with_fields(model, written, said)
 
 
-def _from_file(path: Path) -> Blocks:
+def _from_python(path: Path, name: str) -> Blocks:
+    """A subclass of `Blocks`, or a model, of a user's file; tried on one block, so that mistakes are told here."""
+    found = member(module_of(path), path, name, ("model", "models"), _is_model)
+    if not _is_model(found):
+        raise UserError(
+            f"{name} in {path} is not a model; write it as a subclass of shardlab.models.Blocks, or as an object of one"
+        )
+    if isinstance(found, type) and (missing := sorted(found.__abstractmethods__)):
+        raise UserError(f"{name} in {path} does not say its {', '.join(missing)}; define that as GPT does")
+    with running(path):
+        model = found() if isinstance(found, type) else found
+        one = replace(model, layers=1)
+        want_sound(one.steps)
+        one.run(0).kernels(1, one.seq_len)
+        one.sizes(1, 4)
+    kind = type(model)
+    if kind not in ARCHITECTURES.values():
+        FROM_FILES[kind] = f"{path}:{name}"
+        copyreg.pickle(kind, _by_name)  # other processes cannot import it
+    return model
+
+
+def _is_model(found: object) -> TypeGuard[Blocks | type[Blocks]]:
+    return isinstance(found, Blocks) or (isinstance(found, type) and issubclass(found, Blocks) and found is not Blocks)
+
+
+def _by_name(model: Blocks) -> tuple[Any, ...]:
+    """How another process makes a file's model again."""
+    return _again, (name_of(type(model)), {field.name: getattr(model, field.name) for field in fields(model)})
+
+
+def _again(name: str, values: Mapping[str, Any]) -> Blocks:
+    return replace(find_model(name), **values)
+
+
+def _from_toml(path: Path) -> Blocks:
     written = read_file(path, "TOML")
     base, _ = written.pop("model", None), written.pop("source", None)
     if not isinstance(base, str) or base.endswith(".toml"):

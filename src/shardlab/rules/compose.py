@@ -46,7 +46,7 @@ def is_attention(reads: Sequence[Tensors]) -> bool:
 
 
 def _ordered(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(names, key=ORDER.index))
+    return tuple(sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)))
 
 
 def layers_of(written: Sequence[Written], *, tied: bool = False) -> tuple[Layer, ...]:

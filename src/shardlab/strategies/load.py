@@ -6,10 +6,10 @@ import inspect
 from pathlib import Path
 
 from shardlab.program import UserError
+from shardlab.program.user_file import file_and_name, member, module_of
 from shardlab.strategies import find
 from shardlab.strategies.entry import Entry, data_parallel_mesh, planned_entry
 from shardlab.strategies.plan import Plan
-from shardlab.strategies.user_file import file_and_function, member, module_of
 
 
 def load(name: str | Plan) -> Entry:
@@ -23,7 +23,7 @@ def load(name: str | Plan) -> Entry:
     """
     if isinstance(name, Plan):
         return planned_entry(name, "plan")
-    path, function = file_and_function(name)
+    path, function = file_and_name(name)
     if path is not None:
         return _from_file(name, path, function)
     return find(name)
@@ -31,7 +31,7 @@ def load(name: str | Plan) -> Entry:
 
 def _from_file(name: str, path: Path, function: str) -> Entry:
     module = module_of(path)
-    program = member(module, path, function, "async functions", inspect.iscoroutinefunction)
+    program = member(module, path, function, ("function", "async functions"), inspect.iscoroutinefunction)
     if not inspect.iscoroutinefunction(program):
         raise UserError(f"{function} in {path} is not a strategy; write it as `async def {function}(rank): ...`")
     mesh = getattr(module, f"{function}_mesh", data_parallel_mesh)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-import shardlab.models
-from shardlab.models import Blocks
+from shardlab.models.named import find_model, name_of, with_fields
 from shardlab.program import UserError
 from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
@@ -21,7 +20,7 @@ def described(job: Job) -> dict[str, Any]:
         "strategy": job.strategy if isinstance(job.strategy, str) else job.strategy.as_dict(),
         "ranks": job.ranks,
         "microbatches": job.microbatches,
-        "model": {"kind": type(job.model).__name__, **asdict(job.model)},
+        "model": {"kind": name_of(type(job.model)), **asdict(job.model)},
         "micro_batch_size": job.micro_batch_size,
         "dtype": str(job.dtype).removeprefix("torch."),
         "seed": job.seed,
@@ -37,12 +36,12 @@ def job_of(words: Mapping[str, Any]) -> Job:
     """
     try:
         strategy, model = words["strategy"], dict(words["model"])
-        kind = getattr(shardlab.models, model.pop("kind"))
+        kind = model.pop("kind")
         return Job(
             strategy if isinstance(strategy, str) else Plan.from_dict(strategy),
             words["ranks"],
             words["microbatches"],
-            cast(Blocks, kind(**model)),
+            with_fields(find_model(kind), model, kind),
             words["micro_batch_size"],
             getattr(torch, words["dtype"]),
             words["seed"],

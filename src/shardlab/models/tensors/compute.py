@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlab.errors import UserError
 from shardlab.models.attention import Attend, Projection
 from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route
 from shardlab.models.primitive import Primitive
@@ -49,8 +50,13 @@ class Given:
 
 @singledispatch
 def compute(primitive: Primitive, given: Given) -> tuple[Tensor, ...]:
-    """What a primitive makes, in the order of `primitive.makes`."""
-    raise NotImplementedError(f"no arithmetic for {type(primitive).__name__}")
+    """What a primitive makes, in the order of `primitive.makes`; a new one registers its function here.
+
+    Raises:
+        UserError: when none is registered for it.
+    """
+    kind = type(primitive).__name__
+    raise UserError(f"nothing computes a {kind} on torch; register a function (primitive: {kind}, given: Given)")
 
 
 @compute.register

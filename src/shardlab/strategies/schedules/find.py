@@ -8,11 +8,11 @@ from pathlib import Path
 
 from shardlab.errors import unknown
 from shardlab.program import UserError
+from shardlab.program.user_file import file_and_name, member, module_of
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.actions import Schedule
 from shardlab.strategies.schedules.csv_schedule import import_csv
 from shardlab.strategies.schedules.steps import Steps
-from shardlab.strategies.user_file import file_and_function, member, module_of
 
 
 @cache
@@ -32,10 +32,10 @@ def find_schedule(name: str) -> Schedule | Steps:
             return import_csv(Path(name))
         except UserError as error:
             raise UserError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
-    path, function = file_and_function(name)
+    path, function = file_and_name(name)
     if path is None:
         raise unknown("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
-    found = member(module_of(path), path, function, "generators", inspect.isgeneratorfunction)
+    found = member(module_of(path), path, function, ("function", "generators"), inspect.isgeneratorfunction)
     if isinstance(found, Schedule):
         return found
     if not inspect.isgeneratorfunction(found):
