@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.hardware import DEVICES, find_device
-from shardlab.hardware.device import BYTES, Device
+from shardlab.hardware.device import Device, bytes_of
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.program import UserError
 
@@ -29,7 +29,7 @@ def test_no_product_is_faster_than_the_data_sheet(device: Device, m: int, n: int
 @given(DEVICE, st.floats(1, 1e10))
 def test_no_pointwise_kernel_is_faster_than_the_memory(device: Device, elements: float) -> None:
     dtype = next(iter(device.flops))
-    assert device.seconds(Pointwise("gelu", elements, elements), dtype) >= BYTES[dtype] * elements / device.bandwidth
+    assert device.seconds(Pointwise("gelu", elements, elements), dtype) >= bytes_of(dtype) * elements / device.bandwidth
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,18 @@ def test_in_float8_only_products_with_parameters_are_faster() -> None:
     scores = Matmul(2048, 2048, 128, 64, learned=False)
     for kernel in (scores, Pointwise("gelu", 1e8, 1e8), FusedAttention(4, 32, 32, 2048, 2048, 128, 0.5)):
         assert device.seconds(kernel, "float8") == device.seconds(kernel, "bfloat16")
+
+
+def test_a_dtype_takes_a_peak_and_a_share_of_it() -> None:
+    """Its name says how long it is; all but products with parameters is in bfloat16 if that is less than two bytes."""
+    h100 = find_device("h100")
+    efficiency = replace(h100.efficiency, matmul={**h100.efficiency.matmul, "float4": h100.efficiency.matmul["float8"]})
+    device = replace(h100, flops={**h100.flops, "float4": 2 * h100.flops["float8"]}, efficiency=efficiency)
+    product = Matmul(8192, 8192, 8192)
+    assert device.seconds(product, "float4") < 0.75 * device.seconds(product, "float8")
+    assert device.seconds(Pointwise("gelu", 1e8, 1e8), "float4") == h100.seconds(
+        Pointwise("gelu", 1e8, 1e8), "bfloat16"
+    )
 
 
 def test_each_generation_of_attention_kernels_has_its_own_speed() -> None:

@@ -11,15 +11,14 @@ pipeline, and rows that are not whole 16-byte words are read slowly (the same gu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.program import UserError
-
-BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
-"""Bytes of an element, by dtype."""
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.7), (32, 32, 0.35))
 """Rows and columns of the tiles that a library chooses from, and how fast each is against the largest (CUTLASS's usual
@@ -94,17 +93,17 @@ class Device:
     def seconds(self, kernel: Kernel, dtype: str) -> float:
         """How long the kernel takes, its operands in `dtype`.
 
-        In "float8" only products with parameters are computed, their first operand cast before; all else is in bfloat16
-        (Micikevicius et al. 2022, arXiv 2209.05433).
+        In less than two bytes only products with parameters are computed, their first operand cast before; all else is
+        in bfloat16 (of float8: Micikevicius et al. 2022, arXiv 2209.05433).
 
         Raises:
             UserError: the device does not compute in that dtype.
         """
-        if dtype == "float8":
+        if (bytes := bytes_of(dtype)) < 2:
             self.peak(dtype)
             if not (isinstance(kernel, Matmul) and kernel.learned):
                 return self.seconds(kernel, "bfloat16")
-            cast = Pointwise("cast", 1.5 * kernel.batch * kernel.m * kernel.k, 0.0)  # 2 bytes in, 1 out
+            cast = Pointwise("cast", (1 + bytes / 2) * kernel.batch * kernel.m * kernel.k, 0.0)  # of 2 bytes
             return self._roofline(kernel, dtype) + self._memory(cast, "bfloat16")
         return self._roofline(kernel, dtype)
 
@@ -143,14 +142,26 @@ class Device:
         return kernel.flops / (self.peak(dtype) * share * filled)
 
     def _memory(self, kernel: Kernel, dtype: str) -> float:
-        moved = kernel.elements * BYTES[dtype]
+        moved = kernel.elements * bytes_of(dtype)
         small = self.efficiency.bytes_half if isinstance(kernel, Pointwise) else 0.0
         return (moved + small) / (self.bandwidth * self.efficiency.memory) if moved else 0.0
 
 
+@cache
+def bytes_of(dtype: str) -> float:
+    """Bytes of an element, which a dtype's name says.
+
+    >>> bytes_of("bfloat16"), bytes_of("float4")
+    (2.0, 0.5)
+    """
+    found = re.search(r"\d+", dtype)
+    assert found is not None, f"{dtype} does not say its bits"
+    return int(found[0]) / 8
+
+
 def alignment(kernel: Matmul, dtype: str) -> float:
     """The share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
-    word = 16 // BYTES[dtype]
+    word = 16 // bytes_of(dtype)
     if kernel.k % word == 0 and kernel.n % word == 0:
         return 1.0
     return MISALIGNED if kernel.batch == 1 else MISALIGNED_BATCH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardlab.hardware.device import BYTES, Device, Efficiency
+from shardlab.hardware.device import Device, Efficiency, bytes_of
 from shardlab.hardware.profile import AlphaBeta, Profile, Rate
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.program import UserError
@@ -22,7 +22,7 @@ class MeasuredDevice(Device):
         Raises:
             UserError: no kernel of its family was measured in that dtype.
         """
-        return self._rate(kernel, dtype).seconds(kernel.flops, kernel.elements * BYTES[dtype])
+        return self._rate(kernel, dtype).seconds(kernel.flops, kernel.elements * bytes_of(dtype))
 
     @property
     def adds_in_backward(self) -> bool:

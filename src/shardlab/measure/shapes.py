@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardlab.check import Checked, check
-from shardlab.hardware.device import BYTES
+from shardlab.hardware.device import bytes_of
 from shardlab.hardware.measured import families
 from shardlab.measure.points import KernelWork
 from shardlab.models import GPT, CutModel, Llama, Model, cut
@@ -76,7 +76,7 @@ class Subject:
     def checked(self) -> Checked:
         """A step of two microbatches, one after the other."""
         plan = Plan(schedule="zb-h1" if self.split else "1f1b")
-        sizes = self.model.sizes(self.rows, BYTES[self.dtype])
+        sizes = self.model.sizes(self.rows, int(bytes_of(self.dtype)))
         return check(trace(load(plan).program, Mesh(), sizes, MICROBATCHES))
 
     def layer_name(self, op: Op) -> str:
@@ -94,7 +94,7 @@ class Subject:
 
     def work(self, op: Op, elements: int) -> tuple[KernelWork, ...]:
         """The kernels of an op; `elements` are those of its layer's weights."""
-        bytes = BYTES[self.dtype]
+        bytes = bytes_of(self.dtype)
         if op.kind is OpKind.UPDATE:
             return (("update", 0.0, float(elements * bytes * UPDATE_MOVES)),)
         if op.kind is OpKind.LOAD_BATCH:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardlab.hardware import Cluster
+from shardlab.hardware.device import bytes_of
 from shardlab.models import Model
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
 from shardlab.predict.precision import Precision
@@ -117,7 +118,8 @@ class ClusterPrices(Prices):
         """A gradient, in the dtype that it was computed in, is added to those of other microbatches."""
         if self.recipe.fused_accumulation:
             return 0.0
-        moved = elements * (_BYTES[self.precision.compute] + 2 * self.precision.gradients)
+        made = max(2, bytes_of(self.precision.compute))  # no gradient is made in less than two bytes
+        moved = elements * (made + 2 * self.precision.gradients)
         return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
 
     def _sum(self, kernels: Iterable[Kernel]) -> float:
@@ -164,5 +166,3 @@ def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 _DATA_AXES = frozenset({"dp_shard", "dp_replicate", "cp"})
 _RESIDUALS = frozenset({Kind.RESIDUAL, Kind.GRAD_RESIDUAL})
-_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 2}
-"""Bytes of an element of a gradient, by the dtype of products of matrices."""
