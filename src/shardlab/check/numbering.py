@@ -33,6 +33,7 @@ class Numbering:
         self._atomic = {rules.layer_number for rules in layers if any(node.atomic for node in rules.layer.nodes)}
         self._given: list[dict[int, int]] = [{} for _ in checked.meetings]  # by rank
         self._made: dict[int, int] = {}  # meeting -> the number of all that it delivers
+        self._apart: set[int] = set()  # meetings that deliver another value to each member
         self._waiting: dict[int, list[int]] = defaultdict(list)  # meeting -> ranks
         self._runnable = deque(range(len(tapes)))
         self._coming: list[dict[int, tuple[int, ...]]] = [{} for _ in tapes]  # handle -> what it will deliver
@@ -56,6 +57,8 @@ class Numbering:
                     if made is None:
                         self._waiting[meeting_of[handle]].append(rank)
                         return index
+                    if meeting_of[handle] in self._apart:
+                        made = numbers.of(("member", rank), (made,))
                     live[number] = numbers.at(made, positions(specs[number])) if made in numbers.pieces else made
             elif kind in COMMUNICATION:
                 coming[handle] = outputs
@@ -107,6 +110,8 @@ class Numbering:
         if op.kind in _ONE_GIVES:
             self._made[meeting] = number
         elif len(given) == len(members):
+            if op.kind.row.combines is None and op.kind is not OpKind.ALL_TO_ALL:
+                self._apart.add(meeting)
             self._made[meeting] = self._united(op, self.checked.meetings[meeting], [given[m.rank] for m in members])
         else:
             return
@@ -116,7 +121,7 @@ class Numbering:
         """What pieces make that are laid side by side, or exchanged."""
         forms = [spec.form for spec in specs]
         alike = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
-        if alike and op.kind is not OpKind.ALL_TO_ALL:
+        if alike and op.kind.row.combines is Combine.UNION:
             return self.numbers.joined(zip(map(positions, specs), given, strict=True))
         # along another index than the batch
         return self.numbers.of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
@@ -128,7 +133,7 @@ class Numbering:
             return given[0]
         specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in meeting.members]
         first = specs[0]
-        if op.kind.row.combines is Combine.UNION or op.kind is OpKind.ALL_TO_ALL:
+        if op.kind.row.combines is not Combine.SUM:
             return self._gathered(op, specs, given)
         if len(given) == 2 and op.reduction is Reduction.SUM:
             return numbers.element_wise(numbers.sum, given, positions(first))

@@ -111,5 +111,9 @@ class Communicator:
             self._issued[batch] = [self.wait_of(work) for work in dist.batch_isend_irecv(operations)]
         return lambda: self._issued[batch][min(place, len(self._issued[batch]) - 1)]()
 
+    def start(self, verb: Callable[..., Any], *tensors: Tensor, group: Group, **settings: Any) -> Wait:
+        """Any verb of torch.distributed that takes a group."""
+        return self._wait(verb(*tensors, group=self._groups[group], async_op=True, **settings))
+
     def _wait(self, work: Any) -> Wait:
         return self.wait_of(work)

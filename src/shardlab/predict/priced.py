@@ -65,7 +65,7 @@ class ClusterPrices(Prices):
             return self.cluster.device.seconds(Pointwise("adamw", elements, 0.0), "float32")
         if kind is OpKind.ADD:
             return self._add(sizes.elements(made))
-        if kind is OpKind.CONCATENATE or kind is OpKind.SCALE:  # read and written, counted as float32 elements
+        if kind.row.price is Price.BYTES:  # read and written, counted as float32 elements
             return self.cluster.device.seconds(Pointwise(kind.value, sizes.bytes(made) / 2, 0.0), "float32")
         if kind is OpKind.NORM:
             return self._sum([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])

@@ -72,7 +72,7 @@ class Row:
         stream: where it runs.
         price: what its time follows.
         root: what its root alone does, if it has one.
-        combines: how it puts values together.
+        combines: how it puts values together (None, of a collective without a root: each member receives another).
         in_place: whether it may write over its first input, where nobody reads that any more.
         ends: places among its inputs of the values that end with it.
         saved: the place among its inputs of what autograd kept for it (-1: nothing).
@@ -140,7 +140,7 @@ class OpKind(Enum):
     ADD = Row("add", (2,), (1,), "S", "grey", word="sum of gradients", combines=_SUM, in_place=True)
     NORM = Row("norm", (1,), (1,), "N", "grey", word="norm of the gradient")
     SCALE = Row("scale", (1,), (1,), "M", "grey", word="scaling", price=_BYTES, in_place=True)
-    CONCATENATE = Row("concatenate", (), (1,), "C", "grey", word="concatenation", price=_BYTES)
+    CONCATENATE = Row("concatenate", (), (1,), "C", "grey", word="concatenation", price=_BYTES, combines=_UNION)
     SLICE = Row("slice", (1,), (1,), "P", "grey", price=_NOTHING)
     ZERO_GRADIENT = Row("zero_gradient", (0,), (1,), "O", "grey", price=_NOTHING)
     UPDATE = Row("update", (3, 4), (2,), "U", "black", ends=(1, 2))

@@ -82,7 +82,7 @@ def _times(op: Op, rank: int, ranks: tuple[int, ...]) -> float:
         OpKind.REDUCE_SCATTER: others / members,
         OpKind.ALL_TO_ALL: others / members,
         OpKind.ALL_REDUCE: 2 * others / members,
-    }[op.kind]
+    }.get(op.kind, 1.0)
 
 
 def _add(sent: Traffic, spec: Spec, amount: float) -> None:
