@@ -71,8 +71,11 @@ def squeezed(text: str) -> str:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder like a fresh checkout, to write into, and a terminal of 80 columns."""
+    """A folder like a fresh checkout, with the files that pages ask to save, and a terminal of 80 columns."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    for block in PYTHON:
+        if block.comment.startswith("save as: "):
+            (tmp_path / block.comment.removeprefix("save as: ")).write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("COLUMNS", "80")

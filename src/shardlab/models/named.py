@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -117,13 +117,15 @@ def _changed(model: Blocks, written: Mapping[str, Any], said: str) -> Blocks:
 
 def _from_python(path: Path, name: str) -> Blocks:
     """A subclass of `Blocks`, or a model, of a user's file; tried on one block, so that mistakes are told here."""
-    found = member(module_of(path), path, name, ("model", "models"), _is_model)
+    found = member(module_of(path), path, name, ("model", "models"), _is_own)
     if not _is_model(found):
         raise UserError(
             f"{name} in {path} is not a model; write it as a subclass of shardlab.models.Blocks, or as an object of one"
         )
     if isinstance(found, type) and (missing := sorted(found.__abstractmethods__)):
         raise UserError(f"{name} in {path} does not say its {', '.join(missing)}; define that as GPT does")
+    if isinstance(found, type) and (without := [each.name for each in fields(found) if each.default is MISSING]):
+        raise UserError(f"{name} in {path} has no default for {', '.join(without)}; every field of a model has one")
     with running(path):
         model = found() if isinstance(found, type) else found
         one = replace(model, layers=1)
@@ -139,6 +141,11 @@ def _from_python(path: Path, name: str) -> Blocks:
 
 def _is_model(found: object) -> TypeGuard[Blocks | type[Blocks]]:
     return isinstance(found, Blocks) or (isinstance(found, type) and issubclass(found, Blocks) and found is not Blocks)
+
+
+def _is_own(found: object) -> bool:
+    """Whether it is a model, and not one that the file has imported."""
+    return _is_model(found) and found not in ARCHITECTURES.values()
 
 
 def _by_name(model: Blocks) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from shardlab.models.named import find_model, name_of, with_fields
 from shardlab.program import UserError
+from shardlab.program.user_file import file_and_name
 from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
 
@@ -32,8 +33,12 @@ def job_of(words: Mapping[str, Any]) -> Job:
     """The job that was described.
 
     Raises:
-        UserError: when this version of Shardlab has no such model, plan or dtype.
+        UserError: when this version of Shardlab has no such model, plan or dtype, or the file of a model is not here.
     """
+    if (path := file_and_name(str(words.get("model", {}).get("kind")))[0]) is not None and not path.is_file():
+        raise UserError(
+            f"the model of this trace is in {path}, which is not here; give the command in the run's folder"
+        )
     try:
         strategy, model = words["strategy"], dict(words["model"])
         kind = model.pop("kind")

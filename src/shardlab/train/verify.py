@@ -82,7 +82,13 @@ def verify(job: Job, steps: int, clip: float | None = None) -> Verdict | None:
         UserError: for a request that cannot be met.
     """
     job.checked()  # in this process first: a refusal needs no ranks
-    return run_ranks(job.ranks, verify_rank, job, steps, None, clip)
+    return run_ranks(job.ranks, _verdict, job, steps, clip)
+
+
+def _verdict(rank: int, device: torch.device, job: Job, steps: int, clip: float | None) -> Verdict | None:
+    """`verify_rank`, of which only rank 0 tells."""
+    verdict = verify_rank(rank, device, job, steps, None, clip)
+    return verdict if rank == 0 else None
 
 
 def verify_rank(

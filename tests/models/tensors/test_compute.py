@@ -125,7 +125,7 @@ def test_every_index_of_every_primitive_is_tried() -> None:
         may.setdefault(type(primitive), set()).update(its & set(INDICES) - node.whole)
         tried.setdefault(type(primitive), set()).update(indices.split())
     assert tried == may
-    assert set(compute.registry) - {object} <= set(tried)
+    assert {kind for kind in compute.registry if kind.__module__.startswith("shardlab.")} <= set(tried)
 
 
 @pytest.mark.parametrize("primitive", [each for each in ALL if "expert" not in each.reads.get("x", "")], ids=repr)

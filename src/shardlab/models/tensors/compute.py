@@ -56,7 +56,7 @@ def compute(primitive: Primitive, given: Given) -> tuple[Tensor, ...]:
         UserError: when none is registered for it.
     """
     kind = type(primitive).__name__
-    raise UserError(f"nothing computes a {kind} on torch; register a function (primitive: {kind}, given: Given)")
+    raise UserError(f"nothing computes {kind} on torch; register a function (primitive: {kind}, given: Given)")
 
 
 @compute.register
@@ -89,7 +89,7 @@ def _(primitive: Linear, given: Given) -> tuple[Tensor, ...]:
     x, weight = given.x, given.parameters[f"{primitive.name}.weight"]
     if x.shape[-1] > weight.shape[1]:  # what attention has mixed, as an op of its own, comes with its log-sum-exp
         x = x[..., : weight.shape[1]].to(weight.dtype)
-    return (F.linear(x, weight, given.parameters.get(f"{primitive.name}.bias")),)
+    return (F.linear(x, weight, given.parameters[f"{primitive.name}.bias"] if primitive.bias else None),)
 
 
 @compute.register

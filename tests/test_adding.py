@@ -1,0 +1,215 @@
+"""docs/adding.md: its examples are built as it says, from outside the package or into a copy of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.hardware import find_cluster
+from shardlab.models import find_model
+from shardlab.program import Mesh
+from shardlab.strategies.plan import Plan
+from shardlab.train.described import described, job_of
+from shardlab.train.job import Job
+from tests.models.tensors import alone, test_compute
+from tests.test_readme import BLOCKS, ROOT, TEXTS, Block
+
+PAGE = "docs/adding.md"
+GOALS = {
+    "schedule": 1,
+    "strategy": 1,
+    "model": 1,
+    "primitive": 1,
+    "collective": 5,
+    "op": 8,
+    "device": 2,
+    "dtype": 2,
+}
+"""The most files that each takes."""
+
+SECTIONS = dict(re.findall(r"^## An? (\w+)\n(.*?)(?=^## |\Z)", TEXTS[PAGE], re.MULTILINE | re.DOTALL))
+ON_PAGE = [block for block in BLOCKS if block.page == PAGE]
+SAVED = {block.comment.removeprefix("save as: "): block for block in ON_PAGE if block.comment.startswith("save as: ")}
+INTO = [block for block in ON_PAGE if block.comment.startswith("into: ")]
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder outside the package with the page's files."""
+    for name, block in SAVED.items():
+        (tmp_path / name).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def run(line: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """What a command prints that ends well."""
+    status = main(line.split())
+    written = capfd.readouterr()
+    assert status == 0, written.err
+    return written.out
+
+
+def test_the_page_has_every_kind_of_thing_with_no_more_files_than_it_should() -> None:
+    assert set(SECTIONS) == set(GOALS)
+    for what, text in SECTIONS.items():
+        assert 1 <= len(re.findall(r"^- (?:\[|`my_)", text, re.MULTILINE)) <= GOALS[what], what
+
+
+@pytest.mark.parametrize("what", ["collective", "op", "device", "dtype"])
+def test_the_files_that_are_named_have_what_is_named_there(what: str) -> None:
+    items = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\)(.*(?:\n  .*)*)", SECTIONS[what], re.MULTILINE)
+    assert items
+    for name, target, text in items:
+        path = (ROOT / PAGE).parent / target
+        assert path == ROOT / "docs" / ".." / "src" / "shardlab" / name
+        for word in re.findall(r"`(\w+)`", text):
+            assert re.search(rf"\b{word}\b", path.read_text()), f"{word} in {path}"
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_schedule_goes_wherever_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    schedule = "my_schedule.py:newest_first"
+    line = f"schedule {schedule} --pp 2 --microbatches 2 --form compute_only"
+    assert run(line, capfd) == "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n"
+    assert "bubble" in run(f"simulate --pp 4 --schedule {schedule}", capfd)
+    assert json.loads(run(f"verify --pp 2 --schedule {schedule} --json", capfd))["ok"]
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_strategy_is_checked_and_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run("simulate my_strategy.py:in_two_steps --json", capfd))
+    assert facts["backends"] == ["gloo", "nccl"]
+    assert not facts["drifts"]
+    assert json.loads(run("verify my_strategy.py:in_two_steps --ranks 2 --json", capfd))["ok"]
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_primitive_in_slices_is_the_whole() -> None:
+    """By itself, as each of the package's is tried: in slices, by what autograd keeps, by shapes and FLOPs."""
+    model = find_model("my_primitive.py:Rescaled")
+    (kind,) = {type(step.primitive) for step in model.steps if type(step.primitive).__name__ == "Rescale"}
+    arguments: dict[str, Any] = {"tokens": alone.T, "hidden": alone.C}
+    primitive = kind(**arguments)
+    for of in (2, 4):
+        test_compute.test_in_slices_it_makes_what_its_rule_says(primitive, "ffn", of)
+    test_compute.test_autograd_keeps_what_it_declares(primitive)
+    test_compute.test_shapes_and_flops_are_those_it_declares(primitive)
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_primitives_model_is_checked_whole_and_in_slices(capfd: pytest.CaptureFixture[str]) -> None:
+    model = find_model("my_primitive.py:Rescaled")
+    for plan in (Plan(Mesh(tp=2)), Plan(Mesh(pp=2), "zb-v"), Plan(Mesh(cp=2, tp=2), sequence_parallel=True)):
+        ranks = plan.mesh.world
+        assert Job(plan, ranks, 4, model, 2).checked().program.ranks == ranks
+    assert json.loads(run("verify --tp 2 --model my_primitive.py:Rescaled --json", capfd))["ok"]
+    line = "simulate --tp 2 --model my_primitive.py:Rescaled --cluster h100x2 --json"
+    more = json.loads(run(line, capfd))["model_flops"]
+    assert more == json.loads(run("simulate --tp 2 --model gpt --cluster h100x2 --json", capfd))["model_flops"]
+
+
+def test_a_model_is_simulated_verified_and_trained(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run("simulate --model my_model.py:two_layers --cluster h100x8 --tp 2 --json", capfd))
+    assert facts["layers"] > 2  # cut, from blocks
+    assert json.loads(run("verify --tp 2 --model my_model.py:AttentionOnly --json", capfd))["ok"]
+    line = "train --strategy ddp --ranks 2 --steps 15 --hidden-size 16 --trace --out traced --json"
+    run(f"{line} --model my_model.py:AttentionOnly", capfd)
+    assert json.loads((saved / "traced" / "run.json").read_text())["model"]["kind"] == "my_model.py:AttentionOnly"
+    assert "forward" in run("compare traced", capfd)
+
+
+def test_the_job_of_a_models_file_is_the_same_again(saved: Path) -> None:
+    job = Job("ddp", 2, 4, find_model("my_model.py:AttentionOnly"), 2)
+    words = json.loads(json.dumps(described(job)))
+    again = job_of(words)
+    assert vars(again.model) == vars(job.model)
+    assert again.sizes == job.sizes
+    (saved / "my_model.py").unlink()
+    with pytest.raises(ValueError, match=r"in my_model\.py, which is not here; give the command in the run's folder"):
+        job_of(words)
+
+
+def test_a_toml_file_changes_a_model_of_a_file(saved: Path) -> None:
+    (saved / "four.toml").write_text('model = "my_model.py:two_layers"\nlayers = 4\n')
+    model = find_model("four.toml")
+    assert (model.layers, model.hidden_size) == (4, 768)
+
+
+def test_torchrun_trains_a_model_of_a_file(saved: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardlab"]
+    command += ["verify", "--tp", "2", "--model", "my_primitive.py:Rescaled", "--steps", "1", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=saved, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"]  # from one of the ranks alone
+
+
+def test_a_cluster_file_puts_its_own_figures_in_the_place_of_a_devices(tmp_path: Path) -> None:
+    (block,) = [block for block in ON_PAGE if block.language == "toml"]
+    file = tmp_path / "mine.toml"
+    file.write_text(block.text)
+    cluster = find_cluster(str(file))
+    assert (cluster.size, cluster.device.memory, cluster.device.bandwidth) == (16, 48 * 2**30, 1200e9)
+
+
+def put(package: Path, block: Block) -> None:
+    """Put what a block says into a copy of the package, before a line or instead of it."""
+    found = re.fullmatch(r"into: (\S+), (before|instead of): (.*)", block.comment)
+    assert found is not None, block.comment
+    path = package / found[1]
+    lines = path.read_text().splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if line.strip().startswith(found[3]))
+    lines[at : at + (found[2] == "instead of")] = [block.text]
+    path.write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the package, into which all the page's additions are put, and the page's programs."""
+    folder = tmp_path_factory.mktemp("changed")
+    shutil.copytree(ROOT / "src" / "shardlab", folder / "shardlab", ignore=shutil.ignore_patterns("__pycache__"))
+    for block in INTO:
+        put(folder / "shardlab", block)
+    (ring,) = [block.text for block in ON_PAGE if block.comment == "built with it: ring.py:ring_ddp"]
+    (folder / "ring.py").write_text(ring)
+    came = 'await rank.shift(rank.grad_weights.pop("passing"))'
+    (folder / "copies.py").write_text(ring.replace(came, f"rank.clone({came})"))
+    return folder
+
+
+def built(line: str, changed: Path) -> dict[str, Any]:
+    """What a command of the changed package says, as JSON."""
+    env = {**os.environ, "PYTHONPATH": str(changed), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shardlab", *line.split(), "--json"]
+    done = subprocess.run(command, cwd=changed, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_collective_and_an_op_are_checked_and_run(changed: Path) -> None:
+    assert built("verify copies.py:ring_ddp --ranks 3 --microbatches 3", changed)["ok"]
+
+
+def test_a_device_computes_and_a_collective_takes_time_on_it(changed: Path) -> None:
+    facts = built("simulate ring.py:ring_ddp --model gpt2 --cluster minex4 --precision fp16", changed)
+    assert facts["checked"]
+    assert [each["kind"] for each in facts["exposed"]] == ["shift"]
+
+
+def test_products_alone_are_quicker_in_a_narrower_dtype(changed: Path) -> None:
+    line = "simulate ddp --ranks 8 --model gpt2 --cluster b200x8 --precision"
+    narrow, wide = (built(f"{line} {precision}", changed)["step_seconds"] for precision in ("fp4", "bf16"))
+    assert wide / 4 < narrow < wide
