@@ -86,6 +86,15 @@ class Shapeless(Primitive):
     def kernels(self, sequences, tokens, pieces):
         return ()
 
+class Named(Odd):
+    einsum: ClassVar[str] = "x(width) -> x(width) g(width)"
+
+class Makes(Odd):
+    einsum: ClassVar[str] = "x(width) -> x(width) g"
+
+class Takes(Odd):
+    einsum: ClassVar[str] = "x(width) g -> x(width)"
+
 class Flat(Odd):
     def parameters(self):
         return (Parameter("mlp.flat.weight", (64,), False, ()),)
@@ -107,6 +116,14 @@ def with_(kind):
     return With
 
 Reads, Differs, Names, Keeping, Unsaid, Short = map(with_, (Elsewhere, Other, Unknown, Keeps, Shapeless, Flat))
+Indexed = with_(Named)
+
+@dataclass(frozen=True, kw_only=True)
+class Gated(GPT):
+    def block_parts(self):
+        attention, (name, (norm, up, activate, down, add)) = super().block_parts()
+        makes, takes = (kind(tokens=self.seq_len) for kind in (Makes, Takes))
+        return attention, (name, (norm, makes, up, activate, down, takes, add))
 Alone, Squashed = map(with_, (Odd, Squash))
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +198,7 @@ def test_a_toml_file_says_fields_of_their_types_whether_annotations_are_text_or_
         ("Names", "Unknown has the einsum 'x({inner}) -> x(width)', which cannot be read: KeyError('inner')"),
         ("Keeping", "Keeps keeps z, which it neither reads nor makes; it has x, x"),
         ("Unsaid", "Shapeless makes x, but does not say how many features it has; define features(tensor)"),
+        ("Indexed", "Named makes g(width), but only x, s, q, kv may have indices; write g alone"),
         ("Short", "mlp.flat.weight has the shape (64,) and the indices (); give an index for each dim"),
     ],
 )
@@ -217,6 +235,13 @@ def test_a_parameter_that_every_slice_would_have_is_refused_where_it_is_cut(file
     assert cut(model, tp=1).layers
     with pytest.raises(UserError, match=r"mlp\.c_proj\.bias has no index ffn, along which Linear is cut"):
         cut(model, tp=2)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=2, tp=2), Mesh(cp=2)], ids=str)
+def test_a_tensor_with_a_name_of_its_own_is_handed_on_beside_the_residual_stream(file: Path, mesh: Mesh) -> None:
+    model = find_model(f"{file}:Gated")
+    assert Job(Plan(mesh), mesh.world, 4, model, 2).checked().program.ranks == mesh.world
+    assert max(map(len, (run.inputs for run in cut(model, tp=2).runs))) == 3
 
 
 def test_what_comes_after_a_sum_over_slices_is_in_the_next_layer(file: Path, ranks: Callable[[int], Ranks]) -> None:

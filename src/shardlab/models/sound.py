@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from shardlab.errors import UserError
 from shardlab.models.primitive import Primitive, Step
 
+INDEXED = ("x", "s", "q", "kv")
+"""The tensors that may have indices."""
+
 
 def want_sound(steps: Sequence[Step]) -> None:
     """Refuse primitives that do not fit together.
@@ -35,6 +38,12 @@ def want_sound(steps: Sequence[Step]) -> None:
             if indices and indices != theirs:
                 raise UserError(
                     f"{where} reads {tensor}({indices}), but {maker} made {tensor}({theirs}); they must be the same"
+                )
+        for tensor, indices in makes.items():
+            if indices and tensor not in INDEXED:
+                raise UserError(
+                    f"{where} makes {tensor}({indices}), but only {', '.join(INDEXED)} may have indices; "
+                    f"write {tensor} alone: it goes with its tokens"
                 )
         made |= {tensor: (name, indices) for tensor, indices in makes.items()}
         _want_said(where, primitive)
