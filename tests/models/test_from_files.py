@@ -15,7 +15,7 @@ from shardlab.cli import main
 from shardlab.cli.model_options import ModelOptions
 from shardlab.errors import UserError
 from shardlab.models import GPT, Llama, cut, find_model
-from shardlab.models.named import name_of
+from shardlab.models.named import name_of, with_fields
 from shardlab.program import Mesh
 from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
@@ -86,14 +86,19 @@ class Shapeless(Primitive):
     def kernels(self, sequences, tokens, pieces):
         return ()
 
-class Named(Odd):
+class Makes(Odd):
     einsum: ClassVar[str] = "x(width) -> x(width) g(width)"
 
-class Makes(Odd):
-    einsum: ClassVar[str] = "x(width) -> x(width) g"
-
 class Takes(Odd):
-    einsum: ClassVar[str] = "x(width) g -> x(width)"
+    einsum: ClassVar[str] = "x(width) g(width) -> x(width)"
+
+@compute.register
+def makes(primitive: Makes, given: Given) -> tuple[Tensor, ...]:
+    return given.x.clone(), given.x.sigmoid()
+
+@compute.register
+def takes(primitive: Takes, given: Given) -> tuple[Tensor, ...]:
+    return (given.x * given.tensors["g"],)
 
 class Flat(Odd):
     def parameters(self):
@@ -116,15 +121,18 @@ def with_(kind):
     return With
 
 Reads, Differs, Names, Keeping, Unsaid, Short = map(with_, (Elsewhere, Other, Unknown, Keeps, Shapeless, Flat))
-Indexed = with_(Named)
+Alone, Squashed = map(with_, (Odd, Squash))
 
 @dataclass(frozen=True, kw_only=True)
 class Gated(GPT):
+    """A gate of the feed-forward part, made before it and read after it, or at once."""
+    early: bool = True
+
     def block_parts(self):
         attention, (name, (norm, up, activate, down, add)) = super().block_parts()
         makes, takes = (kind(tokens=self.seq_len) for kind in (Makes, Takes))
-        return attention, (name, (norm, makes, up, activate, down, takes, add))
-Alone, Squashed = map(with_, (Odd, Squash))
+        inside = (makes, up, activate, down, takes) if self.early else (makes, takes, up, activate, down)
+        return attention, (name, (norm, *inside, add))
 
 @dataclass(frozen=True, kw_only=True)
 class Biased(GPT):
@@ -135,7 +143,6 @@ class Biased(GPT):
 
 small = Llama(layers=2, hidden_size=32, heads=2)
 ours = Mine(layers=3)
-wrong = lambda: GPT(heads=3)
 def function(): ...
 '''
 
@@ -198,7 +205,6 @@ def test_a_toml_file_says_fields_of_their_types_whether_annotations_are_text_or_
         ("Names", "Unknown has the einsum 'x({inner}) -> x(width)', which cannot be read: KeyError('inner')"),
         ("Keeping", "Keeps keeps z, which it neither reads nor makes; it has x, x"),
         ("Unsaid", "Shapeless makes x, but does not say how many features it has; define features(tensor)"),
-        ("Indexed", "Named makes g(width), but only x, s, q, kv may have indices; write g alone"),
         ("Short", "mlp.flat.weight has the shape (64,) and the indices (); give an index for each dim"),
     ],
 )
@@ -237,11 +243,15 @@ def test_a_parameter_that_every_slice_would_have_is_refused_where_it_is_cut(file
         cut(model, tp=2)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=2, tp=2), Mesh(cp=2)], ids=str)
-def test_a_tensor_with_a_name_of_its_own_is_handed_on_beside_the_residual_stream(file: Path, mesh: Mesh) -> None:
-    model = find_model(f"{file}:Gated")
-    assert Job(Plan(mesh), mesh.world, 4, model, 2).checked().program.ranks == mesh.world
-    assert max(map(len, (run.inputs for run in cut(model, tp=2).runs))) == 3
+def test_a_tensor_with_a_name_of_its_own_is_read_in_the_layer_that_makes_it(
+    file: Path, ranks: Callable[[int], Ranks]
+) -> None:
+    model = replace(find_model(f"{file}:Gated"), layers=2, seq_len=8)
+    assert model.sizes(1, 4).layers == 2  # whole blocks are layers
+    with pytest.raises(UserError, match="block 0, feed-forward reads g, which is made in an earlier layer"):
+        cut(model, tp=2)
+    job = Job(Plan(Mesh(tp=2)), 2, 2, with_fields(model, {"early": False}, "Gated"), 2, torch.float64)
+    assert ranks(2).call(verify_rank, torch.device("cpu"), job, 2)[0].ok
 
 
 def test_what_comes_after_a_sum_over_slices_is_in_the_next_layer(file: Path, ranks: Callable[[int], Ranks]) -> None:

@@ -16,9 +16,9 @@ from shardlab.models.mlp import MLP
 from shardlab.models.model import Model
 from shardlab.models.moe import MoE
 from shardlab.models.primitive import Primitive, Step
-from shardlab.models.primitives import Add, Embed, Linear, Lookup, Norm
+from shardlab.models.primitives import Linear, Lookup, Norm
 from shardlab.models.run import Run, runs
-from shardlab.models.sound import closes, opens, want_cuttable
+from shardlab.models.sound import closes, cut_indices, opens, want_carried, want_cuttable
 from shardlab.program.mesh import Mesh
 
 Matrix = Projection | Linear | Lookup | ExpertLinear
@@ -137,12 +137,20 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
 
 
 def _bodies(steps: Sequence[Step]) -> list[int]:
-    """Where bodies begin, with what reads a tensor that slices share, and where they end, with what makes their sum."""
+    """Where bodies begin, with what reads a tensor that slices share, and where they end, with what makes their sum.
+
+    What mixes tokens and is not cut, such as routing, begins a layer as well: it wants whole sequences.
+    """
     return [
         number
         for number, (before, step) in enumerate(pairwise(steps), 1)
-        if closes(before.primitive, SLICED) or opens(step.primitive, SLICED)
+        if closes(before.primitive, SLICED) or opens(step.primitive, SLICED) or _mixes(step) > _mixes(before)
     ]
+
+
+def _mixes(step: Step) -> bool:
+    """Whether a primitive mixes tokens, and has no slices that do."""
+    return step.primitive.mixes_tokens and not cut_indices(step.primitive, SLICED)
 
 
 def _experts(steps: Sequence[Step]) -> list[int]:
@@ -171,6 +179,7 @@ def _placed_again(steps: Sequence[Step]) -> list[Step]:
 def _sliced(model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, columns: bool = False) -> CutModel:
     """These layers, each cut along those indices that its parameters have; by columns, along what it makes."""
     found: list[Run] = []
+    want_carried(layers)
     for run in layers:
         mine = {index for step in run.steps for index in _indices(step.primitive)}
         if columns:

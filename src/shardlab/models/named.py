@@ -16,7 +16,7 @@ from shardlab.models.gpt import GPT
 from shardlab.models.llama import Llama, Mixtral
 from shardlab.models.mlp import MLP
 from shardlab.models.moe import MoE
-from shardlab.models.sound import want_sound
+from shardlab.models.sound import want_carried, want_sound
 from shardlab.program.files import packaged
 from shardlab.program.nesting import read_file
 from shardlab.program.user_file import file_and_name, member, module_of, running
@@ -130,6 +130,7 @@ def _from_python(path: Path, name: str) -> Blocks:
         model = found() if isinstance(found, type) else found
         one = replace(model, layers=1)
         want_sound(one.steps)
+        want_carried(replace(model, layers=2).runs)
         one.run(0).kernels(1, one.seq_len)
         one.sizes(1, 4)
     kind = type(model)

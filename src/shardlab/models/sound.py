@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from shardlab.errors import UserError
 from shardlab.models.primitive import Primitive, Step
-
-INDEXED = ("x", "s", "q", "kv")
-"""The tensors that may have indices."""
+from shardlab.models.run import Run
+from shardlab.rules.compose import ORDER
 
 
 def want_sound(steps: Sequence[Step]) -> None:
@@ -38,12 +37,6 @@ def want_sound(steps: Sequence[Step]) -> None:
             if indices and indices != theirs:
                 raise UserError(
                     f"{where} reads {tensor}({indices}), but {maker} made {tensor}({theirs}); they must be the same"
-                )
-        for tensor, indices in makes.items():
-            if indices and tensor not in INDEXED:
-                raise UserError(
-                    f"{where} makes {tensor}({indices}), but only {', '.join(INDEXED)} may have indices; "
-                    f"write {tensor} alone: it goes with its tokens"
                 )
         made |= {tensor: (name, indices) for tensor, indices in makes.items()}
         _want_said(where, primitive)
@@ -77,6 +70,21 @@ def _want_said(where: str, primitive: Primitive) -> None:
             )
 
 
+def want_carried(layers: Sequence[Run]) -> None:
+    """Refuse a tensor that one layer makes and another reads, where its name is none of those that are carried.
+
+    Raises:
+        UserError: for the first of them.
+    """
+    for run in layers:
+        for tensor in run.inputs:
+            if tensor not in ORDER:
+                raise UserError(
+                    f"{run.steps[0].place} reads {tensor}, which is made in an earlier layer, where the model is cut "
+                    f"so; only {', '.join(ORDER)} go from layer to layer: read {tensor} where it is made"
+                )
+
+
 def want_cuttable(steps: Sequence[Step], pieces: Mapping[str, int]) -> None:
     """Refuse parameters that every slice of a layer would have whole: their gradients would be parts of a sum.
 
@@ -102,13 +110,13 @@ def cut_indices(primitive: Primitive, among: set[str]) -> set[str]:
     """The indices of a primitive along which it may be cut."""
     node = primitive.node
     tensors = [*node.reads.values(), *node.makes.values(), *node.weights.values()]
-    return {index for indices in tensors for index in indices.split()} & among - node.whole
+    return {index for indices in tensors for index in indices.split()} & among - node.whole - node.deals
 
 
 def opens(primitive: Primitive, among: set[str]) -> bool:
     """Whether slices of a primitive read one tensor together: its gradient is a sum over them."""
     cut = cut_indices(primitive, among)
-    return any(not cut <= {*indices.split()} for indices in primitive.reads.values())
+    return any(indices and not cut <= {*indices.split()} for indices in primitive.reads.values())
 
 
 def closes(primitive: Primitive, among: set[str]) -> bool:
