@@ -166,14 +166,13 @@ def test_a_cluster_file_puts_its_own_figures_in_the_place_of_a_devices(tmp_path:
 
 
 def put(package: Path, block: Block) -> None:
-    """Put what a block says into a copy of the package, before a line or instead of it."""
-    found = re.fullmatch(r"into: (\S+), (before|instead of): (.*)", block.comment)
-    assert found is not None, block.comment
-    path = package / found[1]
-    lines = path.read_text().splitlines(keepends=True)
-    at = next(number for number, line in enumerate(lines) if line.strip().startswith(found[3]))
-    lines[at : at + (found[2] == "instead of")] = [block.text]
-    path.write_text("".join(lines))
+    """Make a change of the page in a copy of the package: its first line that is there already says where."""
+    path = package / block.comment.removeprefix("into: ")
+    lines, change = path.read_text().splitlines(), block.text.splitlines()
+    here = [line[1:] for line in change if line[:1] != "+"]
+    at = next(at for at in range(len(lines)) if lines[at : at + len(here)] == here)
+    lines[at : at + len(here)] = [line[1:] for line in change if line[:1] != "-"]
+    path.write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
