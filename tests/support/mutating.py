@@ -46,7 +46,9 @@ def wait_of(program: Program, rank: int, handle: int) -> int:
 
 def renamed(ops: list[Op], old: int, new: int) -> list[Op]:
     """Later ops read another value."""
-    return [op._replace(inputs=tuple(new if n == old else n for n in op.inputs)) for op in ops]
+    return [
+        op._replace(inputs=tuple(new if n == old else n for n in op.inputs)) if old in op.inputs else op for op in ops
+    ]
 
 
 def fresh_number(tape: list[Op]) -> int:
@@ -56,8 +58,8 @@ def fresh_number(tape: list[Op]) -> int:
 
 def living_on(tape: list[Op], number: int) -> list[Op]:
     """The tape with a value that is freed only when the step ends."""
-    free = Op(OpKind.FREE, -1, (number,))
-    return [*(op for op in tape if op != free), free]
+    kept = (op for op in tape if op.kind is not OpKind.FREE or op.inputs != (number,))
+    return [*kept, Op(OpKind.FREE, -1, (number,))]
 
 
 def without_summand(tape: list[Op], number: int) -> list[Op] | None:
