@@ -13,7 +13,7 @@ from shardlab.models import MoE
 from shardlab.models.cutting import cut
 from shardlab.program import Mesh, Program, Sizes, trace
 from shardlab.strategies.model_layers import model_layers
-from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Plan, Recompute
+from shardlab.strategies.plan import CUT_AXES, DATA_AXES, Context, Plan, Recompute
 from shardlab.strategies.planned import planned
 from shardlab.strategies.schedules import SCHEDULES
 from tests.support.pieces import WIDTH
@@ -100,6 +100,9 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     recompute = random.choice(again)
     if model in ("context", "routed apart") and random.random() < 0.3:
         recompute = "selective"
+    contexts: list[Context] = ["ring", "all_gather"]
+    if WIDTH % (mesh.cp * mesh.tp) == 0:  # the judge's heads
+        contexts.append("ulysses")
     plan = Plan(
         mesh,
         schedule.name,
@@ -114,7 +117,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         reshard_after=random.choice(["layer", "stage", "step"]),
         sequence_parallel=mesh.tp > 1 and random.random() < 0.5,
         recompute=recompute,
-        context=random.choice(["ring", "all_gather", "ulysses"] if WIDTH % (mesh.cp * mesh.tp) == 0 else ["ring"]),
+        context=random.choice(contexts),
         reduce_at=random.choice(["layer", "step"]),
     )
     microbatches = plan.data_ranks * random.randint(most, max(3, most))
