@@ -7,26 +7,97 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Literal, NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
+
+
+Rule = Literal[
+    "a term", "another rank's value", "awaited something else", "batch of messages", "can hang", "counted twice",
+    "cut sequences", "deadlock", "does not divide", "endless", "freed", "frozen", "frozen in the norm", "in flight",
+    "left over", "loaded twice", "made up", "malformed tape", "masked keys", "merged terms", "missing microbatches",
+    "missing pieces", "missing slices", "missing terms", "moved twice", "no forward", "no reduction",
+    "no sum of squares", "no term", "no value", "norm for some", "not awaited", "not exchanged", "not gathered",
+    "not kept", "not loaded", "not received", "not runnable", "other factors", "other forward", "other indices",
+    "other message", "other order", "other pieces", "other slices", "other sums", "other tokens", "other values",
+    "part of a slice", "partial", "partial norm", "partial weight", "pieces overlap", "replicas differ",
+    "scaled gradient", "stale weight", "stalled", "the program raised", "tied weight", "unknown axis",
+    "unknown group", "unknown key", "unknown layer", "unknown microbatch", "unknown rank", "unknown slice",
+    "written over", "wrong expectation", "wrong factor", "wrong kind", "wrong layer", "wrong number", "wrong root",
+    "wrong step", "wrong store",
+]  # fmt: skip
+"""The rules that a program may break, in a few words."""
+
+
+class About(NamedTuple):
+    """The op that is refused, as in `update(layer 1)`, and the layer that it is of (-1: of none)."""
+
+    text: str
+    layer: int = -1
+
+
+def of_layer(verb: str, layer: int) -> About:
+    """The op of that name on a layer."""
+    return About(f"{verb}(layer {layer})", layer)
 
 
 class Refused(Exception):
     """A program is wrong: it would hang, or would not compute the gradient.
 
-    The message says which rank and op, what was found, what was expected and what to do.
+    Its text is one or two sentences: where, what was given and expected, what to do.
+
+    Args:
+        about: the op; one that is of no layer may be named by its text alone.
+
+    Attributes:
+        rule: which rule is broken.
+        rank, op: where, once `at` has said it (None: it is the program as a whole). An op is counted on its rank's
+            tape, from 0.
+        layer: the layer that the op is of (None: of none).
+        given: what was found, and after a semicolon what was expected.
+        remedy: what to do.
+        missing: numbers of what is missing: microbatches (of cut sequences their cells: slice s of microbatch m is
+            m * slices + s), slices of a layer, terms of a sum.
+        doubled: numbers of what would be counted twice.
+        line: the line of a user's file that is at fault, `file:line`; "": unknown.
+        trail: more lines, for a reader.
     """
 
-    rank: int | None = None
-    op: int | None = None
+    def __init__(
+        self,
+        rule: Rule,
+        about: About | str,
+        given: str,
+        remedy: str,
+        *,
+        missing: Iterable[int] = (),
+        doubled: Iterable[int] = (),
+    ) -> None:
+        super().__init__(rule, about, given, remedy)  # what unpickling calls this with
+        about, layer = (about, -1) if isinstance(about, str) else about
+        self.rule, self.about, self.given, self.remedy = rule, about, given, remedy
+        self.layer = layer if layer >= 0 else None
+        self.missing, self.doubled = tuple(missing), tuple(doubled)
+        self.rank: int | None = None
+        self.op: int | None = None
+        self.line = self.trail = ""
 
-    def at(self, rank: int, op: int) -> Refused:
-        """Put the place before the sentence, once; the innermost place wins."""
+    def at(self, rank: int, op: int) -> Self:
+        """Say where it is, once; the innermost place wins."""
         if self.rank is None:
             self.rank, self.op = rank, op
-            self.args = (f"rank {rank}, op {op} {self.args[0]}",)
         return self
+
+    def __str__(self) -> str:
+        place = "" if self.rank is None else f"rank {self.rank}, op {self.op} "
+        remedy = f". {self.remedy[0].upper()}{self.remedy[1:]}" if ";" in self.given else f"; {self.remedy}"
+        parts = self.line, (place + self.about).rstrip(), self.given + remedy
+        return f"{': '.join(filter(None, parts))}.{self.trail}"
+
+    def fields(self) -> dict[str, object]:
+        """All that it says, for JSON."""
+        told = ("rule", "line", "rank", "op", "layer", "about", "given", "remedy", "missing", "doubled")
+        return {"text": str(self), **{name: getattr(self, name) for name in told}}
 
 
 class Deadlock(Refused):

@@ -42,13 +42,15 @@ class Blame:
         except Stalled:  # it names the line, and would take as long again
             raise
         except Endless as refusal:  # running it again would take as long again
-            raise Refused(f"{self.file}:{line_of(refusal.__traceback__, self.file)}: {refusal}") from None
+            refusal.line = f"{self.file}:{line_of(refusal.__traceback__, self.file)}"
+            raise
         except Refused as refusal:
             again = Retrace(self.program, self.file, World(mesh, layers, microbatches))
             if isinstance(refusal, Deadlock):
-                raise Deadlock(f"{refusal}{again.waiting()}") from None
-            line = again.line(refusal.rank, refusal.op)
-            raise Refused(f"{self.file}:{line}: {refusal}") from refusal.__cause__
+                refusal.trail = again.waiting()
+            else:
+                refusal.line = f"{self.file}:{again.line(refusal.rank, refusal.op)}"
+            raise
 
 
 class Retrace:

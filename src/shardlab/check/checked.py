@@ -7,6 +7,7 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from shardlab.errors import Refused
 from shardlab.program import Program, Spec
 from shardlab.program.matching import Meeting
 
@@ -59,7 +60,7 @@ class Checked:
     meetings: list[Meeting]
     meeting_of: list[dict[int, int]]
     models: dict[ChannelModel, str | None]
-    not_runnable: str | None = None
+    not_runnable: Refused | None = None
     frozen: tuple[int, ...] = ()
 
     @cached_property
@@ -73,7 +74,10 @@ class Checked:
         """The torch.distributed backends on which the program runs."""
         return [backend for backend in BACKENDS if self.why_not(backend) is None]
 
-    def why_not(self, backend: str) -> str | None:
+    def why_not(self, backend: str) -> Refused | None:
         """Why the program does not run on a backend; None if it does."""
         deadlock = self.models[BACKENDS[backend]]
-        return self.not_runnable or (deadlock and f"on {backend} this program can hang: {deadlock}")
+        if self.not_runnable or not deadlock:
+            return self.not_runnable
+        remedy = "let ranks issue these in one order, and messages that cross in one exchange"
+        return Refused("can hang", f"on {backend} this program can hang", deadlock.removesuffix("."), remedy)

@@ -6,6 +6,7 @@ Sends are buffered here, and messages between two ranks arrive in the order in w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from shardlab.check.rank_state import RankState
 from shardlab.program import Group, Message, Op, OpKind, Refused, Spec, rooted
@@ -51,11 +52,12 @@ class Communication:
     def arrive(self, state: RankState, op: Op) -> None:
         """WAIT for a communication that has come about: its result may be used, what it read may be freed."""
         if op[2] or op[3]:
-            state.refuse(f"{op}: a wait reads and makes no value; its communication names what arrives.")
+            remedy = "name what arrives in its communication"
+            state.refuse("malformed tape", "a wait reads and makes no value", remedy)
         handle = op[4]
         issued = state.flying.pop(handle, None)
         if issued is None:
-            state.refuse(f"wait: handle {handle} is not in flight; each communication is waited for once.")
+            refuse_second_wait(state, op)
         source = state.ops[issued]
         if source[2]:
             state.reading[source[2][0]] -= 1
@@ -87,15 +89,17 @@ class Communication:
                 state = self.states[member.rank]
                 to = state.ops[member.op].peer
                 if call is None:
-                    state.refuse(f"send({spec}) to rank {to}: no receive on rank {to} takes this message.", member.op)
+                    given = f"no receive on rank {to} takes this message, {spec}"
+                    state.refuse("not received", given, "receive it there, or leave it out", member.op)
 
     def _issue(self, state: RankState, op: Op) -> Member:
         handle, at, batch = op[4], state.at, op.batch
         if handle in state.flying or handle in state.arrived or handle < 0:
-            state.refuse(f"{op}: issues handle {handle}, which must be a new one, counted from 0.")
+            state.refuse("malformed tape", f"issues handle {handle}", "number handles anew, from 0")
         if batch >= 0:
             if state.batches.get(batch, at - 1) != at - 1:
-                state.refuse(f"{op}: is of batch {batch}, but other ops stand between it and the rest of its batch.")
+                given = f"is of batch {batch}, but other ops stand between it and the rest of its batch"
+                state.refuse("batch of messages", given, "put them before or after the batch")
             state.batches[batch] = at
         state.flying[handle] = at
         if op[2]:
@@ -115,11 +119,8 @@ class Communication:
             first, first_spec, first_call = next(iter(came.values()))
             assert first_call is not None
             if not rooted.agree(first_call, first_spec, call, spec):
-                state.refuse(
-                    f"{said(call, spec)} on {group}: rank {first.rank} meets it with "
-                    f"{said(first_call, first_spec)} (its op {first.op}); all members of a group must issue its "
-                    "collectives in one order, of one kind and for one layer."
-                )
+                met = said(first_call, first_spec)
+                raise rooted.disagreement(call, spec, group, first.rank, first.op, met)
         came[state.index] = (member, spec, call)
         parts = line.whole()
         if parts is not None:
@@ -149,9 +150,10 @@ class Communication:
     def _recv(self, state: RankState, op: Op) -> None:
         peer, expect = op.peer, op.expect
         if expect is None:
-            state.refuse(f"{op}: the tape does not say which message is meant.")
+            state.refuse("malformed tape", "the tape does not say which message is meant", "say what it expects")
         if expect.microbatches < 0:
-            state.refuse(f"recv from rank {peer}: no set of microbatches is the number {expect.microbatches}.")
+            given = f"no set of microbatches is the number {expect.microbatches}"
+            raise Refused("malformed tape", f"recv from rank {peer}", given, "expect a bit set")
         state.want_layer(op, expect.layer)
         member = self._issue(state, op)
         _check_peer(state, op)
@@ -202,17 +204,16 @@ def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
     rooted.want_sound(call, group.ranks)
     reads, makes = rooted.values_of(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):
-        state.refuse(
-            f"{op.kind.value}: has {len(op[2])} inputs and {len(op[3])} outputs; the part of rank {state.index} reads "
-            f"{reads} and makes {makes}."
-        )
+        given = f"has {len(op[2])} inputs and {len(op[3])} outputs"
+        remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
+        state.refuse("malformed tape", given, remedy)
     if reads:
         spec = state.live[op[2][0]]
         state.want_layer(op, spec[0].layer)
         return spec
     if makes:
         if op.expect is None:
-            state.refuse(f"{op}: the tape does not say what comes from the root.")
+            state.refuse("malformed tape", "the tape does not say what comes from the root", "say what it expects")
         state.want_layer(op, op.expect.layer)
     return None
 
@@ -221,22 +222,27 @@ def _join(state: RankState, op: Op) -> Group:
     """This rank's first collective on a group; equal groups are one object, so that members find one another."""
     group, ranks = op.group, state.program.ranks
     if group is None:
-        state.refuse(f"{op}: no group is given for this collective.")
+        state.refuse("unknown group", "no group is given for this collective", "give one")
     if (
         state.index not in group.ranks
         or len(set(group.ranks)) < len(group.ranks)
         or not all(0 <= rank < ranks for rank in group.ranks)
     ):
-        state.refuse(
-            f"{op}: the group has the ranks {group.ranks}; a group has rank {state.index} itself and others of "
-            f"0-{ranks - 1}, each once."
-        )
+        remedy = f"give rank {state.index} itself and others of 0-{ranks - 1}, each once"
+        state.refuse("unknown group", f"the group has the ranks {group.ranks}", remedy)
     if group is not group_of(group.axis, group.ranks):
-        state.refuse(f"{op}: the group {group} was not made by group_of, so its members would not find each other.")
+        given = f"the group {group} was not made by group_of, so its members would not find each other"
+        state.refuse("unknown group", given, "make it by group_of")
     state.groups.add(group)
     return group
 
 
 def _check_peer(state: RankState, op: Op) -> None:
     if op.peer == state.index or not 0 <= op.peer < state.program.ranks:
-        state.refuse(f"{op}: the world has ranks 0-{state.program.ranks - 1}, and a rank does not message itself.")
+        remedy = f"the world has ranks 0-{state.program.ranks - 1}, name another of these"
+        state.refuse("unknown rank", f"rank {op.peer} is none that this rank can message", remedy)
+
+
+def refuse_second_wait(state: RankState, op: Op) -> NoReturn:
+    """Refuse a WAIT for what is not under way."""
+    state.refuse("malformed tape", f"handle {op.handle} is not in flight", "wait for each communication once")

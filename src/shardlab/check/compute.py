@@ -8,7 +8,7 @@ from functools import partial
 from shardlab.check.rank_state import RankState
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.rooted import Names
-from shardlab.program.tape import NO_WEIGHT
+from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT
 from shardlab.rules import attention, dealing, gathers
 from shardlab.rules import update as sums
 from shardlab.rules.layer import Backward
@@ -28,14 +28,16 @@ def forward(state: RankState, op: Op) -> None:
     if len(outputs) == len(made) + 1:
         _save(state, outputs[-1], activation, saved)
     elif len(outputs) > len(made):
-        state.refuse(f"{op}: has {len(outputs)} outputs, but this layer makes {len(made)} values.")
+        given = f"has {len(outputs)} outputs, but this layer makes {len(made)} values"
+        state.refuse("malformed tape", given, "number these, and what is saved")
 
 
 def recompute(state: RankState, op: Op) -> None:
     (activation, weight), (saved,) = op[2], op[3]
     rules, spec = state.layer(op), state.live[activation]
     if not rules.layer.recomputed:
-        state.refuse(f"{op}: a {rules.layer.name} layer is not recomputed: it takes or makes several values.")
+        given = f"a {rules.layer.name} layer takes or makes several values, and is not recomputed"
+        state.refuse("no forward", given, "save what its forward makes")
     _save(state, saved, activation, rules.forward([spec], state.live[weight], "recompute")[1])
 
 
@@ -67,9 +69,11 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], Backward]:
         gradients += [live[number] for number in inputs[4:]]
     made, follows = state.layer(op).backward(live[activation], gradients, live[weight])
     if state.saved_of.pop(activation, None) != saved:
-        state.refuse(f"{op}: value {saved} is not what autograd saved from this activation's forward.")
+        given = f"value {saved} is not what autograd saved from this activation's forward"
+        state.refuse("no forward", given, "read what that saved, once")
     if state.specs[saved][0] is not follows.saved:
-        state.refuse(f"{op}: the forward pass was by other slices of the layer than the weight and the gradient.")
+        given = "the forward pass was by other slices of the layer than the weight and the gradient"
+        state.refuse("other forward", given, "give the slices of the forward pass")
     return made, follows
 
 
@@ -77,7 +81,8 @@ def backward_weight(state: RankState, op: Op) -> None:
     (activation, gradient, half), (grad_weight,) = op[2], op[3]
     spec, given = state.live[activation], state.live[gradient]
     if state.half_of.pop(activation, None) != half:
-        state.refuse(f"{op}: value {half} is not what the first half of this activation's backward left for it.")
+        given = f"value {half} is not what the first half of this activation's backward left for it"
+        state.refuse("no forward", given, "read what that left, once")
     state.make(grad_weight, state.layer(op).backward_weight(spec, [given], state.specs[half]))
 
 
@@ -94,13 +99,14 @@ def update(state: RankState, op: Op) -> None:
     live = state.live
     made = state.rules.update(op[1], [live[number] for number in op[2]], state.trained)
     for number in norms:
-        sums.want_no_frozen(f"update(layer {op[1]})", live[number], Holds(state.trained, state.program.layers))
+        sums.want_no_frozen(op.about, live[number], Holds(state.trained, state.program.layers))
     if state.clips is not None and state.clips != bool(norms):
-        state.refuse(f"{op}: some updates of this rank are given the gradient's norm and some are not; give it to all.")
+        given = "some updates of this rank are given the gradient's norm and some are not"
+        state.refuse("norm for some", given, "give it to all")
     state.clips = bool(norms)
     for number in (op[2][place] for place in OpKind.UPDATE.row.ends):
         if state.reading.get(number):
-            state.refuse(f"{op}: {live[number]} is still read by a communication in flight; wait for it.")
+            state.refuse("in flight", f"{live[number]} is still read by a communication in flight", "wait for it first")
         del live[number]
     state.make(new_weight, made[0])
     state.make(new_state, made[1])
@@ -124,7 +130,7 @@ def norm(state: RankState, op: Op) -> None:
 def slice_(state: RankState, op: Op) -> None:
     holds, spec = op.holds, state.live[op[2][0]]
     if holds is None or holds.mask.bit_count() != 1 or holds.mask < 0:
-        state.refuse(f"{op}: {_said(holds)} is not one of the equal parts of a value.")
+        state.refuse("unknown slice", f"{_said(holds)} is not one of the equal parts of a value", "name one of them")
     state.want_layer(op, spec.layer)
     state.make(op[3][0], dealing.slice_of(spec, holds.mask.bit_length() - 1, holds.of))
 
@@ -132,7 +138,7 @@ def slice_(state: RankState, op: Op) -> None:
 def concatenate(state: RankState, op: Op) -> None:
     specs = [state.live[number] for number in op[2]]
     state.want_layer(op, specs[0].layer)
-    state.make(op[3][0], gathers.gather(f"concatenate({specs[0].name})", specs, Names(range(len(specs)), "piece")))
+    state.make(op[3][0], gathers.gather(specs[0].about("concatenate"), specs, Names(range(len(specs)), "piece")))
 
 
 def load_batch(state: RankState, op: Op) -> None:
@@ -140,7 +146,8 @@ def load_batch(state: RankState, op: Op) -> None:
     space = state.rules.space
     microbatches, cells = space.microbatches, space.cells
     if holds is None or holds.of not in (microbatches, cells) or not 0 < holds.mask < 1 << holds.of:
-        state.refuse(f"{op}: {_said(holds)} is not a set of the step's {microbatches} microbatches.")
+        given = f"{_said(holds)} is not a set of the step's {microbatches} microbatches"
+        state.refuse("unknown microbatch", given, "name some of them")
     state.want_layer(op, 0)
     state.make(activation, Spec(form_of(Kind.ACTIVATION, 0, 0, space), holds.refined(cells).mask))
 
@@ -149,16 +156,17 @@ def _slice_of_weights(state: RankState, op: Op) -> Holds:
     """The slices of a layer's own weights that an op makes a value of."""
     holds, layer = op.holds, op[1]
     if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
-        state.refuse(f"{op}: there is no slice {_said(holds)} of layer {layer}.")
+        state.refuse("unknown slice", f"there is no slice {_said(holds)} of layer {layer}", "name slices that it has")
     if state.program.sizes.weight_of(layer) != layer:
-        state.refuse(f"{op}: {NO_WEIGHT}")
+        state.refuse("tied weight", NO_WEIGHT, LOAD_FIRST)
     return holds
 
 
 def scale(state: RankState, op: Op) -> None:
     spec, steps = state.live[op[2][0]], state.rules.space.microbatches
     if op.factor is None or not all(0 < mask < 1 << steps for mask, _ in op.factor.tokens):
-        state.refuse(f"{op}: {op.factor} is not a rational times counts of tokens of the step's microbatches.")
+        given = f"{op.factor} is not a rational times counts of tokens of the step's microbatches"
+        state.refuse("wrong factor", given, "give such a factor")
     state.want_layer(op, spec.layer)
     state.make(op[3][0], sums.scale(spec, op.factor))
 
@@ -171,7 +179,8 @@ def zero_gradient(state: RankState, op: Op) -> None:
 def _load(kind: Kind, state: RankState, op: Op) -> None:
     holds, layer, (number,) = _slice_of_weights(state, op), op[1], op[3]
     if (kind, layer, holds) in state.loaded:
-        state.refuse(f"{op}: the same slice was loaded by op {state.loaded[kind, layer, holds]} already.")
+        given = f"the same slice was loaded by op {state.loaded[kind, layer, holds]} already"
+        state.refuse("loaded twice", given, "load each slice once")
     state.loaded[kind, layer, holds] = state.at
     state.make(number, Spec(form_of(kind, layer, 0, state.rules.space, holds)))
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from typing import NoReturn
 
-from shardlab.check.communication import Communication
+from shardlab.check.communication import Communication, refuse_second_wait
 from shardlab.check.compute import COMPUTE_RULES, Rule
 from shardlab.check.ending import check_coverage, check_rank_ending, trained_layers
 from shardlab.check.rank_state import RankState
-from shardlab.program import Deadlock, Op, OpKind, Program, Refused
+from shardlab.program import Op, OpKind, Program, Refused
 from shardlab.program.ops import COMMUNICATION
-from shardlab.program.waiting import explain
+from shardlab.program.waiting import deadlock
 from shardlab.rules.kind import ROW_KINDS
 
 
@@ -32,7 +32,8 @@ class Dataflow:
     def __init__(self, program: Program) -> None:
         ranks = program.mesh.world
         if ranks != program.ranks:
-            raise Refused(f"the mesh has {ranks} ranks, but there are {program.ranks} tapes; give one for each rank.")
+            given = f"the mesh has {ranks} ranks, but there are {program.ranks} tapes"
+            raise Refused("malformed tape", "", given, "give one for each rank")
         self.trained = trained = trained_layers(program)
         self.states = [RankState(index, program, trained) for index in range(ranks)]
         self._runnable = deque(self.states)
@@ -54,7 +55,7 @@ class Dataflow:
                 raise refusal.at(state.index, state.at) from None
         blocked = {state.index: self.communication.waiting(state) for state in self.states if state.waits_for >= 0}
         if blocked:
-            raise Deadlock(explain(blocked))
+            raise deadlock(blocked)
         self.communication.finish()
         for state in self.states:
             check_rank_ending(state)
@@ -80,7 +81,7 @@ class Dataflow:
                 number = op[2][0]
                 spec = live[number]
                 if reading.get(number):
-                    state.refuse(f"free: {spec} is still read by a communication in flight; wait for it first.")
+                    state.refuse("in flight", f"{spec} is still read by a communication in flight", "wait for it first")
                 del live[number]
                 if spec[0].kind in ROW_KINDS:
                     state.saved_of.pop(number, None)
@@ -93,7 +94,7 @@ class Dataflow:
                 self.communication.arrive(state, op)
             else:
                 if op[4] not in state.flying:
-                    state.refuse(f"wait: handle {op[4]} is not in flight; each communication is waited for once.")
+                    refuse_second_wait(state, op)
                 state.waits_for = op[4]
                 return
         state.at = len(ops)
@@ -123,5 +124,7 @@ def _takes_any(op: Op) -> bool:
 def _refuse_shape(state: RankState, op: Op) -> NoReturn:
     """An op that reads or makes another number of values than its kind does, or has a handle and is not under way."""
     if op.handle >= 0 and op.kind not in COMMUNICATION:
-        state.refuse(f"{op}: has handle {op.handle}, but only a collective or a message has one; leave it out.")
-    state.refuse(f"{op.kind.value}: has {len(op.inputs)} inputs and {len(op.outputs)} outputs, which it never has.")
+        given = f"has handle {op.handle}, but only a collective or a message has one"
+        state.refuse("malformed tape", given, "leave it out")
+    given = f"has {len(op.inputs)} inputs and {len(op.outputs)} outputs, which it never has"
+    state.refuse("malformed tape", given, "give what it reads and makes")

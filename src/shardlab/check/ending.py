@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.check.rank_state import RankState
+from shardlab.errors import About
 from shardlab.program import Holds, Kind, OpKind, Program, Refused, Spec
 from shardlab.rules.pieces import bits, common, listed
 from shardlab.rules.spec import form_of
@@ -31,7 +32,7 @@ def check_rank_ending(state: RankState) -> None:
         Refused: naming what is missing or left over.
     """
     for issued in state.flying.values():
-        state.refuse(f"{state.ops[issued]}: is still in flight when the step ends; wait for it.", issued)
+        state.refuse("in flight", "is still in flight when the step ends", "wait for it", issued)
     left = set(state.live.values())
     finals: set[Spec] = set()
     for (kind, layer, holds), loaded in state.loaded.items():
@@ -39,27 +40,19 @@ def check_rank_ending(state: RankState) -> None:
         final = Spec(form_of(kind, layer, trained, state.rules.space, holds))
         finals.add(final)
         if final not in left and not trained:
-            state.refuse(
-                f"{state.ops[loaded]}: the step ends without {final}; no rank loads an optimizer state of layer "
-                f"{layer}, so it is frozen, and the weight that is loaded must be kept in a store.",
-                loaded,
-            )
+            given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
+            state.refuse("not kept", given, "keep the weight that is loaded in a store", loaded)
         if final not in left:
-            state.refuse(
-                f"{state.ops[loaded]}: the step ends without {final}; every slice that is loaded must be updated once, "
-                "and its result kept in a store.",
-                loaded,
-            )
+            remedy = "update every slice that is loaded once, and keep the result in a store"
+            state.refuse("not kept", f"the step ends without {final}", remedy, loaded)
     end = len(state.ops)
     for number, spec in state.live.items():
         if spec not in finals:
-            state.refuse(
-                f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded.", end
-            )
+            given = f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded"
+            state.refuse("left over", given, "free it", end)
         if spec not in left:
-            state.refuse(
-                f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once.", end
-            )
+            given = f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once"
+            state.refuse("left over", given, "free one of them", end)
         left.remove(spec)
 
 
@@ -72,12 +65,12 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     clips = {state.clips: state for state in reversed(states) if state.clips is not None}
     if len(clips) > 1:
         plain = clips[False]
-        at, op = next((at, op) for at, op in enumerate(plain.ops) if op.kind is OpKind.UPDATE)
-        plain.refuse(
-            f"{op}: is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift "
-            "apart and layers learn at different rates. Give the norm to all updates.",
-            at,
+        at = next(at for at, op in enumerate(plain.ops) if op.kind is OpKind.UPDATE)
+        given = (
+            f"is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift apart "
+            "and layers learn at different rates"
         )
+        plain.refuse("norm for some", given, "give the norm to all updates", at)
     held = [Holds(0, 1)] * layers
     for state in states:
         for kind, layer, holds in state.loaded:
@@ -88,8 +81,7 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     weight_of = states[0].program.sizes.weight_of
     for layer, (mask, of) in enumerate(held):
         if weight_of(layer) == layer and not held[layer].complete:
-            missing = listed(bits(~mask & ((1 << of) - 1)))
-            raise Refused(
-                f"weights[{layer}]: no rank loads slice {missing} of {of}, so it is never updated; every slice "
-                "of every layer must be loaded and updated by at least one rank."
-            )
+            missing = list(bits(~mask & ((1 << of) - 1)))
+            given = f"no rank loads slice {listed(missing)} of {of}, so it is never updated"
+            remedy = "load and update every slice of every layer on at least one rank"
+            raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=missing)

@@ -126,24 +126,26 @@ class Memory:
         key = self.kept.owner(op.layer, holds) or (op.layer, holds)  # the state's own
         for slices, before in self.moved[key]:
             if twice := _both(slices, holds):
-                raise Refused(_said_twice(op, twice, self.tape[before], before))
+                raise _moved_twice(op, twice, self.tape[before], before)
         for handle, number in self.reading.items():
             overlap = self.kept.views[number] == key and _both(self.specs[number].holds, holds)
             if number != op.inputs[1] and overlap:
                 flying = next(other for other in self.tape if other.handle == handle)
-                raise Refused(
-                    f"{op}: writes over {self.specs[number]}, whatever copy of it is given, but {flying} (handle "
-                    f"{handle}) is still reading that; wait for it first."
+                given = (
+                    f"writes over {self.specs[number]}, whatever copy of it is given, but {flying} (handle {handle}) "
+                    "is still reading that"
                 )
+                raise Refused("in flight", op.about, given, "wait for it first")
         self.moved[key].append((holds, at))
 
     def _read(self, op: Op, number: int) -> None:
         for slices, before in self.moved.get(self.kept.views[number], ()):
             if _both(slices, self.specs[number].holds):
-                raise Refused(
-                    f"{op}: {self.specs[number]} is read here, but op {before} {self.tape[before]} was given another "
-                    "copy of it and has written over it; read it before that, or update it itself."
+                given = (
+                    f"{self.specs[number]} is read here, but op {before} {self.tape[before]} was given another copy of "
+                    "it and has written over it"
                 )
+                raise Refused("written over", op.about, given, "read it before that, or update it itself")
 
 
 def _both(a: Holds, b: Holds) -> Holds | None:
@@ -153,15 +155,20 @@ def _both(a: Holds, b: Holds) -> Holds | None:
     return Holds(mask, mine.of) if mask else None
 
 
-def _said_twice(op: Op, twice: Holds, mover: Op, before: int) -> str:
+def _moved_twice(op: Op, twice: Holds, mover: Op, before: int) -> Refused:
+    """The refusal of an update of slices that have moved on already."""
     what = "all" if twice.complete else f"slices {listed(bits(twice.mask))} of {twice.of}"
     of = f"{what} of the weights[{op.layer}] that this rank keeps"
     if mover.kind is UPDATE:
-        return (
-            f"{op}: op {before} {mover} has moved {of} one step on already, for another optimizer state; each element "
-            "moves once a step. Load one optimizer state for each slice, and no two that overlap."
+        given = (
+            f"op {before} {mover} has moved {of} one step on already, for another optimizer state; each element moves "
+            "once a step"
         )
-    return (
-        f"{op}: op {before} {mover} has put the new values of {of} in the old ones' place; this update would move them "
-        "a second step. Update before they arrive, or load no optimizer state of what other ranks update."
-    )
+        remedy = "load one optimizer state for each slice, and no two that overlap"
+    else:
+        given = (
+            f"op {before} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
+            "second step"
+        )
+        remedy = "update before they arrive, or load no optimizer state of what other ranks update"
+    return Refused("moved twice", op.about, given, remedy, doubled=bits(twice.mask))

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shardlab.program import Group, Holds, Kind, Op, Program, Refused, Spec
+from shardlab.errors import Refused, Rule
+from shardlab.program import Group, Holds, Kind, Op, Program, Spec
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.rules.layer import LayerRules
 
@@ -62,43 +63,47 @@ class RankState:
     def note(self, number: int, spec: Spec) -> None:
         """A value exists, whether or not ops may use it."""
         if number in self.specs or number < 0:
-            self.refuse(f"{self.ops[self.at]}: makes value {number}, which must be a new one, counted from 0.")
+            self.refuse("malformed tape", f"makes value {number}", "number values anew, from 0")
         self.specs[number] = spec
 
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
         """Values come to life, as many as the op says."""
         if len(numbers) != len(specs):
-            op = self.ops[self.at]
-            self.refuse(f"{op.kind.value}: has {len(op.outputs)} outputs; {op} makes {len(specs)} values.")
+            outputs = len(self.ops[self.at].outputs)
+            self.refuse("malformed tape", f"has {outputs} outputs", f"it makes {len(specs)} values, number these")
         for place, number in enumerate(numbers):
             self.make(number, specs[place])
 
     def layer(self, op: Op) -> LayerRules:
         """The rules of the layer that an op computes."""
         if not 0 <= op[1] < len(self.layers):
-            self.refuse(f"{op}: layer {op[1]} does not exist; the model has layers 0-{len(self.layers) - 1}.")
+            remedy = f"the model has layers 0-{len(self.layers) - 1}, name one of these"
+            self.refuse("unknown layer", f"layer {op[1]} does not exist", remedy)
         return self.layers[op[1]]
 
     def want_layer(self, op: Op, layer: int) -> None:
         """The layer that an op names must be the one that it acts on."""
         if op[1] != layer:
-            self.refuse(f"{op}: the op says layer {op[1]}, but it acts on layer {layer}.")
+            self.refuse("malformed tape", f"the op says layer {op[1]}, but it acts on layer {layer}", "say that one")
 
-    def refuse(self, text: str, op: int | None = None) -> NoReturn:
-        """Refuse the op at hand, or another."""
-        raise Refused(text).at(self.index, self.at if op is None else op)
+    def refuse(self, rule: Rule, given: str, remedy: str, op: int | None = None) -> NoReturn:
+        """Refuse the op at hand, or another, or the tape's end."""
+        at = self.at if op is None else op
+        about = self.ops[at].about if at < len(self.ops) else ""
+        raise Refused(rule, about, given, remedy).at(self.index, at)
 
     def refuse_input(self, number: int) -> NoReturn:
         """Say why an op may not use a value."""
-        op = self.ops[self.at]
         flying = next((handle for handle, at in self.flying.items() if number in self.ops[at].outputs), None)
         if flying is not None:
-            self.refuse(f"{op}: value {number} is still in flight; wait for handle {flying} first.")
+            self.refuse("in flight", f"value {number} is still in flight", f"wait for handle {flying} first")
         if number not in self.specs:
-            self.refuse(f"{op}: value {number} has not been made yet.")
+            self.refuse("freed", f"value {number} has not been made yet", "make it before")
         if self.specs[number].kind in AUTOGRAD_KINDS:
-            self.refuse(f"{op}: value {number} is what autograd saved; only the backward of its activation reads it.")
-        self.refuse(f"{op}: value {number}, {self.specs[number]}, was freed or replaced before this op.")
+            remedy = "leave it to the backward of its activation"
+            self.refuse("malformed tape", f"value {number} is what autograd saved", remedy)
+        given = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
+        self.refuse("freed", given, "free it after its last use")
 
 
 class Live(dict[int, Spec]):

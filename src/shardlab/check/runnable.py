@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+from shardlab.errors import Refused
 from shardlab.program import Kind, Op, OpKind, Program, Spec
 from shardlab.program.matching import Meeting
 from shardlab.program.ops import Combine
@@ -19,7 +20,11 @@ LOCAL = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.CONCATENATE})
 LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 
 
-def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> str | None:
+Why = tuple[str, str]
+"""What was given, and what to do."""
+
+
+def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> Refused | None:
     """The first op that has no tensors, uneven ones, or several slices where a layer has one; None if there is none."""
     tapes = program.tapes
     sound: set[tuple[OpKind, Form]] = set()  # most meetings are of few ops and forms
@@ -36,19 +41,19 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
             continue
         why = None
         if form.kind is OPT_STATE:
-            why = "an optimizer state stays where it was loaded; load it where it is updated"
+            why = "an optimizer state stays where it was loaded", "load it where it is updated"
         elif form.kind is GRAD_ACTIVATION and form.layer == 0:
-            why = f"the model's input is tokens, which have no gradient; do not communicate {spec}"
+            why = "the model's input is tokens, which have no gradient", f"do not communicate {spec}"
         elif kind.row.combines is UNION:
             why = _no_gather([specs[rank][tapes[rank][at][2][0]] for rank, _, at in members])
         else:
             sound.add((kind, form))
         if why is not None:
-            return f"rank {rank}, op {at} {op}: {why}."
+            return _refusal(rank, at, op, why)
     for rank, tape in enumerate(tapes):
         for at, op in enumerate(tape):
             if op[0] in LOCAL and (why := _no_pieces([specs[rank][number] for number in op.inputs])):
-                return f"rank {rank}, op {at} {op}: {why}."
+                return _refusal(rank, at, op, why)
     if not any(layer.cut for layer in program.sizes.signatures):  # nothing is sliced
         return None
     pieces = program.sizes.cuts(program.mesh)
@@ -56,36 +61,38 @@ def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meeting
     for rank, tape in enumerate(tapes):
         for at, op in enumerate(tape):
             if op[0] in LOOKED_AT and (why := _no_tensor(op, specs[rank], cuts)):
-                return f"rank {rank}, op {at} {op}: {why}."
+                return _refusal(rank, at, op, why)
     return None
 
 
-def _no_pieces(given: Sequence[Spec]) -> str | None:
+def _refusal(rank: int, at: int, op: Op, why: Why) -> Refused:
+    return Refused("not runnable", op.about, *why).at(rank, at)
+
+
+def _no_pieces(given: Sequence[Spec]) -> Why | None:
     """Why what is given has no tensors to cut or to put together on one rank."""
     first = given[0]
     if first.kind is GRAD_ACTIVATION and first.layer == 0:
-        return f"the model's input is tokens, which have no gradient; do not cut, scale or concatenate {first}"
+        return "the model's input is tokens, which have no gradient", f"do not cut, scale or concatenate {first}"
     return _apart_twice(given)
 
 
-def _no_gather(given: Sequence[Spec]) -> str | None:
+def _no_gather(given: Sequence[Spec]) -> Why | None:
     """Why no tensor is made of what the members of a gather give."""
     shares = [_share(spec) for spec in given]
     if any(share != shares[0] for share in shares):
-        return f"the members give {', '.join(map(str, shares))} of the whole; only equal pieces are gathered"
+        return f"the members give {', '.join(map(str, shares))} of the whole", "gather equal pieces"
     return _apart_twice(given)
 
 
-def _apart_twice(given: Sequence[Spec]) -> str | None:
+def _apart_twice(given: Sequence[Spec]) -> Why | None:
     """Why pieces of rows have no place in one tensor: they differ in two dims."""
     first = given[0]
     if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
         return None
     if len({_slices(spec) for spec in given}) > 1:
-        return (
-            "these are of other microbatches and of other slices of the sequence; gather those of one kind, then those "
-            "of the other"
-        )
+        why = "these are of other microbatches and of other slices of the sequence"
+        return why, "gather those of one kind, then those of the other"
     return None
 
 
@@ -101,25 +108,23 @@ def _slices(spec: Spec) -> frozenset[int]:
     return frozenset(cell % spec.form.space.sequence for cell in bits(spec.cells))
 
 
-def _no_tensor(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> str | None:
+def _no_tensor(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why | None:
     """Why an op that the rules allow is not computed; `cuts` says into how many slices each layer is cut."""
     if op[0] in FORWARDS:
         cut, holds = cuts[op[1]], specs[op[2][1]][0].holds
         if cut > 1 and holds.of != cut:
             holds = holds.simplified()
         if cut > 1 and (holds.of != cut or holds.pieces != 1):
-            return (
-                f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once; "
-                "compute with one slice on each rank"
-            )
+            given = f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once"
+            return given, "compute with one slice on each rank"
     elif op[0] is OpKind.LOAD_BATCH:  # what is made of batches has the same slices of each, if they have
         batch = specs[op.outputs[0]]
         if not _even(batch):
-            return f"{batch} has other slices of some microbatches than of others; load and compute them apart"
+            return f"{batch} has other slices of some microbatches than of others", "load and compute them apart"
     else:
         logits = specs[op.inputs[0]]
         if any(pieces.bit_count() > 1 for _, pieces in logits.form.slices):
-            return f"{logits} has several slices of the logits, but not all; compute the loss of one slice, or of all"
+            return f"{logits} has several slices of the logits, but not all", "compute the loss of one slice, or of all"
     return None
 
 

@@ -33,7 +33,7 @@ def checked_to_run(entry: Entry, job: Job, clip: float | None) -> Checked:
         lacking = f"the gradient's norm, which {entry.name} does not compute"
         raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3")
     if (why_not := proof.why_not(backend_of(pick_device(0)))) is not None:
-        raise Refused(why_not)
+        raise why_not
     return proof
 
 

@@ -15,7 +15,7 @@ from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compute import COMPUTE, Instruction
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
-from shardlab.program import Op, OpKind, Refused
+from shardlab.program import Op, OpKind
 
 
 class Executor:
@@ -53,7 +53,7 @@ class Executor:
     ) -> None:
         why_not = checked.why_not(backend)
         if why_not is not None:
-            raise Refused(why_not)
+            raise why_not
         self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer)
         self.batches = batches
         self._microbatches = checked.program.microbatches

@@ -162,7 +162,7 @@ class FoldedCollectives(Collectives):
             else:
                 made = self._united(kind, spec, group, len(group.ranks))
                 if kind is OpKind.REDUCE_SCATTER:
-                    made = share(f"{kind.value}({spec.name})", made, len(group.ranks), 0)
+                    made = share(spec.about(kind.value), made, len(group.ranks), 0)
             self._results[key] = made
         return Spec(of_layer(made[0], layer), made[1], made[2])
 

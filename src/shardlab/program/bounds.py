@@ -91,7 +91,9 @@ class OpCount:
         """
         self._ops += ops
         if self._ops > self.most:
-            raise Endless(
-                f"the step has more than {self.most:,} ops here, and no more are traced; if this goes on for ever, let "
-                "the loops end whatever the numbers are; otherwise raise --max-ops, or take fewer microbatches."
+            given = f"the step has more than {self.most:,} ops here, and no more are traced"
+            remedy = (
+                "if this goes on for ever, let the loops end whatever the numbers are; otherwise raise --max-ops, or "
+                "take fewer microbatches"
             )
+            raise Endless("endless", "", given, remedy)

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from shardlab.errors import Refused
+from shardlab.errors import Refused, of_layer
 from shardlab.program import rooted
 from shardlab.program.handle import Handle
 from shardlab.program.meetings import RecvHandle, SendHandle
@@ -178,9 +178,11 @@ class CommunicationVerbs(Place):
     def _from_root(self, call: Call, value: Value | None, axis: str | None, expect: Expected | None) -> Handle[Value]:
         group, is_root = self.group(axis), call.root == self.index
         if is_root and value is None:
-            self.refuse(f"{call}: no value was given; the root's is what the others get.")
+            remedy = "give one, the root's is what the others get"
+            self.refuse("wrong root", str(call), "no value was given", remedy)
         if not is_root and value is not None:
-            self.refuse(f"{call}: rank {self.index} gives a value, but only the root does; give None on the others.")
+            given = f"rank {self.index} gives a value, but only the root does"
+            self.refuse("wrong root", str(call), given, "give None on the others")
         message = None if expect is None or is_root else self._message(call.kind.value, expect)
         return self._collective(call, value, group, message)
 
@@ -206,22 +208,22 @@ class CommunicationVerbs(Place):
     def _reduction(self, op: str, by: str) -> Reduction:
         reduction = _REDUCTIONS.get(by)
         if reduction is None:
-            self.refuse(f"{op}: there is no reduction {by!r}; give one of {', '.join(_REDUCTIONS)}.")
+            remedy = f"give one of {', '.join(_REDUCTIONS)}"
+            self.refuse("no reduction", op, f"there is no reduction {by!r}", remedy)
         return reduction
 
     def _among(self, op: str, axis: str | None, ranks: Sequence[int]) -> Group:
         """Find the group of the ranks named."""
         if axis is not None:
-            self.refuse(f"{op}: both axis {axis!r} and among={ranks!r} were given; give one of them.")
+            given = f"both axis {axis!r} and among={ranks!r} were given"
+            self.refuse("unknown group", op, given, "give one of them")
         try:
             named = tuple(ranks)
         except TypeError:
             named = ()
         if not set(named) <= set(range(self.world)) or self.index not in named or len(set(named)) < len(named):
-            self.refuse(
-                f"{op}: among={ranks!r} was given; name rank {self.index} itself and others of 0-{self.world - 1}, "
-                "each once."
-            )
+            remedy = f"name rank {self.index} itself and others of 0-{self.world - 1}, each once"
+            self.refuse("unknown group", op, f"among={ranks!r} was given", remedy)
         return group_among(named)
 
     def send(self, value: Value, *, to: int) -> Handle[None]:
@@ -262,7 +264,7 @@ class CommunicationVerbs(Place):
         is done in it. Awaiting one of the handles, after the block, waits for all of them.
         """
         if self._batch >= 0:
-            self.refuse("batch_p2p: a batch of messages is open already; end its block first.")
+            self.refuse("batch of messages", "batch_p2p", "a batch of messages is open already", "end its block first")
         start, first = len(self.ops), self.handles
         self._batch, self._batches = self._batches, self._batches + 1
         try:
@@ -272,10 +274,8 @@ class CommunicationVerbs(Place):
         done = self.ops[start:]
         stray = next((op for op in done if op.batch != batch and op.kind in _APART), None)
         if stray is not None:
-            self.refuse(
-                f"batch_p2p: {stray} stands in a batch of messages, which are issued when its block ends; put it "
-                "before or after the block."
-            )
+            given = f"{stray} stands in a batch of messages, which are issued when its block ends"
+            self.refuse("batch of messages", "batch_p2p", given, "put it before or after the block")
         messages = [op for op in done if op.batch == batch]
         self.ops[start:] = [*(op for op in done if op.batch != batch), *messages]
         issued = [self._outstanding[number] for number in range(first, self.handles)]
@@ -295,7 +295,8 @@ class CommunicationVerbs(Place):
             Refused: as `send` and `recv` do.
         """
         if self._batch >= 0:
-            self.refuse("exchange: a batch of messages is open; send and receive in it, or end its block first.")
+            remedy = "send and receive in it, or end its block first"
+            self.refuse("batch of messages", "exchange", "a batch of messages is open", remedy)
         self._batches += 1
         sent = self._send("exchange", value, to, self._batches - 1)
         received = self._recv(source, expect, self._batches - 1)
@@ -324,11 +325,13 @@ class CommunicationVerbs(Place):
 
     def _message(self, op: str, expect: Expected) -> Message:
         if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
-            self.refuse(f"{op}: {expect!r} was expected; write (store's name, layer, microbatch or microbatches).")
+            remedy = "write (store's name, layer, microbatch or microbatches)"
+            self.refuse("wrong expectation", op, f"{expect!r} was expected", remedy)
         name, layer, microbatches = expect
         kind = STORES.get(name)
         if kind is None:
-            self.refuse(f"{op}: {name!r} is not a store; expect one of {', '.join(STORES)}.")
+            remedy = f"expect one of {', '.join(STORES)}"
+            self.refuse("wrong expectation", op, f"{name!r} is not a store", remedy)
         total = len(self.microbatches)
         if microbatches.__class__ is int and 0 <= microbatches < total:  # pyright: ignore[reportOperatorIssue]
             return Message(kind, layer, 1 << microbatches)  # pyright: ignore[reportOperatorIssue]
@@ -338,12 +341,14 @@ class CommunicationVerbs(Place):
         except ValueError:  # a negative number
             mask = -1
         if not 0 <= mask < 1 << total:
-            self.refuse(f"{op}: microbatches {numbers} were expected; the step has 0-{total - 1}.")
+            remedy = f"the step has 0-{total - 1}, expect some of these"
+            self.refuse("unknown microbatch", of_layer(op, layer), f"microbatches {numbers} were expected", remedy)
         return Message(kind, layer, mask)
 
     def _check_peer(self, op: str, peer: int) -> None:
         if not isinstance(peer, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' programs are not checked
-            self.refuse(f"{op} {peer!r}: a rank is named by its number.")
+            self.refuse("unknown rank", f"{op} {peer!r}", "this is no rank", "a rank is named by its number, give that")
         if peer == self.index or not 0 <= peer < self.world:
-            why = "that is this rank itself" if peer == self.index else f"the world has ranks 0-{self.world - 1}"
-            self.refuse(f"{op} rank {peer}: {why}.")
+            why = "that is this rank itself" if peer == self.index else "it does not exist"
+            remedy = f"the world has ranks 0-{self.world - 1}, name another of these"
+            self.refuse("unknown rank", f"{op} rank {peer}", why, remedy)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import overload
 
-from shardlab.errors import Refused
+from shardlab.errors import Refused, of_layer
 from shardlab.program.loading_verbs import LoadingVerbs
 from shardlab.program.ops import OpKind
 from shardlab.program.tape import Op
@@ -88,7 +88,8 @@ class ComputeVerbs(LoadingVerbs):
         if read is inputs:
             return tuple(outputs)
         if len(outputs) > 1:
-            self.refuse(f"forward(layer {layer}): this layer makes {len(outputs)} values; give its inputs as a tuple.")
+            given = f"this layer makes {len(outputs)} values"
+            self.refuse("wrong number", of_layer("forward", layer), given, "give its inputs as a tuple")
         return outputs[0]
 
     def _part(self, layer: int, part: Part) -> Holds:
@@ -216,22 +217,19 @@ class ComputeVerbs(LoadingVerbs):
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if given[0] is gradients and len(made) > 2:
-            self.refuse(f"{op}(layer {layer}): this layer read {len(made) - 1} values; give the gradients as a tuple.")
+            given = f"this layer read {len(made) - 1} values"
+            self.refuse("wrong number", of_layer(op, layer), given, "give the gradients as a tuple")
         saved = activation.saved
         if saved < 0:
             if not rules.layer.recomputed:
-                self.refuse(
-                    f"{op}(layer {layer}): no forward has come before it for {spec}; a layer that takes or makes "
-                    "several values is not recomputed."
-                )
+                given = f"no forward has come before it for {spec}, and a layer of several values is not recomputed"
+                self.refuse("no forward", of_layer(op, layer), given, "call forward before it, with save=True")
             saved = len(self._values)
             self._values.append(Spec(follows.saved, spec.cells))
             self.ops.append(Op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
         elif activation.saved_form is not follows.saved:
-            self.refuse(
-                f"{op}(layer {layer}): the forward pass was by other slices of the layer than {weight.spec} and its "
-                "gradient."
-            )
+            given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
+            self.refuse("other forward", of_layer(op, layer), given, "give the slices of the forward pass")
         activation.saved = -1
         numbers = (activation.number, given[0].number, weight.number, saved)
         if len(given) > 1:
@@ -253,10 +251,8 @@ class ComputeVerbs(LoadingVerbs):
         spec, given = self._read(activation, verb, layer), self._read(gradient, verb, layer)
         half = activation.saved_for_weight
         if half < 0:
-            self.refuse(
-                f"backward_weight(layer {layer}): no backward_input has come before it for {activation.spec}; "
-                "that leaves what this half needs."
-            )
+            given = f"no backward_input has come before it for {activation.spec}"
+            self.refuse("no forward", of_layer(verb, layer), given, "call it first, it leaves what this half needs")
         saved = self._values[half]
         assert isinstance(saved, Spec), "what autograd keeps is known by its spec alone"
         try:

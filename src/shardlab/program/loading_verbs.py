@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardlab.errors import of_layer
 from shardlab.program.ops import OpKind
 from shardlab.program.place import Place
-from shardlab.program.tape import NO_WEIGHT, Op
+from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT, Op
 from shardlab.program.value import Value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import WHOLE, Holds, mask_of
@@ -60,7 +61,8 @@ class LoadingVerbs(Place):
         holds = self._slice_of_weights(name, layer, shard, of)
         key = (what, layer, holds)
         if key in self._loaded:
-            self.refuse(f"{name}(layer {layer}): the same slice was loaded by op {self._loaded[key]} already.")
+            given = f"the same slice was loaded by op {self._loaded[key]} already"
+            self.refuse("loaded twice", of_layer(name, layer), given, "load each slice once")
         self._loaded[key] = len(self.ops)
         if what is Kind.OPT_STATE:
             self._world.trained |= self.sizes.layers_of_weight(layer)
@@ -71,12 +73,14 @@ class LoadingVerbs(Place):
     def _slice_of_weights(self, name: str, layer: int, shard: int, of: int) -> Holds:
         """One of the equal slices of a layer's own weights."""
         self._check_layer(name, layer)
+        about = of_layer(name, layer)
         if self.sizes.weight_of(layer) != layer:
-            self.refuse(f"{name}(layer {layer}): {NO_WEIGHT}")
+            self.refuse("tied weight", about, NO_WEIGHT, LOAD_FIRST)
         if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            self.refuse(f"{name}(layer {layer}): shard {shard!r} of {of!r} was asked for; give whole numbers.")
+            self.refuse("unknown slice", about, f"shard {shard!r} of {of!r} was asked for", "give whole numbers")
         if not 0 <= shard < of:
-            self.refuse(f"{name}(layer {layer}): shard {shard} of {of} does not exist; shards count from 0.")
+            given = f"shard {shard} of {of} does not exist"
+            self.refuse("unknown slice", about, given, "count shards from 0, below their number")
         return Holds(1 << shard, of)
 
     def zero_gradient(self, layer: int, shard: int = 0, of: int = 1) -> Value:
@@ -103,16 +107,16 @@ class LoadingVerbs(Place):
         numbers = list(microbatches)
         total = len(self.microbatches)
         if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= n < total for n in numbers):
-            self.refuse(f"load_batch({numbers}): give one or more of the microbatches 0-{total - 1}, each once.")
+            remedy = f"give one or more of the microbatches 0-{total - 1}, each once"
+            self.refuse("unknown microbatch", "load_batch", f"{numbers} was given", remedy)
         holds = Holds(mask_of(numbers), total)
         count = self._rules.space.sequence
         cells = holds.refined(total * count)
         if slices is not None:
             chosen = list(slices)
             if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= s < count for s in chosen):
-                self.refuse(
-                    f"load_batch({numbers}, {chosen}): give one or more of the slices 0-{count - 1}, each once."
-                )
+                remedy = f"give one or more of the slices 0-{count - 1}, each once"
+                self.refuse("unknown slice", "load_batch", f"{numbers}, {chosen} was given", remedy)
             holds = cells = Holds(mask_of(m * count + s for m in numbers for s in chosen), total * count)
         value = self.make(Spec(form_of(Kind.ACTIVATION, 0, 0, self._rules.space, WHOLE), cells.mask))
         self.ops.append(Op(OpKind.LOAD_BATCH, 0, (), (value.number,), holds=holds))

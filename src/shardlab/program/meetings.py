@@ -66,11 +66,9 @@ class Collectives:
             first = next(iter(came.values()))
             spec = None if value is None else value.spec
             if not rooted.agree(first.call, first.spec, call, spec):
-                rank.refuse(
-                    f"{said(call, spec)} on {group}: rank {first.rank.index} meets it with "
-                    f"{said(first.call, first.spec)} (its op {first.op}); all members of a group must issue its "
-                    "collectives in one order, of one kind and for one layer."
-                )
+                met = said(first.call, first.spec)
+                refusal = rooted.disagreement(call, spec, group, first.rank.index, first.op, met)
+                raise refusal.at(rank.index, len(rank.ops))
         handle = came[rank.index] = CollectiveHandle(rank, call, value, group, came)
         return handle
 

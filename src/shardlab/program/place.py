@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardlab.errors import UserError
-from shardlab.program.mesh import WORLD, Group, Mesh, group_of
+from shardlab.program.mesh import AXES, WORLD, Group, Mesh, group_of
 from shardlab.program.recorder import Recorder
 from shardlab.program.value import Store
 from shardlab.rules.kind import Kind
@@ -80,10 +80,10 @@ class Place(Recorder):
         group = self._groups.get(axis)
         if group is None:
             assert axis is not None
-            try:
-                group = self._groups[axis] = self.mesh.group(self.index, axis)
-            except UserError as error:
-                self.refuse(f"{error}.")
+            if axis not in AXES:
+                remedy = f"the axes are {', '.join(AXES)}, name one of these"
+                self.refuse("unknown axis", "", f"axis {axis!r} is not an axis of a mesh", remedy)
+            group = self._groups[axis] = self.mesh.group(self.index, axis)
         return group
 
     def share(self, axis: str | None = None) -> range:
@@ -116,4 +116,5 @@ class Place(Recorder):
 
     def _check_layer(self, op: str, layer: int) -> None:
         if layer.__class__ is not int or layer not in self.layers:
-            self.refuse(f"{op}: layer {layer} does not exist; the model has layers 0-{len(self.layers) - 1}.")
+            remedy = f"the model has layers 0-{len(self.layers) - 1}, name one of these"
+            self.refuse("unknown layer", op, f"layer {layer} does not exist", remedy)

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from shardlab.errors import Refused
+from shardlab.errors import About, Refused, Rule, of_layer
 from shardlab.program.bounds import COUNTED, OpCount
 from shardlab.program.handle import Handle
 from shardlab.program.ops import OpKind
@@ -52,9 +52,9 @@ class Recorder:
         self._next_count = COUNTED  # when there are so many values or handles; an op costs one comparison
         self._loaded: dict[tuple[Kind, int, Holds], int] = {}  # to the index of the op
 
-    def refuse(self, text: str) -> NoReturn:
+    def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn:
         """Raise `Refused` for what the program is doing now."""
-        raise Refused(text).at(self.index, len(self.ops))
+        raise Refused(rule, about, given, remedy).at(self.index, len(self.ops))
 
     def make(self, spec: Spec) -> Value:
         """Make a new value of this rank."""
@@ -82,32 +82,36 @@ class Recorder:
             verb, layer: what reads it, for a refusal; a verb of no layer, as the loss, is told by its name alone.
         """
         if value.__class__ is not Value or not value.alive or value.rank is not self:
-            about = f"(layer {layer})" if 0 <= layer < self.sizes.layers else ""
-            self._refuse_value(value, f"{verb}{about}: ")
+            self._refuse_value(value, of_layer(verb, layer) if 0 <= layer < self.sizes.layers else verb)
         return value.spec
 
-    def _refuse_value(self, value: object, verb: str = "") -> NoReturn:
+    def _refuse_value(self, value: object, about: About | str) -> NoReturn:
         if isinstance(value, Handle):
             issued = f"{self.ops[value.op]} (op {value.op})" if value.rank is self else "another rank's communication"
-            self.refuse(f"{verb}the handle of {issued} was given where a value is wanted: await it first.")
+            given = f"the handle of {issued} was given where a value is wanted"
+            self.refuse("not awaited", about, given, "await it first")
         if not isinstance(value, Value):
             hint = "unpack it, as in `a, b = ...`" if isinstance(value, tuple) else "compute on values from the stores"
-            self.refuse(f"{verb}{value!r} was given where a value is wanted: {hint}.")
+            self.refuse("no value", about, f"{value!r} was given where a value is wanted", hint)
         if value.rank is not self:
-            self.refuse(f"{value.spec} belongs to rank {value.rank.index}: ranks share values only by communication.")
+            given = f"{value.spec} belongs to rank {value.rank.index}"
+            self.refuse("another rank's value", about, given, "ranks share values only by communication, send it")
         if value.replaced:
-            why = "an update replaced it in place; use the value that update returned"
+            why, remedy = "an update replaced it in place", "use the value that update returned"
         elif not value.was_stored:
-            why = "it was never stored, so it lived until the op that used it ended; keep it in a store"
+            why = "it was never stored, so it lived until the op that used it ended"
+            remedy = "keep it in a store"
         else:
             why = "its last key was deleted, or it was popped for one use and has had it"
-        self.refuse(f"{verb}{value.spec} is used after it was freed ({why}).")
+            remedy = "keep its key until its last use"
+        self.refuse("freed", about, f"{value.spec} is used after it was freed ({why})", remedy)
 
     def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
         """Refuse to store what is not a live value of this store's kind."""
         if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
-            self.refuse(f"{kind.value}[{key!r}] was given {value.spec}; it belongs into rank.{value.spec.kind.value}.")
-        self._refuse_value(value)
+            remedy = f"it belongs into rank.{value.spec.kind.value}, keep it there"
+            self.refuse("wrong store", "", f"{kind.value}[{key!r}] was given {value.spec}", remedy)
+        self._refuse_value(value, f"{kind.value}[{key!r}]")
 
     def forget_key(self, value: Value) -> None:
         """Count one key less that names the value; free it with the last."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, overload
 
-from shardlab.errors import Refused
+from shardlab.errors import About, Refused
+from shardlab.program.mesh import Group
 from shardlab.program.ops import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Combine, OpKind
 from shardlab.program.tape import Message
 from shardlab.rules import dealing, exchanges, gathers, reductions
@@ -69,13 +70,13 @@ def want_sound(call: Call, ranks: Sequence[int]) -> None:
     if kind in ROOTED:
         if root not in ranks:
             names = ", ".join(map(str, ranks))
-            raise Refused(
-                f"{kind.value}: the root is rank {root}, but the group has the ranks {names}; name one of them."
-            )
+            given = f"the root is rank {root}, but the group has the ranks {names}"
+            raise Refused("wrong root", kind.value, given, "name one of them")
     elif root != -1:
-        raise Refused(f"{kind.value}: names root {root}, but it has none.")
+        raise Refused("wrong root", kind.value, f"names root {root}, but it has none", "name no root")
     if reduction is not SUM and kind not in _REDUCES:
-        raise Refused(f"{kind.value}: is by {reduction.value}; only reduce and all_reduce are by anything but a sum.")
+        remedy = "take reduce or all_reduce for anything but a sum"
+        raise Refused("no reduction", kind.value, f"is by {reduction.value}", remedy)
 
 
 def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool:
@@ -85,6 +86,20 @@ def agree(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool
     if gave is None or gives is None or gave[0] is gives[0]:
         return True
     return gave[0].kind is gives[0].kind and gave[0].layer == gives[0].layer
+
+
+def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: int, met: str) -> Refused:
+    """The refusal of a call that cannot meet that of the first member.
+
+    Args:
+        rank, op, met: the first member, the op on its tape, and what was said of it.
+    """
+    about = About(f"{said(call, gives)} on {group}", -1 if gives is None else gives.layer)
+    given = (
+        f"rank {rank} meets it with {met} (its op {op}); all members of a group must issue its collectives in one "
+        "order, of one kind and for one layer"
+    )
+    return Refused("other order", about, given, "issue the same collective there")
 
 
 def values_of(call: Call, rank: int) -> tuple[int, int]:
@@ -115,7 +130,7 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
     if kind is SCATTER:
         return _scattered(specs[0], len(ranks))
     first = specs[0]
-    op = f"{kind.value}({first.name})"
+    op = first.about(kind.value)
     if kind is ALL_TO_ALL:
         indices = rules.indices.get((first.kind, first.layer), ())
         return exchanges.all_to_all(op, specs, Names(ranks), indices)
@@ -133,7 +148,7 @@ def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
     Raises:
         Refused: as `collective` does.
     """
-    op, names = f"{call.kind.value}({specs[0].name})", Names(ranks)
+    op, names = specs[0].about(call.kind.value), Names(ranks)
     if call.kind.row.combines is UNION:
         return gathers.gather(op, specs, names)
     if call.reduction is not SUM:
@@ -163,20 +178,17 @@ class Names(Sequence[str]):
 
 def _scattered(spec: Spec, parts: int) -> list[Spec]:
     """Cut parameters into equal slices, or a batch into equal runs of microbatches."""
-    op = f"scatter({spec.name})"
+    op = spec.about("scatter")
     if spec.kind in _CUT:
         return dealing.scatter(op, spec, parts)
     if spec.kind not in _DEALT:
-        raise Refused(
-            f"{op}: {spec} was given; weights, optimizer states, activations and their gradients are scattered."
-        )
+        remedy = "scatter weights, optimizer states, activations and their gradients"
+        raise Refused("wrong kind", op, f"{spec} was given", remedy)
     microbatches, slices = list(bits(spec.microbatches)), spec.form.space.sequence
     each, rest = divmod(len(microbatches), parts)
     if rest:
-        raise Refused(
-            f"{op}: {spec} has {len(microbatches)} microbatches, which do not divide among {parts} ranks; a scatter "
-            "deals whole microbatches, equally many to each."
-        )
+        given = f"{spec} has {len(microbatches)} microbatches, which do not divide among {parts} ranks"
+        raise Refused("does not divide", op, given, "let it deal whole microbatches, equally many to each")
     runs = [mask_of(microbatches[place * each : (place + 1) * each]) for place in range(parts)]
     return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]
 
@@ -185,15 +197,17 @@ def want_expected(call: Call, expected: Message, spec: Spec) -> None:
     """Refuse what comes from a root if it is not what the receiving rank meant."""
     got = Message.of(spec)
     if expected != got:
-        raise Refused(f"{call}: expected {expected}, but rank {call.root} gave {got}; make both mean the same.")
+        given = f"expected {expected}, but rank {call.root} gave {got}"
+        raise Refused("other message", About(str(call), expected.layer), given, "make both mean the same")
 
 
 def want_delivered(source: int, expected: Message, spec: Spec) -> None:
     """Refuse a message that is not the one the receive meant."""
     got = Message.of(spec)
     if expected != got:
-        raise Refused(
-            f"recv from rank {source}: expected {expected}, but the next message on this channel is {got}; messages "
-            f"between two ranks arrive in the order they were sent. Make rank {source}'s sends and this rank's "
-            "receives agree."
+        given = (
+            f"expected {expected}, but the next message on this channel is {got}; messages between two ranks arrive in "
+            "the order they were sent"
         )
+        remedy = f"make rank {source}'s sends and this rank's receives agree"
+        raise Refused("other message", About(f"recv from rank {source}", expected.layer), given, remedy)

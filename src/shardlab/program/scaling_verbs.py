@@ -27,7 +27,8 @@ class ScalingVerbs(Place):
         spec = self._read(value, "scale")
         if by.__class__ is not Factor:
             if not isinstance(by, int | Fraction) or not by:
-                self.refuse(f"scale({spec.name}): {by!r} was given; give a Fraction that is not 0, or token counts.")
+                remedy = "give a Fraction that is not 0, or token counts"
+                self.refuse("wrong factor", spec.about("scale"), f"{by!r} was given", remedy)
             by = factor_of(by)
         assert isinstance(by, Factor)
         try:
@@ -46,6 +47,6 @@ class ScalingVerbs(Place):
         """
         numbers = list(self.microbatches) if microbatches is None else list(microbatches)
         if not numbers or not set(numbers) <= set(self.microbatches):
-            last = len(self.microbatches) - 1
-            self.refuse(f"tokens({numbers}): give one or more of the microbatches 0-{last}.")
+            remedy = f"give one or more of the microbatches 0-{len(self.microbatches) - 1}"
+            self.refuse("unknown microbatch", "tokens", f"{numbers} was given", remedy)
         return factor_of(1, ((mask_of(numbers), 1),))

@@ -25,7 +25,8 @@ class SlicingVerbs(Place):
         """
         spec = self._read(value, "slice")
         if index.__class__ is not int or of.__class__ is not int:
-            self.refuse(f"slice({spec.name}): slice {index!r} of {of!r} was asked for; give whole numbers.")
+            given = f"slice {index!r} of {of!r} was asked for"
+            self.refuse("unknown slice", spec.about("slice"), given, "give whole numbers")
         try:
             made = dealing.slice_of(spec, index, of)
         except Refused as refusal:
@@ -42,10 +43,10 @@ class SlicingVerbs(Place):
         """
         read = [values] if isinstance(values, Value) else list(values)
         if not read:
-            self.refuse("concatenate: no value was given; give the pieces.")
+            self.refuse("wrong number", "concatenate", "no value was given", "give the pieces")
         specs = [self._read(value, "concatenate") for value in read]
         try:
-            made = gathers.gather(f"concatenate({specs[0].name})", specs, Names(range(len(specs)), "piece"))
+            made = gathers.gather(specs[0].about("concatenate"), specs, Names(range(len(specs)), "piece"))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)

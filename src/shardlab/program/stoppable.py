@@ -132,10 +132,9 @@ def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Cal
         if seen != before or line is None or is_importing(frame):
             since = now
         elif now - since > most:
-            return Stalled(
-                f"{line}: {next_step()} has not come within {most:g} s of CPU time; let the loop end, or raise "
-                "--max-seconds-per-op if the program is only slow."
-            )
+            given = f"{next_step()} has not come within {most:g} s of CPU time"
+            remedy = "let the loop end, or raise --max-seconds-per-op if the program is only slow"
+            return Stalled("stalled", str(line), given, remedy)
         return None
 
     return run_stoppable(work, LOOK_SECONDS, refusal)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
+from shardlab.errors import About
 from shardlab.program.mesh import Group, Mesh
 from shardlab.program.ops import OpKind
 from shardlab.program.sizes import Sizes
@@ -17,8 +18,11 @@ from shardlab.rules.layers import Rules, rules_of
 from shardlab.rules.pieces import Holds, microbatches_text
 from shardlab.rules.spec import Spec, microbatches_of
 
-NO_WEIGHT = "the head is tied to the embedding and has no weight of its own; it computes with weights[0], load layer 0."
+NO_WEIGHT = "the head is tied to the embedding and has no weight of its own"
 """Why nothing is loaded for the last layer of a tied model."""
+
+LOAD_FIRST = "it computes with weights[0], load layer 0"
+"""What to do instead."""
 
 
 _new: Callable[[type[Message], tuple[Kind, int, int]], Message] = cast(Any, tuple).__new__
@@ -92,6 +96,11 @@ class Op(NamedTuple):
     root: int = -1
     reduction: Reduction = Reduction.SUM
     factor: Factor | None = None
+
+    @property
+    def about(self) -> About:
+        """The op, for a refusal."""
+        return About(str(self), self.layer)
 
     def __str__(self) -> str:
         kind = self.kind

@@ -69,8 +69,6 @@ class Value:
 class MissingKey(Refused, KeyError):
     """A key that a store does not have."""
 
-    __str__ = Exception.__str__  # KeyError would quote the sentence
-
 
 class Store(MutableMapping[Hashable, Value]):
     """One of a rank's stores. Two keys may name one value; it is freed when its last key goes."""
@@ -89,7 +87,8 @@ class Store(MutableMapping[Hashable, Value]):
 
     def _missing(self, key: Hashable) -> Refused:
         have = ", ".join(map(repr, self._values)) or "none"
-        missing = MissingKey(f"{self.name}[{key!r}] does not exist; the store has the keys {have}.")
+        remedy = f"the store has the keys {have}, use one of these"
+        missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", remedy)
         return missing.at(self._rank.index, len(self._rank.ops))
 
     def __setitem__(self, key: Hashable, value: Value) -> None:

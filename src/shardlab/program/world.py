@@ -8,9 +8,9 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardlab.errors import Deadlock, Refused, UserError
+from shardlab.errors import Refused, UserError
 from shardlab.program.bounds import MAX_OPS, OpCount, max_ops
 from shardlab.program.handle import Handle
 from shardlab.program.meetings import Channels, Collectives
@@ -19,7 +19,7 @@ from shardlab.program.rank import Rank
 from shardlab.program.sizes import Sizes
 from shardlab.program.stoppable import run_stepwise
 from shardlab.program.tape import Program
-from shardlab.program.waiting import explain
+from shardlab.program.waiting import deadlock
 from shardlab.rules.layers import rules_of
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
 """`async def strategy(rank: Rank) -> None`: what one rank does in one optimizer step."""
-
-AWAITED_SOMETHING_ELSE = "the program awaited something else than a communication of its own rank; await only those."
 
 NO_LOOP = ("no running event loop", "no current event loop")
 """What asyncio's own functions say (sleep, gather), since ranks are driven without a loop."""
@@ -114,7 +112,7 @@ class World:
             while self._runnable:
                 self._resume(self._runnable.popleft(), coroutines)
             if self._parked:
-                raise Deadlock(explain({handle.rank.index: handle.wait() for handle in self._parked.values()}))
+                raise deadlock({handle.rank.index: handle.wait() for handle in self._parked.values()})
             return self.finish()
         finally:
             for coroutine in coroutines:
@@ -153,12 +151,12 @@ class World:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_LOOP):
-                rank.refuse(AWAITED_SOMETHING_ELSE)
-            raise Refused(f"the program raised {type(error).__name__}: {error}").at(
-                rank.index, len(rank.ops)
-            ) from error
+                _refuse_awaited(rank)
+            given = f"the program raised {type(error).__name__}: {error}"
+            refusal = Refused("the program raised", "", given, "mend it there")
+            raise refusal.at(rank.index, len(rank.ops)) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
-            rank.refuse(AWAITED_SOMETHING_ELSE)
+            _refuse_awaited(rank)
         self._parked[index] = handle  # it was not ready, or it would not have been yielded
 
     def _wake(self, handle: Handle[Any]) -> None:
@@ -168,6 +166,11 @@ class World:
         if self._parked.get(place) is handle:
             del self._parked[place]
             self._runnable.append(place)
+
+
+def _refuse_awaited(rank: Rank) -> NoReturn:
+    given = "the program awaited something else than a communication of its own rank"
+    rank.refuse("awaited something else", "", given, "await only those")
 
 
 def _close(coroutine: Coroutine[Any, Any, object]) -> None:

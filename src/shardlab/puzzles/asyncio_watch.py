@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shardlab.program import Refused
 from shardlab.program.lines import Line
-from shardlab.program.waiting import Wait, explain
+from shardlab.program.waiting import Wait, deadlock
 from shardlab.puzzles.refusal import PuzzleDeadlock, PuzzleRefused
 
 GRACE_SECONDS = 1.0
 """How long a rank without any operation may take to start before it is called missing."""
+
+STOP = "the other ranks stop, mend it there"
+"""What ranks that wait are told when one has raised something."""
 
 SETTLING_TURNS = 8
 """Turns of the event loop without any movement after which the ranks have settled: a task that can go on does so in
@@ -65,10 +67,10 @@ class AsyncioWatch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._blocked: dict[asyncio.Future[Any], Blocked] = {}
-        self._failure = ""
+        self._failure: PuzzleRefused | None = None
         self._moves = 0
         self._settling = False
-        self.forgotten: list[str] = []
+        self.forgotten: list[PuzzleRefused] = []
 
     def enter(self, rank: int) -> None:
         """Note the task that drives `rank`, if any does; its end is how the rank's end is learnt."""
@@ -80,7 +82,7 @@ class AsyncioWatch:
             return
         if task.get_loop() is not self._loop:
             self._loop = task.get_loop()
-            self._tasks, self._blocked, self._failure, self._settling = {}, {}, "", False
+            self._tasks, self._blocked, self._failure, self._settling = {}, {}, None, False
         self._tasks[rank] = task
         task.add_done_callback(partial(self._ended, rank))
 
@@ -92,7 +94,7 @@ class AsyncioWatch:
             PuzzleRefused: when another rank raised, or somebody forgot an `await`.
         """
         if self._failure:
-            raise PuzzleRefused(self._failure)
+            raise PuzzleRefused.of(self._failure)
         self._blocked[blocked.future] = blocked
         blocked.future.add_done_callback(self._over)
         self._moved()
@@ -116,8 +118,8 @@ class AsyncioWatch:
         raised = None if task.cancelled() else task.exception()
         if task.cancelled() or raised is not None:
             reason = "was cancelled" if raised is None else f"raised {type(raised).__name__}: {raised}"
-            self._failure = f"rank {rank} {reason}; the other ranks stop."
-            self._fail(lambda: PuzzleRefused(self._failure))
+            self._failure = PuzzleRefused("the program raised", "", f"rank {rank} {reason}", STOP)
+            self._fail(self._failure)
         else:
             self._moved()
 
@@ -155,23 +157,27 @@ class AsyncioWatch:
     def _report(self) -> None:
         """Report the deadlock, or the forgotten `await` behind it, to every rank that waits."""
         if self.forgotten:
-            self._fail(lambda: PuzzleRefused(self.forgotten[0]))
+            self._fail(self.forgotten[0])
             return
         waits: dict[int, Wait] = {}
         for blocked in self._blocked.values():
             waits.setdefault(blocked.rank, blocked.wait())
-        text = explain(waits)
+        refusal = PuzzleDeadlock.of(deadlock(waits))
         missing, running = [rank for rank in range(self.ranks) if rank not in self._tasks], self._running()
         if missing:
             names = ", ".join(map(str, missing))
-            text += f" Missing: rank {names} started no communication within {GRACE_SECONDS:g} s; is every rank driven?"
+            refusal.trail += (
+                f" Missing: rank {names} started no communication within {GRACE_SECONDS:g} s; is every rank driven?"
+            )
         for rank in running:
-            text += f" Rank {rank} awaits something else than a communication; await only those."
+            refusal.trail += f" Rank {rank} awaits something else than a communication; await only those."
         for rank in [*missing, *running]:
-            text = text.replace(f"rank {rank} has ended without it", f"rank {rank} has not come to it")
-        self._fail(lambda: PuzzleDeadlock(text))
+            ended, not_come = f"rank {rank} has ended without it", f"rank {rank} has not come to it"
+            refusal.given = refusal.given.replace(ended, not_come)
+        self._fail(refusal)
 
-    def _fail(self, error: Callable[[], Refused]) -> None:
+    def _fail(self, refusal: PuzzleRefused) -> None:
+        """Raise the refusal, each its own, in all ranks that wait."""
         for future in self._blocked:
             if not future.done():
-                future.set_exception(error())
+                future.set_exception(type(refusal).of(refusal))

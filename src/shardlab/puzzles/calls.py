@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from shardlab.errors import About
 from shardlab.program.lines import Line
-from shardlab.puzzles.refusal import PuzzleRefused, placed
+from shardlab.puzzles.refusal import PuzzleRefused
 
 T = TypeVar("T", covariant=True)
 
@@ -22,16 +23,20 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
     Args:
         name: what was called, as in `allreduce(layer 0)`.
-        sentence: what to say if it is never awaited, or used as if it had been.
+        refusal: what to say if it is never awaited, or used as if it had been.
         work: makes the coroutine that communicates.
         forgotten: where a call that is thrown away without an `await` says so.
     """
 
     def __init__(
-        self, name: str, sentence: str, work: Callable[[], Coroutine[Any, Any, T]], forgotten: list[str]
+        self,
+        name: str,
+        refusal: PuzzleRefused,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        forgotten: list[PuzzleRefused],
     ) -> None:
         self._name = name
-        self._sentence = sentence
+        self._refusal = refusal
         self._work = work
         self._forgotten = forgotten
         self._started: Coroutine[Any, Any, T] | None = None
@@ -57,7 +62,7 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
     def __del__(self) -> None:
         if self._started is None and not self._told:
-            self._forgotten.append(self._sentence)
+            self._forgotten.append(self._refusal)
 
     def __repr__(self) -> str:
         return f"<{self._name}, not awaited>"
@@ -65,7 +70,7 @@ class PuzzleCall(Coroutine[Any, Any, T]):
     def refuse(self) -> NoReturn:
         """Say that this is used as if it were what `await` gives."""
         self._told = True
-        raise PuzzleRefused(self._sentence)
+        raise self._refusal
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("_", "cr_", "gi_", "ag_")):  # Python and asyncio look for these
@@ -82,12 +87,12 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
 
 @contextmanager
-def never_awaited() -> Generator[list[tuple[str, Callable[[], None]]]]:
-    """Collect, for each coroutine of a student's own that nobody awaited, a sentence and what shows Python's warning.
+def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]:
+    """Collect, for each coroutine of a student's own that nobody awaited, a refusal and what shows Python's warning.
 
     Other warnings are shown as ever.
     """
-    dropped: list[tuple[str, Callable[[], None]]] = []
+    dropped: list[tuple[PuzzleRefused, Callable[[], None]]] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
         show = warnings.showwarning
@@ -96,8 +101,8 @@ def never_awaited() -> Generator[list[tuple[str, Callable[[], None]]]]:
             warn = partial(show, message, category, file, number, *rest)
             if found := _NEVER_AWAITED.match(str(message)):
                 name = found[1].rpartition(".")[2]
-                text = f"{name}() was called without `await`, so it has not run; write `await {name}(...)`."
-                dropped.append((placed(Line(file, number), text), warn))
+                refusal = without_await(f"{name}()", f"{name}(...)").on(Line(file, number))
+                dropped.append((refusal, warn))
             else:
                 warn()
 
@@ -105,7 +110,13 @@ def never_awaited() -> Generator[list[tuple[str, Callable[[], None]]]]:
         yield dropped
 
 
-def refuse_forgotten(forgotten: list[str]) -> None:
+def without_await(name: str, call: str, layer: int = -1) -> PuzzleRefused:
+    """The refusal of a call that was not awaited; `call` is how to write it."""
+    given = f"{name} was called without `await`, so it has not run"
+    return PuzzleRefused("not awaited", About("", layer), given, f"write `await {call}`")
+
+
+def refuse_forgotten(forgotten: list[PuzzleRefused]) -> None:
     """Refuse to go on after a call that was thrown away without an `await`."""
     if forgotten:
-        raise PuzzleRefused(forgotten[0])
+        raise PuzzleRefused.of(forgotten[0])

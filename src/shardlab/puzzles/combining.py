@@ -8,7 +8,8 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from shardlab.program import Holds, Refused
+from shardlab.errors import About, Refused, of_layer
+from shardlab.program import Holds
 from shardlab.program.lines import at
 from shardlab.program.waiting import Wait
 from shardlab.puzzles import rules
@@ -84,18 +85,16 @@ def combine(parts: list[Brought]) -> list[Any]:
         Refused: if they do not fit.
     """
     first, values = parts[0], [part.value for part in parts]
-    op = f"{first.name}(layer {first.layer})"
+    op = of_layer(first.name, first.layer)
     other = next((part for part in parts if part.name != first.name), None)
     if other is not None:
-        raise Refused(
-            f"{op}: rank {first.rank} meets with {first} and rank {other.rank} with {other}; all ranks must call the "
-            "same collectives in the same order."
-        )
+        given = f"rank {first.rank} meets with {first} and rank {other.rank} with {other}"
+        raise Refused("other order", op, given, "let all ranks call the same collectives in the same order")
     if not any(isinstance(value, PuzzleValue) for value in values):
         return _of_anything(first, values)
     names = [f"rank {rank}" for rank in range(len(values))]
     specs = [rules.spec_of(op, f"value of {name}", value) for name, value in zip(names, values, strict=True)]
-    op = f"{first.name}({specs[0].name})"
+    op = specs[0].about(first.name)
     if first.name == "allgather":
         whole = rules.gather(op, specs, names)
         return [values[0].holding(whole.holds)] * len(values)
@@ -104,7 +103,7 @@ def combine(parts: list[Brought]) -> list[Any]:
     if first.name == "allreduce":
         return [gradient] * len(values)
     if not gradient.is_complete():
-        raise Refused(f"{op}: rank 0 gave {specs[0]}, which is partial; only whole gradients are summed and scattered.")
+        raise Refused("partial", op, f"rank 0 gave {specs[0]}, which is partial", "sum and scatter whole gradients")
     return [gradient.holding(Holds(1 << rank, len(values))) for rank in range(len(values))]
 
 
@@ -118,4 +117,5 @@ def _of_anything(part: Brought, values: list[Any]) -> list[Any]:
             return [total] * len(values)
         return [total.shard(rank, len(values)) for rank in range(len(values))]
     except (TypeError, AttributeError) as error:
-        raise Refused(f"{part}: these objects cannot be put together: {error}.") from None
+        about, given = About(str(part), part.layer), f"these objects cannot be put together: {error}"
+        raise Refused("no value", about, given, "give values of the puzzles, or what can be added") from None

@@ -55,7 +55,7 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     with never_awaited() as dropped:
         result = kind(task, solution, seconds)
     if dropped and not result.correct:  # it is the likelier reason
-        return replace(result, error=dropped[0][0])
+        return replace(result, error=str(dropped[0][0]))
     for _, warn in dropped:
         warn()
     return result
@@ -91,7 +91,7 @@ def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
         verify(models)
         fakes = [fake for model in models for fake in model.fakes]
         if fakes:
-            raise PuzzleRefused(f"{fakes[0]} was made up; a solution computes its gradients.")
+            raise fakes[0]
     except PuzzleRefused as refusal:
         error = str(refusal)
     events = [event for model in models for event in model.log]
@@ -115,10 +115,9 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
     def refusal(program: Stoppable) -> PuzzleRefused:
         line = line_of(program.frame())
         where = f", and was at {line}" if line else ""
-        return PuzzleRefused(
-            f"the solution had not ended after {seconds:g} s{where}. Make its loops end, or give it more time: "
-            f"grade(..., seconds={10 * seconds:g})."
-        )
+        given = f"the solution had not ended after {seconds:g} s{where}"
+        remedy = f"make its loops end, or give it more time: grade(..., seconds={10 * seconds:g})"
+        return PuzzleRefused("stalled", "", given, remedy)
 
     return run_stoppable(work, seconds, refusal)
 

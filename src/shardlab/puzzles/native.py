@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from shardlab.check.blame import Blame
+from shardlab.errors import About
 from shardlab.program import Mesh, Refused, Strategy, UserError
 from shardlab.program.lines import shown
 from shardlab.puzzles.refusal import PuzzleRefused
@@ -42,9 +43,11 @@ def timeline_of(strategy: Strategy, puzzle: Puzzle) -> Timeline:
     try:
         checked = Blame(strategy, file).checked(mesh, puzzle.layers, puzzle.batches)
     except Refused as refusal:
-        raise PuzzleRefused(str(refusal).replace(f"{file}:", f"{shown(file)}:")) from None
+        refusal.line = refusal.line.replace(f"{file}:", f"{shown(file)}:")
+        refusal.trail = refusal.trail.replace(f"{file}:", f"{shown(file)}:")
+        raise PuzzleRefused.of(refusal) from None
     if checked.frozen:
-        raise PuzzleRefused(
-            f"no rank loads an optimizer state of layer {checked.frozen[0]}, so it is frozen; a puzzle trains all."
-        )
+        layer = checked.frozen[0]
+        given = f"no rank loads an optimizer state of layer {layer}, so it is frozen"
+        raise PuzzleRefused("frozen", About("", layer), given, "a puzzle trains all, load it")
     return simulate(checked)

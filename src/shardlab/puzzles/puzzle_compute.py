@@ -6,12 +6,13 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
-from shardlab.program import Holds, Refused, Sizes, Spec, UserError
+from shardlab.errors import About, Refused, of_layer
+from shardlab.program import Holds, Sizes, Spec, UserError
 from shardlab.program.lines import here
 from shardlab.puzzles import rules
 from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten
 from shardlab.puzzles.dist import Dist
-from shardlab.puzzles.refusal import derived, judged, placed, stand
+from shardlab.puzzles.refusal import PuzzleRefused, derived, judged, stand
 from shardlab.puzzles.stores import Storage, Stores
 from shardlab.puzzles.values import Activation, ActivationGrad, OptState, PuzzleValue, Weight, WeightGrad
 from shardlab.rules import update as sums
@@ -28,8 +29,8 @@ class PuzzleCompute(Stores):
         LAYERS, BATCHES, RANKS: how many layers, microbatches and ranks there are.
         dist: the ranks.
         final_weights: what `set_final_weight` was given.
-        forgotten: communications of the run that were called without an `await`, a sentence about each.
-        fakes: gradients made up by `fake_grad`, but for zeros, a sentence about each.
+        forgotten: communications of the run that were called without an `await`, a refusal for each.
+        fakes: gradients made up by `fake_grad`, but for zeros, a refusal for each.
     """
 
     def __init__(self, rank: int = 1, dist: Dist | None = None, layers: int = 2, batches: int = 1) -> None:
@@ -42,7 +43,7 @@ class PuzzleCompute(Stores):
         self.LAYERS = layers
         self.BATCHES = batches
         self.final_weights: dict[int, Weight] = {}
-        self.fakes: list[str] = []
+        self.fakes: list[PuzzleRefused] = []
         self._run = self.dist.join(rank)
         self.forgotten = self._run.watch.forgotten
         self._updated: dict[int, Holds] = {}
@@ -70,20 +71,21 @@ class PuzzleCompute(Stores):
         self.begin()
         gradient = WeightGrad(layer, self.LAYERS, frozenset(batches), self.BATCHES)
         if gradient.batches:
-            fake = f"rank {self.rank}, op {len(self.log)} fake_grad(layer {layer}): {gradient.spec}"
-            self.fakes.append(placed(here(), fake))
+            given, remedy = f"{gradient.spec} was made up", "let a solution compute its gradients"
+            fake = PuzzleRefused("made up", of_layer("fake_grad", layer), given, remedy)
+            self.fakes.append(fake.at(self.rank, len(self.log)).on(here()))
         return derived(gradient)
 
     def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
         """Activation l and the complete weight of layer l: activation l + 1."""
-        with self._judging(f"forward(layer {layer})", inp, weight) as op:
+        with self._judging(of_layer("forward", layer), inp, weight) as op:
             self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
         self.note("forward", inp, weight, layer=layer, batches=inp.batches)
         return derived(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def loss(self, inp: Activation) -> ActivationGrad:
         """The last activation's gradient."""
-        with self._judging("loss", inp) as op:
+        with self._judging(About("loss"), inp) as op:
             sums.loss(self.LAYERS, self._spec(op, "activation", inp))
         self.note("loss", inp, layer=self.LAYERS)
         return derived(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
@@ -92,7 +94,7 @@ class PuzzleCompute(Stores):
         self, layer: int, inp: Activation, grad: ActivationGrad, weight: Weight
     ) -> tuple[WeightGrad, ActivationGrad]:
         """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
-        with self._judging(f"backward(layer {layer})", inp, grad, weight) as op:
+        with self._judging(of_layer("backward", layer), inp, grad, weight) as op:
             specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
             self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
         self.note("backward", inp, grad, weight, layer=layer, batches=inp.batches)
@@ -107,7 +109,7 @@ class PuzzleCompute(Stores):
         A complete gradient may update a shard. `shard` is not used.
         """
         del shard
-        with self._judging(f"update(layer {layer})", weight_grad, weight, opt_state) as op:
+        with self._judging(of_layer("update", layer), weight_grad, weight, opt_state) as op:
             grad = self._spec(op, "gradient", weight_grad)
             state = self._spec(op, "optimizer state", opt_state)
             rules.update(layer, grad, self._weight(op, weight), state)
@@ -135,23 +137,24 @@ class PuzzleCompute(Stores):
         self._run.watch.enter(self.rank)
 
     @contextmanager
-    def _judging(self, op: str, *values: Any) -> Generator[str]:
+    def _judging(self, op: About, *values: Any) -> Generator[About]:
         """Begin an op, and name it in what is refused of it."""
         self.begin(*values)
         with judged(self):
             yield op
 
-    def _spec(self, op: str, what: str, value: PuzzleValue) -> Spec:
+    def _spec(self, op: About, what: str, value: PuzzleValue) -> Spec:
         """A value's spec; microbatches are compared as numbers, whatever total they were made with."""
         spec = rules.spec_of(op, what, value)
         return spec._replace(form=spec.form.but(space=self._space))
 
-    def _layer(self, op: str, layer: int) -> LayerRules:
+    def _layer(self, op: About, layer: int) -> LayerRules:
         if layer not in range(self.LAYERS):
-            raise Refused(f"{op}: layer {layer} does not exist; the model has layers 0-{self.LAYERS - 1}.")
+            remedy = f"the model has layers 0-{self.LAYERS - 1}, name one of these"
+            raise Refused("unknown layer", op, f"layer {layer} does not exist", remedy)
         return self._rules.layers[layer]
 
-    def _weight(self, op: str, weight: Weight) -> Spec:
+    def _weight(self, op: About, weight: Weight) -> Spec:
         spec = rules.spec_of(op, "weight", weight)
         rules.fresh(op, spec, self._updated)
         return spec

@@ -6,15 +6,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from shardlab.program import Refused
+from shardlab.errors import Refused, of_layer
 from shardlab.program.lines import Line, here
 from shardlab.puzzles import rules
 from shardlab.puzzles.asyncio_watch import Blocked
-from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten
+from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten, without_await
 from shardlab.puzzles.combining import Brought
 from shardlab.puzzles.mail import Letter, Reader
 from shardlab.puzzles.puzzle_compute import PuzzleCompute
-from shardlab.puzzles.refusal import PuzzleRefused, derived, judged, placed, stand
+from shardlab.puzzles.refusal import PuzzleRefused, derived, judged, stand
 from shardlab.puzzles.values import PuzzleValue, Weight
 
 T = TypeVar("T")
@@ -51,18 +51,14 @@ class PuzzleModel(PuzzleCompute):
 
     def _call(self, verb: str, argument: str, work: Callable[[], Coroutine[Any, Any, T]]) -> PuzzleCall[T]:
         name = f"{verb}({argument})"
-        sentence = placed(
-            here(),
-            f"rank {self.rank}, op {len(self.log)} {name} was called without `await`, so it has not run; write `await "
-            f"model.{verb}({'...' * bool(argument)})`.",
-        )
-        return PuzzleCall(name, sentence, work, self.forgotten)
+        refusal = without_await(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
+        return PuzzleCall(name, refusal.on(here()), work, self.forgotten)
 
     async def _meet(self, name: str, v: T, layer: int, line: Line | None) -> T:
         self._enter(name, line, [self.rank], v)
         with judged(self, line):
             if isinstance(v, Weight):
-                rules.fresh(f"{name}(layer {layer})", v.spec, self._updated)
+                rules.fresh(of_layer(name, layer), v.spec, self._updated)
             meeting = self._run.meetings.next_of(self.rank)
             meeting[self.rank] = mine = Brought(self.rank, line, name, layer, v, self.time, meeting)
             result, time = await self._wait(mine)
@@ -98,7 +94,8 @@ class PuzzleModel(PuzzleCompute):
         for rank in ranks:
             if not 0 <= rank < self.RANKS:
                 with judged(self, line):
-                    raise Refused(f"{op}: rank {rank} does not exist; the Dist has {self.RANKS}, counted from 0.")
+                    remedy = f"the Dist has {self.RANKS}, counted from 0, name one of these"
+                    raise Refused("unknown rank", op, f"rank {rank} does not exist", remedy)
 
     @staticmethod
     def check(models: Sequence[PuzzleModel]) -> None:
@@ -120,7 +117,7 @@ def verify(models: Sequence[PuzzleModel]) -> None:
         PuzzleRefused: naming the layer, and the rank or the elements at fault.
     """
     if not models:
-        raise PuzzleRefused("Model.check: no models were given; give those of all ranks.")
+        raise PuzzleRefused("wrong number", "Model.check", "no models were given", "give those of all ranks")
     for model in models:
         refuse_forgotten(model.forgotten)
         model.memory()  # refuses what is no value, such as a call that was not awaited
@@ -129,4 +126,4 @@ def verify(models: Sequence[PuzzleModel]) -> None:
         try:
             rules.updated_once(layer, given)
         except Refused as refusal:
-            raise PuzzleRefused(str(refusal)) from None
+            raise PuzzleRefused.of(refusal) from None

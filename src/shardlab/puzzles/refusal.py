@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from shardlab.program import Deadlock, Refused
 from shardlab.program.lines import Line, here
@@ -19,6 +19,18 @@ T = TypeVar("T")
 
 class PuzzleRefused(Refused, AssertionError):
     """A solution is wrong; the sentence names rank, op, layer and the elements."""
+
+    @classmethod
+    def of(cls, refusal: Refused) -> Self:
+        """The same refusal, as the face's own."""
+        mine = cls(*refusal.args)
+        vars(mine).update(vars(refusal))
+        return mine
+
+    def on(self, line: Line | None) -> Self:
+        """Say on which of the student's lines it is, if that is known."""
+        self.line = "" if line is None else str(line)
+        return self
 
 
 class PuzzleDeadlock(PuzzleRefused, Deadlock):
@@ -41,11 +53,6 @@ def derived(made: T, *read: Any) -> T:
     return made
 
 
-def placed(line: Line | None, text: str) -> str:
-    """A message with the student's line before it."""
-    return text if line is None else f"{line}: {text}"
-
-
 @contextmanager
 def judged(rank: Stores | None = None, line: Line | None = None) -> Generator[None]:
     """Turn a refusal of the shared rules into the face's own, in the puzzles' words and with the place before it.
@@ -59,12 +66,12 @@ def judged(rank: Stores | None = None, line: Line | None = None) -> Generator[No
     except PuzzleRefused:
         raise
     except Refused as refusal:
-        text = str(refusal)
+        mine = PuzzleRefused.of(refusal).on(line or here())
         for published, kind in COLLECTIVES.items():
-            text = text.replace(kind.value, published)
+            mine.about = mine.about.replace(kind.value, published)
+            mine.given = mine.given.replace(kind.value, published)
+            mine.remedy = mine.remedy.replace(kind.value, published)
         rank = rank or _here.get()
-        mine = PuzzleRefused(text)
         if rank is not None:
             mine.at(rank.rank, len(rank.log))
-        mine.args = (placed(line or here(), str(mine)),)
         raise mine from None

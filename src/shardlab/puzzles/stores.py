@@ -64,7 +64,8 @@ class Stores:
                     value.refuse()
                 if not isinstance(value, PuzzleValue):
                     with judged(self):
-                        raise Refused(f"memory: the store has {value!r} under {key!r}; it keeps values of the puzzles.")
+                        given = f"the store has {value!r} under {key!r}"
+                        raise Refused("no value", "memory", given, "keep values of the puzzles in it")
                 values.append(value)
         return values
 

@@ -12,7 +12,8 @@ from functools import cached_property
 from operator import index
 from typing import Any, ClassVar, Self, cast
 
-from shardlab.program import Holds, Kind, Refused, Spec
+from shardlab.errors import About, Refused
+from shardlab.program import Holds, Kind, Spec
 from shardlab.program.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
 from shardlab.puzzles import rules
 from shardlab.puzzles.pictures import Picture, network_picture
@@ -53,15 +54,16 @@ class PuzzleValue:
             except TypeError:
                 numbers = frozenset({-1})
             if min(numbers, default=0) < 0:
-                self._refuse(f"{name} are {given!r}; give a collection of numbers, which count from 0.")
+                self._refuse(f"{name} are {given!r}", "give a collection of numbers, which count from 0")
             object.__setattr__(self, name, numbers)
         if not self.shards or max(self.shards) >= self.total:
             given = f"shards {sorted(self.shards)} of {self.total}"
-            self._refuse(f"{given} were given; a value has at least one shard, and they count from 0.")
+            self._refuse(f"{given} were given", "give at least one shard, counted from 0")
 
-    def _refuse(self, text: str) -> None:
+    def _refuse(self, given: str, remedy: str) -> None:
+        about = About(f"{type(self).__name__} of layer {self.layer}", self.layer)
         with judged():
-            raise Refused(f"{type(self).__name__} of layer {self.layer}: {text}")
+            raise Refused("unknown slice", about, given, remedy)
 
     @cached_property
     def spec(self) -> Spec:
@@ -108,7 +110,7 @@ class Sharded(PuzzleValue):
             PuzzleRefused: if they are not pieces of one value.
         """
         with judged():
-            op = f"combine({self.spec.name})"
+            op = self.spec.about("combine")
             specs = [self.spec, rules.spec_of(op, "other value", other)]
             whole = self.holding(rules.gather(op, specs, ["the first value", "the second value"]).holds)
         return derived(whole, self, other)
@@ -121,7 +123,7 @@ class Sharded(PuzzleValue):
         """
         with judged():
             if not self.is_complete():
-                raise Refused(f"shard({self.spec.name}): {self.spec} is partial; only a complete value is cut.")
+                raise Refused("partial", self.spec.about("shard"), f"{self.spec} is partial", "cut a complete value")
             return derived(self.holding(Holds(mask_of([shard]), total)), self)
 
     def holding(self, holds: Holds) -> Self:

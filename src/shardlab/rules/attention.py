@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from shardlab.errors import Refused
+from shardlab.errors import About, Refused, of_layer
 from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.pieces import bits, listed
 from shardlab.rules.spec import KEY, Form, Space, Spec, Term, cells_text, form_of
+from shardlab.rules.wanted import other_tokens, want_kind
 
 # named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
 ACTIVATION, GRAD_ACTIVATION = Kind.ACTIVATION, Kind.GRAD_ACTIVATION
@@ -28,7 +29,7 @@ def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
     Raises:
         Refused: when the two are not of one layer, its heads, and the same microbatches, or all keys are masked.
     """
-    op = f"attend(layer {layer})"
+    op = of_layer("attend", layer)
     ours, theirs = _want_pair(op, layer, queries, keys_values)
     needs = needed(ACTIVATION, ours, queries.form.space)
     form = _form(queries.form, ACTIVATION, layer + 1, theirs & needs, needs)
@@ -41,15 +42,13 @@ def attend_backward(layer: int, queries: Spec, keys_values: Spec, attended: Spec
     Raises:
         Refused: as `attend` does, or when `attended` or its gradient are not complete and of these queries.
     """
-    op = f"attend_backward(layer {layer})"
+    op = of_layer("attend_backward", layer)
     ours, theirs = _want_pair(op, layer, queries, keys_values)
     for spec, kind in ((attended, ACTIVATION), (gradient, GRAD_ACTIVATION)):
         _want(op, spec, kind, layer + 1, queries)
         if spec.cells != queries.cells:
-            raise Refused(
-                f"{op}: the {WORDS[kind]} is of {cells_text(spec.cells, spec.form.space)} and the queries of "
-                f"{cells_text(queries.cells, spec.form.space)}; both must be of the same tokens and step."
-            )
+            mine, theirs = (cells_text(cells, spec.form.space) for cells in (spec.cells, queries.cells))
+            raise other_tokens(op, WORDS[kind], mine, "queries", theirs)
     space = queries.form.space
     of_queries, of_keys = needed(GRAD_QUERIES, ours, space), needed(GRAD_KEYS_VALUES, theirs, space)
     return (
@@ -120,43 +119,46 @@ def _form(like: Form, kind: Kind, layer: int, met: int, needs: int, factor: Fact
     return form_of(kind, layer, like.step, like.space, slices=like.slices, term=term, factor=factor)
 
 
-def _want_pair(op: str, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:
+def _want_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:
     """Queries and keys of the same microbatches, some of which are not masked; the slices of either."""
     _want(op, queries, QUERIES, layer, queries)
     _want(op, keys_values, KEYS_VALUES, layer, queries)
     space = queries.form.space
     (of, ours), (of_keys, theirs) = (pattern(spec.cells, space.sequence) for spec in (queries, keys_values))
     if of != of_keys or queries.step != keys_values.step:
-        raise Refused(f"{op}: {queries} cannot meet {keys_values}; both must be of the same microbatches and step.")
+        remedy = "give both of the same microbatches and step"
+        raise Refused("other tokens", op, f"{queries} cannot meet {keys_values}", remedy)
     for spec, held in ((queries, ours), (keys_values, theirs)):
         if held < 0:
-            raise Refused(f"{op}: {spec} was given; attention takes the same slices of each microbatch.")
+            raise Refused("other tokens", op, f"{spec} was given", "give the same slices of each microbatch")
     if not theirs & needed(ACTIVATION, ours, space):
-        raise Refused(f"{op}: all of {keys_values} comes after {queries}, which do not see it; leave this op out.")
+        given = f"all of {keys_values} comes after {queries}, which do not see it"
+        raise Refused("masked keys", op, given, "leave this op out")
     return ours, theirs
 
 
-def _want(op: str, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
+def _want(op: About, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
     form = spec.form
-    if form.kind is not kind:
-        raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
+    what = WORDS[kind]
+    want_kind(op, what, spec, kind)
     if form.layer != layer:
-        raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; this op reads {kind.value}[{layer}].")
-    if form.term is not None:
-        raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {missing_text(spec)}.")
-    if form.slices != queries.form.slices or form.step != queries.form.step:
         raise Refused(
-            f"{op}: the {WORDS[kind]} given is {spec} and the queries {queries}; attention takes the same heads of "
-            "queries, keys and values, of one step."
+            "wrong layer", op, f"the {what} given is {spec}", f"this op reads {kind.value}[{layer}], give that"
         )
+    if form.term is not None:
+        raise unmet(op, what, spec)
+    if form.slices != queries.form.slices or form.step != queries.form.step:
+        remedy = "give the same heads of queries, keys and values, of one step"
+        raise Refused("other pieces", op, f"the {what} given is {spec} and the queries {queries}", remedy)
 
 
-def missing_text(spec: Spec) -> str:
-    """What a value that has met only a part has not met: `the queries of slices 0-2 of the sequence are missing`."""
+def unmet(op: About, what: str, spec: Spec) -> Refused:
+    """The refusal of a value that has met only a part of what it must meet."""
     term, space = spec.form.term, spec.form.space
     assert term is not None
     _, held = pattern(spec.cells, space.sequence)
     missing = needed(spec.form.kind, held, space) & ~term.bits
     who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
     slices = f"slice{'s' * (missing.bit_count() > 1)} {listed(bits(missing))} of the sequence"
-    return f"the {who} of {slices} are missing in it. Let it meet them, and add the parts"
+    lacks = f"the {what} given is {spec}; the {who} of {slices} are missing in it"
+    return Refused("missing terms", op, lacks, "let it meet them, and add the parts", missing=bits(missing))

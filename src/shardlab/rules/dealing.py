@@ -8,13 +8,14 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import islice
 
-from shardlab.errors import Refused
+from shardlab.errors import About, Refused
 from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.pieces import bits, mask_of
 from shardlab.rules.spec import Form, Joined, Spec
+from shardlab.rules.wanted import no_slices
 
 
-def scatter(op: str, total: Spec, parts: int) -> list[Spec]:
+def scatter(op: About, total: Spec, parts: int) -> list[Spec]:
     """Equal pieces of a sum: of the parameters, or of the tokens.
 
     Raises:
@@ -25,7 +26,7 @@ def scatter(op: str, total: Spec, parts: int) -> list[Spec]:
     return [share(op, total, parts, place) for place in range(parts)]
 
 
-def share(op: str, total: Spec, parts: int, place: int) -> Spec:
+def share(op: About, total: Spec, parts: int, place: int) -> Spec:
     """One of the equal pieces of a sum.
 
     Raises:
@@ -33,16 +34,14 @@ def share(op: str, total: Spec, parts: int, place: int) -> Spec:
     """
     form = total[0]
     if form.kind is Kind.SCALAR:
-        raise Refused(f"{op}: a scalar has no slices; all_reduce it.")
+        raise no_slices(op)
     if form.kind not in ROW_KINDS:
         holds = next(islice(form.holds.split(parts), place, None))
         return Spec(form.but(holds=holds), total[1])
     dealt = deal(total, parts)
     if dealt is None:
-        raise Refused(
-            f"{op}: {total} has sequences of {form.space.sequence} slices, which do not divide among {parts} ranks; "
-            "scatter over an axis whose ranks divide them."
-        )
+        given = f"{total} has sequences of {form.space.sequence} slices, which do not divide among {parts} ranks"
+        raise Refused("does not divide", op, given, "scatter over an axis whose ranks divide them")
     cells, joined = dealt[place]
     return Spec(form, cells, joined)
 
@@ -63,19 +62,22 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
     Raises:
         Refused: for a part that there is not, a scalar or statistics, or tokens that do not divide.
     """
-    op = f"slice({value.name})"
+    op = value.about("slice")
     if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
         most = MOST_SLICES // value.holds.of
-        raise Refused(f"{op}: slice {place} of {parts} was asked for; there are {most:,} at most, counted from 0.")
+        remedy = f"there are {most:,} at most, counted from 0, name one of them"
+        raise Refused("unknown slice", op, f"slice {place} of {parts} was asked for", remedy)
     if value.kind in (Kind.SCALAR, Kind.STATS):
-        raise Refused(f"{op}: {value} was given; slice weights, optimizer states, activations or gradients.")
+        remedy = "slice weights, optimizer states, activations or gradients"
+        raise Refused("wrong kind", op, f"{value} was given", remedy)
     if value.kind not in ROW_KINDS:
         return Spec(_slice(value[0], place, parts), value[1])
     dealt = deal(value, parts)
     if dealt is None:
         held = value.cells.bit_count() if value.form.space.sequence > 1 else value.microbatches.bit_count()
         what = "slices of its sequences" if value.form.space.sequence > 1 else "microbatches"
-        raise Refused(f"{op}: {value} has {held} {what}, which do not divide into {parts} equal parts.")
+        given = f"{value} has {held} {what}, which do not divide into {parts} equal parts"
+        raise Refused("does not divide", op, given, "take a number of parts that divides them")
     cells, joined = dealt[place]
     return Spec(value[0], cells, joined)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NoReturn
 
-from shardlab.errors import Refused
+from shardlab.errors import About, Refused
 from shardlab.rules.dealing import deal
 from shardlab.rules.gathers import index_apart, united_cells, united_pieces, with_pieces
 from shardlab.rules.index import INDICES, piece_of
@@ -17,7 +17,7 @@ from shardlab.rules.pieces import bits, mask_of
 from shardlab.rules.spec import Form, Spec
 
 
-def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
+def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
     """Cells together and an index apart, or back again.
 
     Args:
@@ -30,29 +30,30 @@ def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Se
     form = first.form
     indices = [index for index in indices if INDICES[index].exchanged]
     if len(indices) != 1 or form.term is not None:
-        raise Refused(
-            f"{op}: {first} was given; an all_to_all exchanges what may be cut along another index than the batch, as "
-            "experts' buffers are: what goes into experts or comes out of them."
+        remedy = (
+            "exchange what may be cut along another index than the batch, as experts' buffers are: what goes into "
+            "experts or comes out of them"
         )
+        raise Refused("not exchanged", op, f"{first} was given", remedy)
     (index,) = indices
     count_of_first = first.cells.bit_count()
     for spec, name in zip(specs, names, strict=True):
         if spec.form is not form and (
             spec.form.but(slices=()) is not form.but(slices=()) or (not spec.form.slices) != (not form.slices)
         ):
-            raise Refused(
-                f"{op}: {names[0]} gave {first} and {name} {spec}; all give buffers of all experts, or all give some "
-                "experts' buffers, of one layer."
-            )
+            remedy = "let all give buffers of all experts, or all give some experts' buffers, of one layer"
+            raise Refused("other values", op, f"{names[0]} gave {first} and {name} {spec}", remedy)
         if spec.cells.bit_count() != count_of_first:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; give equally many microbatches.")
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other tokens", op, given, "give equally many microbatches")
     if count == 1:
         return list(specs)
     if all(spec.form is form for spec in specs):
         runs = _runs(form, index, count)
         if runs is None:
             held = first.pieces(index).bit_count()
-            raise Refused(f"{op}: {held} {piece_of(index)}{'s' * (held > 1)} held do not divide among {count} ranks.")
+            given = f"{held} {piece_of(index)}{'s' * (held > 1)} held do not divide among {count} ranks"
+            raise Refused("does not divide", op, given, "let ranks meet that divide them")
         cells, joined = united_cells(op, specs, names)
         return [Spec(run, cells, joined) for run in runs]
     united = _united_runs(tuple([spec.form for spec in specs]), index)
@@ -60,9 +61,11 @@ def all_to_all(op: str, specs: Sequence[Spec], names: Sequence[str], indices: Se
         _refuse_runs(op, specs, names, index)
     dealt = deal(first, count)
     if dealt is None:
-        raise Refused(f"{op}: {first} does not divide among {count} ranks; each takes equally many microbatches.")
+        given = f"{first} does not divide among {count} ranks"
+        raise Refused("does not divide", op, given, "let each take equally many microbatches")
     if any(spec.cells != first.cells for spec in specs):
-        raise Refused(f"{op}: {names[0]} gave {first} and {names[-1]} {specs[-1]}; give the same microbatches.")
+        given = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}"
+        raise Refused("other tokens", op, given, "give the same microbatches")
     return [Spec(united, cells, joined) for cells, joined in dealt]
 
 
@@ -86,10 +89,9 @@ def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
     return with_pieces(forms[0], index, mask)
 
 
-def _refuse_runs(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> NoReturn:
+def _refuse_runs(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> NoReturn:
     """Say why members' pieces of an index cannot be put together."""
     index_apart(op, specs, names)
     united_pieces(op, specs, names, index)
-    raise Refused(
-        f"{op}: the ranks have their {piece_of(index)}s in another order than the group's; they meet in its order."
-    )
+    given = f"the ranks have their {piece_of(index)}s in another order than the group's"
+    raise Refused("other order", op, given, "let them meet in its order")

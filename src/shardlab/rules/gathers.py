@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shardlab.errors import Refused
-from shardlab.rules import update
+from shardlab.errors import About, Refused
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.pieces import Holds, bits, common, listed
 from shardlab.rules.spec import Form, Joined, Spec, cells_text
+from shardlab.rules.wanted import ALIKE, no_slices
 
 
-def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The pieces laid side by side: slices of parameters, cells of a batch, or pieces of one index.
 
     Raises:
@@ -32,16 +32,16 @@ def gather(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
                 return Spec(united, cells)
     for spec, name in zip(specs, names, strict=True):
         if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only pieces of one value can be gathered.")
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, given, "gather pieces of one value")
         if spec.form.factor is not form.factor:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; {update.ALIKE}.")
+            raise Refused("other factors", op, f"{names[0]} gave {first} and {name} {spec}", ALIKE)
         if spec.form.term is not None:
-            raise Refused(
-                f"{op}: {name} gave {spec}, which is one term of a sum and no piece of the whole. Reduce before "
-                "gathering (all_reduce, or reduce_scatter along the sequence)."
-            )
+            given = f"{name} gave {spec}, which is one term of a sum and no piece of the whole"
+            remedy = "reduce before gathering (all_reduce, or reduce_scatter along the sequence)"
+            raise Refused("a term", op, given, remedy)
     if form.kind is Kind.SCALAR:
-        raise Refused(f"{op}: a scalar has no slices; all_reduce it.")
+        raise no_slices(op)
     if form.kind not in ROW_KINDS:
         _refuse_slices(op, specs, names)
     pieces = form.slices and (form.kind is Kind.STATS or all(spec.cells == first.cells for spec in specs))
@@ -63,74 +63,68 @@ def _united_slices(forms: tuple[Form, ...]) -> Form | None:
     return first.but(holds=Holds(mask, of).simplified())
 
 
-def _refuse_slices(op: str, specs: Sequence[Spec], names: Sequence[str]) -> None:
+def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
     """Say why slices of parameters cannot be put together."""
     first = specs[0]
     mask, of = 0, first.form.holds.of
     for spec, name in zip(specs, names, strict=True):
         if spec.cells != first.cells or spec.form.over != first.form.over:
-            raise Refused(
-                f"{op}: {names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together "
-                "they are the gradient of neither. Reduce before gathering."
+            given = (
+                f"{names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together they "
+                "are the gradient of neither"
             )
+            raise Refused("other sums", op, given, "reduce before gathering")
         mine, theirs = common(Holds(mask, of), spec.form.holds)
-        if mine.mask & theirs.mask:
-            raise Refused(
-                f"{op}: slice {listed(bits(mine.mask & theirs.mask))} of {mine.of} comes from {name} and from "
-                f"{_earlier(name)} as well; gathered pieces must not overlap."
-            )
+        if twice := mine.mask & theirs.mask:
+            given = f"slice {listed(bits(twice))} of {mine.of} comes from {name} and from {_earlier(name)} as well"
+            raise Refused("pieces overlap", op, given, APART, doubled=bits(twice))
         mask, of = mine.mask | theirs.mask, mine.of
     raise AssertionError("slices that fit are put together")
 
 
-def united_cells(op: str, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
+def united_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
     cells = 0
     for spec, name in zip(specs, names, strict=True):
         if twice := cells & spec.cells:
-            raise Refused(
-                f"{op}: {cells_text(twice, spec.form.space)} would come from {name} and from {_earlier(name)} as well; "
-                "gathered pieces must not overlap."
-            )
+            given = f"{cells_text(twice, spec.form.space)} would come from {name} and from {_earlier(name)} as well"
+            raise Refused("pieces overlap", op, given, APART, doubled=bits(twice))
         cells |= spec.cells
     return cells, tuple([(spec.cells, spec.joined) for spec in specs])
 
 
-def _gathered_pieces(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Pieces of one index, for the same tokens."""
     first, index = specs[0], index_apart(op, specs, names)
     if not INDICES[index].gathered:
-        raise Refused(
-            f"{op}: {first} was given, which does not lie beside others to be gathered; {INDICES[index].together}."
-        )
+        given = f"{first} was given, which does not lie beside others to be gathered"
+        raise Refused("not gathered", op, given, INDICES[index].together)
     return first._replace(form=with_pieces(first.form, index, united_pieces(op, specs, names, index)))
 
 
-def index_apart(op: str, specs: Sequence[Spec], names: Sequence[str]) -> str:
+def index_apart(op: About, specs: Sequence[Spec], names: Sequence[str]) -> str:
     """Find the one index along which the members hold different pieces; all else must be equal."""
     first = specs[0]
     for spec, name in zip(specs, names, strict=True):
         if spec.cells != first.cells or spec.form.but(slices=()) is not first.form.but(slices=()):
-            raise Refused(
-                f"{op}: {names[0]} gave {first} and {name} {spec}; only pieces of one value, for the same tokens, are "
-                "put together."
-            )
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, given, "put pieces of one value together, for the same tokens")
     held = [dict(spec.form.slices) for spec in specs]
     every = {index for pieces in held for index in pieces}
     apart = {index for index in every if any(pieces.get(index) != held[0].get(index) for pieces in held)} or every
     if len(apart) != 1:
-        raise Refused(f"{op}: {names[0]} gave {first} and {names[-1]} {specs[-1]}; they differ in more than one index.")
+        given = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}, which differ in more than one index"
+        raise Refused("other indices", op, given, "put together along one index, then along the other")
     return apart.pop()
 
 
-def united_pieces(op: str, specs: Sequence[Spec], names: Sequence[str], index: str) -> int:
+def united_pieces(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> int:
     mask = 0
     for spec, name in zip(specs, names, strict=True):
         pieces = spec.pieces(index)
         if twice := mask & pieces:
-            raise Refused(
-                f"{op}: {piece_of(index)} {listed(bits(twice))} would be counted twice ({name} and {_earlier(name)} "
-                f"both have it); each {piece_of(index)} belongs into the whole once."
-            )
+            noun = piece_of(index)
+            given = f"{noun} {listed(bits(twice))} would be counted twice ({name} and {_earlier(name)} both have it)"
+            raise Refused("pieces overlap", op, given, f"give each {noun} once", doubled=bits(twice))
         mask |= pieces
     return mask
 
@@ -142,6 +136,9 @@ def with_pieces(form: Form, index: str, pieces: int) -> Form:
     if pieces != form.space.full(index):
         slices[index] = pieces
     return form.but(slices=tuple(sorted(slices.items())))
+
+
+APART = "gather pieces that do not overlap"
 
 
 def _earlier(name: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardlab.errors import Refused
-from shardlab.rules import attention, derive, update
+from shardlab.errors import About, Refused, of_layer
+from shardlab.rules import attention, derive
 from shardlab.rules.derive import Held, Misfit
 from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
@@ -26,6 +26,7 @@ from shardlab.rules.spec import (
     terms_of,
     whole_sequences,
 )
+from shardlab.rules.wanted import ALIKE, other_tokens, want_kind
 
 GRADIENT_OF = {
     Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
@@ -92,7 +93,7 @@ class LayerRules:
             key += (part,)
         made = self._forward.get(key)
         if made is None:
-            made = self._forward[key] = self._derive_forward(f"{op}(layer {self.layer_number})", inputs, weight, part)
+            made = self._forward[key] = self._derive_forward(self._about(op), inputs, weight, part)
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
         for other in inputs[1:]:
@@ -116,9 +117,9 @@ class LayerRules:
         key = (weight[0], form, *[gradient[0] for gradient in gradients])
         made = self._backward.get(key)
         if made is None:
-            name = f"{op}(layer {self.layer_number})"
-            cut = self._cut(name, weight, first) | self._dealt_of(gradients)
-            made = self._derive_backward(name, first, gradients, weight.form.holds, cut, weight, both=True)
+            about = self._about(op)
+            cut = self._cut(about, weight, first) | self._dealt_of(gradients)
+            made = self._derive_backward(about, first, gradients, weight.form.holds, cut, weight, both=True)
             self._backward[key] = made
         if self.mixes_tokens and not whole_sequences(cells, self.space):
             self._refuse_cut(op, first)
@@ -139,11 +140,11 @@ class LayerRules:
         key = (half[0], first[0], *[gradient[0] for gradient in gradients])
         made = self._backward_weight.get(key)
         if made is None:
-            name, cut = f"{op}(layer {self.layer_number})", dict(half.form.slices)
+            about, cut = self._about(op), dict(half.form.slices)
             holds = self._flat(cut)
             cut |= self._dealt_of(gradients)
             made = self._backward_weight[key] = self._derive_backward(
-                name, first, gradients, holds, cut, None, both=False
+                about, first, gradients, holds, cut, None, both=False
             )
         for gradient in gradients:
             if gradient[1] != cells:
@@ -154,7 +155,10 @@ class LayerRules:
     def layer_number(self) -> int:
         return self.layer.inputs[0].layer
 
-    def _derive_forward(self, op: str, inputs: Sequence[Spec], weight: Spec, part: Holds | None) -> Forward:
+    def _about(self, op: str) -> About:
+        return of_layer(op, self.layer_number)
+
+    def _derive_forward(self, op: About, inputs: Sequence[Spec], weight: Spec, part: Holds | None) -> Forward:
         self._want_all(op, inputs, [(port.kind, port.layer) for port in self.layer.inputs], "reads")
         for spec, port in zip(inputs, self.layer.inputs, strict=True):
             self._want_port(op, spec, port, port.kind)
@@ -202,7 +206,7 @@ class LayerRules:
 
     def _derive_backward(
         self,
-        op: str,
+        op: About,
         first: Spec,
         gradients: Sequence[Spec],
         holds: Holds,
@@ -221,7 +225,7 @@ class LayerRules:
         self._want_step(op, gradients, first.step)
         factor = gradients[0].form.factor
         if any(gradient.form.factor is not factor for gradient in gradients):
-            raise Refused(f"{op}: {' and '.join(map(str, gradients))} were given; {update.ALIKE}.")
+            raise Refused("other factors", op, f"{' and '.join(map(str, gradients))} were given", ALIKE)
         given = {port.tensor: Held({}) for port in ports} | {ports[0].tensor: Held(dict(first.form.slices))}
         ends = {
             port.tensor: Held(dict(gradient.form.slices))
@@ -247,24 +251,22 @@ class LayerRules:
         slices = derive.sorted_slices(held.slices)
         return form_of(kind, layer, step, self.space, WHOLE, slices, held.term, factor=factor)
 
-    def _cut(self, op: str, weight: Spec, first: Spec) -> dict[str, int]:
+    def _cut(self, op: About, weight: Spec, first: Spec) -> dict[str, int]:
         """The pieces of the weight's indices that are not whole.
 
         Raises:
             Refused: for another layer's weight, one of another step, or one that is not made of whole slices.
         """
         owner, form = self.layer.weight, weight.form
-        if form.kind is not Kind.WEIGHT:
-            raise Refused(f"{op}: the weight given is {weight}; give a value of weights.")
+        given = f"the weight given is {weight}"
+        want_kind(op, "weight", weight, Kind.WEIGHT)
         if form.layer != owner:
             raise Refused(
-                f"{op}: the weight given is {weight}; layer {self.layer_number} computes with weights[{owner}]."
+                "wrong layer", op, given, f"layer {self.layer_number} computes with weights[{owner}], give that"
             )
         if form.step != first.step:
-            raise Refused(
-                f"{op}: the weight given is {weight}, of optimizer step {form.step}, but the batch belongs to step "
-                f"{first.step}: it was already updated. Compute with the weight from before its update."
-            )
+            was = f"of optimizer step {form.step}, but the batch belongs to step {first.step}; it was already updated"
+            raise Refused("stale weight", op, f"{given}, {was}", "compute with the weight from before its update")
         if form.holds.complete:
             return {}
         of = 1
@@ -272,16 +274,13 @@ class LayerRules:
             of *= self.space.count(index)
         holds = form.holds if of % form.holds.of == 0 else form.holds.simplified()
         if of == 1:
-            missing = listed(i for i in range(form.holds.of) if not form.holds.mask >> i & 1)
-            raise Refused(
-                f"{op}: the weight given is partial, {weight}; slices {missing} of {form.holds.of} are missing. "
-                "Gather the whole layer first (all_gather)."
-            )
+            missing = [i for i in range(form.holds.of) if not form.holds.mask >> i & 1]
+            given = f"the weight given is partial, {weight}; slices {listed(missing)} of {form.holds.of} are missing"
+            raise Refused("partial weight", op, given, "gather the whole layer first (all_gather)", missing=missing)
         cut = None if of % holds.of else self._unflat(holds.refined(of))
         if cut is None:
-            raise Refused(
-                f"{op}: the weight given is {weight}, which is not made of whole slices of {of}; gather a slice first."
-            )
+            given = f"{given}, which is not made of whole slices of {of}"
+            raise Refused("part of a slice", op, given, "gather a slice first")
         return cut
 
     def _unflat(self, holds: Holds) -> dict[str, int] | None:
@@ -313,34 +312,29 @@ class LayerRules:
             places = [base * count + piece for base in places for piece in bits(pieces[index])]
         return mask_of(places)
 
-    def _want_port(self, op: str, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
+    def _want_port(self, op: About, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
         """Refuse what is not the port's, or not complete; `term` is the term of a sum that it must be, if any."""
         form = spec.form
-        if form.kind is not kind:
-            raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; give a value of {kind.value}.")
+        want_kind(op, WORDS[kind], spec, kind)
+        given = f"the {WORDS[kind]} given is {spec}"
         if form.layer != port.layer:
             number, wanted = self.layer_number, f"{kind.value}[{port.layer}]"
-            reads = "reads" if op.startswith(("forward", "recompute")) else "was fed"
-            why = f"layer {number} {reads} {wanted}, give that"
+            reads = "reads" if op.text.startswith(("forward", "recompute")) else "was fed"
+            remedy = f"layer {number} {reads} {wanted}, give that"
             if kind in GRADIENT_OF.values():
-                why = f"give {wanted}, that of what layer {number} made"
-            raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {why}.")
+                remedy = f"give {wanted}, that of what layer {number} made"
+            raise Refused("wrong layer", op, given, remedy)
         if term is not None and form.term != term:
-            raise Refused(
-                f"{op}: the {WORDS[kind]} given is {spec}; give that of {listed(bits(term.bits))} alone, as was dealt."
-            )
+            remedy = f"give that of {listed(bits(term.bits))} alone, as was dealt"
+            raise Refused("other terms", op, given, remedy)
         if form.term is not None and term is None:
             if form.term.over == KEY:
-                raise Refused(f"{op}: the {WORDS[kind]} given is {spec}; {attention.missing_text(spec)}.")
+                raise attention.unmet(op, WORDS[kind], spec)
             missing = ~form.term.bits & (1 << terms_of(form, form.term)) - 1
             lacks = missing_text(" x ".join(map(piece_of, form.term.over)), missing)
-            raise Refused(
-                f"{op}: the {WORDS[kind]} given is {spec}; {lacks}. Put all "
-                "together first: reduce the terms over the ranks that have them (all_reduce, or reduce_scatter along "
-                "the sequence)."
-            )
+            raise Refused("missing terms", op, f"{given}; {lacks}", REDUCE_TERMS, missing=bits(missing))
 
-    def _want_all(self, op: str, given: Sequence[Spec], wanted: Sequence[tuple[Kind, int]], verb: str) -> None:
+    def _want_all(self, op: About, given: Sequence[Spec], wanted: Sequence[tuple[Kind, int]], verb: str) -> None:
         """Refuse another number of values than the layer takes."""
         if len(given) == len(wanted):
             return
@@ -348,52 +342,59 @@ class LayerRules:
         what = f"{len(given)} values were given"
         if len(given) < len(wanted):
             what = f"the {WORDS[wanted[len(given)][0]]} is missing"
-        raise Refused(f"{op}: {what}; this {self.layer.name} layer {verb} {names}{' alone' * (len(wanted) == 1)}.")
+        remedy = f"this {self.layer.name} layer {verb} {names}{' alone' * (len(wanted) == 1)}, give that"
+        raise Refused("wrong number", op, what, remedy)
 
-    def _want_step(self, op: str, specs: Sequence[Spec], step: int) -> None:
+    def _want_step(self, op: About, specs: Sequence[Spec], step: int) -> None:
         for spec in specs:
             if spec.step != step:
-                raise Refused(f"{op}: {spec} was given with values of step {step}; all must be of one step.")
+                raise Refused("wrong step", op, f"{spec} was given with values of step {step}", "give all of one step")
 
     def _told(
-        self, op: str, misfit: Misfit, inputs: Sequence[Spec], gradients: Sequence[Spec], weight: Spec | None
+        self, op: About, misfit: Misfit, inputs: Sequence[Spec], gradients: Sequence[Spec], weight: Spec | None
     ) -> Refused:
         """What does not fit, by the values that the layer was given."""
         given, ports = (gradients, self.layer.outputs) if misfit.of_gradient else (inputs, self.layer.inputs)
         spec = next(spec for spec, port in zip(given, ports, strict=False) if port.tensor == misfit.tensor)
         index, word = misfit.index, WORDS[spec.kind]
-        start = f"{op}: the {word} given is {spec}"
+        given = f"the {word} given is {spec}"
         if misfit.wanted is None:
             assert misfit.given is not None
-            missing = missing_text(piece_of(index), self.space.full(index) & ~misfit.given)
-            return Refused(f"{start}; {missing}. Put all together first: {INDICES[index].together}.")
+            missing = self.space.full(index) & ~misfit.given
+            given, remedy = f"{given}; {missing_text(piece_of(index), missing)}", INDICES[index].together
+            return Refused("missing pieces", op, given, f"put all together first: {remedy}", missing=bits(missing))
         wanted = f"{piece_of(index)}{'s' * (misfit.wanted.bit_count() > 1)} {listed(bits(misfit.wanted))}"
         if misfit.of_gradient:
-            return Refused(f"{start}; give {wanted} of {self.space.count(index)} alone, as the weight has.")
+            remedy = f"give {wanted} of {self.space.count(index)} alone, as the weight has"
+            return Refused("other pieces", op, given, remedy)
         if weight is not None:
-            start += f" and the weight {weight}"
-        return Refused(f"{start}; {_OWN.get(index, _OWN_PIECES).format(layer=self.layer.name, index=piece_of(index))}")
+            given += f" and the weight {weight}"
+        own, remedy = _OWN.get(index, _OWN_PIECES)
+        given += f"; {own.format(layer=self.layer.name, index=piece_of(index))}"
+        return Refused("other pieces", op, given, remedy)
 
     def _refuse_cut(self, op: str, spec: Spec) -> None:
-        raise Refused(
-            f"{op}(layer {self.layer_number}): {spec} was given; this layer wants whole sequences. Gather their slices "
-            "first."
-        )
+        given = f"{spec} was given; this layer wants whole sequences"
+        raise Refused("cut sequences", self._about(op), given, "gather their slices first")
 
     def _refuse_apart(self, op: str, other: Spec, first: Spec) -> None:
         mine, theirs = cells_text(first.cells, self.space), cells_text(other.cells, self.space)
-        raise Refused(
-            f"{op}(layer {self.layer_number}): the {WORDS[first.kind]} is of {mine} and the {WORDS[other.kind]} of "
-            f"{theirs}; both must be of the same tokens and step."
-        )
+        raise other_tokens(self._about(op), WORDS[first.kind], mine, WORDS[other.kind], theirs)
 
+
+REDUCE_TERMS = (
+    "put all together first: reduce the terms over the ranks that have them (all_reduce, or reduce_scatter along the "
+    "sequence)"
+)
 
 _OWN_PIECES = (
-    "this {layer} layer's {index}s take their own {index}s of it and no others: give what this rank has of the layer "
-    "before, ungathered, or gather the weight."
+    "this {layer} layer's {index}s take their own {index}s of it and no others",
+    "give what this rank has of the layer before, ungathered, or gather the weight",
 )
 _OWN = {
-    "expert": "experts compute on their own buffers and on no others. Exchange the buffers by all_to_all, and give the "
-    "weight of the slice that came."
+    "expert": (
+        "experts compute on their own buffers and on no others",
+        "exchange the buffers by all_to_all, and give the weight of the slice that came",
+    )
 }
-"""What parts of a layer take, where it is not said as for others."""
+"""What parts of a layer take, and so what to do, where it is not said as for others."""

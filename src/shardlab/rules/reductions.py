@@ -9,14 +9,14 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shardlab.errors import Refused
+from shardlab.errors import About, Refused
 from shardlab.rules import update
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.pieces import Holds, common
 from shardlab.rules.spec import KEY, Form, Spec
 
 
-def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The sum of the members' values.
 
     Raises:
@@ -37,10 +37,8 @@ def reduce(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             if united is not None:
                 return Spec(united, cells, specs[0][2])
     if form.term is not None and form.term.merged:
-        raise Refused(
-            f"{op}: {specs[0]} is no term of a sum, since each rank has its own queries; add what one rank's queries "
-            "have met."
-        )
+        given = f"{specs[0]} is no term of a sum, since each rank has its own queries"
+        raise Refused("merged terms", op, given, "add what one rank's queries have met")
     return update.add(op, specs, names)
 
 
@@ -61,7 +59,7 @@ def _united_terms(forms: tuple[Form, ...]) -> Form | None:
     return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
 
 
-def replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The mean, least or largest of values that are the same on all members: the value itself.
 
     Of different weights it would be neither's, whatever they hold. The mean of different gradients is their sum divided
@@ -74,33 +72,35 @@ def replicas(op: str, reduction: Reduction, specs: Sequence[Spec], names: Sequen
         Refused: for other values than these, or when they differ.
     """
     first = specs[0]
-    op = f"{op} by {reduction.value}"
+    by, op = reduction.value, op._replace(text=f"{op.text} by {reduction.value}")
     if first.kind not in (Kind.WEIGHT, Kind.GRAD_WEIGHT, Kind.SCALAR):
-        raise Refused(f"{op}: {first} was given; only weights, their gradients and scalars are reduced by anything.")
+        remedy = "reduce weights, their gradients and scalars by anything"
+        raise Refused("wrong kind", op, f"{first} was given", remedy)
     other = next((at for at, spec in enumerate(specs) if spec != first), None)
     if other is None:
         return first
-    gave = f"{op}: {names[0]} gave {first} and {names[other]} {specs[other]}"
+    gave = f"{names[0]} gave {first} and {names[other]} {specs[other]}"
     if first.kind is Kind.SCALAR:
-        return _figures(gave, reduction, specs)
+        return _figures(op, gave, reduction, specs)
     if first.kind is Kind.WEIGHT:
-        raise Refused(f"{gave}; the {reduction.value} of different weights is no weight. Give the same on all ranks.")
+        given = f"{gave}; the {by} of different weights is no weight"
+        raise Refused("replicas differ", op, given, "give the same on all ranks")
     if reduction is Reduction.MEAN:
         total = reduce(op, specs, names)
         return total._replace(form=total.form.but(factor=total.form.factor / len(specs)))
-    raise Refused(f'{gave}; the {reduction.value} of different gradients is no gradient. Take reduction="sum".')
+    given = f"{gave}; the {by} of different gradients is no gradient"
+    raise Refused("replicas differ", op, given, 'take reduction="sum"')
 
 
-def _figures(gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
+def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
     """Combine scalars that may differ: about every part of the model that any of them is about."""
     mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
     first = specs[0]
     holds = first.holds
     for spec in specs:
         if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
-            raise Refused(
-                f"{gave}; a {reduction.value} is taken of scalars of one step, all sums or all such themselves."
-            )
+            remedy = f"take a {reduction.value} of scalars of one step, all sums or all such themselves"
+            raise Refused("other values", op, gave, remedy)
         mine, theirs = common(holds, spec.holds)
         holds = Holds(mine.mask | theirs.mask, mine.of)
     return Spec(first.form.but(holds=holds, reduction=reduction))

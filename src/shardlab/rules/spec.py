@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
+from shardlab.errors import About
 from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
@@ -229,6 +230,10 @@ class Spec(NamedTuple):
         """`grad_weights[3]`, or `scalars`."""
         form = self.form
         return "scalars" if form.kind is Kind.SCALAR else f"{form.kind.value}[{form.layer}]"
+
+    def about(self, verb: str) -> About:
+        """The op of that name on this value, for a refusal."""
+        return About(f"{verb}({self.name})", -1 if self.form.kind is Kind.SCALAR else self.form.layer)
 
     def pieces(self, index: str) -> int:
         """The pieces that it holds of an index, as a bit set."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shardlab.errors import Refused
+from shardlab.errors import About, Refused, of_layer
 from shardlab.rules import attention
 from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
 from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of, without_term
+from shardlab.rules.wanted import ALIKE, want_kind
 
 GRAD_WEIGHT = Kind.GRAD_WEIGHT
 
@@ -23,15 +24,19 @@ def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
         Refused: for another activation, a term of it, or statistics that are missing, partial or of other tokens.
     """
     form = logits.form
-    _want_logits("loss", layers, logits)
+    op = About("loss", layers)
+    _want_logits(op, layers, logits)
     if (stats is None) != (not form.slices):
         what = f"{logits} was given without stats" if stats is None else f"{logits} needs no stats"
-        raise Refused(f"loss: {what}; slices of the logits take the gathered loss_stats of all slices, and no others.")
+        remedy = "give slices of the logits with the gathered loss_stats of all slices, and no others"
+        raise Refused("wrong number", op, what, remedy)
     if stats is not None:
         if stats.kind is not Kind.STATS or stats.form.slices:
-            raise Refused(f"loss: the stats given are {stats}; all_gather the loss_stats of all slices first.")
+            given = f"the stats given are {stats}"
+            raise Refused("missing pieces", op, given, "all_gather the loss_stats of all slices first")
         if stats.cells != logits.cells or stats.step != logits.step:
-            raise Refused(f"loss: the stats are {stats} and the logits {logits}; both must be of the same tokens.")
+            given = f"the stats are {stats} and the logits {logits}"
+            raise Refused("other tokens", op, given, "give both of the same tokens")
     return Spec(form.but(kind=Kind.GRAD_ACTIVATION), logits.cells, logits.joined)
 
 
@@ -41,23 +46,23 @@ def loss_stats(layers: int, logits: Spec) -> Spec:
     Raises:
         Refused: for anything but slices of the last activation.
     """
-    _want_logits("loss_stats", layers, logits)
+    op = About("loss_stats", layers)
+    _want_logits(op, layers, logits)
     if not logits.form.slices:
-        raise Refused(f"loss_stats: {logits} was given; give slices of the logits, activations[{layers}].")
+        raise Refused("other pieces", op, f"{logits} was given", f"give slices of the logits, activations[{layers}]")
     return Spec(logits.form.but(kind=Kind.STATS), logits.cells, logits.joined)
 
 
-def _want_logits(op: str, layers: int, logits: Spec) -> None:
-    form = logits.form
-    if form.kind is not Kind.ACTIVATION:
-        raise Refused(f"{op}: the activation given is {logits}; give a value of activations.")
+def _want_logits(op: About, layers: int, logits: Spec) -> None:
+    form, given = logits.form, f"the activation given is {logits}"
+    want_kind(op, "activation", logits, Kind.ACTIVATION)
     if form.layer != layers:
-        raise Refused(f"{op}: the activation given is {logits}; the loss reads the last one, activations[{layers}].")
+        raise Refused("wrong layer", op, given, f"the loss reads the last one, activations[{layers}], give that")
     if form.term is not None:
-        raise Refused(f"{op}: the activation given is {logits}; reduce its terms first, over the ranks that have them.")
+        raise Refused("missing terms", op, given, "reduce its terms first, over the ranks that have them")
 
 
-def add(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The sum of values: of weight gradients, of scalars, or of the terms of an activation or its gradient.
 
     Raises:
@@ -80,48 +85,43 @@ def add_two(one: Spec, other: Spec) -> Spec:
     form = one[0]
     if form is other[0] and form.kind is GRAD_WEIGHT and not one[1] & other[1]:
         return Spec(form, one[1] | other[1])
-    return add(f"add({one.name})", (one, other), ("the first value", "the second value"))
+    return add(one.about("add"), (one, other), ("the first value", "the second value"))
 
 
-def _add_gradients(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     first, total = specs[0], 0
     for spec, name in zip(specs, names, strict=True):
-        _want_alike(op, first, spec, names[0], name, "gradients of one layer are summed")
+        _want_alike(op, first, spec, names[0], name, "sum gradients of one layer")
         if spec.form is not first.form and not spec.form.holds.same(first.form.holds):
-            raise Refused(
-                f"{op}: {names[0]} gave slices {first.form.holds} and {name} {spec.form.holds}; only equal slices can "
-                "be summed."
-            )
+            given = f"{names[0]} gave slices {first.form.holds} and {name} {spec.form.holds}"
+            raise Refused("other slices", op, given, "sum equal slices")
         if twice := total & spec.cells:
             mask = twice & -twice
             other = next(n for s, n in zip(specs, names, strict=True) if s.cells & mask)
-            raise Refused(
-                f"{op}: {summed_text(spec.form, twice)} would be counted twice ({other} and {name} both summed it); "
-                "each microbatch may reach a gradient once."
-            )
+            given = f"{summed_text(spec.form, twice)} would be counted twice ({other} and {name} both summed it)"
+            raise Refused("counted twice", op, given, "let each microbatch reach a gradient once", doubled=bits(twice))
         total |= spec.cells
     return Spec(first.form, total)
 
 
-def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     first, total = specs[0], 0
     term = first.form.term
     for spec, name in zip(specs, names, strict=True):
-        _want_alike(op, first, spec, names[0], name, "terms of one value are put together")
+        _want_alike(op, first, spec, names[0], name, "put terms of one value together")
         if spec.form.term is None or term is None:
             _refuse_no_term(op, *((spec, name) if term is not None else (first, names[0])))
         if spec.cells != first.cells or without_term(spec.form) is not without_term(first.form):
-            raise Refused(
-                f"{op}: {names[0]} gave {first} and {name} {spec}; only terms of one value, for the same tokens, are "
-                "put together."
-            )
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, given, "put terms of one value together, for the same tokens")
         if spec.form.term.over != term.over:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; these are terms of different sums.")
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other sums", op, given, "sum terms of one sum")
         if twice := total & spec.form.term.bits:
-            raise Refused(
-                f"{op}: {term_text(first.form, Term(term.over, twice))} would be counted twice ({name} and an earlier "
-                f"one both have it); {'queries meet each block' if term.over == KEY else 'each term is summed'} once."
-            )
+            what = term_text(first.form, Term(term.over, twice))
+            given = f"{what} would be counted twice ({name} and an earlier one both have it)"
+            remedy = "let queries meet each block once" if term.over == KEY else "sum each term once"
+            raise Refused("counted twice", op, given, remedy, doubled=bits(twice))
         total |= spec.form.term.bits
     assert term is not None
     if term.over == KEY:
@@ -130,25 +130,21 @@ def _add_terms(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return first._replace(form=first.form.but(term=None if complete else term._replace(bits=total)))
 
 
-def _refuse_no_term(op: str, spec: Spec, name: str) -> NoReturn:
+def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
     """Say why a value cannot be summed."""
     form = spec.form
     if form.kind not in ROW_KINDS or not (form.space.pieces or form.space.sequence > 1):
-        raise Refused(
-            f"{op}: {name} gave {spec}; only weight gradients are sums of contributions, and what slices of a layer "
-            "make in terms."
-        )
+        remedy = "sum weight gradients, which are sums of contributions, and what slices of a layer make in terms"
+        raise Refused("no term", op, f"{name} gave {spec}", remedy)
     if form.slices:
         (index, _), *_ = form.slices
+        remedy = f"{INDICES[index].together}, or leave them where they are if the next layer takes {piece_of(index)}s"
         raise Refused(
-            f"{op}: {name} gave {spec}, {piece_of(index)}s of the whole and no term of a sum; "
-            f"{INDICES[index].together}, or leave them where they are if the next layer takes {piece_of(index)}s."
+            "no term", op, f"{name} gave {spec}, {piece_of(index)}s of the whole and no term of a sum", remedy
         )
-    raise Refused(f"{op}: {name} gave {spec}, which is complete; summing it again would count it twice.")
+    given = f"{name} gave {spec}, which is complete; summing it again would count it twice"
+    raise Refused("no term", op, given, "use it as it is")
 
-
-ALIKE = "values that are scaled by different factors do not belong together; scale them alike first"
-"""Why gradients of unequal factors are no parts of one."""
 
 _GRADIENTS = frozenset(
     {
@@ -169,44 +165,48 @@ def scale(value: Spec, factor: Factor) -> Spec:
         Refused: for anything but a gradient, or a factor of 0.
     """
     if value.kind not in _GRADIENTS:
-        raise Refused(f"scale({value.name}): {value} was given; only gradients are scaled, and so the loss's own.")
+        remedy = "scale gradients alone, and so the loss's own"
+        raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
     if not factor.ratio:
-        raise Refused(f"scale({value.name}): the factor is 0; give zero_gradient instead.")
+        raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
     return value._replace(form=value.form.but(factor=value.form.factor * factor))
 
 
-def _want_unscaled(op: str, gradient: Spec) -> None:
+def _want_unscaled(op: About, gradient: Spec) -> None:
     if gradient.form.factor is not ONE:
-        raise Refused(
-            f"{op}: the gradient given is {gradient}, {gradient.form.factor} of the step's; each microbatch's loss is "
-            "weighted by its share of the step's tokens already, so what a program multiplies and divides by must "
-            "cancel."
+        given = (
+            f"the gradient given is {gradient}, {gradient.form.factor} of the step's; each microbatch's loss is "
+            "weighted by its share of the step's tokens already"
         )
+        raise Refused("scaled gradient", op, given, "let what the program multiplies and divides by cancel")
 
 
-def _want_alike(op: str, first: Spec, spec: Spec, one: str, other: str, what: str) -> None:
+def _want_alike(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:
     if spec.form.factor is not first.form.factor:
-        raise Refused(f"{op}: {one} gave {first} and {other} {spec}; {ALIKE}.")
+        raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", ALIKE)
     if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
-        raise Refused(f"{op}: {one} gave {first} and {other} {spec}; only {what}.")
+        raise Refused("other values", op, f"{one} gave {first} and {other} {spec}", remedy)
 
 
-def _add_scalars(op: str, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """The sum of sums of squares: each parameter may be in it once, so replicas must not be added up."""
     first = specs[0]
     mask, of = 0, 1
     for spec, name in zip(specs, names, strict=True):
         form = spec.form
         if form.kind is not Kind.SCALAR or form.step != first.step:
-            raise Refused(f"{op}: {names[0]} gave {first} and {name} {spec}; only scalars of one step are summed.")
+            given = f"{names[0]} gave {first} and {name} {spec}"
+            raise Refused("other values", op, given, "sum scalars of one step")
         if form.reduction is not Reduction.SUM:
-            raise Refused(f"{op}: {name} gave {spec}; only sums of squares add up to a norm.")
+            given = f"{name} gave {spec}, and only sums of squares add up to a norm"
+            raise Refused("no sum of squares", op, given, "give that of the gradients")
         mine, theirs = common(Holds(mask, of), form.holds)
-        if mine.mask & theirs.mask:
-            raise Refused(
-                f"{op}: parts {listed(bits(mine.mask & theirs.mask))} of {mine.of} of the model come from {name} and "
-                "from an earlier one as well; each parameter's square counts once. Sum replicas on one of them."
+        if twice := mine.mask & theirs.mask:
+            given = (
+                f"parts {listed(bits(twice))} of {mine.of} of the model come from {name} and from an earlier one as "
+                "well; each parameter's square counts once"
             )
+            raise Refused("counted twice", op, given, "sum replicas on one of them", doubled=bits(twice))
         mask, of = mine.mask | theirs.mask, mine.of
     return Spec(first.form.but(holds=Holds(mask, of)))
 
@@ -228,14 +228,11 @@ def norm(layers: int, layer: int, gradient: Spec) -> Spec:
     Raises:
         Refused: for a gradient of another layer, or one that lacks microbatches.
     """
-    op, form = f"norm(layer {layer})", gradient.form
+    op, form = of_layer("norm", layer), gradient.form
     _want_gradient(op, layer, gradient)
     _want_unscaled(op, gradient)
     if missing := full_sum(form) & ~gradient.cells:
-        raise Refused(
-            f"{op}: {summed_text(form, missing)} missing from {gradient}; squares do not add up over microbatches. Add "
-            "or reduce the missing gradients first."
-        )
+        raise _missing(op, gradient, missing, "squares do not add up over microbatches")
     mask, of = form.holds
     counted = mask << layer * of
     if form.space.uses > 1 and layer == 0:
@@ -243,11 +240,17 @@ def norm(layers: int, layer: int, gradient: Spec) -> Spec:
     return Spec(form_of(Kind.SCALAR, 0, form.step, form.space, Holds(counted, layers * of)))
 
 
-def _want_gradient(op: str, layer: int, gradient: Spec) -> None:
-    if gradient.kind is not Kind.GRAD_WEIGHT:
-        raise Refused(f"{op}: the gradient given is {gradient}; give a value of grad_weights.")
+def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
+    want_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT)
     if gradient.layer != layer:
-        raise Refused(f"{op}: {gradient} was given; give a gradient of layer {layer}.")
+        raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
+
+
+def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
+    verb = "are" if missing.bit_count() > 1 else "is"
+    given = f"{summed_text(gradient.form, missing)} {verb} missing from {gradient}; {why}"
+    remedy = "add or reduce the missing gradients first"
+    return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
 
 
 def update(
@@ -263,7 +266,7 @@ def update(
     Raises:
         Refused: naming what is missing, of another layer or step, or not held.
     """
-    op, form = f"update(layer {layer})", gradient.form
+    op, form = of_layer("update", layer), gradient.form
     if norm is not None:
         _want_norm(op, norm, form.step, trained)
     wanted = (
@@ -272,35 +275,32 @@ def update(
         ("optimizer state", opt_state, Kind.OPT_STATE),
     )
     for what, spec, kind in wanted:
-        if spec.kind is not kind:
-            raise Refused(f"{op}: the {what} given is {spec}; give a value of {kind.value}.")
+        want_kind(op, what, spec, kind)
         if spec.layer != layer:
-            raise Refused(f"{op}: {spec} was given; layer {layer} is updated from its own gradient, weight and state.")
+            remedy = f"update layer {layer} from its own gradient, weight and state"
+            raise Refused("wrong layer", op, f"{spec} was given", remedy)
     if not weight.step == opt_state.step == form.step:
-        raise Refused(
-            f"{op}: the weight is of step {weight.step}, the optimizer state of step {opt_state.step} and the gradient "
-            f"of step {form.step}; all three must be of one step: each slice is updated exactly once a step."
+        given = (
+            f"the weight is of step {weight.step}, the optimizer state of step {opt_state.step} and the gradient of "
+            f"step {form.step}; all three must be of one step"
         )
+        raise Refused("wrong step", op, given, "update each slice exactly once a step")
     if missing := full_sum(form) & ~gradient.cells:
-        verb = "are" if missing.bit_count() > 1 else "is"
-        raise Refused(
-            f"{op}: {summed_text(form, missing)} {verb} missing from {gradient}; an update wants every microbatch "
-            "exactly once. Add or reduce the missing gradients first."
-        )
+        raise _missing(op, gradient, missing, "an update wants every microbatch exactly once")
     _want_unscaled(op, gradient)
     held = opt_state.form.holds
     for what, spec in (("gradient", gradient), ("weight", weight)):
         if spec.form.holds != held and not spec.form.holds.contains(held):
-            raise Refused(
-                f"{op}: the {what} holds slices {spec.form.holds}, but the optimizer state holds {held}; the {what} "
-                "must contain every slice that is updated."
-            )
+            theirs, mine = common(spec.form.holds, held)
+            given = f"the {what} holds slices {spec.form.holds}, but the optimizer state holds {held}"
+            remedy = f"give a {what} that contains every slice that is updated"
+            raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
     step = form.step + 1
     new_weight = form_of(Kind.WEIGHT, layer, step, weight.form.space, held)
     return Spec(new_weight), Spec(form_of(Kind.OPT_STATE, layer, step, weight.form.space, held))
 
 
-def want_no_frozen(op: str, norm: Spec, trained: Holds) -> None:
+def want_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
     """Refuse a norm that has squares of layers that are not trained.
 
     Raises:
@@ -308,24 +308,25 @@ def want_no_frozen(op: str, norm: Spec, trained: Holds) -> None:
     """
     mine, wanted = common(norm.holds, trained)
     if frozen := mine.mask & ~wanted.mask:
-        raise Refused(
-            f"{op}: the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
-            "frozen, since no rank loads their optimizer state; leave frozen layers out of the norm."
+        given = (
+            f"the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
+            "frozen, since no rank loads their optimizer state"
         )
+        raise Refused("frozen in the norm", op, given, "leave frozen layers out of the norm")
 
 
-def _want_norm(op: str, norm: Spec, step: int, trained: Holds) -> None:
+def _want_norm(op: About, norm: Spec, step: int, trained: Holds) -> None:
     """Refuse what is not this step's gradient norm of all layers that are trained."""
     form = norm.form
-    if form.kind is not Kind.SCALAR:
-        raise Refused(f"{op}: the norm given is {norm}; give a value of scalars.")
+    want_kind(op, "norm", norm, Kind.SCALAR)
     mine, wanted = (form.holds, form.holds) if form.holds.complete else common(form.holds, trained)
     if missing := wanted.mask & ~mine.mask:
-        raise Refused(
-            f"{op}: the norm given lacks parts {listed(bits(missing))} of {mine.of} of the model's parameters; add and "
-            "all_reduce the squares of every slice of every layer, each once."
-        )
+        given = f"the norm given lacks parts {listed(bits(missing))} of {mine.of} of the model's parameters"
+        remedy = "add and all_reduce the squares of every slice of every layer, each once"
+        raise Refused("partial norm", op, given, remedy, missing=bits(missing))
     if form.reduction is not Reduction.SUM:
-        raise Refused(f"{op}: the norm given is {norm}; only the sum of all squares is the gradient's norm.")
+        remedy = "give the sum of all squares, which alone is the gradient's norm"
+        raise Refused("no sum of squares", op, f"the norm given is {norm}", remedy)
     if form.step != step:
-        raise Refused(f"{op}: the norm given is of step {form.step}, the gradient of step {step}.")
+        given = f"the norm given is of step {form.step}, the gradient of step {step}"
+        raise Refused("wrong step", op, given, "give both of one step")
