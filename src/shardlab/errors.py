@@ -13,18 +13,19 @@ T = TypeVar("T")
 
 
 Rule = Literal[
-    "a term", "another rank's value", "awaited something else", "batch of messages", "can hang", "counted twice",
-    "cut sequences", "deadlock", "does not divide", "endless", "freed", "frozen", "frozen in the norm", "in flight",
-    "left over", "loaded twice", "made up", "malformed tape", "masked keys", "merged terms", "missing microbatches",
-    "missing pieces", "missing slices", "missing terms", "moved twice", "no forward", "no reduction",
-    "no sum of squares", "no term", "no value", "norm for some", "not awaited", "not exchanged", "not gathered",
-    "not kept", "not loaded", "not received", "not runnable", "other factors", "other forward", "other indices",
-    "other message", "other order", "other pieces", "other slices", "other sums", "other tokens", "other values",
-    "part of a slice", "partial", "partial norm", "partial weight", "pieces overlap", "replicas differ",
-    "scaled gradient", "stale weight", "stalled", "the program raised", "tied weight", "unknown axis",
-    "unknown group", "unknown key", "unknown layer", "unknown microbatch", "unknown rank", "unknown slice",
-    "written over", "wrong expectation", "wrong factor", "wrong kind", "wrong layer", "wrong number", "wrong root",
-    "wrong step", "wrong store",
+    "a term", "another rank's value", "autograd's own", "awaited something else", "batch of messages", "can hang",
+    "counted twice", "cut sequences", "deadlock", "does not divide", "endless", "freed", "frozen",
+    "frozen and not kept", "frozen in the norm", "in flight", "left over", "loaded twice", "made up",
+    "malformed tape", "masked keys", "merged terms", "missing microbatches", "missing pieces", "missing slices",
+    "missing terms", "moved twice", "never stored", "no forward", "no reduction", "no sum of squares", "no term",
+    "no value", "norm for some", "norm on some ranks", "not awaited", "not exchanged", "not gathered", "not kept",
+    "not loaded", "not received", "not runnable", "nothing to wait for", "number in use", "other factors",
+    "other forward", "other indices", "other message", "other order", "other pieces", "other slices", "other sums",
+    "other tokens", "other values", "part of a slice", "partial", "partial norm", "partial weight", "pieces overlap",
+    "replaced", "replicas differ", "scaled gradient", "stale weight", "stalled", "stepped again",
+    "the program raised", "tied weight", "unknown axis", "unknown group", "unknown key", "unknown layer",
+    "unknown microbatch", "unknown rank", "unknown slice", "written over", "wrong expectation", "wrong factor",
+    "wrong kind", "wrong layer", "wrong number", "wrong root", "wrong step", "wrong store",
 ]  # fmt: skip
 """The rules that a program may break, in a few words."""
 

@@ -7,7 +7,7 @@ from functools import cache
 from shardlab.program import Program, Rank, Strategy, UserError, Value, trace
 from shardlab.strategies import STRATEGIES
 
-PLACE = r"^(rank \d+, op \d+ |deadlock: rank \d+ waits in )"
+PLACE = r"^(rank \d+, op \d+[: ]|deadlock: rank \d+ waits in )"
 """How every refusal of a tape begins."""
 
 

@@ -11,6 +11,7 @@ from shardlab.program import Mesh, Op, OpKind, Program, Rank, Refused, Strategy,
 from tests.check.programs import built_in
 from tests.support.interpreter import judge
 from tests.support.mutations import places, with_tape
+from tests.support.refusing import refusal_of, refuses, tells
 
 
 def two_groups(shard_first: set[int], again: str = "dp_shard") -> Strategy:
@@ -54,8 +55,7 @@ def test_groups_that_share_two_ranks_are_refused_on_nccl_alone_in_different_orde
     assert judge(program).right
     checked = check(program)
     assert checked.backends() == ["gloo"]
-    deadlock = checked.why_not("nccl")
-    assert deadlock is not None
+    deadlock = str(checked.why_not("nccl"))
     call = r"rank (\d)'s all_(?:reduce|gather)\(layer 0\) on (world|dp_shard) \(its op \d+\)"
     named = re.search(rf"which is queued behind {call}, which is queued behind {call}", deadlock)
     assert named, deadlock
@@ -81,10 +81,8 @@ def collectives(program: Program, rank: int, kind: OpKind) -> list[int]:
     return [at for r, at, _ in places(program, kind) if r == rank]
 
 
-def refused(program: Program, rank: int, tape: list[Op]) -> str:
-    with pytest.raises(Refused) as refusal:
-        check(with_tape(program, rank, tape))
-    return str(refusal.value)
+def refused(program: Program, rank: int, tape: list[Op]) -> Refused:
+    return refusal_of(lambda: check(with_tape(program, rank, tape)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -96,10 +94,7 @@ def test_collectives_of_one_group_in_another_order_are_refused_naming_both_ranks
     a, b = tape[one], tape[other]
     tape[one] = a._replace(inputs=b.inputs, layer=b.layer)
     tape[other] = b._replace(inputs=a.inputs, layer=a.layer)
-    sentence = refused(program, rank, tape)
-    assert sentence.startswith("rank 1, op 5 all_gather(weights[")
-    assert "on world: rank 0 meets it with all_gather(weights[" in sentence
-    assert "(its op 5); all members of a group must issue its collectives in one order, of one kind" in sentence
+    tells(refused(program, rank, tape), "other order", rank=1, op=5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -109,7 +104,7 @@ def test_collectives_of_another_kind_are_refused_naming_both_ranks(rank: int, ki
     tape = list(program.tapes[rank])
     at = collectives(program, rank, OpKind.REDUCE_SCATTER)[0]
     tape[at] = tape[at]._replace(kind=kind)
-    sentence = refused(program, rank, tape)
+    sentence = str(refused(program, rank, tape))
     call = r"(all_reduce|all_gather|reduce_scatter)\(grad_weights\[1\] \(microbatch [01]\)\)"
     named = re.match(rf"rank (\d), op {at} {call} on world: rank (\d) meets it with {call} \(its op {at}\)", sentence)
     assert named, sentence
@@ -124,7 +119,5 @@ def test_collectives_of_another_layer_are_refused_while_tracing_too() -> None:
         for l in rank.layers if rank.index else reversed(rank.layers):
             rank.all_gather(rank.weights[l])
 
-    with pytest.raises(
-        Refused, match=re.escape("all_gather(weights[0] (shard 1 of 2)) on world: rank 0 meets it with")
-    ):
+    with refuses("other order", layer=0):
         trace(program, 2, 2, 2)

@@ -11,8 +11,9 @@ from shardlab.check import check
 from shardlab.program import Rank, Refused, Strategy, trace
 from shardlab.rules.factor import ONE, factor_of
 from tests.check import scaling_programs as programs
-from tests.program.tapes import alone, says
+from tests.program.tapes import alone
 from tests.support.interpreter import judge
+from tests.support.refusing import Told, tells, told
 
 
 @pytest.mark.parametrize("program_of", programs.RIGHT)
@@ -25,17 +26,17 @@ def test_a_mean_that_is_really_a_mean_passes(program_of: Strategy) -> None:
 @pytest.mark.parametrize(
     ("program_of", "ranks", "words"),
     [
-        (programs.never_divided, 2, "tokens of microbatches 0-3 of the step's; each microbatch's loss is weighted by"),
-        (programs.divided_twice, 2, "1/4 of the step's; each microbatch's loss is weighted by its share of the step's"),
-        (programs.a_mean_of_shares, 2, "grad_weights[0] (microbatches 0-3, times 1/2), 1/2 of the step's"),
-        (programs.means_of_means, 2, "tokens of microbatches 0-3 / tokens of microbatch 1); values that are scaled by"),
-        (programs.divided_at_each_step, 1, "times 1/2) and the second value grad_weights[0] (microbatch 1); values"),
+        (programs.never_divided, 2, told("scaled gradient", layer=0)),
+        (programs.divided_twice, 2, told("scaled gradient", layer=0)),
+        (programs.a_mean_of_shares, 2, told("scaled gradient", layer=0)),
+        (programs.means_of_means, 2, told("other factors", layer=0)),
+        (programs.divided_at_each_step, 1, told("other factors", layer=0)),
     ],
 )
-def test_what_does_not_cancel_is_refused_with_the_factor(program_of: Strategy, ranks: int, words: str) -> None:
+def test_what_does_not_cancel_is_refused_with_the_factor(program_of: Strategy, ranks: int, words: Told) -> None:
     with pytest.raises(Refused) as refusal:
         trace(program_of, ranks, 1, 4)
-    says(refusal.value, words)
+    tells(refusal.value, words)
 
 
 def test_factors_are_one_object_each_and_cancel() -> None:
@@ -54,10 +55,10 @@ def test_only_gradients_are_scaled_and_by_what_is_not_zero() -> None:
         alone(scale)
 
     for by, words in (
-        (2, "weights[0] was given; only gradients are scaled"),
-        (0, "0 was given; give a Fraction that is not 0, or token counts"),
-        (0.5, "0.5 was given; give a Fraction that is not 0, or token counts"),
+        (2, told("wrong kind", layer=0)),
+        (0, told("wrong factor", layer=0)),
+        (0.5, told("wrong factor", layer=0)),
     ):
         with pytest.raises(Refused) as refusal:
             lines(by)
-        says(refusal.value, words)
+        tells(refusal.value, words)

@@ -24,7 +24,7 @@ def test_all_ranks_are_checked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(program: Program) -> Checked:
-        raise Refused(f"the tapes of {program.ranks} ranks were checked")
+        raise Refused("not loaded", "", f"the tapes of {program.ranks} ranks were checked", "load them")
 
     monkeypatch.setattr(strategy, "check", refuse)
     monkeypatch.setattr(blame, "check", refuse)

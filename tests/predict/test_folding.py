@@ -14,7 +14,7 @@ from shardlab.models.moe import MoE
 from shardlab.predict.estimate import estimate
 from shardlab.predict.folding import FREED_SCALAR, Folded, fold
 from shardlab.predict.rotation import Rotation, cycled
-from shardlab.program import Kind, Mesh, Refused, Sizes, UserError, trace
+from shardlab.program import Kind, Mesh, Sizes, UserError, trace
 from shardlab.rules.spec import KEY
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import planned_entry
@@ -22,6 +22,7 @@ from shardlab.strategies.plan import Plan, Recompute
 from shardlab.strategies.planned import planned
 from shardlab.strategies.reducing import GradientReducer
 from shardlab.timeline.traced import rank_of
+from tests.support.refusing import refuses
 from tests.timeline.fakes import FakePrices
 
 PRESETS = {name: entry for name, entry in STRATEGIES.items() if entry.plan is not None}
@@ -184,7 +185,7 @@ def test_a_rule_that_is_broken_is_refused_in_a_folded_trace(monkeypatch: pytest.
         """In the place of `finish`."""
 
     monkeypatch.setattr(GradientReducer, "finish", never_reduces)
-    with pytest.raises(Refused, match="microbatches 1-3 missing from grad_weights"):
+    with refuses("missing microbatches", layer=0, missing=(1, 2, 3)):
         fold(Plan(Mesh(dp_shard=4)), Sizes.puzzle(2), 4)
 
 

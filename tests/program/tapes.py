@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from shardlab.errors import Rule
 from shardlab.program import Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Strategy, trace
+from tests.support.refusing import Told, tells
 
 Lines = Callable[[Rank], object]
 
@@ -49,14 +51,14 @@ def refusal(strategy: Strategy, ranks: Mesh | int = 2, layers: Sizes | int = 2, 
     return caught.value
 
 
-def refused(lines: Lines, *said: str, layers: int = 2, microbatches: int = 2) -> Refused:
-    """Plain lines on a world of one rank are refused, by a sentence with all of these words in it."""
+def refused(lines: Lines, rule: Rule | Told, layers: int = 2, microbatches: int = 2, **fields: object) -> Refused:
+    """Plain lines on a world of one rank are refused by this rule, with these fields."""
 
     async def strategy(rank: Rank) -> None:
         lines(rank)
 
     error = refusal(strategy, 1, layers, microbatches)
-    says(error, *said)
+    tells(error, rule, **fields)
     return error
 
 
@@ -88,4 +90,4 @@ def made(op: Op) -> tuple[int, ...]:
 
 def sentence(error: BaseException) -> bool:
     """Whether an error is a sentence that begins with its place."""
-    return re.fullmatch(r"rank \d+, op \d+ .*[.]", str(error), re.DOTALL) is not None
+    return re.fullmatch(r"rank \d+, op \d+[: ].*[.]", str(error), re.DOTALL) is not None

@@ -10,7 +10,8 @@ from shardlab.program import Holds, Kind, Mesh, Rank, Sizes, Spec, Strategy, Val
 from shardlab.rules.pieces import mask_of
 from shardlab.rules.spec import Space, form_of
 from shardlab.strategies.context import balanced
-from tests.program.tapes import refusal, says
+from tests.program.tapes import refusal
+from tests.support.refusing import Told, tells, told
 
 # Programs with one mistake each, on two ranks that have slices (0, 3) and (1, 2).
 
@@ -65,38 +66,38 @@ def the_same_slice_twice(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (met_twice, "add(activations[3]): keys and values 0, 3 of 4 alone would be counted twice"),
+        (met_twice, told("counted twice", layer=3, doubled=(0, 3))),
         (
             not_all_met,
-            "the keys and values of slices 1-2 of the sequence are missing in it. Let it meet",
+            told("missing terms", layer=3, missing=(1, 2)),
         ),
-        (added_to_what_is_complete, "keys and values 0, 3 of 4 alone); it belongs into rank.activations"),
+        (added_to_what_is_complete, told("wrong store")),
         (
             queries_for_keys,
-            "the keys and values given is queries[2] (sequence slices 0, 3 of microbatch 0); give a value of",
+            told("wrong kind", layer=2),
         ),
         (
             another_layer,
-            "the queries given is queries[2] (sequence slices 0, 3 of microbatch 0); this op reads queries[3]",
+            told("wrong layer", layer=3),
         ),
-        (forward_of_a_projection, "forward(layer 2): this layer makes 2 values; give its inputs as a tuple"),
-        (no_such_slice, "load_batch([0], [0, 4]): give one or more of the slices 0-3, each once"),
-        (the_same_slice_twice, "load_batch([0], [1, 1]): give one or more of the slices 0-3, each once"),
+        (forward_of_a_projection, told("wrong number", layer=2)),
+        (no_such_slice, told("unknown slice")),
+        (the_same_slice_twice, told("unknown slice")),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
-def test_what_is_wrong_with_attention_is_said_at_the_line(lines: Callable[[Rank], None], said: str) -> None:
+def test_what_is_wrong_with_attention_is_said_at_the_line(lines: Callable[[Rank], None], said: Told) -> None:
     async def strategy(rank: Rank) -> None:
         lines(rank)
 
-    says(refusal(strategy, Mesh(cp=2), 1, 1), said)
+    tells(refusal(strategy, Mesh(cp=2), 1, 1), said)
 
 
 def test_what_queries_have_met_is_not_summed_over_ranks() -> None:
     async def strategy(rank: Rank) -> None:
         await rank.all_reduce(rank.attend(2, *start(rank)), axis="cp")
 
-    says(refusal(strategy, Mesh(cp=2), 1, 1), "is no term of a sum, since each rank has its own queries")
+    tells(refusal(strategy, Mesh(cp=2), 1, 1), "merged terms", layer=3)
 
 
 async def met_again(rank: Rank) -> list[tuple[Value, Value]]:
@@ -141,14 +142,14 @@ async def forgotten_on_the_way(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (came_home_early, "queries 1-2 of 4 alone); the queries of slice 3 of the sequence are missing in it"),
-        (one_block_left_out, "keys and values 0, 3 of 4 alone); the keys and values of slices 1-2 of the sequence are"),
-        (another_blocks_gradient, "only terms of one value, for the same tokens, are put together"),
-        (forgotten_on_the_way, "queries 1-2 of 4 alone); the queries of slices 0, 3 of the sequence are missing in it"),
+        (came_home_early, told("missing terms", layer=2, missing=(3,))),
+        (one_block_left_out, told("missing terms", layer=2, missing=(1, 2))),
+        (another_blocks_gradient, told("other values", layer=2)),
+        (forgotten_on_the_way, told("missing terms", layer=2, missing=(0, 3))),
     ],
 )
-def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: str) -> None:
-    says(refusal(strategy, Mesh(cp=2), 1, 1), said)
+def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: Told) -> None:
+    tells(refusal(strategy, Mesh(cp=2), 1, 1), said)
 
 
 def test_other_tokens_are_refused() -> None:
@@ -159,7 +160,7 @@ def test_other_tokens_are_refused() -> None:
         x, _ = rank.forward(1, (rank.activations["other"],), rank.weights[1])
         rank.attend(2, queries, rank.forward(2, (x,), rank.weights[2])[1])
 
-    says(refusal(strategy, Mesh(cp=2), 1, 2), "cannot meet", "both must be of the same microbatches and step")
+    tells(refusal(strategy, Mesh(cp=2), 1, 2), "other tokens", layer=2)
 
 
 def test_what_is_loaded_is_told_by_its_slices() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from shardlab.check import ChannelModel, check
 from shardlab.program import OpKind, Program, Rank, Refused, Strategy, trace
-from tests.program.tapes import says
 from tests.support.channel_judge import hangs
 from tests.support.interpreter import judge
+from tests.support.refusing import Told, tells, told
 
 
 def swap(between: Callable[[Rank], object] = lambda rank: None) -> Strategy:
@@ -56,19 +56,19 @@ def swallow(rank: Rank) -> None:
     del rank.grad_weights[0]
 
 
-REFUSED: list[tuple[Callable[[Rank], object], str]] = [
-    (swallow, "wait(handle 0) stands in a batch of messages, which are issued when its block ends; put it"),
-    (lambda rank: rank.all_reduce(rank.grad_weights[0]), "all_reduce(layer 0) on world stands in a batch"),
-    (lambda rank: rank.batch_p2p().__enter__(), "a batch of messages is open already; end its block first"),
-    (lambda rank: rank.exchange(rank.weights[0], to=1, source=1), "exchange: a batch of messages is open; send"),
+REFUSED: list[tuple[Callable[[Rank], object], Told]] = [
+    (swallow, told("batch of messages")),
+    (lambda rank: rank.all_reduce(rank.grad_weights[0]), told("batch of messages")),
+    (lambda rank: rank.batch_p2p().__enter__(), told("batch of messages")),
+    (lambda rank: rank.exchange(rank.weights[0], to=1, source=1), told("batch of messages")),
 ]
 
 
 @pytest.mark.parametrize(("between", "words"), REFUSED)
-def test_a_batch_has_sends_and_receives_alone(between: Callable[[Rank], object], words: str) -> None:
+def test_a_batch_has_sends_and_receives_alone(between: Callable[[Rank], object], words: Told) -> None:
     with pytest.raises(Refused) as refusal:
         trace(swap(between), 2, 1, 2)
-    says(refusal.value, words)
+    tells(refusal.value, words)
 
 
 def waits_for_one_half() -> Program:

@@ -7,8 +7,9 @@ import pytest
 from shardlab.program import Mesh, Rank, Sizes, Strategy, Value, trace
 from shardlab.rules.compose import layers_of
 from shardlab.rules.node import Node
-from tests.program.tapes import refusal, says
+from tests.program.tapes import refusal
 from tests.rules.toys import matrices
+from tests.support.refusing import Told, tells, told
 
 # Programs with one mistake each, on two ranks; layers 0 and 1 are columns, 2 is a row after one, 3 is a column.
 
@@ -101,35 +102,35 @@ async def summed_a_rows_gradients(rank: Rank) -> None:
     await rank.all_reduce(slices, axis="tp")
 
 
-MISTAKES: dict[Strategy, str] = {
-    forgot_to_gather: "forward(layer 1): the activation given is activations[1] (microbatch 0, feed-forward slice",
-    summed_slices: "feed-forward slice 0 of 2), feed-forward slices of the whole and no term of a sum",
-    scattered_slices: "feed-forward slices of the whole and no term of a sum",
-    gathered_terms: "which is one term of a sum and no piece of the whole. Reduce before gathering",
-    gathered_twice: "gathered pieces must not overlap",
-    a_row_given_all: "this row layer's feature slices take their own feature slices of it and no others",
-    a_row_given_other_slices: "this row layer's feature slices take their own feature slices of it and no others",
-    row_terms_unreduced: "the activation given is activations[3] (microbatch 0, the term of feature slice",
-    reduced_twice: "which is complete; summing it again would count it twice",
-    gradient_unreduced: "backward(layer 2): the gradient given is grad_activations[3] (microbatch 0, the term",
-    gradient_unreduced_below_a_column: "backward(layer 0): the gradient given is grad_activations[1] (microbatch 0,",
-    summed_a_rows_gradients: "feature slices of the whole and no term of a sum",
+MISTAKES: dict[Strategy, Told] = {
+    forgot_to_gather: told("missing pieces", layer=1, missing=(1,)),
+    summed_slices: told("no term", layer=1),
+    scattered_slices: told("no term", layer=1),
+    gathered_terms: told("a term", layer=3),
+    gathered_twice: told("pieces overlap", layer=1, doubled=(0, 1)),
+    a_row_given_all: told("other pieces", layer=2),
+    a_row_given_other_slices: told("other pieces", layer=2),
+    row_terms_unreduced: told("missing terms", layer=3, missing=(0,)),
+    reduced_twice: told("no term", layer=3),
+    gradient_unreduced: told("missing terms", layer=2, missing=(0,)),
+    gradient_unreduced_below_a_column: told("missing terms", layer=0, missing=(1,)),
+    summed_a_rows_gradients: told("no term", layer=2),
 }
 
 
 @pytest.mark.parametrize("strategy", MISTAKES, ids=[mistake.__name__ for mistake in MISTAKES])
 def test_a_mistake_with_slices_is_refused_at_its_line(strategy: Strategy) -> None:
-    says(refusal(strategy, Mesh(tp=2), SIZES, 1), MISTAKES[strategy])
+    tells(refusal(strategy, Mesh(tp=2), SIZES, 1), MISTAKES[strategy])
 
 
 @pytest.mark.parametrize(
     ("reduced", "words"),
     [
-        (False, "activations[1] (microbatch 0, the term of feed-forward slice"),
-        (True, "this row layer's feature slices take their own feature slices of it and no others"),
+        (False, told("missing terms", layer=1, missing=(1,))),
+        (True, told("other pieces", layer=1)),
     ],
 )
-def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: str) -> None:
+def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: Told) -> None:
     """Neither its terms nor their sum are slices of it."""
     up = Node("up", {"x": "width"}, {"x": "ffn"}, {"w1": "ffn width"})
     down = Node("down", {"x": "ffn"}, {"x": "width"}, {"w2": "width ffn"})
@@ -142,7 +143,7 @@ def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: str) 
         given = await rank.all_reduce(terms, axis="tp") if reduced else terms
         rank.forward(1, given, rank.weights[1])
 
-    says(refusal(strategy, Mesh(tp=2), sizes, 1), "forward(layer 1): the activation given is", words)
+    tells(refusal(strategy, Mesh(tp=2), sizes, 1), words)
 
 
 def test_whole_weights_make_what_is_complete() -> None:

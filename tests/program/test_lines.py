@@ -9,6 +9,7 @@ import pytest
 
 from shardlab.program.lines import Line, line_of
 from shardlab.puzzles import Model, PuzzleRefused
+from tests.support.refusing import refuses
 
 
 def test_a_file_is_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,7 @@ def test_a_refusal_names_the_innermost_line_of_the_students_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = "def twice(gradient):\n    return gradient + gradient\n\ntwice(model.fake_grad(0, [0]))\n"
-    with pytest.raises(PuzzleRefused, match=r"^mine\.py:2: rank 0, op 0 add\(grad_weights\[0\]\): microbatch 0"):
+    with refuses("counted twice", rank=0, op=0, layer=0, doubled=(0,), error=PuzzleRefused):
         exec(compile(text, str(tmp_path / "mine.py"), "exec"), {"model": Model(rank=0)})
 
 

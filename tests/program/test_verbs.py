@@ -9,7 +9,8 @@ import pytest
 
 from shardlab.program import Rank
 from shardlab.program.value import Value
-from tests.program.tapes import refusal, says
+from tests.program.tapes import refusal
+from tests.support.refusing import tells
 
 CALLS: dict[str, Callable[[Rank, Value, Value], object]] = {
     "forward(layer 1)": lambda rank, bad, x: [rank.forward(layer, x, bad) for layer in [1]],
@@ -41,4 +42,4 @@ def test_a_verb_that_is_given_a_handle_is_named_with_its_layer(verb: str) -> Non
         handle = cast("Value", rank.all_gather(rank.weights[0]))
         CALLS[verb](rank, handle, rank.activations[0])
 
-    says(refusal(strategy), f"rank 0, op 3 {verb}: the handle of all_gather(layer 0) on world (op 2) was given")
+    tells(refusal(strategy), "not awaited", rank=0, op=3)

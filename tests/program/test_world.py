@@ -23,6 +23,7 @@ from shardlab.program import (
 from shardlab.strategies import ddp
 from tests.program.tapes import refusal, says
 from tests.support.random_programs import Shape, program_of, shapes
+from tests.support.refusing import tells
 
 # What is no strategy, or no world.
 
@@ -78,13 +79,13 @@ async def gathers(rank: Rank) -> None:
 
 @pytest.mark.parametrize("strategy", [sleeps, yields])
 def test_only_communications_are_awaited(strategy: Strategy) -> None:
-    says(refusal(strategy), "rank 0, op ", "awaited something else than a communication of its own rank")
+    tells(refusal(strategy), "awaited something else")
 
 
 @pytest.mark.parametrize("strategy", [sleeps, yields, gathers])
 def test_only_communications_are_awaited_also_when_a_loop_runs_around_the_trace(strategy: Strategy) -> None:
     async def notebook() -> None:
-        says(refusal(strategy), "rank 0, op ", "awaited something else")
+        tells(refusal(strategy), "awaited something else")
 
     asyncio.run(notebook())
 
@@ -97,7 +98,7 @@ def test_the_handle_of_another_rank_is_not_awaited() -> None:
         if rank.index:
             await handles[0]
 
-    says(refusal(strategy, 3), "rank 1, op 1", "of its own rank")
+    tells(refusal(strategy, 3), "awaited something else", rank=1, op=1)
 
 
 def test_an_exception_of_the_program_is_a_refusal_with_its_cause() -> None:
@@ -107,7 +108,7 @@ def test_an_exception_of_the_program_is_a_refusal_with_its_cause() -> None:
             raise KeyError("absent")
 
     error = refusal(strategy)
-    says(error, "rank 1, op 1 the program raised KeyError: 'absent'")
+    tells(error, "the program raised", rank=1, op=1)
     assert isinstance(error.__cause__, KeyError)
 
 
@@ -154,7 +155,7 @@ def test_what_programs_do_while_they_are_closed_does_not_hide_the_error() -> Non
             rank.load_weights(8)
 
     says(refusal(awaits), "deadlock: rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 0.")
-    says(refusal(computes), "rank 1, op 0 load_weight: layer 9")
+    tells(refusal(computes), "unknown layer", rank=1, op=0)
     gc.collect()
 
 
@@ -169,9 +170,9 @@ def test_both_sides_receiving_first_is_a_cycle() -> None:
 
     error = refusal(strategy)
     assert isinstance(error, Deadlock)
-    assert str(error) == (
-        "deadlock: rank 0 waits in recv of activations[0] of microbatch 1 from rank 1; "
-        "rank 1 waits in recv of activations[0] of microbatch 0 from rank 0."
+    assert error.given == (
+        "rank 0 waits in recv of activations[0] of microbatch 1 from rank 1; "
+        "rank 1 waits in recv of activations[0] of microbatch 0 from rank 0"
     )
 
 
@@ -198,9 +199,9 @@ def test_a_deadlock_names_the_whole_cycle() -> None:
     says(error, "rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 2; rank 2 waits in recv from rank 0")
     says(error, "(1 more rank waits behind them).")
     crossing = refusal(crossed, 3)
-    assert str(crossing) == (
-        "deadlock: rank 2 waits in recv from rank 1; rank 1 waits in all_gather(weights[0] (shard 1 of 3)) "
-        "on world for rank 2 (1 more rank waits behind them)."
+    assert crossing.given == (
+        "rank 2 waits in recv from rank 1; rank 1 waits in all_gather(weights[0] (shard 1 of 3)) "
+        "on world for rank 2 (1 more rank waits behind them)"
     )
 
 
@@ -209,8 +210,8 @@ def test_a_missing_send_is_reported_with_the_rank_that_has_ended() -> None:
         if rank.index:
             await rank.recv(source=rank.index - 1)
 
-    assert str(refusal(strategy, 4)) == (
-        "deadlock: rank 1 waits in recv from rank 0; rank 0 has ended without it (2 more ranks wait behind them)."
+    assert refusal(strategy, 4).given == (
+        "rank 1 waits in recv from rank 0; rank 0 has ended without it (2 more ranks wait behind them)"
     )
 
 

@@ -23,7 +23,7 @@ def test_both_sides_receiving_first_is_reported_with_the_cycle() -> None:
 
     expected = (
         r"^deadlock: rank 0 waits in receive\(\) for a message from any rank \(\S+test_asyncio\.py:\d+\); "
-        r"rank 1 waits in receive\(\) for a message from any rank \(\S+:\d+\)\.$"
+        r"rank 1 waits in receive\(\) for a message from any rank \(\S+:\d+\)\. Let"
     )
     with pytest.raises(PuzzleDeadlock, match=expected):
         run(solution, 2)
@@ -136,7 +136,7 @@ def test_when_a_rank_raises_the_others_stop_with_an_error_that_names_it() -> Non
     assert isinstance(outcomes[2], ValueError)
     for rank in (0, 1, 3):
         assert isinstance(outcomes[rank], PuzzleRefused)
-        assert str(outcomes[rank]) == "rank 2 raised ValueError: out of cheese; the other ranks stop."
+        assert str(outcomes[rank]) == "rank 2 raised ValueError: out of cheese; the other ranks stop, mend it there."
 
 
 def test_gather_ends_with_the_error_of_the_rank_that_raised() -> None:
@@ -152,7 +152,7 @@ def test_a_cancelled_rank_stops_the_others() -> None:
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     _, other = asyncio.run(main())
-    assert str(other) == "rank 0 was cancelled; the other ranks stop."
+    assert str(other) == "rank 0 was cancelled; the other ranks stop, mend it there."
 
 
 # Ways to drive.

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlab.errors import Rule
 from shardlab.program import Refused
 from shardlab.puzzles import Activation, ActivationGrad, Model, OptState, PuzzleRefused, Weight, WeightGrad
+from tests.support.refusing import refuses
 
 SHARDED = [Weight(1, 3, 0), OptState(1, 3, 0), WeightGrad(1, 3, {0, 1}, 4)]
 SHARD = 512 * 512 / 4
@@ -74,22 +76,28 @@ def test_different_totals_are_counted_in_common_pieces() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [Weight(1, 2, 0, {1}, 2), Weight(0, 2, 1, {1}, 2), OptState(0, 2, 0, {1}, 2), "extra cheese"]
+    ("other", "rule"),
+    [
+        (Weight(1, 2, 0, {1}, 2), "other values"),
+        (Weight(0, 2, 1, {1}, 2), "other values"),
+        (OptState(0, 2, 0, {1}, 2), "other values"),
+        ("extra cheese", "no value"),
+    ],
 )
-def test_pieces_of_different_values_are_not_combined(other: Weight) -> None:
-    with pytest.raises(PuzzleRefused, match=r"combine\(weights\[0\]\)"):
+def test_pieces_of_different_values_are_not_combined(other: Weight, rule: Rule) -> None:
+    with refuses(rule, error=PuzzleRefused, layer=0):
         Weight(0, 2, 0, {0}, 2).combine(other)
 
 
 def test_gradients_that_sum_different_microbatches_are_not_combined() -> None:
-    with pytest.raises(PuzzleRefused, match="that sum the same microbatches"):
+    with refuses("other values", layer=0, error=PuzzleRefused):
         WeightGrad(0, 1, {0}, 2, {0}, 2).combine(WeightGrad(0, 1, {1}, 2, {1}, 2))
 
 
 def test_only_a_complete_value_is_cut_into_pieces_that_exist() -> None:
-    with pytest.raises(PuzzleRefused, match="partial"):
+    with refuses("partial", layer=0, error=PuzzleRefused):
         Weight(0, 1, 0, {0}, 2).shard(0, 2)
-    with pytest.raises(PuzzleRefused, match=r"shards \[4\] of 4"):
+    with refuses("unknown slice", layer=0, error=PuzzleRefused):
         Weight(0, 1, 0).shard(4, 4)
 
 
@@ -99,7 +107,7 @@ def test_gradients_add_up_unless_a_microbatch_comes_twice(parts: list[set[int]])
     for part in parts:
         gradient = WeightGrad(0, 1, part, 10)
         if expected & part:
-            with pytest.raises(PuzzleRefused, match="counted twice"):
+            with refuses("counted twice", layer=0, doubled=tuple(sorted(expected & part)), error=PuzzleRefused):
                 total + gradient
         else:
             total = total + gradient
@@ -108,9 +116,9 @@ def test_gradients_add_up_unless_a_microbatch_comes_twice(parts: list[set[int]])
 
 
 def test_only_gradients_of_one_layer_and_slice_are_added() -> None:
-    with pytest.raises(PuzzleRefused, match="only gradients of one layer"):
+    with refuses("other values", layer=0, error=PuzzleRefused):
         WeightGrad(0, 2, {0}, 2) + WeightGrad(1, 2, {1}, 2)
-    with pytest.raises(PuzzleRefused, match="only equal slices"):
+    with refuses("other slices", layer=0, error=PuzzleRefused):
         WeightGrad(0, 2, {0}, 2, {0}, 2) + WeightGrad(0, 2, {1}, 2, {1}, 2)
     with pytest.raises(TypeError):
         WeightGrad(0, 2, {0}, 2) + 1  # pyright: ignore[reportOperatorIssue]
@@ -118,12 +126,12 @@ def test_only_gradients_of_one_layer_and_slice_are_added() -> None:
 
 @pytest.mark.parametrize("shards", [(), (4,), (-1,), ("a",), (0.5,), range(5)])
 def test_shards_that_do_not_exist_are_refused(shards: Any) -> None:
-    with pytest.raises(PuzzleRefused, match="Weight of layer 3: shards"):
+    with refuses("unknown slice", layer=3, error=PuzzleRefused):
         Weight(3, 4, 0, shards, 4)
 
 
 def test_microbatches_count_from_zero() -> None:
-    with pytest.raises(PuzzleRefused, match="Activation of layer 0: batches are"):
+    with refuses("unknown slice", layer=0, error=PuzzleRefused):
         Activation(0, 1, {-1}, 4)
 
 

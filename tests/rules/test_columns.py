@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.program import Kind, Mesh, OpKind, Refused, Sizes, Spec
+from shardlab.program import Kind, Mesh, OpKind, Sizes, Spec
 from shardlab.rules.attention import attend
 from shardlab.rules.pieces import bits
 from tests.rules.toys import Toy, matrices, shard
+from tests.support.refusing import refuses, told
 
 COLUMN, ROW = "column", "row"
 FEATURES = 8
@@ -123,25 +123,25 @@ def test_what_the_rules_say_is_what_arrays_are(model: tuple[int, list[str]]) -> 
 def test_heads_are_neither_gathered_nor_mixed_with_others() -> None:
     toy = Toy(Sizes.context_blocks(1), Mesh(tp=2), 1)
     queries, others = (toy.spec_of(Kind.QUERIES, 2, 0b11, slices={"head": 1 << i}) for i in range(2))
-    with pytest.raises(Refused, match="heads stay where they are, since attention and the layer after it take their"):
+    with refuses("not gathered", layer=2):
         toy.meet(OpKind.ALL_GATHER, queries, others)
     mixed = [toy.spec_of(Kind.ACTIVATION, 3, 0b11, slices={"head": 1 << i}) for i in range(2)]
-    with pytest.raises(Refused, match="heads stay where they are"):
+    with refuses("not gathered", layer=3):
         toy.meet(OpKind.ALL_GATHER, *mixed)
     keys = toy.spec_of(Kind.KEYS_VALUES, 2, 0b11, slices={"head": 0b10})
-    with pytest.raises(Refused, match="attention takes the same heads of queries, keys and values"):
+    with refuses("other pieces", layer=2):
         attend(2, queries, keys)
 
 
 def test_a_row_takes_its_own_slices_and_a_column_its_own_of_a_complete_gradient() -> None:
     toy = Toy(sizes_of([COLUMN, ROW, COLUMN]), Mesh(tp=2), 1)
     weight = toy.spec_of(Kind.WEIGHT, 1, 0, shard(0, 2))
-    said = "this row layer's feed-forward slices take their own feed-forward slices of it and no others"
+    said = told("other pieces", layer=1)
     for held in ({}, {"ffn": 0b10}):
-        with pytest.raises(Refused, match=said):
+        with refuses(said):
             toy.layer(1).forward([toy.spec_of(Kind.ACTIVATION, 1, 0b11, slices=held)], weight)
     column, x = toy.spec_of(Kind.WEIGHT, 2, 0, shard(0, 2)), toy.spec_of(Kind.ACTIVATION, 2, 0b11)
     whole, own = (toy.spec_of(Kind.GRAD_ACTIVATION, 3, 0b11, slices=held) for held in ({}, {"ffn": 0b01}))
     assert toy.layer(2).backward(x, [whole], column) == toy.layer(2).backward(x, [own], column)
-    with pytest.raises(Refused, match="give feed-forward slice 0 of 2 alone, as the weight has"):
+    with refuses("other pieces", layer=2):
         toy.layer(2).backward(x, [toy.spec_of(Kind.GRAD_ACTIVATION, 3, 0b11, slices={"ffn": 0b10})], column)

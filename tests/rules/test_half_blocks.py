@@ -9,6 +9,7 @@ from shardlab.rules import update
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Term
 from tests.rules.toys import Refusals, Toy, is_refused
+from tests.support.refusing import told
 
 TOY = Toy(Sizes.half_blocks(1), Mesh(tp=2), 2)
 """Bodies 0, 2, 4, 6 and norms 1, 3, 5, on two tensor-parallel ranks."""
@@ -141,198 +142,188 @@ def test_the_loss_of_slices_of_the_logits_takes_the_stats_of_all() -> None:
 REFUSED: Refusals = {
     "forward, kind": (
         lambda: forward(2, weight(2), dx(2)),
-        ["forward(layer 2): the activation given is grad_activations[2]", "give a value of activations"],
+        told("wrong kind", layer=2),
     ),
-    "forward, layer": (lambda: forward(2, weight(2), x(4)), ["layer 2 reads activations[2], give that"]),
+    "forward, layer": (lambda: forward(2, weight(2), x(4)), told("wrong layer", layer=2)),
     "forward, terms": (
         lambda: forward(2, weight(2), x(2, term=0b01)),
-        [
-            "activations[2] (microbatch 0, the term of head slice 0 of 2)",
-            "head slice 1 is missing",
-            "together first: reduce the",
-        ],
+        told("missing terms", layer=2, missing=(1,)),
     ),
     "forward, slices": (
         lambda: forward(2, weight(2), x(2, slices=0b01)),
-        ["activations[2] (microbatch 0, head slice 0 of 2); head slice 1 is missing", "heads stay where they are"],
+        told("missing pieces", layer=2, missing=(1,)),
     ),
     "forward, sequence": (
         lambda: forward(2, weight(2), x(2, SECOND)),
-        ["activations[2] (sequence slice 1 of microbatch 0)", "wants whole sequences. Gather their slices first"],
+        told("cut sequences", layer=2),
     ),
     "forward, weight cut finer": (
         lambda: forward(2, weight(2, Holds(0b1, 4)), x(2)),
-        ["weights[2] (shard 0 of 4), which is not made of whole slices of 2; gather a slice first"],
+        told("part of a slice", layer=2),
     ),
     "forward, weight across slices": (
         lambda: forward(2, weight(2, Holds(0b0110, 4)), x(2)),
-        ["not made of whole slices of 2"],
+        told("part of a slice", layer=2),
     ),
-    "forward, weight's layer": (lambda: forward(2, weight(4), x(2)), ["layer 2 computes with weights[2]"]),
-    "forward, weight's step": (lambda: forward(2, weight(2, step=1), x(2)), ["it was already updated"]),
+    "forward, weight's layer": (lambda: forward(2, weight(4), x(2)), told("wrong layer", layer=2)),
+    "forward, weight's step": (lambda: forward(2, weight(2, step=1), x(2)), told("stale weight", layer=2)),
     "backward, gradient's kind": (
         lambda: backward(2, weight(2), x(2), x(3)),
-        ["the gradient given is activations[3]", "give a value of grad_activations"],
+        told("wrong kind", layer=2),
     ),
     "backward, gradient's layer": (
         lambda: backward(2, weight(2), x(2), dx(2)),
-        ["give grad_activations[3], that of what layer 2 made"],
+        told("wrong layer", layer=2),
     ),
     "backward, gradient's terms": (
         lambda: backward(2, weight(2, ONE_SLICE), x(2), dx(3, term=0b10)),
-        ["the gradient given is grad_activations[3]", "head slice 0 is missing", "reduce the terms"],
+        told("missing terms", layer=2, missing=(0,)),
     ),
     "backward, gradient's slices": (
         lambda: backward(2, weight(2, ONE_SLICE), x(2), dx(3, slices=0b01)),
-        ["the gradient given is grad_activations[3]", "head slice 1 is missing"],
+        told("missing pieces", layer=2, missing=(1,)),
     ),
     "backward, head's gradient of all": (
         lambda: backward(6, weight(6, ONE_SLICE), x(6), dx(7)),
-        ["given is grad_activations[7] (microbatch 0); give vocabulary slice 0 of 2 alone, as the weight has"],
+        told("other pieces", layer=6),
     ),
     "backward, whole head's gradient of a slice": (
         lambda: backward(6, weight(6), x(6), dx(7, slices=0b01)),
-        ["given is grad_activations[7] (microbatch 0, vocabulary slice 0 of 2); vocabulary slice 1 is missing"],
+        told("missing pieces", layer=6, missing=(1,)),
     ),
     "backward, gradient's tokens": (
         lambda: backward(2, weight(2), x(2), dx(3, BOTH)),
-        ["activation is of microbatch 0 and the gradient of microbatches 0-1", "of the same tokens and step"],
+        told("other tokens", layer=2),
     ),
     "backward, sequence": (
         lambda: backward(2, weight(2), x(2, FIRST), dx(3, FIRST)),
-        ["backward(layer 2)", "wants whole sequences"],
+        told("cut sequences", layer=2),
     ),
     "backward_weight, other slices": (
         lambda: backward_weight(6, weight(6, ONE_SLICE), x(6), dx(7, slices=0b10)),
-        ["backward_weight(layer 6)", "give vocabulary slice 0 of 2 alone, as the weight has"],
+        told("other pieces", layer=6),
     ),
     "backward_weight, all slices": (
         lambda: backward_weight(6, weight(6, ONE_SLICE), x(6), dx(7)),
-        ["backward_weight(layer 6)", "give vocabulary slice 0 of 2 alone, as the weight has"],
+        told("other pieces", layer=6),
     ),
     "norm, terms of a branch": (
         lambda: forward(3, weight(3), x(3, term=0b01), r(3)),
-        ["forward(layer 3): the activation given is", "head slice 1 is missing"],
+        told("missing terms", layer=3, missing=(1,)),
     ),
     "norm, no residual": (
         lambda: forward(3, weight(3), x(3)),
-        ["the residual is missing", "this norm layer reads activations[3] and residuals[3]"],
+        told("wrong number", layer=3),
     ),
     "norm, a residual too many": (
         lambda: forward(1, weight(1), x(1), r(1)),
-        ["2 values were given; this norm layer reads activations[1] alone"],
+        told("wrong number", layer=1),
     ),
     "norm, another norm's residual": (
         lambda: forward(3, weight(3), x(3), r(5)),
-        ["the residual given is residuals[5]", "layer 3 reads residuals[3]"],
+        told("wrong layer", layer=3),
     ),
     "norm, the branch as residual": (
         lambda: forward(3, weight(3), x(3), x(3)),
-        ["the residual given is activations[3]", "give a value of residuals"],
+        told("wrong kind", layer=3),
     ),
     "norm, other tokens": (
         lambda: forward(3, weight(3), x(3, FIRST), r(3, SECOND)),
-        ["and the residual of sequence slice 1 of microbatch 0", "must be of the same tokens"],
+        told("other tokens", layer=3),
     ),
     "norm, sliced weight": (
         lambda: forward(3, weight(3, ONE_SLICE), x(3), r(3)),
-        ["slices 1 of 2 are missing. Gather the whole layer first"],
+        told("partial weight", layer=3, missing=(1,)),
     ),
     "norm backward, no gradient of the residual": (
         lambda: backward(3, weight(3), x(3), dx(4)),
-        ["the residual's gradient is missing", "is given grad_activations[4] and grad_residuals[5]"],
+        told("wrong number", layer=3),
     ),
     "norm backward, a gradient too many": (
         lambda: backward(5, weight(5), x(5), dx(6), dr(7)),
-        ["2 values were given; this norm layer is given grad_activations[6] alone"],
+        told("wrong number", layer=5),
     ),
     "norm backward, the branch's gradient for the residual's": (
         lambda: backward(3, weight(3), x(3), dx(4), dx(5)),
-        ["the residual's gradient given is grad_activations[5]", "give a value of grad_residuals"],
+        told("wrong kind", layer=3),
     ),
     "norm backward, other tokens": (
         lambda: backward(3, weight(3), x(3, FIRST), dx(4, FIRST), dr(5, SECOND)),
-        ["the residual's gradient of sequence slice 1 of microbatch 0"],
+        told("other tokens", layer=3),
     ),
     "norm backward, terms": (
         lambda: backward(3, weight(3), x(3), dx(4, term=0b10), dr(5)),
-        ["the gradient given is grad_activations[4]", "feed-forward slice 0 is missing"],
+        told("missing terms", layer=3, missing=(0,)),
     ),
     "loss_stats, all logits": (
         lambda: update.loss_stats(LAYERS, x(7)),
-        ["loss_stats: activations[7] (microbatch 0) was given; give slices of the logits, activations[7]"],
+        told("other pieces", layer=7),
     ),
     "loss_stats, another activation": (
         lambda: update.loss_stats(LAYERS, x(6, slices=0b01)),
-        ["the loss reads the last one, activations[7]"],
+        told("wrong layer", layer=7),
     ),
-    "loss, no logits": (lambda: update.loss(LAYERS, x(6)), ["the loss reads the last one, activations[7]"]),
-    "loss, a term": (lambda: update.loss(LAYERS, x(7, term=0b1)), ["reduce its terms first, over the ranks that"]),
+    "loss, no logits": (lambda: update.loss(LAYERS, x(6)), told("wrong layer", layer=7)),
+    "loss, a term": (lambda: update.loss(LAYERS, x(7, term=0b1)), told("missing terms", layer=7)),
     "loss, no stats": (
         lambda: update.loss(LAYERS, x(7, slices=0b01)),
-        ["was given without stats", "take the gathered loss_stats of all slices"],
+        told("wrong number", layer=7),
     ),
     "loss, needless stats": (
         lambda: update.loss(LAYERS, x(7), stats()),
-        ["activations[7] (microbatch 0) needs no stats"],
+        told("wrong number", layer=7),
     ),
     "loss, no stats at all": (
         lambda: update.loss(LAYERS, x(7, slices=0b01), x(7)),
-        ["the stats given are activations[7] (microbatch 0)", "all_gather the loss_stats of all slices first"],
+        told("missing pieces", layer=7),
     ),
     "loss, own stats": (
         lambda: update.loss(LAYERS, x(7, slices=0b01), stats(0b01)),
-        [
-            "the stats given are stats[7] (microbatch 0, vocabulary slice 0 of 2)",
-            "all_gather the loss_stats of all slices first",
-        ],
+        told("missing pieces", layer=7),
     ),
     "loss, other tokens": (
         lambda: update.loss(LAYERS, x(7, slices=0b01), stats(0, BOTH)),
-        ["the stats are stats[7] (microbatches 0-1)", "same tokens"],
+        told("other tokens", layer=7),
     ),
     "reduce, logits": (
         lambda: meet(OpKind.ALL_REDUCE, x(7, slices=0b01), x(7, slices=0b10)),
-        [
-            "all_reduce(activations[7]): rank 0 gave",
-            "vocabulary slices of the whole and no term of a sum; all_gather the slices",
-        ],
+        told("no term", layer=7),
     ),
     "reduce, other tokens": (
         lambda: meet(OpKind.ALL_REDUCE, x(3, term=0b01), x(3, BOTH, term=0b10)),
-        ["rank 0 gave activations[3] (microbatch 0, the term of head slice 0 of 2)", "only terms of one value"],
+        told("other values", layer=3),
     ),
     "reduce, complete": (
         lambda: meet(OpKind.ALL_REDUCE, x(3), x(3)),
-        ["rank 0 gave activations[3]", "which is complete; summing it again would count it twice"],
+        told("no term", layer=3),
     ),
     "reduce, a term and what is complete": (
         lambda: meet(OpKind.ALL_REDUCE, x(3, term=0b01), x(3)),
-        ["rank 1 gave activations[3]", "which is complete; summing it again would count it twice"],
+        told("no term", layer=3),
     ),
     "reduce, twice": (
         lambda: meet(OpKind.REDUCE_SCATTER, x(3, term=0b01), x(3, term=0b01)),
-        ["reduce_scatter(activations[3]): the term of head slice 0 of 2 would be counted twice (rank 1 and an"],
+        told("counted twice", layer=3, doubled=(0,)),
     ),
     "reduce, a residual": (
         lambda: meet(OpKind.ALL_REDUCE, r(3, FIRST), r(3, FIRST)),
-        ["rank 0 gave residuals[3]", "which is complete"],
+        told("no term", layer=3),
     ),
     "scatter, sequences that do not divide": (
         lambda: meet(OpKind.REDUCE_SCATTER, x(3, FIRST, term=0b01), x(3, FIRST, term=0b10)),
-        ["sequences of 2 slices, which do not divide among 2 ranks"],
+        told("does not divide", layer=3),
     ),
     "gather, terms": (
         lambda: meet(OpKind.ALL_GATHER, x(3, FIRST, term=0b01), x(3, SECOND, term=0b10)),
-        ["which is one term of a sum and no piece of the whole. Reduce before gathering"],
+        told("a term", layer=3),
     ),
     "gather, one sequence slice twice": (
         lambda: meet(OpKind.ALL_GATHER, x(3, FIRST), x(3, FIRST)),
-        ["would come from rank 1 and from an earlier rank as well"],
+        told("pieces overlap", layer=3, doubled=(0,)),
     ),
     "gather, one slice's stats twice": (
         lambda: meet(OpKind.ALL_GATHER, stats(0b01), stats(0b01)),
-        ["all_gather(stats[7]): vocabulary slice 0 would be counted twice"],
+        told("pieces overlap", layer=7, doubled=(0,)),
     ),
 }
 

@@ -7,6 +7,7 @@ import pytest
 from shardlab.program import Holds, Kind, Sizes, Spec
 from shardlab.rules.pieces import WHOLE
 from tests.rules.toys import Refusals, Toy, is_refused
+from tests.support.refusing import told
 
 TOY = Toy(Sizes.puzzle(2))
 LAYER = TOY.layer(1)
@@ -67,87 +68,87 @@ PARTIAL = weight(holds=Holds(0b0101, 4))
 REFUSALS: Refusals = {
     "forward, kind": (
         lambda: LAYER.forward([gradient(1)], weight()),
-        ["forward(layer 1)", "activation given is grad_activations[1] (microbatches 0-1)", "a value of activations"],
+        told("wrong kind", layer=1),
     ),
     "forward, layer": (
         lambda: LAYER.forward([activation(2)], weight()),
-        ["forward(layer 1)", "activations[2] (microbatches 0-1)", "layer 1 reads activations[1]"],
+        told("wrong layer", layer=1),
     ),
     "forward, weight's kind": (
         lambda: LAYER.forward([activation()], TOY.spec_of(Kind.OPT_STATE, 1)),
-        ["the weight given is opt_states[1]", "a value of weights"],
+        told("wrong kind", layer=1),
     ),
     "forward, weight's layer": (
         lambda: LAYER.forward([activation()], weight(0)),
-        ["the weight given is weights[0]", "layer 1 computes with weights[1]"],
+        told("wrong layer", layer=1),
     ),
     "forward, partial weight": (
         lambda: LAYER.forward([activation()], PARTIAL),
-        ["partial", "weights[1] (shard 0, 2 of 4)", "slices 1, 3 of 4 are missing", "all_gather"],
+        told("partial weight", layer=1, missing=(1, 3)),
     ),
     "forward, updated weight": (
         lambda: LAYER.forward([activation()], weight(step=1)),
-        ["weights[1] (step 1)", "of optimizer step 1", "batch belongs to step 0", "already updated"],
+        told("stale weight", layer=1),
     ),
     "forward, too many values": (
         lambda: LAYER.forward([activation()] * 2, weight()),
-        ["2 values were given", "this whole layer reads activations[1] alone"],
+        told("wrong number", layer=1),
     ),
     "backward, activation's kind": (
         lambda: LAYER.backward(gradient(1), [gradient()], weight()),
-        ["backward(layer 1)", "the activation given is grad_activations[1]", "a value of activations"],
+        told("wrong kind", layer=1),
     ),
     "backward, gradient's kind": (
         lambda: LAYER.backward(activation(), [activation(2)], weight()),
-        ["the gradient given is activations[2]", "a value of grad_activations"],
+        told("wrong kind", layer=1),
     ),
     "backward, activation's layer": (
         lambda: LAYER.backward(activation(2), [gradient()], weight()),
-        ["activations[2] (microbatches 0-1)", "was fed activations[1], give that"],
+        told("wrong layer", layer=1),
     ),
     "backward, gradient's layer": (
         lambda: LAYER.backward(activation(), [gradient(1)], weight()),
-        ["grad_activations[1] (microbatches 0-1)", "give grad_activations[2], that of what layer 1 made"],
+        told("wrong layer", layer=1),
     ),
     "backward, gradient's step": (
         lambda: LAYER.backward(activation(), [gradient(step=1)], weight()),
-        ["grad_activations[2] (microbatches 0-1, step 1)", "values of step 0; all must be of one step"],
+        told("wrong step", layer=1),
     ),
     "backward, microbatches": (
         lambda: LAYER.backward(activation(cells=0b1), [gradient(cells=0b110)], weight()),
-        ["activation is of microbatch 0", "gradient of microbatches 1-2", "the same tokens"],
+        told("other tokens", layer=1),
     ),
     "backward, partial weight": (
         lambda: LAYER.backward(activation(), [gradient()], PARTIAL),
-        ["backward(layer 1)", "partial", "slices 1, 3 of 4 are missing"],
+        told("partial weight", layer=1, missing=(1, 3)),
     ),
     "backward, updated weight": (
         lambda: LAYER.backward(activation(), [gradient()], weight(step=1)),
-        ["backward(layer 1)", "weights[1] (step 1)", "already updated"],
+        told("stale weight", layer=1),
     ),
     "backward, no gradient": (
         lambda: LAYER.backward(activation(), [], weight()),
-        ["the gradient is missing", "this whole layer is given grad_activations[2] alone"],
+        told("wrong number", layer=1),
     ),
     "backward_weight, activation's layer": (
         lambda: LAYER.backward_weight(activation(2), [gradient()], half()),
-        ["backward_weight(layer 1)", "activations[2] (microbatches 0-1)", "was fed activations[1]"],
+        told("wrong layer", layer=1),
     ),
     "backward_weight, gradient's kind": (
         lambda: LAYER.backward_weight(activation(), [grad_weight()], half()),
-        ["backward_weight(layer 1)", "the gradient given is grad_weights[1]", "a value of grad_activations"],
+        told("wrong kind", layer=1),
     ),
     "backward_weight, gradient's layer": (
         lambda: LAYER.backward_weight(activation(), [gradient(1)], half()),
-        ["backward_weight(layer 1)", "give grad_activations[2]"],
+        told("wrong layer", layer=1),
     ),
     "backward_weight, microbatches": (
         lambda: LAYER.backward_weight(activation(cells=0b1), [gradient(cells=0b10)], half()),
-        ["backward_weight(layer 1)", "activation is of microbatch 0 and the gradient of microbatch 1"],
+        told("other tokens", layer=1),
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_breaks_a_rule_is_refused_with_what_was_given_and_wanted(case: str) -> None:
-    assert is_refused(REFUSALS[case]).startswith(case.split(",")[0]), "a refusal begins with the op's name"
+    assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"

@@ -11,6 +11,7 @@ from shardlab.rules import update
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Space, form_of
 from tests.rules.toys import Refusals, Toy, is_refused, shard
+from tests.support.refusing import told
 
 TOY = Toy(Sizes.puzzle(2))
 ALL = 0b1111
@@ -44,7 +45,7 @@ def scalar(parts: int, of: int = 4, step: int = 0, reduction: Reduction = Reduct
 
 
 def add(*specs: Spec) -> Spec:
-    return update.add(f"add({specs[0].name})", specs, ("the first value", "the second value"))
+    return update.add(specs[0].about("add"), specs, ("the first value", "the second value"))
 
 
 def norm(layer: int, gradient: Spec) -> Spec:
@@ -85,8 +86,13 @@ def test_a_program_asks_for_every_microbatch_in_every_update() -> None:
     """What was found of one gradient is not said of another one of the same form."""
     given = (weight(), state())
     assert TOY.rules.update(1, (grad_weight(), *given), 0b11) == (weight(step=1), state(step=1))
-    is_refused((lambda: TOY.rules.update(1, (grad_weight(0b111), *given), 0b11), ["microbatch 3 is missing"]))
-    is_refused((lambda: TOY.rules.update(0, (grad_weight(), *given), 0b11), ["layer 0 is updated from its own"]))
+    is_refused(
+        (
+            lambda: TOY.rules.update(1, (grad_weight(0b111), *given), 0b11),
+            told("missing microbatches", layer=1, missing=(3,)),
+        )
+    )
+    is_refused((lambda: TOY.rules.update(0, (grad_weight(), *given), 0b11), told("wrong layer", layer=0)))
 
 
 def test_the_new_slices_gathered_are_the_weight_that_was_loaded() -> None:
@@ -112,7 +118,7 @@ def test_norm_is_of_the_layers_part_of_the_model(holds: Holds, parts: Holds) -> 
 def test_the_norm_of_a_tied_weight_stands_for_both_layers() -> None:
     form = form_of(Kind.GRAD_WEIGHT, 0, 0, Space(2, uses=2))
     assert update.norm(3, 0, Spec(form, 0b1111)).holds == Holds(0b101, 3)
-    is_refused((lambda: update.norm(3, 0, Spec(form, 0b0011)), ["microbatches 0-1 as the head missing"]))
+    is_refused((lambda: update.norm(3, 0, Spec(form, 0b0011)), told("missing microbatches", layer=0, missing=(2, 3))))
 
 
 def test_scalars_are_summed_part_by_part() -> None:
@@ -139,119 +145,119 @@ def test_the_norms_of_all_slices_of_all_layers_are_the_whole_models(layers: int,
 REFUSALS: Refusals = {
     "loss, kind": (
         lambda: update.loss(2, grad_activation(2)),
-        ["loss: the activation given is grad_activations[2]", "a value of activations"],
+        told("wrong kind", layer=2),
     ),
     "loss, layer": (
         lambda: update.loss(2, activation(1)),
-        ["loss: the activation given is activations[1]", "reads the last one, activations[2]"],
+        told("wrong layer", layer=2),
     ),
     "add, kind": (
         lambda: add(grad_weight(), weight()),
-        ["add(grad_weights[1])", "the second value weights[1]", "only gradients of one layer are summed"],
+        told("other values"),
     ),
     "add, weights": (
         lambda: add(weight(), weight()),
-        ["add(weights[1])", "the first value gave weights[1]", "only weight gradients are sums of contributions"],
+        told("no term"),
     ),
     "add, layer": (
         lambda: add(grad_weight(0b1), grad_weight(0b10, layer=0)),
-        ["the first value gave grad_weights[1]", "the second value grad_weights[0]", "of one layer"],
+        told("other values"),
     ),
     "add, slices": (
         lambda: add(grad_weight(0b1, shard(0, 2)), grad_weight(0b10, shard(1, 2))),
-        ["gave slices 0 of 2 and the second value 1 of 2", "only equal slices"],
+        told("other slices"),
     ),
     "add, twice": (
         lambda: add(grad_weight(0b11), grad_weight(0b110)),
-        ["microbatch 1 would be counted twice", "the first value and the second value both summed it"],
+        told("counted twice", doubled=(1,)),
     ),
     "update, gradient's kind": (
         lambda: update.update(1, weight(), weight(), state()),
-        ["update(layer 1)", "the gradient given is weights[1]", "a value of grad_weights"],
+        told("wrong kind", layer=1),
     ),
     "update, weight's kind": (
         lambda: update.update(1, grad_weight(), state(), state()),
-        ["the weight given is opt_states[1]", "a value of weights"],
+        told("wrong kind", layer=1),
     ),
     "update, state's kind": (
         lambda: update.update(1, grad_weight(), weight(), weight()),
-        ["the optimizer state given is weights[1]", "a value of opt_states"],
+        told("wrong kind", layer=1),
     ),
     "update, layer": (
         lambda: update.update(1, grad_weight(), weight(), state(0)),
-        ["update(layer 1)", "opt_states[0] was given", "layer 1 is updated from its own"],
+        told("wrong layer", layer=1),
     ),
     "update, twice": (
         lambda: update.update(1, grad_weight(), weight(step=1), state(step=1)),
-        ["weight is of step 1", "optimizer state of step 1", "gradient of step 0", "exactly once a step"],
+        told("wrong step", layer=1),
     ),
     "update, stale state": (
         lambda: update.update(1, grad_weight(step=1), weight(step=1), state()),
-        ["weight is of step 1, the optimizer state of step 0", "of one step"],
+        told("wrong step", layer=1),
     ),
     "update, microbatches": (
         lambda: update.update(1, grad_weight(0b0101), weight(), state()),
-        ["microbatches 1, 3 are missing from grad_weights[1] (microbatches 0, 2)", "exactly once", "Add or reduce"],
+        told("missing microbatches", layer=1, missing=(1, 3)),
     ),
     "update, one microbatch": (
         lambda: update.update(1, grad_weight(0b0111), weight(), state()),
-        ["microbatch 3 is missing from grad_weights[1] (microbatches 0-2)"],
+        told("missing microbatches", layer=1, missing=(3,)),
     ),
     "update, gradient's slices": (
         lambda: update.update(1, grad_weight(holds=shard(0, 2)), weight(), state()),
-        ["the gradient holds slices 0 of 2, but the optimizer state holds 0 of 1", "must contain every slice"],
+        told("missing slices", layer=1, missing=(1,)),
     ),
     "update, state's slices": (
         lambda: update.update(1, grad_weight(), weight(holds=shard(0, 2)), state(holds=shard(1, 2))),
-        ["the weight holds slices 0 of 2, but the optimizer state holds 1 of 2", "must contain every slice"],
+        told("missing slices", layer=1, missing=(1,)),
     ),
     "update, a slice that the weight lacks": (
         lambda: update.update(1, grad_weight(), weight(holds=shard(0, 2)), state()),
-        ["the weight holds slices 0 of 2, but the optimizer state holds 0 of 1", "every slice that is updated"],
+        told("missing slices", layer=1, missing=(1,)),
     ),
     "update, part of the norm": (
         lambda: update.update(1, grad_weight(), weight(), state(), scalar(0b0110)),
-        ["update(layer 1): the norm given lacks parts 0, 3 of 4 of the model's parameters", "each once"],
+        told("partial norm", layer=1, missing=(0, 3)),
     ),
     "update, norm's kind": (
         lambda: update.update(1, grad_weight(), weight(), state(), grad_weight()),
-        ["update(layer 1): the norm given is grad_weights[1]", "a value of scalars"],
+        told("wrong kind", layer=1),
     ),
     "update, norm's step": (
         lambda: update.update(1, grad_weight(), weight(), state(), scalar(0b1111, step=1)),
-        ["update(layer 1): the norm given is of step 1, the gradient of step 0"],
+        told("wrong step", layer=1),
     ),
     "update, the largest of norms": (
         lambda: update.update(1, grad_weight(), weight(), state(), scalar(0b1111, reduction=Reduction.MAX)),
-        ["update(layer 1): the norm given is scalars (the max of several ranks')", "only the sum of all squares"],
+        told("no sum of squares", layer=1),
     ),
     "norm, kind": (
         lambda: norm(1, weight()),
-        ["norm(layer 1)", "the gradient given is weights[1]", "a value of grad_weights"],
+        told("wrong kind", layer=1),
     ),
     "norm, layer": (
         lambda: norm(0, grad_weight()),
-        ["norm(layer 0)", "grad_weights[1] (microbatches 0-3) was given", "a gradient of layer 0"],
+        told("wrong layer", layer=0),
     ),
     "norm, microbatches": (
         lambda: norm(1, grad_weight(0b0101)),
-        ["norm(layer 1): microbatches 1, 3 missing from", "squares do not add up", "Add or reduce the missing"],
+        told("missing microbatches", layer=1, missing=(1, 3)),
     ),
     "add, a scalar and a gradient": (
         lambda: add(scalar(0b1), grad_weight()),
-        ["add(scalars): the first value gave scalars", "only scalars of one step are summed"],
+        told("other values"),
     ),
     "add, a replica's squares": (
         lambda: add(scalar(0b0011), scalar(0b0110)),
-        ["add(scalars): parts 1 of 4 of the model come from the second value", "each parameter's square counts once"],
+        told("counted twice", doubled=(1,)),
     ),
     "add, the mean of norms": (
         lambda: add(scalar(0b1), scalar(0b10, reduction=Reduction.MEAN)),
-        ["add(scalars): the second value gave scalars", "only sums of squares add up to a norm"],
+        told("no sum of squares"),
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_breaks_a_rule_is_refused_with_what_was_given_and_wanted(case: str) -> None:
-    assert is_refused(REFUSALS[case]).startswith(case.split(",")[0]), "a refusal begins with the op's name"
+    assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import pytest
-
-from shardlab.program import Holds, Kind, Mesh, OpKind, Reduction, Refused, Sizes, Spec
+from shardlab.errors import Refused
+from shardlab.program import Holds, Kind, Mesh, OpKind, Reduction, Sizes, Spec
 from shardlab.program.rooted import Call, collective
 from shardlab.rules.compose import Written, layers_of
 from shardlab.rules.layer import LayerRules
@@ -16,10 +15,10 @@ from shardlab.rules.layers import Rules, rules_of
 from shardlab.rules.node import Layer, Node
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Space, Term, form_of
-from tests.program.tapes import says
+from tests.support.refusing import Told, refusal_of, tells
 
-Refusals = Mapping[str, tuple[Callable[[], object], Sequence[str]]]
-"""By a name of what is wrong: a call, and words of the sentence that refuses it."""
+Refusals = Mapping[str, tuple[Callable[[], object], Told]]
+"""By a name of what is wrong: a call, and how it is refused."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,9 @@ def shard(n: int, of: int) -> Holds:
     return Holds(1 << n, of)
 
 
-def is_refused(case: tuple[Callable[[], object], Sequence[str]]) -> str:
-    """The sentence that refuses a call, in which all of these words are."""
-    call, words = case
-    with pytest.raises(Refused) as caught:
-        call()
-    says(caught.value, *words)
-    assert str(caught.value).endswith("."), "a refusal is a sentence"
-    return str(caught.value)
+def is_refused(case: tuple[Callable[[], object], Told]) -> Refused:
+    """A call is refused so."""
+    call, expected = case
+    refused = refusal_of(call)
+    tells(refused, expected)
+    return refused

@@ -1,15 +1,73 @@
-"""What the check says against a program."""
+"""What a refusal says, by its fields; its sentence is pinned once, in a table of refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+
 from shardlab.check import check
-from shardlab.program import Program, Refused
+from shardlab.errors import Refused, Rule
+from shardlab.program import Program
 
 
-def refusal(program: Program) -> str | None:
-    """Its sentence, or None; any other exception than a refusal is the check's own mistake and goes on."""
+class Told(NamedTuple):
+    """What a refusal must say: the rule, and others of its fields by their names."""
+
+    rule: Rule
+    fields: Mapping[str, object]
+
+
+def told(rule: Rule, **fields: object) -> Told:
+    return Told(rule, fields)
+
+
+def tells(refused: BaseException | None, rule: Rule | Told, **fields: object) -> None:
+    """Want a refusal by this rule with these fields; what is doubled or missing may not be left out."""
+    assert isinstance(refused, Refused), f"not refused: {refused!r}"
+    wanted = _wanted(Told(rule, fields) if isinstance(rule, str) else rule)
+    assert {name: getattr(refused, name) for name in wanted} == wanted, str(refused)
+
+
+def says(refused: Refused, said: Told) -> bool:
+    """Whether a refusal is this one."""
+    return all(getattr(refused, name) == value for name, value in _wanted(said).items())
+
+
+def _wanted(said: Told) -> dict[str, object]:
+    return {"rule": said.rule, "missing": (), "doubled": (), **said.fields}
+
+
+@contextmanager
+def refuses(
+    rule: Rule | Told, *, error: type[Refused] = Refused, **fields: object
+) -> Generator[pytest.ExceptionInfo[Refused], None, None]:
+    """Want the block to be refused so."""
+    with pytest.raises(error) as caught:
+        yield caught
+    tells(caught.value, rule, **fields)
+
+
+def refusal_of(call: Callable[[], object]) -> Refused:
+    """The refusal of a call."""
+    with pytest.raises(Refused) as caught:
+        call()
+    return caught.value
+
+
+def sentence_of(call: Callable[[], object]) -> str:
+    """What the refusal of a call says, but for lines of files."""
+    refused = refusal_of(call)
+    refused.line = refused.trail = ""
+    return str(refused)
+
+
+def refusal(program: Program) -> Refused | None:
+    """What the check says against a program; any other exception is the check's own mistake and goes on."""
     try:
         check(program)
     except Refused as refused:
-        return str(refused)
+        return refused
     return None

@@ -22,8 +22,7 @@ from shardlab.program.ops import COMMUNICATION
 
 SIDE_BY_SIDE = (
     " It passes only where communicators work side by side; NCCL does not promise that, and with device_id, which "
-    "ranks start with, all messages share one. Issue in one order on all ranks, or put messages that cross into one "
-    "exchange."
+    "ranks start with, all messages share one."
 )
 """Ends the sentence about a program that several queues let pass and a single one does not."""
 

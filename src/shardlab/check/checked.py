@@ -79,5 +79,5 @@ class Checked:
         deadlock = self.models[BACKENDS[backend]]
         if self.not_runnable or not deadlock:
             return self.not_runnable
-        remedy = "let ranks issue these in one order, and messages that cross in one exchange"
+        remedy = "issue in one order on all ranks, or put messages that cross into one exchange"
         return Refused("can hang", f"on {backend} this program can hang", deadlock.removesuffix("."), remedy)

@@ -95,7 +95,7 @@ class Communication:
     def _issue(self, state: RankState, op: Op) -> Member:
         handle, at, batch = op[4], state.at, op.batch
         if handle in state.flying or handle in state.arrived or handle < 0:
-            state.refuse("malformed tape", f"issues handle {handle}", "number handles anew, from 0")
+            state.refuse("number in use", f"issues handle {handle}, which must be a new one", "number handles from 0")
         if batch >= 0:
             if state.batches.get(batch, at - 1) != at - 1:
                 given = f"is of batch {batch}, but other ops stand between it and the rest of its batch"
@@ -245,4 +245,4 @@ def _check_peer(state: RankState, op: Op) -> None:
 
 def refuse_second_wait(state: RankState, op: Op) -> NoReturn:
     """Refuse a WAIT for what is not under way."""
-    state.refuse("malformed tape", f"handle {op.handle} is not in flight", "wait for each communication once")
+    state.refuse("nothing to wait for", f"handle {op.handle} is not in flight", "wait for each communication once")

@@ -41,7 +41,7 @@ def check_rank_ending(state: RankState) -> None:
         finals.add(final)
         if final not in left and not trained:
             given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
-            state.refuse("not kept", given, "keep the weight that is loaded in a store", loaded)
+            state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
         if final not in left:
             remedy = "update every slice that is loaded once, and keep the result in a store"
             state.refuse("not kept", f"the step ends without {final}", remedy, loaded)
@@ -70,7 +70,7 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
             f"is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift apart "
             "and layers learn at different rates"
         )
-        plain.refuse("norm for some", given, "give the norm to all updates", at)
+        plain.refuse("norm on some ranks", given, "give the norm to all updates", at)
     held = [Holds(0, 1)] * layers
     for state in states:
         for kind, layer, holds in state.loaded:

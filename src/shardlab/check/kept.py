@@ -165,10 +165,10 @@ def _moved_twice(op: Op, twice: Holds, mover: Op, before: int) -> Refused:
             "once a step"
         )
         remedy = "load one optimizer state for each slice, and no two that overlap"
-    else:
-        given = (
-            f"op {before} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
-            "second step"
-        )
-        remedy = "update before they arrive, or load no optimizer state of what other ranks update"
-    return Refused("moved twice", op.about, given, remedy, doubled=bits(twice.mask))
+        return Refused("moved twice", op.about, given, remedy, doubled=bits(twice.mask))
+    given = (
+        f"op {before} {mover} has put the new values of {of} in the old ones' place; this update would move them a "
+        "second step"
+    )
+    remedy = "update before they arrive, or load no optimizer state of what other ranks update"
+    return Refused("stepped again", op.about, given, remedy, doubled=bits(twice.mask))

@@ -63,7 +63,7 @@ class RankState:
     def note(self, number: int, spec: Spec) -> None:
         """A value exists, whether or not ops may use it."""
         if number in self.specs or number < 0:
-            self.refuse("malformed tape", f"makes value {number}", "number values anew, from 0")
+            self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
         self.specs[number] = spec
 
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
@@ -84,7 +84,7 @@ class RankState:
     def want_layer(self, op: Op, layer: int) -> None:
         """The layer that an op names must be the one that it acts on."""
         if op[1] != layer:
-            self.refuse("malformed tape", f"the op says layer {op[1]}, but it acts on layer {layer}", "say that one")
+            self.refuse("wrong layer", f"the op says layer {op[1]}, but it acts on layer {layer}", "say that one")
 
     def refuse(self, rule: Rule, given: str, remedy: str, op: int | None = None) -> NoReturn:
         """Refuse the op at hand, or another, or the tape's end."""
@@ -101,7 +101,7 @@ class RankState:
             self.refuse("freed", f"value {number} has not been made yet", "make it before")
         if self.specs[number].kind in AUTOGRAD_KINDS:
             remedy = "leave it to the backward of its activation"
-            self.refuse("malformed tape", f"value {number} is what autograd saved", remedy)
+            self.refuse("autograd's own", f"value {number} is what autograd saved", remedy)
         given = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
         self.refuse("freed", given, "free it after its last use")
 

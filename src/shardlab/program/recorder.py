@@ -96,15 +96,16 @@ class Recorder:
         if value.rank is not self:
             given = f"{value.spec} belongs to rank {value.rank.index}"
             self.refuse("another rank's value", about, given, "ranks share values only by communication, send it")
+        given = f"{value.spec} is used after it was freed"
         if value.replaced:
-            why, remedy = "an update replaced it in place", "use the value that update returned"
-        elif not value.was_stored:
+            self.refuse(
+                "replaced", about, f"{given} (an update replaced it in place)", "use the value that it returned"
+            )
+        if not value.was_stored:
             why = "it was never stored, so it lived until the op that used it ended"
-            remedy = "keep it in a store"
-        else:
-            why = "its last key was deleted, or it was popped for one use and has had it"
-            remedy = "keep its key until its last use"
-        self.refuse("freed", about, f"{value.spec} is used after it was freed ({why})", remedy)
+            self.refuse("never stored", about, f"{given} ({why})", "keep it in a store")
+        why = "its last key was deleted, or it was popped for one use and has had it"
+        self.refuse("freed", about, f"{given} ({why})", "keep its key until its last use")
 
     def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
         """Refuse to store what is not a live value of this store's kind."""

@@ -134,7 +134,9 @@ def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Cal
         elif now - since > most:
             given = f"{next_step()} has not come within {most:g} s of CPU time"
             remedy = "let the loop end, or raise --max-seconds-per-op if the program is only slow"
-            return Stalled("stalled", str(line), given, remedy)
+            stalled = Stalled("stalled", "", given, remedy)
+            stalled.line = str(line)
+            return stalled
         return None
 
     return run_stoppable(work, LOOK_SECONDS, refusal)

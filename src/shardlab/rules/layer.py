@@ -180,7 +180,7 @@ class LayerRules:
         slices = derive.sorted_slices({index: mask for index, mask in cut.items() if index not in self.layer.deals})
         return form_of(Kind.SAVED, self.layer_number, step, self.space, slices=slices, term=self._dealt_term(cut))
 
-    def _dealt(self, op: str, part: Holds | None) -> dict[str, int]:
+    def _dealt(self, op: About, part: Holds | None) -> dict[str, int]:
         """The pieces that are made of an index that the layer deals.
 
         Raises:
@@ -189,11 +189,13 @@ class LayerRules:
         if part is None:
             return {}
         if not self.layer.deals:
-            raise Refused(f"{op}: part {part} was asked for, but a {self.layer.name} layer makes its output whole.")
+            given = f"part {part} was asked for, but a {self.layer.name} layer makes its output whole"
+            raise Refused("unknown part", op, given, "ask for no part")
         (index,) = self.layer.deals
         count = self.space.count(index)
         if count % part.of:
-            raise Refused(f"{op}: {count} {piece_of(index)}s do not divide into {part.of} parts, as was asked for.")
+            given = f"{count} {piece_of(index)}s do not divide into {part.of} parts, as was asked for"
+            raise Refused("does not divide", op, given, "ask for a number of parts that divides them")
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
     def _dealt_of(self, gradients: Sequence[Spec]) -> dict[str, int]:

@@ -1,0 +1,31 @@
+"""What several rules want of the values that they are given, and the refusals when it is not so."""
+
+from __future__ import annotations
+
+from shardlab.errors import About, Refused
+from shardlab.rules.kind import Kind
+from shardlab.rules.spec import Spec
+
+ALIKE = "scale them alike first, since values that are scaled by different factors do not belong together"
+"""What to do with gradients of unequal factors."""
+
+
+def want_kind(op: About, what: str, spec: Spec, kind: Kind) -> None:
+    """Refuse a value of another kind than the op reads.
+
+    Args:
+        what: what the op takes it for.
+    """
+    if spec.form.kind is not kind:
+        raise Refused("wrong kind", op, f"the {what} given is {spec}", f"give a value of {kind.value}")
+
+
+def other_tokens(op: About, one: str, cells: str, other: str, other_cells: str) -> Refused:
+    """The refusal of two values that are of these unequal cells."""
+    given = f"the {one} is of {cells} and the {other} of {other_cells}"
+    return Refused("other tokens", op, given, "give both of the same tokens and step")
+
+
+def no_slices(op: About) -> Refused:
+    """The refusal to cut a scalar or to lay it beside others."""
+    return Refused("wrong kind", op, "a scalar has no slices", "all_reduce it")

@@ -1,0 +1,425 @@
+"""The smallest calls, programs and tapes that break a rule each, by a name of what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from shardlab.check import check
+from shardlab.errors import of_layer
+from shardlab.program import Holds, Kind, Mesh, Op, OpKind, Rank, Sizes, Spec, Strategy, Value, trace
+from shardlab.program.bounds import bounded
+from shardlab.program.mesh import Group
+from shardlab.program.rooted import Call, collective
+from shardlab.puzzles import Model, Weight, WeightGrad
+from shardlab.puzzles.native import timeline_of
+from shardlab.puzzles.statements import find
+from shardlab.rules import attention, update
+from shardlab.rules.factor import factor_of
+from shardlab.rules.layers import rules_of
+from shardlab.rules.spec import Space, form_of
+from tests.check import unsound_programs as unsound
+
+Calls = dict[str, Callable[[], object]]
+
+
+def alone(lines: Callable[[Rank], object], microbatches: int = 2) -> Callable[[], object]:
+    """Plain lines on a world of one rank and one layer."""
+
+    async def strategy(rank: Rank) -> None:
+        lines(rank)
+
+    return lambda: trace(strategy, 1, 1, microbatches)
+
+
+def two(lines: Callable[[Rank], Any]) -> Callable[[], object]:
+    """A program of two ranks and one layer."""
+
+    async def strategy(rank: Rank) -> None:
+        await lines(rank)
+
+    return lambda: check(trace(strategy, 2, 1, 2))
+
+
+def begun(rank: Rank) -> tuple[Any, Any, Any]:
+    """(input, gradient of the output, weight) of the layer after its forward pass and the loss."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    rank.grad_activations[1] = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+    return rank.activations[0], rank.grad_activations[1], rank.weights[0]
+
+
+async def single(rank: Rank) -> None:
+    gradient, rank.grad_activations[0] = rank.backward(0, *begun(rank))
+    del rank.activations[0], rank.grad_activations[0], rank.grad_activations[1]
+    rank.weights[0], rank.opt_states[0] = rank.update(0, gradient, rank.weights[0], rank.opt_states[0])
+
+
+async def reducing(rank: Rank) -> None:
+    """As `single` is, on ranks that each have one microbatch."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch([rank.index])
+    gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+    made, _ = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])
+    total = await rank.all_reduce(made)
+    rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
+
+
+def tape(
+    kind: OpKind, change: Callable[[Op], list[Op]], strategy: Strategy = single, ranks: int = 1
+) -> Callable[[], object]:
+    """A right program in which the first op of a kind on rank 0 is changed."""
+
+    def call() -> object:
+        program = trace(strategy, ranks, 1, 2)
+        ops = program.tapes[0]
+        at = next(at for at, op in enumerate(ops) if op.kind is kind)
+        ops[at : at + 1] = change(ops[at])
+        return check(program)
+
+    return call
+
+
+def fields(kind: OpKind, strategy: Strategy = single, ranks: int = 1, **changes: object) -> Callable[[], object]:
+    """The same with some fields of that op changed."""
+    return tape(kind, lambda op: [op._replace(**changes)], strategy, ranks)  # pyright: ignore[reportArgumentType]
+
+
+def rows(cells: int, layer: int = 0, slices: int = 1, **form: Any) -> Spec:
+    return Spec(form_of(Kind.ACTIVATION, layer, 0, Space(2, slices), **form), cells)
+
+
+def meet(kind: OpKind, *given: Spec) -> object:
+    return collective(Call(kind), given, range(len(given)), rules_of(Sizes.puzzle(1).signatures, Space(2)))
+
+
+async def clipped(rank: Rank, with_norm: bool) -> None:
+    gradient, rank.grad_activations[0] = rank.backward(0, *begun(rank))
+    rank.grad_weights[0] = gradient
+    del rank.activations[0], rank.grad_activations[0], rank.grad_activations[1]
+    norm = rank.norm(0, gradient) if with_norm else None
+    given = rank.grad_weights.pop(0), rank.weights[0], rank.opt_states[0]
+    rank.weights[0], rank.opt_states[0] = rank.update(0, *given, norm)
+
+
+async def forever(rank: Rank) -> None:
+    while True:
+        rank.load_batch([0])
+
+
+def endless() -> object:
+    with bounded(ops=100):
+        return trace(forever, 1, 1, 1)
+
+
+async def spinning(rank: Rank) -> None:
+    rank.load_batch([0])
+    while True:
+        pass
+
+
+def stalled() -> object:
+    with bounded(seconds=0.05):
+        return trace(spinning, 1, 1, 1)
+
+
+async def sends_late(rank: Rank) -> None:
+    await reducing(rank)
+    if rank.index:
+        rank.send(rank.weights[0], to=0)
+
+
+async def waits_for_each_other(rank: Rank) -> None:
+    await rank.recv(source=1 - rank.index)
+
+
+async def passes_on_its_state(rank: Rank) -> None:
+    await reducing(rank)
+    await rank.broadcast(rank.opt_states[0] if rank.index == 0 else None, root=0)
+
+
+async def awaits_nothing(rank: Rank) -> None:
+    class Other:
+        def __await__(self) -> Any:
+            yield 1
+
+    await Other()
+
+
+async def in_two_orders(rank: Rank) -> None:
+    weight = rank.load_weight(0, rank.index, 2)
+    await (rank.all_gather(weight) if rank.index else rank.all_reduce(weight))
+
+
+async def expects_another(rank: Rank) -> None:
+    if rank.index:
+        await rank.send(rank.load_weight(0), to=0)
+    else:
+        await rank.recv(source=1, expect=("activations", 0, 0))
+
+
+async def gives_to_the_other(rank: Rank) -> None:
+    SHARED[rank.index] = rank.activations[0] = rank.load_batch([0])
+    rank.slice(SHARED[0], 0, 1)
+
+
+SHARED: dict[int, Any] = {}
+
+
+async def batches_twice(rank: Rank) -> None:
+    with rank.batch_p2p(), rank.batch_p2p():
+        pass
+
+
+def expecting(expect: Any) -> Callable[[], object]:
+    """A receive that expects so."""
+    return two(lambda rank: rank.recv(source=1 - rank.index, expect=expect))
+
+
+def twice(rank: Rank) -> None:
+    batch = rank.load_batch([0])
+    weight = rank.weights[0] = rank.load_weight(0)
+    rank.forward(0, batch, weight)
+    rank.forward(0, batch, weight)
+
+
+def dropped_key(rank: Rank) -> None:
+    rank.activations[0] = batch = rank.load_batch([0])
+    del rank.activations[0]
+    rank.loss(batch)
+
+
+def updated(rank: Rank) -> None:
+    activation, gradient, weight = begun(rank)
+    made, _ = rank.backward(0, activation, gradient, weight)
+    rank.weights["new"], rank.opt_states["new"] = rank.update(0, made, weight, rank.opt_states[0])
+    rank.forward(0, activation, weight)
+
+
+def raising(_: Rank) -> None:
+    raise KeyError("cheese")
+
+
+async def crossing(rank: Rank) -> None:
+    await reducing(rank)
+    await rank.send(rank.weights[0], to=1 - rank.index)
+    await rank.recv(source=1 - rank.index)
+
+
+async def head_alone(rank: Rank) -> None:
+    rank.load_weight(len(rank.layers) - 1)
+
+
+async def loads_nothing(rank: Rank) -> None:
+    rank.load_batch([0])
+
+
+def raises(refusal: Exception | None) -> None:
+    assert refusal is not None
+    raise refusal
+
+
+PROGRAMS: Calls = {
+    "another rank's value": two(gives_to_the_other),
+    "awaited something else": two(awaits_nothing),
+    "batch of messages, in a batch": two(batches_twice),
+    "deadlock": two(waits_for_each_other),
+    "endless": endless,
+    "stalled": stalled,
+    "the program raised": alone(raising),
+    "freed": alone(dropped_key),
+    "never stored": alone(twice),
+    "replaced": alone(updated),
+    "loaded twice": alone(lambda rank: [rank.load_weight(0), rank.load_weight(0)]),
+    "no value": alone(lambda rank: rank.loss(cast(Any, 3))),
+    "no value, a tuple": alone(lambda rank: rank.loss(cast(Any, (3, 4)))),
+    "not awaited": two(lambda rank: rank.loss(rank.all_gather(rank.load_weight(0, rank.index, 2)))),
+    "no forward, second half": alone(lambda rank: rank.backward_weight(0, *begun(rank)[:2])),
+    "tied weight": lambda: trace(head_alone, 1, Sizes.half_blocks(1, tied=True), 1),
+    "unknown axis": alone(lambda rank: rank.group("rows")),
+    "unknown key": alone(lambda rank: rank.weights[3]),
+    "unknown layer": alone(lambda rank: rank.load_weight(7)),
+    "unknown microbatch": alone(lambda rank: rank.load_batch([7])),
+    "unknown microbatch, tokens": alone(lambda rank: rank.tokens([7])),
+    "unknown microbatch, expected": two(
+        cast(Any, lambda rank: rank.recv(source=1 - rank.index, expect=("weights", 0, 9)))
+    ),
+    "unknown slice": alone(lambda rank: rank.load_weight(0, 2, 2)),
+    "unknown slice, no number": alone(lambda rank: rank.load_weight(0, cast(int, "a"), 2)),
+    "unknown slice, of a batch": alone(lambda rank: rank.load_batch([0], [3])),
+    "unknown slice, of a value": alone(lambda rank: rank.slice(rank.load_batch([0]), cast(int, 0.5), 2)),
+    "unknown rank": alone(lambda rank: rank.recv(source=3)),
+    "unknown rank, itself": alone(lambda rank: rank.recv(source=0)),
+    "unknown rank, no number": alone(lambda rank: rank.recv(source=cast(int, "0"))),
+    "unknown group": alone(lambda rank: rank.all_reduce(rank.load_weight(0), among=[4])),
+    "unknown group, two of them": alone(lambda rank: rank.all_reduce(rank.load_weight(0), axis="tp", among=[0])),
+    "wrong expectation": expecting(("weight", 0, 0)),
+    "wrong expectation, of one word": expecting("weight"),
+    "wrong factor": alone(lambda rank: rank.scale(begun(rank)[1], 0)),
+    "wrong root, given nothing": alone(lambda rank: rank.broadcast(None, root=0)),
+    "wrong root, given too much": two(lambda rank: rank.broadcast(rank.load_weight(0), root=0)),
+    "no reduction": alone(lambda rank: rank.all_reduce(rank.load_weight(0), reduction=cast(Any, "median"))),
+    "wrong store": alone(lambda rank: rank.weights.__setitem__(0, rank.load_batch([0]))),
+    "wrong number, nothing to concatenate": alone(lambda rank: rank.concatenate([])),
+    "other order": two(in_two_orders),
+    "other message": two(expects_another),
+    "moved twice": lambda: check(trace(unsound.two_states_of_one_weight, 2, 1, 2)),
+    "stepped again": lambda: check(trace(unsound.stepped_after_it_arrived, 2, 1, 2)),
+    "in flight, written": lambda: check(trace(unsound.sent_while_it_is_written, 2, 1, 2)),
+    "not received": two(sends_late),
+    "not loaded": lambda: check(trace(cast(Any, loads_nothing), 1, 1, 2)),
+    "not runnable": lambda: raises(check(trace(passes_on_its_state, 2, 1, 2)).why_not("gloo")),
+    "can hang": lambda: raises(check(trace(crossing, 2, 1, 2)).why_not("gloo")),
+}
+
+
+async def written_over(rank: Rank) -> None:
+    """The update is given a gathered copy of the weight, and then what was loaded is read."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.index, 2)
+    full = rank.weights["full"] = await rank.all_gather(rank.weights[0])
+    rank.activations[0] = rank.load_batch([rank.index])
+    gradient = rank.loss(rank.forward(0, rank.activations[0], full))
+    total = await rank.reduce_scatter(rank.backward(0, rank.activations.pop(0), gradient, full)[0])
+    rank.weights["new"], rank.opt_states[0] = rank.update(0, total, full, rank.opt_states[0])
+    await rank.all_gather(rank.weights.pop(0))
+
+
+async def clipped_on_rank_1(rank: Rank) -> None:
+    await clipped(rank, with_norm=rank.index == 1)
+
+
+async def clipped_twice(rank: Rank) -> None:
+    """Two halves of a layer, of which one is updated by the norm."""
+    weight = rank.load_weight(0)
+    states = [rank.load_opt_state(0, place, 2) for place in range(2)]
+    rank.weights[0] = weight
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    gradient = rank.loss(rank.forward(0, rank.activations[0], weight))
+    made = rank.grad_weights[0] = rank.backward(0, rank.activations.pop(0), gradient, weight)[0]
+    halves = [rank.slice(weight, place, 2) for place in range(2)]
+    norm = rank.norm(0, made)
+    rank.weights["a"], rank.opt_states["a"] = rank.update(0, made, halves[0], states[0], norm)
+    rank.weights["b"], rank.opt_states["b"] = rank.update(0, made, halves[1], states[1])
+
+
+async def other_half(rank: Rank) -> None:
+    """The forward pass is by whole weights, and a backward pass by half of one."""
+    for l in rank.layers:
+        rank.weights[l] = rank.load_weight(l)
+    rank.weights["half"] = rank.load_weight(4, 0, 2)
+    rank.activations[0] = rank.load_batch([0])
+    branch = rank.forward(0, rank.activations[0], rank.weights[0])
+    residual: list[Value] = []
+    for l in (1, 3, 5):
+        rank.activations[l] = branch
+        rank.activations[l + 1], *residual = rank.forward(l, (branch, *residual), rank.weights[l])
+        branch = rank.forward(l + 1, rank.activations[l + 1], rank.weights[l + 1])
+    _, gradient = rank.backward(6, rank.activations[6], rank.loss(branch), rank.weights[6])
+    _, gradient, _ = rank.backward(5, rank.activations[5], (gradient,), rank.weights[5])
+    rank.backward(4, rank.activations[4], gradient, rank.weights["half"])
+
+
+PROGRAMS.update(
+    {
+        "other forward": lambda: trace(other_half, Mesh(tp=2), Sizes.half_blocks(1), 1),
+        "written over": lambda: check(trace(written_over, 2, 1, 2)),
+        "norm on some ranks": lambda: check(trace(clipped_on_rank_1, 2, 1, 1)),
+        "norm for some": lambda: check(trace(clipped_twice, 1, 1, 1)),
+    }
+)
+
+
+TAPES: Calls = {
+    "autograd's own": tape(OpKind.FORWARD, lambda op: [op, Op(OpKind.FREE, -1, op.outputs[1:])]),
+    "freed, not made": fields(OpKind.FORWARD, inputs=(77, 0)),
+    "freed, on a tape": tape(OpKind.UPDATE, lambda op: [op, op._replace(outputs=(70, 71))]),
+    "in flight": tape(OpKind.ALL_REDUCE, lambda op: [op, Op(OpKind.FREE, -1, op.inputs)], reducing, 2),
+    "left over": tape(OpKind.LOSS, lambda op: [op, Op(OpKind.LOAD_BATCH, 0, (), (70,), holds=Holds(1, 2))]),
+    "loaded twice, on a tape": tape(OpKind.LOAD_WEIGHT, lambda op: [op, op._replace(outputs=(70,))]),
+    "malformed tape": fields(OpKind.LOSS, inputs=()),
+    "malformed tape, a handle": fields(OpKind.LOSS, handle=3),
+    "unknown group, none": fields(OpKind.ALL_REDUCE, reducing, 2, group=None),
+    "number in use": fields(OpKind.LOSS, outputs=(0,)),
+    "number in use, of a handle": fields(OpKind.ALL_REDUCE, reducing, 2, handle=-1),
+    "nothing to wait for": fields(OpKind.WAIT, reducing, 2, handle=9),
+    "not kept": tape(OpKind.UPDATE, lambda op: [op, Op(OpKind.FREE, -1, op.outputs[:1])]),
+    "no forward, on a tape": tape(OpKind.BACKWARD, lambda op: [op._replace(inputs=(*op.inputs[:3], 0))]),
+    "unknown layer, on a tape": fields(OpKind.FORWARD, layer=5),
+    "unknown microbatch, on a tape": fields(OpKind.LOAD_BATCH, holds=None),
+    "unknown slice, on a tape": fields(OpKind.LOAD_WEIGHT, holds=None),
+    "wrong layer, on a tape": fields(OpKind.LOAD_BATCH, layer=3),
+    "unknown group, made by hand": fields(OpKind.ALL_REDUCE, reducing, 2, group=Group("world", (0, 1))),
+}
+
+SPACE = Space(2, 2, (("ffn", 2), ("head", 2)))
+
+
+def value(kind: Kind, cells: int, **form: Any) -> Spec:
+    return Spec(form_of(kind, 1, 0, SPACE, **form), cells)
+
+
+def scaled(by: int) -> Spec:
+    return update.scale(value(Kind.GRAD_WEIGHT, by), factor_of(by))
+
+
+ATTENDED = attention.attend(1, value(Kind.QUERIES, 0b10), value(Kind.KEYS_VALUES, 0b01))
+
+RULES: Calls = {
+    "masked keys": lambda: attention.attend(1, value(Kind.QUERIES, 0b01), value(Kind.KEYS_VALUES, 0b10)),
+    "merged terms": lambda: meet(OpKind.ALL_REDUCE, ATTENDED, ATTENDED),
+    "not exchanged": lambda: meet(OpKind.ALL_TO_ALL, rows(0b01), rows(0b10)),
+    "not gathered": lambda: meet(
+        OpKind.ALL_GATHER, *[value(Kind.ACTIVATION, 0b11, slices=(("head", piece),)) for piece in (1, 2)]
+    ),
+    "other indices": lambda: meet(
+        OpKind.ALL_GATHER, *[value(Kind.ACTIVATION, 0b11, slices=(("ffn", n), ("head", n))) for n in (1, 2)]
+    ),
+    "other factors": lambda: update.add_two(scaled(1), scaled(2)),
+    "frozen in the norm": lambda: update.want_no_frozen(of_layer("update", 1), value(Kind.SCALAR, 0), Holds(0b01, 2)),
+}
+
+
+async def frozen_but_kept(rank: Rank) -> None:
+    """Layer 0 is not trained; the others are."""
+    layers = rank.layers
+    for l in layers:
+        rank.weights[l] = rank.load_weight(l)
+        if l:
+            rank.opt_states[l] = rank.load_opt_state(l)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    for l in layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    gradient = rank.loss(rank.activations.pop(len(layers)))
+    for l in reversed(layers):
+        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        if l:
+            rank.weights[l], rank.opt_states[l] = rank.update(l, made, rank.weights[l], rank.opt_states[l])
+
+
+async def frozen_and_dropped(rank: Rank) -> None:
+    await frozen_but_kept(rank)
+    del rank.weights[0]
+
+
+PROGRAMS["frozen and not kept"] = lambda: check(trace(frozen_and_dropped, 1, 2, 1))
+
+
+def made_up() -> Exception:
+    model = Model(rank=0)
+    model.fake_grad(0, [0])
+    return model.fakes[0]
+
+
+PUZZLES: Calls = {
+    "made up": lambda: raises(made_up()),
+    "frozen": lambda: timeline_of(frozen_but_kept, find("grad_accum")),
+    "partial": lambda: WeightGrad(0, 1, {0}, 2, {0}, 2).shard(0, 2),
+    "no value": lambda: Weight(0, 1, 0).combine(cast(Any, "cheese")),
+    "other values": lambda: Weight(0, 2, 0, {0}, 2).combine(Weight(1, 2, 0, {1}, 2)),
+    "unknown slice": lambda: Weight(0, 1, 0, {4}, 4),
+    "unknown slice, no number": lambda: Weight(0, 1, 0, cast(Any, 4), 4),
+    "wrong number": lambda: Model.check([]),
+    "not kept": lambda: Model.check([Model(rank=0, layers=1)]),
+    "not awaited": lambda: Model(rank=0).receive().cheese,
+    "unknown layer": lambda: Model(rank=0, layers=1).forward(3, cast(Any, None), cast(Any, None)),
+}

@@ -1,0 +1,348 @@
+"""Each sentence of a refusal, once (those of sums and layers in tests/rules); all other tests ask for fields."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from shardlab.errors import Rule
+from tests.rules import test_refusals as of_rules
+from tests.support.refused_calls import PROGRAMS, PUZZLES, RULES, TAPES
+from tests.support.refusing import refusal_of, sentence_of
+
+CALLS = {"programs": PROGRAMS, "tapes": TAPES, "rules": RULES, "puzzles": PUZZLES}
+
+SENTENCES = {
+    ("programs", "another rank's value"): (
+        "rank 1, op 1 slice: activations[0] (microbatch 0) belongs to rank 0; ranks share values only by "
+        "communication, send it."
+    ),
+    ("programs", "awaited something else"): (
+        "rank 0, op 0: the program awaited something else than a communication of its own rank; await only those."
+    ),
+    ("programs", "batch of messages, in a batch"): (
+        "rank 0, op 0 batch_p2p: a batch of messages is open already; end its block first."
+    ),
+    ("programs", "deadlock"): (
+        "deadlock: rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 0. Let every op come on "
+        "all of its ranks, and in one order."
+    ),
+    ("programs", "endless"): (
+        "rank 0, op 257: the step has more than 100 ops here, and no more are traced; if this goes on for "
+        "ever, let the loops end whatever the numbers are; otherwise raise --max-ops, or take fewer "
+        "microbatches."
+    ),
+    ("programs", "stalled"): (
+        "rank 0, op 1 has not come within 0.05 s of CPU time; let the loop end, or raise --max-seconds-per-op"
+        " if the program is only slow."
+    ),
+    ("programs", "the program raised"): "rank 0, op 0: the program raised KeyError: 'cheese'; mend it there.",
+    ("programs", "freed"): (
+        "rank 0, op 2 loss: activations[0] (microbatch 0) is used after it was freed (its last key was "
+        "deleted, or it was popped for one use and has had it); keep its key until its last use."
+    ),
+    ("programs", "never stored"): (
+        "rank 0, op 4 forward(layer 0): activations[0] (microbatch 0) is used after it was freed (it was "
+        "never stored, so it lived until the op that used it ended); keep it in a store."
+    ),
+    ("programs", "replaced"): (
+        "rank 0, op 9 forward(layer 0): weights[0] is used after it was freed (an update replaced it in "
+        "place); use the value that it returned."
+    ),
+    ("programs", "loaded twice"): (
+        "rank 0, op 1 load_weight(layer 0): the same slice was loaded by op 0 already; load each slice once."
+    ),
+    ("programs", "no value"): (
+        "rank 0, op 0 loss: 3 was given where a value is wanted; compute on values from the stores."
+    ),
+    ("programs", "no value, a tuple"): (
+        "rank 0, op 0 loss: (3, 4) was given where a value is wanted; unpack it, as in `a, b = ...`."
+    ),
+    ("programs", "not awaited"): (
+        "rank 0, op 2 loss: the handle of all_gather(layer 0) on world (op 1) was given where a value is "
+        "wanted; await it first."
+    ),
+    ("programs", "no forward, second half"): (
+        "rank 0, op 6 backward_weight(layer 0): no backward_input has come before it for activations[0] "
+        "(microbatches 0-1); call it first, it leaves what this half needs."
+    ),
+    ("programs", "tied weight"): (
+        "rank 0, op 0 load_weight(layer 6): the head is tied to the embedding and has no weight of its own; "
+        "it computes with weights[0], load layer 0."
+    ),
+    ("programs", "unknown axis"): (
+        "rank 0, op 0: axis 'rows' is not an axis of a mesh; the axes are pp, dp_replicate, dp_shard, cp, tp,"
+        " ep, name one of these."
+    ),
+    ("programs", "unknown key"): (
+        "rank 0, op 0: weights[3] does not exist; the store has the keys none, use one of these."
+    ),
+    ("programs", "unknown layer"): (
+        "rank 0, op 0 load_weight: layer 7 does not exist; the model has layers 0-0, name one of these."
+    ),
+    ("programs", "unknown microbatch"): (
+        "rank 0, op 0 load_batch: [7] was given; give one or more of the microbatches 0-1, each once."
+    ),
+    ("programs", "unknown microbatch, tokens"): (
+        "rank 0, op 0 tokens: [7] was given; give one or more of the microbatches 0-1."
+    ),
+    ("programs", "unknown microbatch, expected"): (
+        "rank 0, op 0 recv(layer 0): microbatches [9] were expected; the step has 0-1, expect some of these."
+    ),
+    ("programs", "unknown slice"): (
+        "rank 0, op 0 load_weight(layer 0): shard 2 of 2 does not exist; count shards from 0, below their number."
+    ),
+    ("programs", "unknown slice, no number"): (
+        "rank 0, op 0 load_weight(layer 0): shard 'a' of 2 was asked for; give whole numbers."
+    ),
+    ("programs", "unknown slice, of a batch"): (
+        "rank 0, op 0 load_batch: [0], [3] was given; give one or more of the slices 0-0, each once."
+    ),
+    ("programs", "unknown slice, of a value"): (
+        "rank 0, op 1 slice(activations[0]): slice 0.5 of 2 was asked for; give whole numbers."
+    ),
+    ("programs", "unknown rank"): (
+        "rank 0, op 0 recv from rank 3: it does not exist; the world has ranks 0-0, name another of these."
+    ),
+    ("programs", "unknown rank, itself"): (
+        "rank 0, op 0 recv from rank 0: that is this rank itself; the world has ranks 0-0, name another of these."
+    ),
+    ("programs", "unknown rank, no number"): (
+        "rank 0, op 0 recv from '0': this is no rank; a rank is named by its number, give that."
+    ),
+    ("programs", "unknown group"): (
+        "rank 0, op 1 all_reduce: among=[4] was given; name rank 0 itself and others of 0-0, each once."
+    ),
+    ("programs", "unknown group, two of them"): (
+        "rank 0, op 1 all_reduce: both axis 'tp' and among=[0] were given; give one of them."
+    ),
+    ("programs", "wrong expectation"): (
+        "rank 0, op 0 recv: 'weight' is not a store; expect one of weights, opt_states, activations, "
+        "grad_activations, grad_weights, residuals, grad_residuals, stats, queries, keys_values, "
+        "grad_queries, grad_keys_values, scalars."
+    ),
+    ("programs", "wrong expectation, of one word"): (
+        "rank 0, op 0 recv: 'weight' was expected; write (store's name, layer, microbatch or microbatches)."
+    ),
+    ("programs", "wrong factor"): (
+        "rank 0, op 6 scale(grad_activations[1]): 0 was given; give a Fraction that is not 0, or token counts."
+    ),
+    ("programs", "wrong root, given nothing"): (
+        "rank 0, op 0 broadcast with root 0: no value was given; give one, the root's is what the others get."
+    ),
+    ("programs", "wrong root, given too much"): (
+        "rank 1, op 1 broadcast with root 0: rank 1 gives a value, but only the root does; give None on the others."
+    ),
+    ("programs", "no reduction"): (
+        "rank 0, op 1 all_reduce: there is no reduction 'median'; give one of sum, mean, min, max."
+    ),
+    ("programs", "wrong store"): (
+        "rank 0, op 1: weights[0] was given activations[0] (microbatch 0); it belongs into rank.activations, "
+        "keep it there."
+    ),
+    ("programs", "wrong number, nothing to concatenate"): (
+        "rank 0, op 0 concatenate: no value was given; give the pieces."
+    ),
+    ("programs", "other order"): (
+        "rank 1, op 1 all_gather(weights[0] (shard 1 of 2)) on world: rank 0 meets it with "
+        "all_reduce(weights[0] (shard 0 of 2)) (its op 1); all members of a group must issue its collectives "
+        "in one order, of one kind and for one layer. Issue the same collective there."
+    ),
+    ("programs", "other message"): (
+        "rank 0, op 0 recv from rank 1: expected activations[0] of microbatch 0, but the next message on this"
+        " channel is weights[0]; messages between two ranks arrive in the order they were sent. Make rank 1's"
+        " sends and this rank's receives agree."
+    ),
+    ("programs", "moved twice"): (
+        "rank 0, op 18 update(layer 0): op 17 update(layer 0) has moved slices 0 of 2 of the weights[0] that "
+        "this rank keeps one step on already, for another optimizer state; each element moves once a step. "
+        "Load one optimizer state for each slice, and no two that overlap."
+    ),
+    ("programs", "stepped again"): (
+        "rank 0, op 17 update(layer 0): op 15 recv from rank 1 of weights[0] has put the new values of slices"
+        " 0 of 2 of the weights[0] that this rank keeps in the old ones' place; this update would move them a"
+        " second step. Update before they arrive, or load no optimizer state of what other ranks update."
+    ),
+    ("programs", "in flight, written"): (
+        "rank 0, op 18 update(layer 0): writes over weights[0], whatever copy of it is given, but send to "
+        "rank 1 (handle 3) is still reading that; wait for it first."
+    ),
+    ("programs", "not received"): (
+        "rank 1, op 14 send to rank 0: no receive on rank 0 takes this message, weights[0] (step 1); receive "
+        "it there, or leave it out."
+    ),
+    ("programs", "not loaded"): (
+        "weights[0]: no rank loads slice 0 of 1, so it is never updated; load and update every slice of every"
+        " layer on at least one rank."
+    ),
+    ("programs", "not runnable"): (
+        "rank 0, op 14 broadcast(layer 0) on world: an optimizer state stays where it was loaded; load it "
+        "where it is updated."
+    ),
+    ("programs", "can hang"): (
+        "on gloo this program can hang: deadlock: rank 0 waits in send to rank 1 (its op 14); rank 1 waits in"
+        " send to rank 0 (its op 14). Issue in one order on all ranks, or put messages that cross into one "
+        "exchange."
+    ),
+    ("programs", "other forward"): (
+        "rank 0, op 24 backward(layer 4): the forward pass was by other slices of the layer than weights[4] "
+        "(shard 0 of 2); give the slices of the forward pass."
+    ),
+    ("programs", "written over"): (
+        "rank 0, op 16 all_gather(layer 0) on world: weights[0] (shard 0 of 2) is read here, but op 14 "
+        "update(layer 0) was given another copy of it and has written over it; read it before that, or update"
+        " it itself."
+    ),
+    ("programs", "norm on some ranks"): (
+        "rank 0, op 10 update(layer 0): is not given the gradient's norm, but rank 1's updates are; replicas "
+        "would drift apart and layers learn at different rates. Give the norm to all updates."
+    ),
+    ("programs", "norm for some"): (
+        "rank 0, op 15 update(layer 0): some updates of this rank are given the gradient's norm and some are "
+        "not; give it to all."
+    ),
+    ("programs", "frozen and not kept"): (
+        "rank 0, op 0 load_weight(layer 0): the step ends without weights[0]; no rank loads an optimizer "
+        "state of layer 0, so it is frozen. Keep the weight that is loaded in a store."
+    ),
+    ("tapes", "autograd's own"): (
+        "rank 0, op 4 free(value 4): value 4 is what autograd saved; leave it to the backward of its activation."
+    ),
+    ("tapes", "freed, not made"): "rank 0, op 3 forward(layer 0): value 77 has not been made yet; make it before.",
+    ("tapes", "freed, on a tape"): (
+        "rank 0, op 11 update(layer 0): value 0, weights[0], was freed or replaced before this op; free it "
+        "after its last use."
+    ),
+    ("tapes", "in flight"): (
+        "rank 0, op 10 free(value 6): grad_weights[0] (microbatch 0) is still read by a communication in "
+        "flight; wait for it first."
+    ),
+    ("tapes", "left over"): (
+        "rank 0, op 13: the step ends with value 70, activations[0] (microbatch 0), still live; a step leaves"
+        " only the slices it loaded. Free it."
+    ),
+    ("tapes", "loaded twice, on a tape"): (
+        "rank 0, op 1 load_weight(layer 0): the same slice was loaded by op 0 already; load each slice once."
+    ),
+    ("tapes", "malformed tape"): (
+        "rank 0, op 4 loss(layer 1): has 0 inputs and 1 outputs, which it never has; give what it reads and makes."
+    ),
+    ("tapes", "malformed tape, a handle"): (
+        "rank 0, op 4 loss(layer 1): has handle 3, but only a collective or a message has one; leave it out."
+    ),
+    ("tapes", "unknown group, none"): (
+        "rank 0, op 9 all_reduce(layer 0): no group is given for this collective; give one."
+    ),
+    ("tapes", "number in use"): (
+        "rank 0, op 4 loss(layer 1): makes value 0, which must be a new one; number values from 0."
+    ),
+    ("tapes", "number in use, of a handle"): (
+        "rank 0, op 9 all_reduce(layer 0) on world: issues handle -1, which must be a new one; number handles from 0."
+    ),
+    ("tapes", "nothing to wait for"): (
+        "rank 0, op 10 wait(handle 9): handle 9 is not in flight; wait for each communication once."
+    ),
+    ("tapes", "not kept"): (
+        "rank 0, op 0 load_weight(layer 0): the step ends without weights[0] (step 1); update every slice "
+        "that is loaded once, and keep the result in a store."
+    ),
+    ("tapes", "no forward, on a tape"): (
+        "rank 0, op 6 backward(layer 0): value 0 is not what autograd saved from this activation's forward; "
+        "read what that saved, once."
+    ),
+    ("tapes", "unknown layer, on a tape"): (
+        "rank 0, op 3 forward(layer 5): layer 5 does not exist; the model has layers 0-0, name one of these."
+    ),
+    ("tapes", "unknown microbatch, on a tape"): (
+        "rank 0, op 2 load_batch(batch): None is not a set of the step's 2 microbatches; name some of them."
+    ),
+    ("tapes", "unknown slice, on a tape"): (
+        "rank 0, op 0 load_weight(layer 0): there is no slice None of layer 0; name slices that it has."
+    ),
+    ("tapes", "wrong layer, on a tape"): (
+        "rank 0, op 2 load_batch(batch): the op says layer 3, but it acts on layer 0; say that one."
+    ),
+    ("tapes", "unknown group, made by hand"): (
+        "rank 0, op 9 all_reduce(layer 0) on world: the group world was not made by group_of, so its members "
+        "would not find each other; make it by group_of."
+    ),
+    ("rules", "masked keys"): (
+        "attend(layer 1): all of keys_values[1] (sequence slice 1 of microbatch 0) comes after queries[1] "
+        "(sequence slice 0 of microbatch 0), which do not see it; leave this op out."
+    ),
+    ("rules", "merged terms"): (
+        "all_reduce(activations[2]): activations[2] (sequence slice 1 of microbatch 0, keys and values 0 of 2"
+        " alone) is no term of a sum, since each rank has its own queries; add what one rank's queries have "
+        "met."
+    ),
+    ("rules", "not exchanged"): (
+        "all_to_all(activations[0]): activations[0] (microbatch 0) was given; exchange what may be cut along "
+        "another index than the batch, as experts' buffers are: what goes into experts or comes out of them."
+    ),
+    ("rules", "not gathered"): (
+        "all_gather(activations[1]): activations[1] (microbatch 0, head slice 0 of 2) was given, which does "
+        "not lie beside others to be gathered; heads stay where they are, since attention and the layer after"
+        " it take their own."
+    ),
+    ("rules", "other indices"): (
+        "all_gather(activations[1]): rank 0 gave activations[1] (microbatch 0, feed-forward slice 0 of 2, "
+        "head slice 0 of 2) and rank 1 activations[1] (microbatch 0, feed-forward slice 1 of 2, head slice 1 "
+        "of 2), which differ in more than one index; put together along one index, then along the other."
+    ),
+    ("rules", "other factors"): (
+        "add(grad_weights[1]): the first value gave grad_weights[1] (sequence slice 0 of microbatch 0) and "
+        "the second value grad_weights[1] (sequence slice 1 of microbatch 0, times 2); scale them alike "
+        "first, since values that are scaled by different factors do not belong together."
+    ),
+    ("rules", "frozen in the norm"): (
+        "update(layer 1): the norm given has parts 1 of 2 of the model's parameters, which are frozen, since "
+        "no rank loads their optimizer state; leave frozen layers out of the norm."
+    ),
+    ("puzzles", "made up"): (
+        "rank 0, op 0 fake_grad(layer 0): grad_weights[0] (microbatch 0) was made up; let a solution compute "
+        "its gradients."
+    ),
+    ("puzzles", "frozen"): (
+        "no rank loads an optimizer state of layer 0, so it is frozen; a puzzle trains all, load it."
+    ),
+    ("puzzles", "partial"): (
+        "rank 0, op 0 shard(grad_weights[0]): grad_weights[0] (microbatch 0, shard 0 of 2) is partial; cut a "
+        "complete value."
+    ),
+    ("puzzles", "no value"): (
+        "rank 0, op 0 combine(weights[0]): the other value given is 'cheese'; give a value of the puzzles."
+    ),
+    ("puzzles", "other values"): (
+        "rank 0, op 0 combine(weights[0]): the first value gave weights[0] (shard 0 of 2) and the second "
+        "value weights[1] (shard 1 of 2); put pieces of one value together."
+    ),
+    ("puzzles", "unknown slice"): (
+        "rank 0, op 0 Weight of layer 0: shards [4] of 4 were given; give at least one shard, counted from 0."
+    ),
+    ("puzzles", "unknown slice, no number"): (
+        "rank 0, op 0 Weight of layer 0: shards are 4; give a collection of numbers, which count from 0."
+    ),
+    ("puzzles", "wrong number"): "Model.check: no models were given; give those of all ranks.",
+    ("puzzles", "not kept"): "Model.check: no rank has set the final weight of layer 0; call set_final_weight.",
+    ("puzzles", "not awaited"): (
+        "rank 0, op 0: receive() was called without `await`, so it has not run; write `await model.receive()`."
+    ),
+    ("puzzles", "unknown layer"): (
+        "rank 0, op 0 forward(layer 3): layer 3 does not exist; the model has layers 0-0, name one of these."
+    ),
+}
+"""Of a call, by its table and its name there, the whole sentence without the line of the user's file."""
+
+
+@pytest.mark.parametrize("case", SENTENCES, ids=": ".join)
+def test_what_is_refused_is_said_in_a_sentence(case: tuple[str, str]) -> None:
+    table, name = case
+    assert sentence_of(CALLS[table][name]) == SENTENCES[case]
+
+
+def test_every_rule_is_broken_in_a_table_and_says_what_to_do() -> None:
+    calls = [CALLS[table][name] for table, name in SENTENCES]
+    refused = [refusal_of(call) for call in calls + [of_rules.CALLS[table][name] for table, name in of_rules.SENTENCES]]
+    assert {each.rule for each in refused} == set(get_args(Rule))
+    assert all(each.remedy for each in refused)
