@@ -233,7 +233,7 @@ PROGRAMS: Calls = {
     "loaded twice": alone(lambda rank: [rank.load_weight(0), rank.load_weight(0)]),
     "no value": alone(lambda rank: rank.loss(cast(Any, 3))),
     "no value, a tuple": alone(lambda rank: rank.loss(cast(Any, (3, 4)))),
-    "not awaited": two(lambda rank: rank.loss(rank.all_gather(rank.load_weight(0, rank.index, 2)))),
+    "not awaited": two(lambda rank: rank.loss(cast(Any, rank.all_gather(rank.load_weight(0, rank.index, 2))))),
     "no forward, second half": alone(lambda rank: rank.backward_weight(0, *begun(rank)[:2])),
     "tied weight": lambda: trace(head_alone, 1, Sizes.half_blocks(1, tied=True), 1),
     "unknown axis": alone(lambda rank: rank.group("rows")),
