@@ -119,8 +119,8 @@ SENTENCES = {
     ),
     ("programs", "wrong expectation"): (
         "rank 0, op 0 recv: 'weight' is not a store; expect one of weights, opt_states, activations, "
-        "grad_activations, grad_weights, residuals, grad_residuals, stats, queries, keys_values, "
-        "grad_queries, grad_keys_values, scalars."
+        "grad_activations, grad_weights, residuals, grad_residuals, routing, grad_routing, stats, queries, "
+        "keys_values, grad_queries, grad_keys_values, scalars."
     ),
     ("programs", "wrong expectation, of one word"): (
         "rank 0, op 0 recv: 'weight' was expected; write (store's name, layer, microbatch or microbatches)."
@@ -187,7 +187,7 @@ SENTENCES = {
     ),
     ("programs", "other forward"): (
         "rank 0, op 24 backward(layer 4): the forward pass was by other slices of the layer than weights[4] "
-        "(shard 0 of 2); give the slices of the forward pass."
+        "(shard 0 of 2) and its gradient; give the slices of the forward pass."
     ),
     ("programs", "written over"): (
         "rank 0, op 16 all_gather(layer 0) on world: weights[0] (shard 0 of 2) is read here, but op 14 "

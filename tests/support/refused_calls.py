@@ -241,9 +241,7 @@ PROGRAMS: Calls = {
     "unknown layer": alone(lambda rank: rank.load_weight(7)),
     "unknown microbatch": alone(lambda rank: rank.load_batch([7])),
     "unknown microbatch, tokens": alone(lambda rank: rank.tokens([7])),
-    "unknown microbatch, expected": two(
-        cast(Any, lambda rank: rank.recv(source=1 - rank.index, expect=("weights", 0, 9)))
-    ),
+    "unknown microbatch, expected": expecting(("weights", 0, 9)),
     "unknown slice": alone(lambda rank: rank.load_weight(0, 2, 2)),
     "unknown slice, no number": alone(lambda rank: rank.load_weight(0, cast(int, "a"), 2)),
     "unknown slice, of a batch": alone(lambda rank: rank.load_batch([0], [3])),
@@ -300,6 +298,10 @@ async def clipped_twice(rank: Rank) -> None:
     norm = rank.norm(0, made)
     rank.weights["a"], rank.opt_states["a"] = rank.update(0, made, halves[0], states[0], norm)
     rank.weights["b"], rank.opt_states["b"] = rank.update(0, made, halves[1], states[1])
+
+
+async def parted(rank: Rank, part: tuple[int, int]) -> None:
+    rank.forward(0, rank.load_batch([0]), rank.load_weight(0), part=part)
 
 
 async def other_half(rank: Rank) -> None:

@@ -101,7 +101,7 @@ class ComputeVerbs(LoadingVerbs):
         number, of = part
         if not 0 <= number < of:
             given = f"part {number} of {of} was asked for"
-            self.refuse("unknown part", of_layer("forward", layer), given, "count parts from 0, below their number")
+            self.refuse("unknown slice", of_layer("forward", layer), given, "count parts from 0, below their number")
         return Holds(1 << number, of)
 
     def loss(self, activation: Value, stats: Value | None = None) -> Value:

@@ -26,7 +26,7 @@ from shardlab.rules.spec import (
     terms_of,
     whole_sequences,
 )
-from shardlab.rules.wanted import ALIKE, other_tokens, want_kind
+from shardlab.rules.wanted import ALIKE, OWN, OWN_PIECES, REDUCE_TERMS, other_tokens, want_kind
 
 GRADIENT_OF = {
     Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
@@ -190,7 +190,7 @@ class LayerRules:
             return {}
         if not self.layer.deals:
             given = f"part {part} was asked for, but a {self.layer.name} layer makes its output whole"
-            raise Refused("unknown part", op, given, "ask for no part")
+            raise Refused("unknown slice", op, given, "ask for no part")
         (index,) = self.layer.deals
         count = self.space.count(index)
         if count % part.of:
@@ -328,7 +328,7 @@ class LayerRules:
             raise Refused("wrong layer", op, given, remedy)
         if term is not None and form.term != term:
             remedy = f"give that of {listed(bits(term.bits))} alone, as was dealt"
-            raise Refused("other terms", op, given, remedy)
+            raise Refused("other pieces", op, given, remedy)
         if form.term is not None and term is None:
             if form.term.over == KEY:
                 raise attention.unmet(op, WORDS[kind], spec)
@@ -371,7 +371,7 @@ class LayerRules:
             return Refused("other pieces", op, given, remedy)
         if weight is not None:
             given += f" and the weight {weight}"
-        own, remedy = _OWN.get(index, _OWN_PIECES)
+        own, remedy = OWN.get(index, OWN_PIECES)
         given += f"; {own.format(layer=self.layer.name, index=piece_of(index))}"
         return Refused("other pieces", op, given, remedy)
 
@@ -382,21 +382,3 @@ class LayerRules:
     def _refuse_apart(self, op: str, other: Spec, first: Spec) -> None:
         mine, theirs = cells_text(first.cells, self.space), cells_text(other.cells, self.space)
         raise other_tokens(self._about(op), WORDS[first.kind], mine, WORDS[other.kind], theirs)
-
-
-REDUCE_TERMS = (
-    "put all together first: reduce the terms over the ranks that have them (all_reduce, or reduce_scatter along the "
-    "sequence)"
-)
-
-_OWN_PIECES = (
-    "this {layer} layer's {index}s take their own {index}s of it and no others",
-    "give what this rank has of the layer before, ungathered, or gather the weight",
-)
-_OWN = {
-    "expert": (
-        "experts compute on their own buffers and on no others",
-        "exchange the buffers by all_to_all, and give the weight of the slice that came",
-    )
-}
-"""What parts of a layer take, and so what to do, where it is not said as for others."""

@@ -9,6 +9,23 @@ from shardlab.rules.spec import Spec
 ALIKE = "scale them alike first, since values that are scaled by different factors do not belong together"
 """What to do with gradients of unequal factors."""
 
+REDUCE_TERMS = (
+    "put all together first: reduce the terms over the ranks that have them (all_reduce, or reduce_scatter along the "
+    "sequence)"
+)
+
+OWN_PIECES = (
+    "this {layer} layer's {index}s take their own {index}s of it and no others",
+    "give what this rank has of the layer before, ungathered, or gather the weight",
+)
+OWN = {
+    "expert": (
+        "experts compute on their own buffers and on no others",
+        "exchange the buffers by all_to_all, and give the weight of the slice that came",
+    )
+}
+"""What parts of a layer take, and so what to do, where it is not said as for others."""
+
 
 def want_kind(op: About, what: str, spec: Spec, kind: Kind) -> None:
     """Refuse a value of another kind than the op reads.
