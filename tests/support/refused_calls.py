@@ -412,7 +412,12 @@ def made_up() -> Exception:
     return model.fakes[0]
 
 
-PUZZLES: Calls = {
+def standing(call: Callable[[], object]) -> Callable[[], object]:
+    """A call on rank 0, which has done nothing yet."""
+    return lambda: (Model(rank=0).storage(), call())
+
+
+OF_PUZZLES: Calls = {
     "made up": lambda: raises(made_up()),
     "frozen": lambda: timeline_of(frozen_but_kept, find("grad_accum")),
     "partial": lambda: WeightGrad(0, 1, {0}, 2, {0}, 2).shard(0, 2),
@@ -425,3 +430,4 @@ PUZZLES: Calls = {
     "not awaited": lambda: Model(rank=0).receive().cheese,
     "unknown layer": lambda: Model(rank=0, layers=1).forward(3, cast(Any, None), cast(Any, None)),
 }
+PUZZLES = {name: standing(call) for name, call in OF_PUZZLES.items()}
