@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -239,7 +240,7 @@ def test_a_wrong_option_exits_with_2(arguments: str, words: str, capsys: Capture
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        ("raises", "user.py:<divides>: rank 2, op 1 the program raised ZeroDivisionError: division by zero"),
+        ("raises", "user.py:<divides>: rank 2, op 1: the program raised ZeroDivisionError: division by zero"),
         ("forgets_the_update", "user.py:<loads>: rank 0, op 0 load_weight(layer 0): the step ends without weights[0]"),
         ("reduces_twice", "user.py:<again>: rank "),
         ("reduces_twice", "microbatches 0-3 would be counted twice"),
@@ -250,16 +251,24 @@ def test_a_wrong_option_exits_with_2(arguments: str, words: str, capsys: Capture
             "user.py:<swapped>: rank 1, op 0 recv from rank 0: expected activations[0] of microbatch 0",
         ),
         ("does_nothing", "user.py:<empty>: weights[0]: no rank loads slice 0"),
-        ("sleeps", "user.py:<asleep>: rank 0, op 0 the program awaited something else"),
+        ("sleeps", "user.py:<asleep>: rank 0, op 0: the program awaited something else"),
     ],
 )
 def test_a_refused_program_names_the_line_at_fault_and_exits_with_1(
     function: str, sentence: str, folder: Path, capsys: Captured
 ) -> None:
-    status, err = refused(capsys, "simulate", f"user.py:{function}", "--json")
+    status, err = refused(capsys, "simulate", f"user.py:{function}")
     assert status == 1
     assert re.sub("<(.*?)>", lambda mark: str(line_of(mark[1])), sentence) in err
     assert err.count("\n") == 1
+
+
+def test_json_has_the_fields_of_a_refusal(folder: Path, capsys: Captured) -> None:
+    assert main(["simulate", "user.py:reduces_twice", "--json"]) == 1
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)["refused"]
+    assert captured.err == f"shardlab: {told['text']}\n"
+    assert (told["layer"], told["doubled"], told["line"]) == (3, [0, 1, 2, 3], f"user.py:{line_of('again')}")
 
 
 def test_a_deadlock_names_the_whole_cycle_and_the_lines_where_ranks_wait(folder: Path, capsys: Captured) -> None:

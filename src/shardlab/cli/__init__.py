@@ -17,6 +17,7 @@ import tyro
 from shardlab.cli.bench import Bench
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
+from shardlab.cli.console import print_json
 from shardlab.cli.options import check_counts
 from shardlab.cli.schedule import Schedule
 from shardlab.cli.simulate import Simulate
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    command: Command | None = None
     try:
         loaded()
         try:
@@ -85,6 +87,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return status
     except (UserError, Refused) as error:
         print(f"shardlab: {error}", file=sys.stderr)
+        if isinstance(error, Refused) and getattr(command, "json", False):
+            print_json({"refused": error.fields()})
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("shardlab: interrupted", file=sys.stderr)
