@@ -183,6 +183,15 @@ def test_no_path_of_one_machine_is_written_down() -> None:
             assert not MACHINE_PATHS.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
+def test_every_class_has_a_name_of_its_own() -> None:
+    where: dict[str, list[str]] = {}
+    for path in files_of(SOURCE):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
 def test_every_module_says_what_it_is() -> None:
     for path in files_of(SOURCE):
         assert ast.get_docstring(tree_of(path)), path.relative_to(ROOT)

@@ -65,15 +65,15 @@ def test_buffers_of_any_number_of_microbatches_may_travel_together(seed: int) ->
 def test_the_check_derives_a_spec_of_every_value_and_a_meeting_of_every_communication(shape: Shape) -> None:
     program = random_program(shape)
     checked = check(program)
-    for tape, specs, meeting_of in zip(program.tapes, checked.specs, checked.meeting_of, strict=True):
+    for tape, specs, communication_of in zip(program.tapes, checked.specs, checked.communication_of, strict=True):
         assert set(specs) == {number for op in tape for number in op.outputs}
-        assert set(meeting_of) == {op.handle for op in tape if op.handle >= 0}
-    for meeting in checked.meetings:
-        ops = [program.tapes[member.rank][member.op] for member in meeting.members]
-        if meeting.group is None:
+        assert set(communication_of) == {op.handle for op in tape if op.handle >= 0}
+    for communication in checked.communications:
+        ops = [program.tapes[member.rank][member.op] for member in communication.participants]
+        if communication.group is None:
             assert [op.kind for op in ops] == [OpKind.SEND, OpKind.RECV]
         else:
-            assert {(op.kind, op.group) for op in ops} == {(ops[0].kind, meeting.group)}
+            assert {(op.kind, op.group) for op in ops} == {(ops[0].kind, communication.group)}
 
 
 @settings(max_examples=60)

@@ -101,5 +101,5 @@ def test_the_loss_is_of_one_slice_of_the_logits_or_of_all() -> None:
     loss = next(op for op in checked.program.tapes[0] if op.kind is OpKind.LOSS_STATS)
     logits = checked.specs[0][loss.inputs[0]]
     checked.specs[0][loss.inputs[0]] = logits._replace(form=logits.form.but(slices=(("vocab", 0b11),)))
-    why = why_not_runnable(checked.program, checked.specs, checked.meetings)
+    why = why_not_runnable(checked.program, checked.specs, checked.communications)
     tells(why, "not runnable", remedy="compute the loss of one slice, or of all")

@@ -12,7 +12,7 @@ from shardlab.cli import main
 from shardlab.cli.plan_options import plan_flags
 from shardlab.program import AXES, Mesh
 from shardlab.strategies import STRATEGIES, Plan
-from shardlab.strategies.entry import Entry
+from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.plan_fields import field_helps, field_types
 
 Captured = pytest.CaptureFixture[str]
@@ -24,7 +24,7 @@ def facts_of(capsys: Captured, *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def plan_of(entry: tuple[Entry, int]) -> Plan:
+def plan_of(entry: tuple[StrategyEntry, int]) -> Plan:
     assert entry[0].plan is not None
     return entry[0].plan(entry[1])
 

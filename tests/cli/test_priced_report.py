@@ -12,17 +12,17 @@ from rich.console import Console
 
 from shardlab.cli import main
 from shardlab.cli.plan_options import PlanOptions, plan_flags
-from shardlab.cli.priced import Result, doubts, price
+from shardlab.cli.priced import PricedStep, doubts, price
 from shardlab.cli.priced_report import print_priced
 
 THREE_D = plan_flags(pp=2, dp_shard=2, tp=2)
 
 
-def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = plan_flags()) -> Result:  # noqa: B008
+def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = plan_flags()) -> PricedStep:  # noqa: B008
     return price(strategy, layout, model, cluster)
 
 
-def printed(result: Result, width: int = 80) -> list[str]:
+def printed(result: PricedStep, width: int = 80) -> list[str]:
     text = io.StringIO()
     print_priced(result, [], Console(file=text, width=width, highlight=False))
     return text.getvalue().splitlines()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardlab.check import check
 from shardlab.program import Mesh, Program, Rank, trace
-from shardlab.program.matching import EXCHANGES, Matcher, Meeting, communicator, meetings_of, stream_of
+from shardlab.program.matching import EXCHANGES, Communication, Matcher, communications_of, communicator, stream_of
 from shardlab.program.ops import Stream
 from shardlab.strategies import STRATEGIES
 
@@ -42,13 +42,15 @@ def test_what_has_no_peer_is_left() -> None:
 def test_tapes_alone_give_the_meetings_that_the_check_finds() -> None:
     for name in ("zb-v", "3d", "hsdp"):
         program = of(name)
-        meetings, places = meetings_of(program)
+        communications, places = communications_of(program)
         checked = check(program)
-        assert sorted(meetings, key=lambda meeting: meeting.members) == sorted(
-            checked.meetings, key=lambda meeting: meeting.members
+        assert sorted(communications, key=lambda communication: communication.participants) == sorted(
+            checked.communications, key=lambda communication: communication.participants
         )
-        for mine, theirs in zip(places, checked.meeting_of, strict=True):
-            assert {h: meetings[at] for h, at in mine.items()} == {h: checked.meetings[at] for h, at in theirs.items()}
+        for mine, theirs in zip(places, checked.communication_of, strict=True):
+            assert {h: communications[at] for h, at in mine.items()} == {
+                h: checked.communications[at] for h, at in theirs.items()
+            }
 
 
 async def swapping(rank: Rank) -> None:
@@ -65,12 +67,12 @@ async def swapping(rank: Rank) -> None:
 def test_each_communication_has_one_communicator_and_an_exchange_two_streams() -> None:
     program = trace(swapping, Mesh(dp_shard=2), 1, 2)
 
-    def by(stream: Stream) -> list[Meeting]:
-        return [meeting for meeting in meetings_of(program)[0] if meeting.stream is stream]
+    def by(stream: Stream) -> list[Communication]:
+        return [communication for communication in communications_of(program)[0] if communication.stream is stream]
 
     (barrier,) = by(Stream.COLLECTIVE)
     assert communicator(program, barrier) is stream_of(program, barrier) is barrier.group
-    there, back, single = sorted(by(Stream.MESSAGE), key=lambda meeting: meeting.members[0].op)
+    there, back, single = sorted(by(Stream.MESSAGE), key=lambda communication: communication.participants[0].op)
     assert communicator(program, there) == communicator(program, back) == EXCHANGES
     assert {stream_of(program, there), stream_of(program, back)} == {(0, 1), (1, 0)}
     assert communicator(program, single) == stream_of(program, single) == frozenset({0, 1})

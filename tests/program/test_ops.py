@@ -14,7 +14,7 @@ from shardlab.draw.palette import COLORS, SHADES
 from shardlab.execute.communication import START
 from shardlab.execute.compute import COMPUTE
 from shardlab.program import OpKind, Refused, trace
-from shardlab.program.ops import BOOKKEEPING, COLLECTIVES, COMMUNICATION, POINT_TO_POINT, Combine, Price
+from shardlab.program.ops import BOOKKEEPING, COLLECTIVES, COMMUNICATION, POINT_TO_POINT, Combiner, Price
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.strategies import STRATEGIES
 from shardlab.timeline import Costs
@@ -52,7 +52,7 @@ def test_what_autograd_keeps_is_its_own() -> None:
 
 def test_collectives_are_of_groups_and_messages_of_two() -> None:
     assert {OpKind.SEND, OpKind.RECV} == POINT_TO_POINT
-    assert {kind for kind in COLLECTIVES if kind.row.combines is Combine.UNION} == {OpKind.ALL_GATHER, OpKind.GATHER}
+    assert {kind for kind in COLLECTIVES if kind.row.combines is Combiner.UNION} == {OpKind.ALL_GATHER, OpKind.GATHER}
 
 
 def test_an_op_is_found_by_its_name_and_stays_itself() -> None:

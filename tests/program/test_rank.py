@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardlab.program import Holds, Kind, Mesh, Message, OpKind, Rank, UserError, World, trace
+from shardlab.program import ExpectedValue, Holds, Kind, Mesh, OpKind, Rank, UserError, World, trace
 from tests.program.tapes import alone, refusal, refused, sentence, together
 from tests.support.refusing import Told, refuses, tells, told
 
@@ -100,12 +100,12 @@ def test_a_receive_cannot_expect_what_does_not_exist(expect: tuple[str, int, int
 @pytest.mark.parametrize(
     ("expect", "message"),
     [
-        (None, Message(Kind.ACTIVATION, 0, 0b10)),
-        (("activations", 0, 1), Message(Kind.ACTIVATION, 0, 0b10)),
-        (("activations", 0, [1]), Message(Kind.ACTIVATION, 0, 0b10)),
+        (None, ExpectedValue(Kind.ACTIVATION, 0, 0b10)),
+        (("activations", 0, 1), ExpectedValue(Kind.ACTIVATION, 0, 0b10)),
+        (("activations", 0, [1]), ExpectedValue(Kind.ACTIVATION, 0, 0b10)),
     ],
 )
-def test_a_receive_says_on_the_tape_what_it_gets(expect: tuple[str, int, int] | None, message: Message) -> None:
+def test_a_receive_says_on_the_tape_what_it_gets(expect: tuple[str, int, int] | None, message: ExpectedValue) -> None:
     async def strategy(rank: Rank) -> None:
         if rank.index == 0:
             await rank.send(rank.load_batch([1]), to=1)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import (
+    ExpectedValue,
     Holds,
     Kind,
     Mesh,
-    Message,
     Op,
     OpKind,
     Program,
@@ -57,7 +57,7 @@ CHANGES: dict[str, Any] = {
     "group": Mesh(tp=3).group(0, "tp"),
     "peer": 77,
     "holds": Holds(1, 77),
-    "expect": Message(Kind.SAVED, 77, 1),
+    "expect": ExpectedValue(Kind.SAVED, 77, 1),
     "batch": 77,
     "root": 77,
     "reduction": Reduction.MAX,
@@ -113,11 +113,11 @@ def test_a_program_knows_its_ranks_and_layers() -> None:
         (Op(OpKind.SEND, 1, (4,), handle=0, peer=2), "send to rank 2"),
         (Op(OpKind.RECV, -1, (), (4,), 0, peer=2), "recv from rank 2"),
         (
-            Op(OpKind.RECV, 1, (), (4,), 0, peer=2, expect=Message(Kind.ACTIVATION, 1, 0b110)),
+            Op(OpKind.RECV, 1, (), (4,), 0, peer=2, expect=ExpectedValue(Kind.ACTIVATION, 1, 0b110)),
             "recv from rank 2 of activations[1] of microbatches 1-2",
         ),
         (
-            Op(OpKind.RECV, 1, (), (4,), 0, peer=2, expect=Message(Kind.WEIGHT, 1, 0)),
+            Op(OpKind.RECV, 1, (), (4,), 0, peer=2, expect=ExpectedValue(Kind.WEIGHT, 1, 0)),
             "recv from rank 2 of weights[1]",
         ),
         (Op(OpKind.ALL_REDUCE, 1, group=Mesh(tp=2).group(0, "tp")), "all_reduce(layer 1) on tp"),
@@ -132,13 +132,13 @@ def test_a_message_is_named_by_kind_layer_and_microbatches() -> None:
     def spec(kind: Kind, cells: int = 0) -> Spec:
         return Spec(form_of(kind, 1, 0, Space(4)), cells)
 
-    assert Message.of(spec(Kind.ACTIVATION, 0b11)) == Message(Kind.ACTIVATION, 1, 0b11)
-    assert Message.of(spec(Kind.GRAD_WEIGHT, 0b101)) == Message(Kind.GRAD_WEIGHT, 1, 0b101)
-    assert Message.of(spec(Kind.WEIGHT)) == Message(Kind.WEIGHT, 1, 0)
-    want_delivered(3, Message(Kind.ACTIVATION, 1, 0b11), spec(Kind.ACTIVATION, 0b11))
+    assert ExpectedValue.of(spec(Kind.ACTIVATION, 0b11)) == ExpectedValue(Kind.ACTIVATION, 1, 0b11)
+    assert ExpectedValue.of(spec(Kind.GRAD_WEIGHT, 0b101)) == ExpectedValue(Kind.GRAD_WEIGHT, 1, 0b101)
+    assert ExpectedValue.of(spec(Kind.WEIGHT)) == ExpectedValue(Kind.WEIGHT, 1, 0)
+    want_delivered(3, ExpectedValue(Kind.ACTIVATION, 1, 0b11), spec(Kind.ACTIVATION, 0b11))
 
 
 def test_another_message_than_the_one_expected_is_refused_with_both() -> None:
     with pytest.raises(Refused) as caught:
-        want_delivered(3, Message(Kind.ACTIVATION, 1, 0b1), Spec(form_of(Kind.ACTIVATION, 1, 0, Space(4)), 0b10))
+        want_delivered(3, ExpectedValue(Kind.ACTIVATION, 1, 0b1), Spec(form_of(Kind.ACTIVATION, 1, 0, Space(4)), 0b10))
     tells(caught.value, "other message", layer=1)

@@ -99,8 +99,10 @@ def test_a_tape_that_loads_a_weight_for_the_head_is_refused() -> None:
 def test_the_two_gradients_meet_once_in_a_group_of_the_first_and_the_last_stage() -> None:
     plan = Plan(Mesh(pp=2, dp_shard=2, tp=2))
     program = trace(planned(plan), plan.mesh, SIZES, 4)
-    meetings = [op.group for _, _, op in places(program, OpKind.ALL_REDUCE) if op.group and "ranks" in op.group.axis]
-    assert sorted(group.ranks for group in meetings) == sorted([(0, 4), (1, 5), (2, 6), (3, 7)] * 2)
+    communications = [
+        op.group for _, _, op in places(program, OpKind.ALL_REDUCE) if op.group and "ranks" in op.group.axis
+    ]
+    assert sorted(group.ranks for group in communications) == sorted([(0, 4), (1, 5), (2, 6), (3, 7)] * 2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe-v"])

@@ -19,7 +19,7 @@ class Links:
         self.channels: dict[tuple[int, int], deque[Piece]] = defaultdict(deque)
         self.receives: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self.turns: dict[tuple[int, object], int] = defaultdict(int)
-        self.meetings: dict[tuple[object, int], dict[int, tuple[Op, Piece | None]]] = defaultdict(dict)
+        self.communications: dict[tuple[object, int], dict[int, tuple[Op, Piece | None]]] = defaultdict(dict)
 
     def start(self, rank: JudgedRank, op: Op) -> None:
         """A rank issues its part of a communication."""
@@ -55,13 +55,13 @@ class Links:
         if op.group is None or rank.index not in op.group.ranks:
             raise BrokenTape("this rank is not of the group")
         key = (op.group.axis, op.group.ranks)
-        turn = self.turns[rank.index, key]
-        self.turns[rank.index, key] = turn + 1
-        members = self.meetings[key, turn]
+        sequence_number = self.turns[rank.index, key]
+        self.turns[rank.index, key] = sequence_number + 1
+        members = self.communications[key, sequence_number]
         members[rank.index] = (op, piece)
         if len(members) < len(op.group.ranks):
             return
-        del self.meetings[key, turn]
+        del self.communications[key, sequence_number]
         ordered = [members[index] for index in op.group.ranks]
         if len({(call.kind, call.root, call.reduction) for call, _ in ordered}) > 1:
             raise BrokenTape("the members of a collective disagree about what it does")

@@ -13,7 +13,7 @@ from tests.support.mutating import changed, fresh_number, mutation, places, rena
 REDUCES = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
 
 
-def meetings(program: Program, kinds: frozenset[OpKind]) -> Iterator[list[tuple[int, int]]]:
+def communications(program: Program, kinds: frozenset[OpKind]) -> Iterator[list[tuple[int, int]]]:
     """For each collective, (rank, index) of its members' ops: the k-th of a group on each."""
     calls: dict[tuple[Group, int], list[list[tuple[int, int]]]] = {}
     for rank, tape in enumerate(program.tapes):
@@ -46,20 +46,20 @@ def without_collective(program: Program, members: list[tuple[int, int]]) -> Prog
 
 @mutation
 def missing_reduce(program: Program) -> Iterator[Program]:
-    for members in meetings(program, REDUCES):
+    for members in communications(program, REDUCES):
         yield without_collective(program, members)
 
 
 @mutation
 def missing_gather(program: Program) -> Iterator[Program]:
-    for members in meetings(program, frozenset({OpKind.ALL_GATHER})):
+    for members in communications(program, frozenset({OpKind.ALL_GATHER})):
         yield without_collective(program, members)
 
 
 @mutation
 def double_reduce(program: Program) -> Iterator[Program]:
     """Every member reduces the result once more, and goes on with that."""
-    for members in meetings(program, REDUCES):
+    for members in communications(program, REDUCES):
         mutant = program
         for rank, at in members:
             tape = mutant.tapes[rank]
@@ -83,7 +83,7 @@ def collective_of_another_kind(program: Program) -> Iterator[Program]:
 
 @mutation
 def collective_of_another_kind_everywhere(program: Program) -> Iterator[Program]:
-    for members in meetings(program, COLLECTIVES):
+    for members in communications(program, COLLECTIVES):
         for kind in sorted(COLLECTIVES, key=lambda k: k.value):
             mutant = program
             for rank, at in members:

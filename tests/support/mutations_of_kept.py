@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardlab.program import Kind, Message, Op, OpKind, Program
+from shardlab.program import ExpectedValue, Kind, Op, OpKind, Program
 from shardlab.program.mesh import group_of
 from tests.support.mutating import fresh_number, living_on, mutation, places, renamed, with_tape
 
@@ -47,7 +47,7 @@ def an_update_after_an_arrival(program: Program) -> Iterator[Program]:
         for other, there, same in places(program, OpKind.UPDATE):
             if other == rank or same.layer != op.layer:
                 continue
-            expect = Message(Kind.WEIGHT, op.layer, 0)
+            expect = ExpectedValue(Kind.WEIGHT, op.layer, 0)
             arrival = [
                 Op(OpKind.FREE, -1, op.inputs[1:2]),
                 Op(OpKind.RECV, op.layer, (), (told,), handle, peer=other, expect=expect),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from shardlab.program import Holds, Kind, Message, Op, OpKind, Program, Reduction
+from shardlab.program import ExpectedValue, Holds, Kind, Op, OpKind, Program, Reduction
 from shardlab.program.mesh import group_of
 from shardlab.rules.factor import ONE, factor_of
 from tests.support.mutating import (
@@ -167,7 +167,15 @@ def an_arrival_beside_a_slice(program: Program) -> Iterator[Program]:
             arrival = [
                 sliced(op, op.inputs[1], view, Holds(1, 1)),
                 Op(OpKind.FREE, -1, op.inputs[1:2]),
-                Op(OpKind.RECV, op.layer, (), (told,), handle, peer=other, expect=Message(Kind.WEIGHT, op.layer, 0)),
+                Op(
+                    OpKind.RECV,
+                    op.layer,
+                    (),
+                    (told,),
+                    handle,
+                    peer=other,
+                    expect=ExpectedValue(Kind.WEIGHT, op.layer, 0),
+                ),
                 Op(OpKind.WAIT, -1, handle=handle),
             ]
             late = op._replace(inputs=(op.inputs[0], view, *op.inputs[2:]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardlab.program import Op, OpKind, Program, Reduction
 from shardlab.program.ops import COLLECTIVES, ROOT_GIVES, ROOTED
 from tests.support.mutating import changed, fresh_number, mutation, places, wait_of, with_tape
-from tests.support.mutations_of_collectives import meetings
+from tests.support.mutations_of_collectives import communications
 
 
 @mutation
@@ -17,7 +17,7 @@ def another_root(program: Program) -> Iterator[Program]:
         for root in range(-1, program.ranks + 1):
             if root != op.root:
                 yield changed(program, rank, at, op._replace(root=root))
-    for members in meetings(program, ROOTED):
+    for members in communications(program, ROOTED):
         for root in range(program.ranks):
             mutant = program
             for rank, at in members:
@@ -29,7 +29,7 @@ def another_root(program: Program) -> Iterator[Program]:
 @mutation
 def another_reduction(program: Program) -> Iterator[Program]:
     """On one member, or on all."""
-    for members in meetings(program, COLLECTIVES):
+    for members in communications(program, COLLECTIVES):
         for reduction in Reduction:
             mutant = program
             for rank, at in members:
@@ -56,7 +56,7 @@ def another_value_from_the_root(program: Program) -> Iterator[Program]:
 @mutation
 def root_left_out(program: Program) -> Iterator[Program]:
     """The root goes on alone with its own part: its value, or what it would have given."""
-    for members in meetings(program, ROOTED):
+    for members in communications(program, ROOTED):
         for rank, at in members:
             tape = program.tapes[rank]
             op = tape[at]
@@ -68,7 +68,7 @@ def root_left_out(program: Program) -> Iterator[Program]:
 @mutation
 def reduced_on_the_root_again(program: Program) -> Iterator[Program]:
     """What all members have is summed once more on the first of them, which goes on with that."""
-    for members in meetings(program, frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST})):
+    for members in communications(program, frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST})):
         mutant, root = program, members[0][0]
         for rank, at in members:
             tape = mutant.tapes[rank]

@@ -29,13 +29,13 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        meeting = Path(self._folder.name, "store").as_uri()
+        store = Path(self._folder.name, "store").as_uri()
         self.usable = True
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, meeting), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, store), daemon=True)
             process.start()
             theirs.close()  # or its end would not be seen here
             self._pipes.append(ours)
@@ -75,12 +75,12 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, size: int, meeting: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     while True:
         function, arguments = pipe.recv()
         try:

@@ -63,8 +63,8 @@ def test_a_transfer_starts_when_both_ends_have_come_and_ends_for_both_at_once() 
     entry = STRATEGIES["pipeline"]
     checked = check(trace(entry.program, entry.mesh(2), 2, 2))
     times = Clocks(checked, FakePrices()).run()
-    for meeting in (meeting for meeting in checked.meetings if meeting.stream is Stream.MESSAGE):
-        (sender, _, sent), (receiver, _, received) = meeting.members
+    for message in (each for each in checked.communications if each.stream is Stream.MESSAGE):
+        (sender, _, sent), (receiver, _, received) = message.participants
         assert times.starts[sender][sent] == times.starts[receiver][received]
         assert times.ends[sender][sent] == times.ends[receiver][received]
 

@@ -16,7 +16,7 @@ from shardlab.execute import Executor, Settings
 from shardlab.program import Holds, UserError
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
-from shardlab.train.tracing import Tracer, Tracing
+from shardlab.train.tracing import TracedExecutor, Tracing
 
 
 def sum_of_ranks(rank: int, device: torch.device, addend: int) -> float:
@@ -47,7 +47,7 @@ def die_while_traced(rank: int, device: torch.device, job: Job, folder: Path) ->
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.dtype), observer=die)
-    tracer = Tracer(executor, job, folder, Tracing(warm_up=1, timed=3, measured=1))
+    tracer = TracedExecutor(executor, job, folder, Tracing(warm_up=1, timed=3, measured=1))
     for _ in range(5):
         tracer.step()
 

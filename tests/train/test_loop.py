@@ -18,7 +18,7 @@ from shardlab.models import GPT, MoE
 from shardlab.program import UserError
 from shardlab.train.data import Corpus, default_text
 from shardlab.train.job import Job, agree
-from shardlab.train.loop import Run, Summary, train_rank
+from shardlab.train.loop import Summary, TrainingRun, train_rank
 from shardlab.train.output import OutputFolder, free_folder
 from shardlab.train.sample import opening
 from tests.support.ranks import Ranks
@@ -30,20 +30,20 @@ MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=16)
 
 def run(world: World, strategy: str, ranks: int, out: Path, steps: int = 12) -> Summary:
     job = Job(strategy, ranks, 4, MODEL, 2)
-    plan = Run(job, AdamW(learning_rate=1e-2, steps=steps, warmup=2), None, out)
+    plan = TrainingRun(job, AdamW(learning_rate=1e-2, steps=steps, warmup=2), None, out)
     summary = world(ranks).call(train_rank_quietly, plan)[0]
     assert isinstance(summary, Summary)
     return summary
 
 
-def train_rank_quietly(rank: int, plan: Run) -> Summary | None:
+def train_rank_quietly(rank: int, plan: TrainingRun) -> Summary | None:
     return train_rank(rank, torch.device("cpu"), plan)
 
 
 def test_a_run_of_cut_experts_leaves_all_of_them_and_lowers_the_loss(ranks: World, tmp_path: Path) -> None:
     model = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, auxiliary=0.1)
     job = Job("expert-parallel", 2, 4, model, 2)
-    plan = Run(job, AdamW(learning_rate=1e-2, steps=20, warmup=2), None, tmp_path / "run")
+    plan = TrainingRun(job, AdamW(learning_rate=1e-2, steps=20, warmup=2), None, tmp_path / "run")
     summary = ranks(2).call(train_rank_quietly, plan)[0]
     assert summary.validation_after < summary.validation_before - 0.3
     weights = load_file(tmp_path / "run" / "weights.safetensors")

@@ -12,14 +12,16 @@ from shardlab.execute import AdamW
 from shardlab.models import GPT
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
-from shardlab.train.run import Run
+from shardlab.train.run import TrainingRun
 
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=16), 2, seed=7)
 
 
 def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)))
-    run = Run(JOB, AdamW(learning_rate=0.5, steps=9), tmp_path / "text", tmp_path / "run", command="shardlab train")
+    run = TrainingRun(
+        JOB, AdamW(learning_rate=0.5, steps=9), tmp_path / "text", tmp_path / "run", command="shardlab train"
+    )
     record = json.loads(json.dumps(run.record(run.text(), JOB.checked(), "cpu")))
     assert job_of(record) == JOB
     assert (record["command"], record["seed"], record["strategy"]) == ("shardlab train", 7, "ddp")

@@ -16,8 +16,8 @@ from shardlab.program import UserError
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
-from shardlab.train.loop import Run, train_rank
-from shardlab.train.steps import Step, steps
+from shardlab.train.loop import TrainingRun, train_rank
+from shardlab.train.steps import StepResult, steps
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -25,7 +25,7 @@ World = Callable[[int], Ranks]
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
 
 
-def steps_of(rank: int, poisoned: int, poison: float) -> list[Step]:
+def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
     """The steps of a run in which rank 1 alone loses its loss at step `poisoned`."""
     batches = Batches(
         Corpus.split(bytes(range(256)) * 8, JOB.model.seq_len), JOB.model.seq_len, JOB.micro_batch_size, 0
@@ -40,7 +40,7 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[Step]:
 
     optimizer = AdamW(steps=6)
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, torch.float32, optimizer=optimizer))
-    run = Run(JOB, optimizer, None, Path("nowhere"))
+    run = TrainingRun(JOB, optimizer, None, Path("nowhere"))
     return list(steps(executor, run, rank, torch.device("cpu"), StopRequest(None)))
 
 
@@ -56,7 +56,7 @@ def test_the_last_step_can_diverge_too(ranks: World) -> None:
         assert [step.diverged for step in found] == [[], [], [], [], [], [1]]
 
 
-def outcome(rank: int, run: Run) -> str | None:
+def outcome(rank: int, run: TrainingRun) -> str | None:
     try:
         summary = train_rank(rank, torch.device("cpu"), run)
     except UserError as error:
@@ -65,7 +65,7 @@ def outcome(rank: int, run: Run) -> str | None:
 
 
 def test_a_run_that_diverges_keeps_its_steps_and_no_weights(ranks: World, tmp_path: Path) -> None:
-    run = Run(JOB, AdamW(learning_rate=1e6, steps=50, warmup=1), None, tmp_path / "run")
+    run = TrainingRun(JOB, AdamW(learning_rate=1e6, steps=50, warmup=1), None, tmp_path / "run")
     sentence, other = ranks(2).call(outcome, run)
     assert sentence.startswith(
         "the loss of step 2 on ranks 0-1 is not finite, so training has stopped; "
@@ -79,7 +79,7 @@ def test_a_run_that_diverges_keeps_its_steps_and_no_weights(ranks: World, tmp_pa
 
 
 def test_weights_that_diverge_in_the_last_update_are_not_passed_off_as_a_result(ranks: World, tmp_path: Path) -> None:
-    run = Run(JOB, AdamW(learning_rate=1e30, steps=1, warmup=1), None, tmp_path / "run")
+    run = TrainingRun(JOB, AdamW(learning_rate=1e30, steps=1, warmup=1), None, tmp_path / "run")
     sentence, _ = ranks(2).call(outcome, run)
     saved = (run.out / "weights.safetensors").exists()
     assert sentence.startswith("the validation loss after step 1 is not finite")

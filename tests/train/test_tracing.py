@@ -29,9 +29,9 @@ from shardlab.train.data import Batches, Corpus
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
-from shardlab.train.loop import Run, train_rank
+from shardlab.train.loop import TrainingRun, train_rank
 from shardlab.train.processes import RankFailed
-from shardlab.train.tracing import Tracer, Tracing, trace_rank
+from shardlab.train.tracing import TracedExecutor, Tracing, trace_rank
 from tests.draw.viewer import require_readable
 from tests.support.ranks import Ranks
 from tests.train import jobs
@@ -43,7 +43,7 @@ TRACING = Tracing(warm_up=1, timed=3, measured=1)
 STRATEGIES = ["ddp", "fsdp", "1f1b", "zb-h1"]
 
 
-def train(rank: int, plan: Run) -> None:
+def train(rank: int, plan: TrainingRun) -> None:
     train_rank(rank, torch.device("cpu"), plan)
 
 
@@ -60,7 +60,7 @@ def traced(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         if strategy not in runs:
             out = tmp_path_factory.mktemp(strategy) / "run"
             job = Job(strategy, 2, 4, MODEL, 2)
-            ranks(2).call(train, Run(job, AdamW(steps=6, warmup=2), None, out, TRACING))
+            ranks(2).call(train, TrainingRun(job, AdamW(steps=6, warmup=2), None, out, TRACING))
             trace = read_trace(out)
             checked = job_of(trace.job).checked()
             runs[strategy] = checked, trace.measured(checked), out
@@ -104,8 +104,9 @@ def test_a_communicator_does_one_communication_at_a_time(traced: Traced, strateg
         streams: dict[object, list[Event]] = {}
         for event in events:
             if event.kind in COMMUNICATION:
-                meeting = checked.meetings[checked.meeting_of[rank][checked.program.tapes[rank][event.op].handle]]
-                streams.setdefault(stream_of(checked.program, meeting), []).append(event)
+                handle = checked.program.tapes[rank][event.op].handle
+                communication = checked.communications[checked.communication_of[rank][handle]]
+                streams.setdefault(stream_of(checked.program, communication), []).append(event)
         assert streams
         assert not [pair for each in streams.values() for pair in overlapping(each)]
 
@@ -114,8 +115,8 @@ def test_a_communicator_does_one_communication_at_a_time(traced: Traced, strateg
 def test_the_members_of_a_collective_are_in_it_at_the_same_time(traced: Traced, strategy: str) -> None:
     checked, measured, _ = traced(strategy)
     events = {(event.rank, event.op): event for each in measured.timeline.events for event in each}
-    for meeting in checked.meetings:
-        parts = [events[rank, op] for rank, _, op in meeting.members]
+    for communication in checked.communications:
+        parts = [events[rank, op] for rank, _, op in communication.participants]
         if parts[0].kind in COLLECTIVES:
             assert max(part.start for part in parts) <= min(part.end for part in parts)
 
@@ -147,7 +148,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tracing_changes_no_number_of_the_training(ranks: World, traced: Traced, strategy: str, tmp_path: Path) -> None:
     _, _, out = traced(strategy)
-    plain = Run(Job(strategy, 2, 4, MODEL, 2), AdamW(steps=6, warmup=2), None, tmp_path / "plain")
+    plain = TrainingRun(Job(strategy, 2, 4, MODEL, 2), AdamW(steps=6, warmup=2), None, tmp_path / "plain")
     ranks(2).call(train, plain)
     assert losses(out) == losses(tmp_path / "plain")
     assert (out / "weights.safetensors").read_bytes() == (tmp_path / "plain" / "weights.safetensors").read_bytes()
@@ -178,12 +179,12 @@ def interrupted(rank: int, job: Job, folder: Path, steps: int) -> None:
     tracer.finish()
 
 
-def tracer_of(rank: int, job: Job, folder: Path) -> Tracer:
+def tracer_of(rank: int, job: Job, folder: Path) -> TracedExecutor:
     batches = Batches(
         Corpus.split(bytes(range(256)) * 8, job.model.seq_len), job.model.seq_len, job.micro_batch_size, 0
     )
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.dtype))
-    return Tracer(executor, job, folder, TRACING)
+    return TracedExecutor(executor, job, folder, TRACING)
 
 
 def test_a_run_that_is_interrupted_leaves_the_steps_that_it_had(ranks: World, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.train.cases import ALONE, CASES, PIPELINES, SHARDINGS, Case
-from shardlab.train.verify_all import Result, verify_cases
+from shardlab.train.verify_all import CaseResult, verify_cases
 from tests.support.ranks import Ranks
 
 World = Callable[[int], Ranks]
@@ -42,6 +42,6 @@ def test_a_case_that_cannot_run_is_a_result_too(ranks: World) -> None:
 
 
 def test_an_error_above_the_tolerance_is_not_ok() -> None:
-    assert not Result(CASES[0], 2e-12).ok
-    assert not Result(CASES[0], math.nan).ok
-    assert Result(CASES[0], 1e-15).ok
+    assert not CaseResult(CASES[0], 2e-12).ok
+    assert not CaseResult(CASES[0], math.nan).ok
+    assert CaseResult(CASES[0], 1e-15).ok

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from shardlab.check.checked import ChannelModel
 from shardlab.check.replay import Replay
 from shardlab.program import Op, Program
-from shardlab.program.matching import Meeting
+from shardlab.program.matching import Communication
 from shardlab.program.ops import COMMUNICATION
 
 SIDE_BY_SIDE = (
@@ -28,7 +28,10 @@ SIDE_BY_SIDE = (
 
 
 def decide_models(
-    program: Program, meetings: list[Meeting], meeting_of: list[dict[int, int]], half_batched: Meeting | None
+    program: Program,
+    communications: list[Communication],
+    communication_of: list[dict[int, int]],
+    half_batched: Communication | None,
 ) -> dict[ChannelModel, str | None]:
     """Find, for each model, the deadlock or None; the program has passed the dataflow check, and so the lenient two.
 
@@ -37,9 +40,9 @@ def decide_models(
     """
 
     def deadlock(model: ChannelModel) -> str | None:
-        return Replay(program, meetings, meeting_of, model).deadlock()
+        return Replay(program, communications, communication_of, model).deadlock()
 
-    queued = None if empties(program, meetings, meeting_of) else deadlock(ChannelModel.QUEUED)
+    queued = None if empties(program, communications, communication_of) else deadlock(ChannelModel.QUEUED)
     if half_batched is not None:
         per_pair = _two_communicators(program, half_batched)
     else:
@@ -54,15 +57,15 @@ def decide_models(
     }
 
 
-def empties(program: Program, meetings: list[Meeting], meeting_of: list[dict[int, int]]) -> bool:
+def empties(program: Program, communications: list[Communication], communication_of: list[dict[int, int]]) -> bool:
     """Whether all communication ends where each rank has one queue, in the order of issue: the model QUEUED.
 
-    A meeting takes place when it has come to the head of the queue on all its ranks; a batch comes there at once.
+    A communication takes place when it has come to the head of the queue on all its ranks; a batch comes there at once.
     """
-    queues = [iter(_queue(*each)) for each in zip(program.tapes, meeting_of, strict=True)]
-    at_head = [1] * len(queues)  # meetings; the one here stands for what comes before the first
-    absent = [len(meeting.members) for meeting in meetings]
-    done, one_less = 0, list(range(len(queues)))  # ranks with one meeting less at the head
+    queues = [iter(_queue(*each)) for each in zip(program.tapes, communication_of, strict=True)]
+    at_head = [1] * len(queues)  # communications; the one here stands for what comes before the first
+    absent = [len(communication.participants) for communication in communications]
+    done, one_less = 0, list(range(len(queues)))  # ranks with one communication less at the head
     while one_less:
         rank = one_less.pop()
         at_head[rank] -= 1
@@ -70,31 +73,31 @@ def empties(program: Program, meetings: list[Meeting], meeting_of: list[dict[int
             continue
         batch = next(queues[rank], ())
         at_head[rank] = len(batch)
-        for meeting in batch:
-            absent[meeting] -= 1
-            if not absent[meeting]:
+        for communication in batch:
+            absent[communication] -= 1
+            if not absent[communication]:
                 done += 1
-                one_less += [member[0] for member in meetings[meeting].members]
-    return done == len(meetings)
+                one_less += [member[0] for member in communications[communication].participants]
+    return done == len(communications)
 
 
-def _queue(tape: Sequence[Op], meeting_of: Mapping[int, int]) -> list[list[int]]:
-    """A rank's meetings in the order of issue: each alone, or all of a batch."""
+def _queue(tape: Sequence[Op], communication_of: Mapping[int, int]) -> list[list[int]]:
+    """A rank's communications in the order of issue: each alone, or all of a batch."""
     queue: list[list[int]] = []
     last = -1
     for op in tape:
         if op[0] in COMMUNICATION:
-            meeting, batch = meeting_of[op[4]], op.batch
+            communication, batch = communication_of[op[4]], op.batch
             if batch >= 0 and batch == last:
-                queue[-1].append(meeting)
+                queue[-1].append(communication)
             else:
-                queue.append([meeting])
+                queue.append([communication])
             last = batch
     return queue
 
 
-def _two_communicators(program: Program, half_batched: Meeting) -> str:
+def _two_communicators(program: Program, half_batched: Communication) -> str:
     """A message with one end in an exchange and the other not: on two communicators they never meet."""
-    named = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.members]
+    named = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.participants]
     ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in named)
     return f"deadlock: {ends}: one is part of an exchange and the other is not, so they never meet."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardlab.errors import Refused
 from shardlab.program import Program, Spec
-from shardlab.program.matching import Meeting
+from shardlab.program.matching import Communication
 
 if TYPE_CHECKING:
     from shardlab.check.drift import Drift
@@ -48,8 +48,8 @@ class Checked:
     Attributes:
         program: the tapes.
         specs: for each rank, the spec of each of its values, by number.
-        meetings: every communication.
-        meeting_of: for each rank, its handles' places in `meetings`.
+        communications: every communication.
+        communication_of: for each rank, its handles' places in `communications`.
         models: for each channel model, None if the program passes it, else the deadlock that it would run into.
         frozen: layers with parameters that are not trained, since no rank loads an optimizer state of them.
         not_runnable: why no backend can run the program, however right it is; None if there is no such reason.
@@ -57,8 +57,8 @@ class Checked:
 
     program: Program
     specs: list[dict[int, Spec]]
-    meetings: list[Meeting]
-    meeting_of: list[dict[int, int]]
+    communications: list[Communication]
+    communication_of: list[dict[int, int]]
     models: dict[ChannelModel, str | None]
     not_runnable: Refused | None = None
     frozen: tuple[int, ...] = ()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from shardlab.check.rank_state import RankState
-from shardlab.program import Group, Message, Op, OpKind, Refused, Spec, rooted
-from shardlab.program.matching import Matcher, Meeting, Member
+from shardlab.program import ExpectedValue, Group, Op, OpKind, Refused, Spec, rooted
+from shardlab.program.matching import Communication, Matcher, Participant
 from shardlab.program.mesh import group_of
 from shardlab.program.ops import COLLECTIVES, Stream
 from shardlab.program.rooted import Call, call_of, said
@@ -18,29 +18,29 @@ from shardlab.program.waiting import Wait
 
 COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
 
-Part = tuple[Member, Spec | None, Call | None]
+Part = tuple[Participant, Spec | None, Call | None]
 """A rank's part in a communication: what it gives, and of a collective how it calls it."""
 
 
-class Communication:
-    """All meetings of a replay.
+class CommunicationCheck:
+    """Replays all communications of the ranks.
 
     Args:
         states: the ranks.
         wake: called with a rank whose awaited communication has got all its members.
 
     Attributes:
-        meetings: every communication that has come about.
-        meeting_of: for each rank, its handles' places in `meetings`.
+        communications: every communication that has come about.
+        communication_of: for each rank, its handles' places in `communications`.
         half_batched: the first message with one end in an exchange and the other not; None if there is none.
         rules: one an op.
     """
 
     def __init__(self, states: Sequence[RankState], wake: Callable[[RankState], None]) -> None:
         self.states = states
-        self.meetings: list[Meeting] = []
-        self.meeting_of: list[dict[int, int]] = [{} for _ in states]
-        self.half_batched: Meeting | None = None
+        self.communications: list[Communication] = []
+        self.communication_of: list[dict[int, int]] = [{} for _ in states]
+        self.half_batched: Communication | None = None
         self.rules = {
             OpKind.SEND: self._send,
             OpKind.RECV: self._recv,
@@ -71,7 +71,7 @@ class Communication:
         if op[0] is OpKind.RECV:
             return Wait(str(op), [op.peer])
         assert op.group is not None
-        mine = Member(state.index, state.waits_for, state.flying[state.waits_for])
+        mine = Participant(state.index, state.waits_for, state.flying[state.waits_for])
         came = next(came for came in self._matcher.left() if state.index in came and came[state.index][0] == mine)
         missing = [rank for rank in op.group.ranks if rank not in came]
         names = ", ".join(map(str, missing))
@@ -92,7 +92,7 @@ class Communication:
                     given = f"no receive on rank {to} takes this message, {spec}"
                     state.refuse("not received", given, "receive it there, or leave it out", member.op)
 
-    def _issue(self, state: RankState, op: Op) -> Member:
+    def _issue(self, state: RankState, op: Op) -> Participant:
         handle, at, batch = op[4], state.at, op.batch
         if handle in state.flying or handle in state.arrived or handle < 0:
             state.refuse("number in use", f"issues handle {handle}, which must be a new one", "number handles from 0")
@@ -104,7 +104,7 @@ class Communication:
         state.flying[handle] = at
         if op[2]:
             state.reading[op[2][0]] += 1
-        return Member(state.index, handle, at)
+        return Participant(state.index, handle, at)
 
     def _collective(self, state: RankState, op: Op) -> None:
         group = op.group
@@ -128,9 +128,9 @@ class Communication:
             for (other, gave, _), received in zip(parts, specs, strict=True):
                 if gave is None and received is not None:
                     self._want_expected(other, call, received)
-            self._meet(Meeting(COLLECTIVE, group, [part[0] for part in parts]), specs)
+            self._meet(Communication(COLLECTIVE, group, [part[0] for part in parts]), specs)
 
-    def _want_expected(self, member: Member, call: Call, received: Spec) -> None:
+    def _want_expected(self, member: Participant, call: Call, received: Spec) -> None:
         """Refuse what comes from a root if the receiving rank's op expects another value."""
         expect = self.states[member.rank].ops[member.op].expect
         assert expect is not None, "it is looked at when it is issued"
@@ -172,22 +172,22 @@ class Communication:
         expect = received.expect
         assert spec is not None
         assert expect is not None, "a recv is looked at when it is issued"
-        if expect != Message.of(spec):
+        if expect != ExpectedValue.of(spec):
             try:
                 rooted.want_delivered(source, expect, spec)
             except Refused as refusal:
                 raise refusal.at(to, receiver.op) from None
-        meeting = Meeting(MESSAGE, None, [sender, receiver])
+        communication = Communication(MESSAGE, None, [sender, receiver])
         if (sent.batch < 0) != (received.batch < 0):
-            self.half_batched = self.half_batched or meeting
-        self._meet(meeting, [None, spec])
+            self.half_batched = self.half_batched or communication
+        self._meet(communication, [None, spec])
 
-    def _meet(self, meeting: Meeting, delivers: Sequence[Spec | None]) -> None:
+    def _meet(self, communication: Communication, delivers: Sequence[Spec | None]) -> None:
         """A communication has all its members: note what each receives, and let those go on that wait for it."""
-        number = len(self.meetings)
-        self.meetings.append(meeting)
-        for place, (rank, handle, _) in enumerate(meeting.members):
-            self.meeting_of[rank][handle] = number
+        number = len(self.communications)
+        self.communications.append(communication)
+        for place, (rank, handle, _) in enumerate(communication.participants):
+            self.communication_of[rank][handle] = number
             state = self.states[rank]
             state.arrived[handle] = delivers[place]
             if state.waits_for == handle:

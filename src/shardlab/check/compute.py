@@ -11,7 +11,7 @@ from shardlab.program.rooted import Names
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT
 from shardlab.rules import attention, dealing, gathers
 from shardlab.rules import update as sums
-from shardlab.rules.layer import Backward
+from shardlab.rules.layer import BackwardResult
 from shardlab.rules.spec import form_of
 
 Rule = Callable[[RankState, Op], None]
@@ -60,7 +60,7 @@ def backward_input(state: RankState, op: Op) -> None:
     state.half_of[activation] = half
 
 
-def _backward(state: RankState, op: Op) -> tuple[list[Spec], Backward]:
+def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
     """Derive what both halves of a backward pass make, whichever the op keeps, and what it follows from."""
     live, inputs = state.live, op[2]
     activation, gradient, weight, saved = inputs[0], inputs[1], inputs[2], inputs[3]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NoReturn
 
-from shardlab.check.communication import Communication, refuse_second_wait
+from shardlab.check.communication import CommunicationCheck, refuse_second_wait
 from shardlab.check.compute import COMPUTE_RULES, Rule
 from shardlab.check.ending import check_coverage, check_rank_ending, trained_layers
 from shardlab.check.rank_state import RankState
@@ -26,7 +26,7 @@ class Dataflow:
     Attributes:
         trained: the layers whose weights are updated, as a bit set.
         states: the ranks, with the spec of every value once the replay has ended.
-        communication: every meeting.
+        communication: replays every communication.
     """
 
     def __init__(self, program: Program) -> None:
@@ -37,7 +37,7 @@ class Dataflow:
         self.trained = trained = trained_layers(program)
         self.states = [RankState(index, program, trained) for index in range(ranks)]
         self._runnable = deque(self.states)
-        self.communication = Communication(self.states, self._runnable.append)
+        self.communication = CommunicationCheck(self.states, self._runnable.append)
         self._rules: dict[OpKind, Rule] = {**COMPUTE_RULES, **self.communication.rules}
 
     def run(self) -> None:

@@ -9,8 +9,8 @@ from functools import partial
 from shardlab.check.checked import Checked
 from shardlab.check.numbers import Numbers, positions
 from shardlab.program import Op, OpKind, Spec
-from shardlab.program.matching import Meeting
-from shardlab.program.ops import COMMUNICATION, POINT_TO_POINT, ROOT_GIVES, Combine
+from shardlab.program.matching import Communication
+from shardlab.program.ops import COMMUNICATION, POINT_TO_POINT, ROOT_GIVES, Combiner
 from shardlab.rules.kind import ROW_KINDS, Reduction
 
 _ONE_GIVES = ROOT_GIVES | POINT_TO_POINT
@@ -31,10 +31,10 @@ class Numbering:
         self.live: list[dict[int, int]] = [{} for _ in tapes]
         layers = checked.program.rules.layers
         self._atomic = {rules.layer_number for rules in layers if any(node.atomic for node in rules.layer.nodes)}
-        self._given: list[dict[int, int]] = [{} for _ in checked.meetings]  # by rank
-        self._made: dict[int, int] = {}  # meeting -> the number of all that it delivers
-        self._apart: set[int] = set()  # meetings that deliver another value to each member
-        self._waiting: dict[int, list[int]] = defaultdict(list)  # meeting -> ranks
+        self._given: list[dict[int, int]] = [{} for _ in checked.communications]  # by rank
+        self._made: dict[int, int] = {}  # communication -> the number of all that it delivers
+        self._apart: set[int] = set()  # communications that deliver another value to each member
+        self._waiting: dict[int, list[int]] = defaultdict(list)  # communication -> ranks
         self._runnable = deque(range(len(tapes)))
         self._coming: list[dict[int, tuple[int, ...]]] = [{} for _ in tapes]  # handle -> what it will deliver
         at = [0] * len(tapes)
@@ -45,7 +45,7 @@ class Numbering:
     def _replay(self, rank: int, start: int) -> int:
         """Go on with one rank until it waits for a value that is not there yet; where to go on."""
         ops, specs, live = self.checked.program.tapes[rank], self.checked.specs[rank], self.live[rank]
-        numbers, meeting_of, coming = self.numbers, self.checked.meeting_of[rank], self._coming[rank]
+        numbers, communication_of, coming = self.numbers, self.checked.communication_of[rank], self._coming[rank]
         for index in range(start, len(ops)):
             op = ops[index]
             kind, layer, inputs, outputs, handle = op[:5]
@@ -53,17 +53,17 @@ class Numbering:
                 del live[inputs[0]]
             elif kind is OpKind.WAIT:
                 for number in coming[handle]:
-                    made = self._made.get(meeting_of[handle])
+                    made = self._made.get(communication_of[handle])
                     if made is None:
-                        self._waiting[meeting_of[handle]].append(rank)
+                        self._waiting[communication_of[handle]].append(rank)
                         return index
-                    if meeting_of[handle] in self._apart:
+                    if communication_of[handle] in self._apart:
                         made = numbers.of(("member", rank), (made,))
                     live[number] = numbers.at(made, positions(specs[number])) if made in numbers.pieces else made
             elif kind in COMMUNICATION:
                 coming[handle] = outputs
                 if inputs:
-                    self._give(rank, op, meeting_of[handle], live[inputs[0]])
+                    self._give(rank, op, communication_of[handle], live[inputs[0]])
             elif kind is OpKind.ADD:
                 term = specs[inputs[0]].form.term
                 plain = term is None or not term.merged
@@ -103,37 +103,39 @@ class Numbering:
         for number in outputs:
             live[number] = self.numbers.of((*what, specs[number][0]), given)
 
-    def _give(self, rank: int, op: Op, meeting: int, number: int) -> None:
+    def _give(self, rank: int, op: Op, communication: int, number: int) -> None:
         """Give one member's value; the last one to do so wakes those that wait."""
-        given, members = self._given[meeting], self.checked.meetings[meeting].members
+        given, members = self._given[communication], self.checked.communications[communication].participants
         given[rank] = number
         if op.kind in _ONE_GIVES:
-            self._made[meeting] = number
+            self._made[communication] = number
         elif len(given) == len(members):
             if op.kind.row.combines is None and op.kind is not OpKind.ALL_TO_ALL:
-                self._apart.add(meeting)
-            self._made[meeting] = self._united(op, self.checked.meetings[meeting], [given[m.rank] for m in members])
+                self._apart.add(communication)
+            self._made[communication] = self._united(
+                op, self.checked.communications[communication], [given[m.rank] for m in members]
+            )
         else:
             return
-        self._runnable.extend(self._waiting.pop(meeting, ()))
+        self._runnable.extend(self._waiting.pop(communication, ()))
 
     def _gathered(self, op: Op, specs: Sequence[Spec], given: Sequence[int]) -> int:
         """What pieces make that are laid side by side, or exchanged."""
         forms = [spec.form for spec in specs]
         alike = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
-        if alike and op.kind.row.combines is Combine.UNION:
+        if alike and op.kind.row.combines is Combiner.UNION:
             return self.numbers.joined(zip(map(positions, specs), given, strict=True))
         # along another index than the batch
         return self.numbers.of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
 
-    def _united(self, op: Op, meeting: Meeting, given: Sequence[int]) -> int:
+    def _united(self, op: Op, communication: Communication, given: Sequence[int]) -> int:
         """Number what a collective makes of all that is given, in the group's order: one number for all members."""
         tapes, numbers = self.checked.program.tapes, self.numbers
         if len(given) == 1:
             return given[0]
-        specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in meeting.members]
+        specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in communication.participants]
         first = specs[0]
-        if op.kind.row.combines is not Combine.SUM:
+        if op.kind.row.combines is not Combiner.SUM:
             return self._gathered(op, specs, given)
         if len(given) == 2 and op.reduction is Reduction.SUM:
             return numbers.element_wise(numbers.sum, given, positions(first))

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from shardlab.program import Holds, OpKind, Spec
-from shardlab.program.ops import Combine
+from shardlab.program.ops import Combiner
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import common
 
 Key = tuple[tuple[object, ...], tuple[int, ...]]
 """How a value was computed: what was done, and the numbers that it was done to."""
 
-SUMS = frozenset(kind for kind in OpKind if kind.row.combines is Combine.SUM)
+SUMS = frozenset(kind for kind in OpKind if kind.row.combines is Combiner.SUM)
 """What begins the key of a sum."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from shardlab.check.checked import ChannelModel
 from shardlab.program import OpKind, Program
-from shardlab.program.matching import EXCHANGES, Meeting, communicator
+from shardlab.program.matching import EXCHANGES, Communication, communicator
 from shardlab.program.ops import COMMUNICATION
 from shardlab.program.waiting import Wait, explain
 
@@ -19,9 +19,9 @@ class Slot:
 
     __slots__ = ("batch", "open")
 
-    def __init__(self, batch: int, meeting: int) -> None:
+    def __init__(self, batch: int, communication: int) -> None:
         self.batch = batch
-        self.open = {meeting}
+        self.open = {communication}
 
 
 class Replay:
@@ -41,20 +41,24 @@ class Replay:
     """
 
     def __init__(
-        self, program: Program, meetings: list[Meeting], meeting_of: list[dict[int, int]], model: ChannelModel
+        self,
+        program: Program,
+        communications: list[Communication],
+        communication_of: list[dict[int, int]],
+        model: ChannelModel,
     ) -> None:
         self.program = program
-        self.meetings = meetings
-        self.meeting_of = meeting_of
+        self.communications = communications
+        self.communication_of = communication_of
         self.queued = model is not ChannelModel.RENDEZVOUS
         self.per_pair = model is ChannelModel.QUEUED_PER_PAIR
-        self.size = [len(meeting.members) for meeting in meetings]
-        self.came = [0] * len(meetings)
-        self.done = bytearray(len(meetings))
+        self.size = [len(communication.participants) for communication in communications]
+        self.came = [0] * len(communications)
+        self.done = bytearray(len(communications))
         self.runnable = deque(range(len(program.tapes)))
-        self.waiting: dict[int, int] = {}  # rank -> the meeting that it waits for, or (if it joins) is to issue
+        self.waiting: dict[int, int] = {}  # rank -> the communication that it waits for, or (if it joins) is to issue
         self.waiters: dict[int, list[int]] = defaultdict(list)
-        self.lanes: list[Hashable] = [communicator(program, m) if self.per_pair else None for m in meetings]
+        self.lanes: list[Hashable] = [communicator(program, m) if self.per_pair else None for m in communications]
         self.queues: list[dict[Hashable, deque[Slot]]] = [defaultdict(deque) for _ in program.tapes]
         self.made: set[Hashable] = {EXCHANGES}
         self.together: list[dict[int, list[int]]] = self._batches() if self.queued else [{} for _ in program.tapes]
@@ -67,45 +71,45 @@ class Replay:
         at = [0] * len(tapes)
         while self.runnable:
             rank = self.runnable.popleft()
-            ops, meeting_of = tapes[rank], self.meeting_of[rank]
+            ops, communication_of = tapes[rank], self.communication_of[rank]
             for index in range(at[rank], len(ops)):
                 op = ops[index]
-                meeting = meeting_of[op[4]]
+                communication = communication_of[op[4]]
                 if op[0] is WAIT:
                     if op[4] in self.together[rank]:
-                        meeting = next((m for m in self.together[rank][op[4]] if not self.done[m]), meeting)
-                    if self.done[meeting]:
+                        communication = next((m for m in self.together[rank][op[4]] if not self.done[m]), communication)
+                    if self.done[communication]:
                         continue
                     self.stopped[rank] = op[4]
-                    self.waiters[meeting].append(rank)
-                elif not self.per_pair or self._joins(rank, meeting):
-                    self._issue(rank, meeting, op.batch)
+                    self.waiters[communication].append(rank)
+                elif not self.per_pair or self._joins(rank, communication):
+                    self._issue(rank, communication, op.batch)
                     continue
                 at[rank] = index
-                self.waiting[rank] = meeting
+                self.waiting[rank] = communication
                 break
         if not self.waiting:
             return None
-        return explain({rank: self._wait(rank, meeting) for rank, meeting in self.waiting.items()})
+        return explain({rank: self._wait(rank, communication) for rank, communication in self.waiting.items()})
 
     def _batches(self) -> list[dict[int, list[int]]]:
-        """For each rank, of the handles of messages in a batch the meetings of it all, which NCCL awaits as one."""
+        """For each rank and handle of a batched message: the communications of its batch, which NCCL awaits as one."""
         found: list[dict[int, list[int]]] = []
-        for tape, meeting_of in zip(self.program.tapes, self.meeting_of, strict=True):
+        for tape, communication_of in zip(self.program.tapes, self.communication_of, strict=True):
             handles: dict[int, list[int]] = defaultdict(list)
             for op in tape:
                 if op.batch >= 0:
                     handles[op.batch].append(op.handle)
-            found.append({h: [meeting_of[other] for other in batch] for batch in handles.values() for h in batch})
+            found.append({h: [communication_of[other] for other in batch] for batch in handles.values() for h in batch})
         return found
 
-    def _joins(self, rank: int, meeting: int) -> bool:
+    def _joins(self, rank: int, communication: int) -> bool:
         """Whether an op's communicator is made; its ranks make it together, and the last one to come wakes the rest."""
-        lane = self.lanes[meeting]
+        lane = self.lanes[communication]
         if lane in self.made:
             return True
         others = self.joining[lane]
-        if len(others) + 1 < self.size[meeting]:
+        if len(others) + 1 < self.size[communication]:
             others.append(rank)
             return False
         for other in others:
@@ -115,52 +119,52 @@ class Replay:
         self.made.add(lane)
         return True
 
-    def _issue(self, rank: int, meeting: int, batch: int) -> None:
+    def _issue(self, rank: int, communication: int, batch: int) -> None:
         """Note that one member has come."""
-        self.came[meeting] += 1
+        self.came[communication] += 1
         if self.queued:
-            queue = self.queues[rank][self.lanes[meeting]]
+            queue = self.queues[rank][self.lanes[communication]]
             if batch >= 0 and queue and queue[-1].batch == batch:
-                queue[-1].open.add(meeting)
+                queue[-1].open.add(communication)
             else:
-                queue.append(Slot(batch, meeting))
-        if self.came[meeting] == self.size[meeting]:
-            self._complete([meeting])
+                queue.append(Slot(batch, communication))
+        if self.came[communication] == self.size[communication]:
+            self._complete([communication])
 
     def _complete(self, candidates: list[int]) -> None:
         """Complete what can be; a completion may bring others to the head of their queues."""
         while candidates:
-            meeting = candidates.pop()
-            if self.came[meeting] < self.size[meeting] or self.done[meeting]:
+            communication = candidates.pop()
+            if self.came[communication] < self.size[communication] or self.done[communication]:
                 continue
             if self.queued:
-                lane = self.lanes[meeting]
-                queues = [self.queues[member.rank][lane] for member in self.meetings[meeting].members]
-                if not all(meeting in queue[0].open for queue in queues):
+                lane = self.lanes[communication]
+                queues = [self.queues[member.rank][lane] for member in self.communications[communication].participants]
+                if not all(communication in queue[0].open for queue in queues):
                     continue
                 for queue in queues:
-                    queue[0].open.discard(meeting)
+                    queue[0].open.discard(communication)
                     if not queue[0].open:
                         queue.popleft()
                         if queue:
                             candidates.extend(queue[0].open)
-            self.done[meeting] = 1
-            for rank in self.waiters.pop(meeting, ()):
+            self.done[communication] = 1
+            for rank in self.waiters.pop(communication, ()):
                 del self.waiting[rank]
                 self.runnable.append(rank)
 
     # What is said of a deadlock.
 
-    def _wait(self, rank: int, meeting: int) -> Wait:
+    def _wait(self, rank: int, communication: int) -> Wait:
         """Say what a blocked rank waits for: absent members, or in the end the operations queued before its own."""
-        text = self._op(rank, meeting)
-        joined = self.joining.get(self.lanes[meeting], ())
+        text = self._op(rank, communication)
+        joined = self.joining.get(self.lanes[communication], ())
         if rank in joined:
-            absent = [m.rank for m in self.meetings[meeting].members if m.rank not in joined]
+            absent = [m.rank for m in self.communications[communication].participants if m.rank not in joined]
             return Wait(f"{text}, the first use of its communicator, which waits for rank {absent[0]}", absent)
-        behind = [meeting]
+        behind = [communication]
         while True:
-            members = self.meetings[behind[-1]].members
+            members = self.communications[behind[-1]].participants
             absent = [m.rank for m in members if not self._has_issued(m.rank, m.op)]
             if absent:
                 if len(behind) > 1:
@@ -173,16 +177,18 @@ class Replay:
                 return Wait(text, [m.rank for m in members if m.rank != rank])
             behind.append(before)
 
-    def _op(self, rank: int, meeting: int) -> str:
-        at = next(member.op for member in self.meetings[meeting].members if member.rank == rank)
+    def _op(self, rank: int, communication: int) -> str:
+        at = next(member.op for member in self.communications[communication].participants if member.rank == rank)
         return f"{self.program.tapes[rank][at]} (its op {at})"
 
     def _has_issued(self, rank: int, op: int) -> bool:
         """Whether a blocked or ended rank has got past one of its ops."""
         if rank not in self.waiting:
             return True
-        meeting = self.waiting[rank]
-        if rank in self.joining.get(self.lanes[meeting], ()):
-            return op < next(member.op for member in self.meetings[meeting].members if member.rank == rank)
+        communication = self.waiting[rank]
+        if rank in self.joining.get(self.lanes[communication], ()):
+            return op < next(
+                member.op for member in self.communications[communication].participants if member.rank == rank
+            )
         tape, handle = self.program.tapes[rank], self.stopped[rank]
         return op < next(i for i, o in enumerate(tape) if o.kind is OpKind.WAIT and o.handle == handle)

@@ -34,10 +34,10 @@ def check(program: Program) -> Checked:
         for state in dataflow.states:
             check_kept(state.index, state.ops, state.specs)
         found = dataflow.communication
-        meetings, meeting_of = found.meetings, found.meeting_of
-        models = decide_models(program, meetings, meeting_of, found.half_batched)
+        communications, communication_of = found.communications, found.communication_of
+        models = decide_models(program, communications, communication_of, found.half_batched)
     specs = [state.specs for state in dataflow.states]
     untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
     frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])
-    why_not = why_not_runnable(program, specs, meetings)
-    return Checked(program, specs, meetings, meeting_of, models, why_not, frozen)
+    why_not = why_not_runnable(program, specs, communications)
+    return Checked(program, specs, communications, communication_of, models, why_not, frozen)

@@ -8,13 +8,13 @@ from fractions import Fraction
 
 from shardlab.errors import Refused
 from shardlab.program import Kind, Op, OpKind, Program, Spec
-from shardlab.program.matching import Meeting
-from shardlab.program.ops import Combine
+from shardlab.program.matching import Communication
+from shardlab.program.ops import Combiner
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
 from shardlab.rules.spec import Form, share_of
 
-OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combine.UNION
+OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combiner.UNION
 FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
 LOCAL = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.CONCATENATE})
 LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
@@ -24,11 +24,13 @@ Why = tuple[str, str]
 """What was given, and what to do."""
 
 
-def why_not_runnable(program: Program, specs: Sequence[dict[int, Spec]], meetings: Sequence[Meeting]) -> Refused | None:
+def why_not_runnable(
+    program: Program, specs: Sequence[dict[int, Spec]], communications: Sequence[Communication]
+) -> Refused | None:
     """The first op that has no tensors, uneven ones, or several slices where a layer has one; None if there is none."""
     tapes = program.tapes
-    sound: set[tuple[OpKind, Form]] = set()  # most meetings are of few ops and forms
-    for _, _, members in meetings:
+    sound: set[tuple[OpKind, Form]] = set()  # most communications are of few ops and forms
+    for _, _, members in communications:
         for rank, _, at in members:  # of a message the sender, of a collective the first that gives a value
             op = tapes[rank][at]
             if op[2]:

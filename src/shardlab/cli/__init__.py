@@ -19,7 +19,7 @@ from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
 from shardlab.cli.console import print_json
 from shardlab.cli.options import check_counts
-from shardlab.cli.schedule import Schedule
+from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
 from shardlab.cli.train import Train
@@ -47,7 +47,7 @@ class Command(Protocol):
 COMMANDS: dict[str, type[Command]] = {
     "strategies": Strategies,
     "simulate": Simulate,
-    "schedule": Schedule,
+    "schedule": ScheduleCommand,
     "collectives": Collectives,
     "train": Train,
     "verify": Verify,

@@ -18,7 +18,7 @@ from shardlab.program import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives(Measuring):
+class BenchCollectives(Measuring):
     """Time every collective at every size, as nccl-tests does, check its results, and fit latency and bandwidth."""
 
     ranks: OptionalCount = None
@@ -59,7 +59,7 @@ class Collectives(Measuring):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compute(Measuring):
+class BenchCompute(Measuring):
     """Time the model's layers in real training steps, and fit what each kind of kernel reaches."""
 
     ranks: OptionalCount = None
@@ -103,8 +103,8 @@ class Bench:
     """Measure this machine, and keep what was found as its profile."""
 
     what: Annotated[
-        Annotated[Collectives, subcommand("collectives", prefix_name=False)]
-        | Annotated[Compute, subcommand("compute", prefix_name=False)],
+        Annotated[BenchCollectives, subcommand("collectives", prefix_name=False)]
+        | Annotated[BenchCompute, subcommand("compute", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]
 

@@ -12,7 +12,7 @@ from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.options import Count, Flag
 from shardlab.errors import unknown
 from shardlab.program import Reduction, UserError
-from shardlab.train.place import require_port
+from shardlab.train.launch_environment import require_port
 
 if TYPE_CHECKING:
     from shardlab.execute.show import Shown

@@ -13,7 +13,7 @@ from shardlab.cli.options import Flag, OptionalCount
 from shardlab.program import AXES, Mesh, UserError
 from shardlab.rules.pieces import counted
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.entry import Entry, planned_entry
+from shardlab.strategies.entry import StrategyEntry, planned_entry
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.plan_fields import COUNT, as_flags, field_helps, field_types
@@ -30,7 +30,7 @@ class PlanOptions:
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan."""
 
-    def entry(self, name: str | None, ranks: int | None) -> tuple[Entry, int]:
+    def entry(self, name: str | None, ranks: int | None) -> tuple[StrategyEntry, int]:
         """The strategy that is meant, and on how many ranks.
 
         Args:

@@ -12,7 +12,7 @@ from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
 from shardlab.program.bounds import max_ops
-from shardlab.strategies.entry import Entry
+from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.traced import stands_for
@@ -34,7 +34,7 @@ FLOPS_CONVENTION = (
 
 
 @dataclass(frozen=True)
-class Result:
+class PricedStep:
     """A priced step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Result:
         notes: what was done to the model that a reader should know.
     """
 
-    entry: Entry
+    entry: StrategyEntry
     workload: Workload
     estimate: Estimate
     names: tuple[str, str]
@@ -65,7 +65,7 @@ def price(
     layers: int | None = None,
     batch: BatchRequest = AS_USUAL,
     force: bool = False,
-) -> Result:
+) -> PricedStep:
     """Simulate what the command line asks for; what it leaves out is None.
 
     Args:
@@ -117,10 +117,10 @@ def price(
     estimate = workload.estimate()
     require_memory(workload, estimate, whole)
     notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
-    return Result(entry, workload, estimate, (model_name, cluster_name), not alike, notes)
+    return PricedStep(entry, workload, estimate, (model_name, cluster_name), not alike, notes)
 
 
-def _require_few_ranks(entry: Entry, workload: Workload, cluster: str) -> None:
+def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:
     """Refuse what would take minutes before anything is said."""
     mesh = workload.mesh
     axis, size = max(mesh.sizes().items(), key=lambda item: item[1])
@@ -178,7 +178,7 @@ def _ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
     return None if named or alone else size
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: PricedStep) -> dict[str, Any]:
     """Describe the step for other programs; in seconds, bytes and shares."""
     workload, estimate, entry = result.workload, result.estimate, result.entry
     program, step = estimate.traced.program, estimate.step

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
-from shardlab.cli.priced import MOST_CHECKED, Result
+from shardlab.cli.priced import MOST_CHECKED, PricedStep
 from shardlab.cli.timeline_rows import print_timeline
 from shardlab.rules.pieces import counted
 from shardlab.timeline.traced import rank_of, stands_for
@@ -25,7 +25,7 @@ DRAWN_OPS = 200_000
 """Of more ops no timeline is drawn in the terminal: it would take longer than the simulation."""
 
 
-def print_priced(result: Result, written: list[Path], console: Console | None = None) -> None:
+def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
     """Print all of it; `written` are the files that were made."""
     console = console or stdout_console()
     workload, estimate = result.workload, result.estimate
@@ -48,7 +48,7 @@ def print_priced(result: Result, written: list[Path], console: Console | None = 
         print_path(console, "written to", path)
 
 
-def _figures(result: Result) -> list[tuple[str, str, str]]:
+def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
     """Each with its label, and with what is to be said of it."""
     workload, estimate = result.workload, result.estimate
     step, peak, device = estimate.step, estimate.peak, workload.cluster.device
@@ -76,12 +76,12 @@ def _categories(peak: Peak) -> str:
     return ", ".join(f"{category} {bytes / size:,.2f}" for category, bytes in shares if bytes >= 0.005 * size)
 
 
-def _exposed(result: Result) -> str:
+def _exposed(result: PricedStep) -> str:
     shown = [(key, share) for key, share in result.estimate.exposed.items() if share >= 0.0005][:4]
     return ", ".join(f"{kind.replace('_', '-')} on {axis} {share:.1%}" for (kind, axis), share in shown) or "none"
 
 
-def _simulated(result: Result) -> str:
+def _simulated(result: PricedStep) -> str:
     """Say how many ranks were simulated, and which stand for which."""
     program, ranks = result.estimate.traced.program, result.workload.mesh.world
     if program.ranks == ranks:
@@ -96,13 +96,13 @@ def _span(ranks: range) -> str:
     return f"{ranks[0]}-{ranks[-1]}"
 
 
-def _checked(result: Result) -> str:
+def _checked(result: PricedStep) -> str:
     if result.checked:
         return "passed"
     return f"left out above {MOST_CHECKED:,} ops on all ranks; fewer ranks, layers or microbatches are checked"
 
 
-def _print_ranks(console: Console, result: Result) -> None:
+def _print_ranks(console: Console, result: PricedStep) -> None:
     """A row of signs for each rank, with its peak memory."""
     timeline, peaks = result.estimate.timeline(), result.estimate.peaks
     memory = [f"{bytes_text(peak.bytes):>11}" for peak in peaks]

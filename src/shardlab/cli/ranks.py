@@ -12,15 +12,15 @@ from shardlab.check import Checked
 from shardlab.cli.strategy import checked
 from shardlab.program import OpKind, Refused, UserError
 from shardlab.starting import INTERRUPTED
-from shardlab.strategies.entry import Entry
+from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, pick_device
-from shardlab.train.place import find_place, restarts
+from shardlab.train.launch_environment import find_launch_environment, restarts
 from shardlab.train.processes import RankFailed, is_lost
 from shardlab.train.saved import saved_in, sweep
 
 
-def checked_to_run(entry: Entry, job: Job, clip: float | None) -> Checked:
+def checked_to_run(entry: StrategyEntry, job: Job, clip: float | None) -> Checked:
     """Check a strategy for a job, before any rank is started.
 
     Raises:
@@ -73,15 +73,15 @@ def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
     except (UserError, Refused):
         raise
     except Exception as error:  # in a launcher's world this process is a rank
-        place = find_place(os.environ)
-        if out is not None and place is not None and place.rank == 0:
+        environment = find_launch_environment(os.environ)
+        if out is not None and environment is not None and environment.rank == 0:
             print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
-        if place is None or not is_lost(error):
+        if environment is None or not is_lost(error):
             raise
-        print(f"shardlab: rank {place.rank} lost its connection, since another rank has ended", file=sys.stderr)
+        print(f"shardlab: rank {environment.rank} lost its connection, since another rank has ended", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt as interrupt:
-        if out is not None and find_place(os.environ) is None:  # else a launcher's other ranks may still write
+        if out is not None and find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
             sweep(out)
         tell_interrupted(out, str(interrupt))
         raise SystemExit(INTERRUPTED) from None

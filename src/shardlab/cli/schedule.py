@@ -20,7 +20,7 @@ from shardlab.strategies.schedules.steps import Steps
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleCommand:
     """Write a pipeline schedule as PyTorch's CSV: a row for each rank, a cell for each thing that it does.
 
     `shardlab simulate --schedule FILE.csv`, and verify and train, take such files as schedules.

@@ -23,7 +23,7 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError, trace
-from shardlab.strategies.entry import Entry
+from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.planned import planned
 from shardlab.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
 
@@ -152,7 +152,7 @@ class Simulate:
         return 0
 
 
-def _without_recompute(entry: Entry, proof: Checked, costs: Costs) -> Timeline | None:
+def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs) -> Timeline | None:
     """What a plan that recomputes would be without, on the same layers: other ones are not to be compared with it."""
     program = proof.program
     plan = entry.plan(program.ranks) if entry.plan else None
@@ -162,7 +162,9 @@ def _without_recompute(entry: Entry, proof: Checked, costs: Costs) -> Timeline |
     return simulate(check(kept), costs)
 
 
-def as_json(entry: Entry, proof: Checked, timeline: Timeline, without: Timeline | None = None) -> dict[str, Any]:
+def as_json(
+    entry: StrategyEntry, proof: Checked, timeline: Timeline, without: Timeline | None = None
+) -> dict[str, Any]:
     """What is known of a strategy, for other programs; `without`: of the same plan without recomputation."""
     program = proof.program
     return {

@@ -13,7 +13,7 @@ from shardlab.check import check
 from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.options import Flag
 from shardlab.program import trace
-from shardlab.strategies import STRATEGIES, Entry
+from shardlab.strategies import STRATEGIES, StrategyEntry
 from shardlab.timeline import Traffic, traffic
 
 LAYERS = 8
@@ -73,7 +73,7 @@ class Sent:
         return f"{' + '.join(sizes)} in {' and '.join(times)}" if times else "nothing"
 
 
-def sent_by(entry: Entry) -> Sent:
+def sent_by(entry: StrategyEntry) -> Sent:
     """Counted on the tapes; elements have 4 bytes."""
     checked = check(trace(entry.program, entry.grid(entry.ranks), entry.puzzle(entry.ranks, LAYERS), MICROBATCHES))
     sizes = checked.program.sizes
@@ -81,7 +81,7 @@ def sent_by(entry: Entry) -> Sent:
     return Sent(most, most.weights / 4 / sum(sizes.weights), most.activations / 4 / sizes.activations[0])
 
 
-def as_json(entry: Entry) -> dict[str, Any]:
+def as_json(entry: StrategyEntry) -> dict[str, Any]:
     """A row for other programs."""
     sent = sent_by(entry)
     return {

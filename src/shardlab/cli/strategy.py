@@ -9,10 +9,10 @@ from shardlab.check import Checked, check
 from shardlab.check.blame import Blame
 from shardlab.program import Sizes, trace
 from shardlab.program.user_file import file_and_name
-from shardlab.strategies.entry import Entry
+from shardlab.strategies.entry import StrategyEntry
 
 
-def checked(entry: Entry, ranks: int, layers: int | Sizes, microbatches: int) -> Checked:
+def checked(entry: StrategyEntry, ranks: int, layers: int | Sizes, microbatches: int) -> Checked:
     """Trace a strategy and check it.
 
     Raises:

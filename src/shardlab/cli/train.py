@@ -90,12 +90,12 @@ class Train:
 
     def run(self) -> int:
         from shardlab.train.heartbeat import Heartbeat
-        from shardlab.train.place import find_place, require_port
+        from shardlab.train.launch_environment import find_launch_environment, require_port
 
         if self.data is not None:
             want_file(self.data)  # before torch is imported
         require_port(os.environ)
-        place = find_place(os.environ)
+        place = find_launch_environment(os.environ)
         first = place is None or place.rank == 0
         with Heartbeat("start", until=lambda: not first) as heartbeat:
             return self._run(heartbeat, first)
@@ -107,7 +107,7 @@ class Train:
         from shardlab.train.launch import ranks_here, run_ranks
         from shardlab.train.loop import train_rank
         from shardlab.train.output import free_folder
-        from shardlab.train.run import Run
+        from shardlab.train.run import TrainingRun
         from shardlab.train.tracing import Tracing
 
         refuse_restart(self.out)
@@ -142,7 +142,7 @@ class Train:
         if tracing is not None and self.steps < tracing.steps:
             raise UserError(f"--trace needs {tracing.steps} steps, but --steps is {self.steps}; give more")
         command = shlex.join(["shardlab", *sys.argv[1:]])
-        plan = Run(job, optimizer, self.data, out, tracing, self.prompt, command)
+        plan = TrainingRun(job, optimizer, self.data, out, tracing, self.prompt, command)
         plan.corpus(plan.text())
         heartbeat.doing = "check of the program"
         checked_to_run(chosen, job, self.clip)

@@ -15,7 +15,7 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_drifts
 from shardlab.program import UserError
 from shardlab.rules.pieces import counted
-from shardlab.train.place import require_port
+from shardlab.train.launch_environment import require_port
 
 
 @dataclass(frozen=True)

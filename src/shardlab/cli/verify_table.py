@@ -14,10 +14,10 @@ from rich.text import Text
 from shardlab.cli.console import table_of
 from shardlab.train.cases import ALONE
 from shardlab.train.verify import TOLERANCE
-from shardlab.train.verify_all import Result
+from shardlab.train.verify_all import CaseResult
 
 
-def as_json(results: Sequence[Result], seconds: float) -> dict[str, Any]:
+def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:
     """Describe all results for other programs."""
     rows = [
         {
@@ -32,7 +32,7 @@ def as_json(results: Sequence[Result], seconds: float) -> dict[str, Any]:
     return {"cases": rows, "tolerance": TOLERANCE, "seconds": round(seconds, 1), "ok": ok}
 
 
-def print_tables(results: Sequence[Result], seconds: float, console: Console) -> None:
+def print_tables(results: Sequence[CaseResult], seconds: float, console: Console) -> None:
     """The strategies alone; then every way to shard, and every pipeline, with the pair that is farthest off."""
     alone = [result for result in results if result.case.column == ALONE]
     pairs = [result for result in results if result.case.column != ALONE]
@@ -49,12 +49,12 @@ def print_tables(results: Sequence[Result], seconds: float, console: Console) ->
     console.print(verdict)
 
 
-def _table(results: Sequence[Result], title: str) -> Table:
+def _table(results: Sequence[CaseResult], title: str) -> Table:
     """For each strategy, sharding or pipeline how many cases there are, and the worst of them."""
     table = table_of(title, "cases", "largest error", gap=3)
     table.columns[0].style = "cyan"
     table.add_column("" if title == "strategy" else "where", style="dim", no_wrap=True)
-    cases: dict[str, list[Result]] = defaultdict(list)
+    cases: dict[str, list[CaseResult]] = defaultdict(list)
     for result in results:
         cases[result.case.column if title == "sharding" else result.case.row].append(result)
     for name, here in cases.items():

@@ -27,9 +27,9 @@ def arrows(timeline: Timeline) -> Iterator[Arrow]:
     A join goes from the member for which the others of a collective waited (of several, the first) to each of them.
     """
     came = [moments_of(timeline, row) for row in range(len(timeline.events))]
-    for meeting in timeline.meetings:
-        places = [(row, at) for row, _, at in meeting.members]
-        if meeting.stream is Stream.MESSAGE:
+    for communication in timeline.communications:
+        places = [(row, at) for row, _, at in communication.participants]
+        if communication.stream is Stream.MESSAGE:
             yield Arrow("message", *places)
         else:
             last = max(places, key=lambda place: came[place[0]][place[1]])

@@ -175,8 +175,8 @@ def _draw_messages(axes: Axes, panel: Panel) -> None:
 def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
     """Pair every send with its receive; one whose sender is not in the timeline is left out."""
     events = {(event.rank, event.op): event for row in timeline.events for event in row if event.kind in POINT_TO_POINT}
-    for meeting in timeline.meetings:
-        if meeting.stream is Stream.MESSAGE:
-            sent, received = (events.get((row, at)) for row, _, at in meeting.members)
+    for communication in timeline.communications:
+        if communication.stream is Stream.MESSAGE:
+            sent, received = (events.get((row, at)) for row, _, at in communication.participants)
             if sent is not None and received is not None:
                 yield sent, received

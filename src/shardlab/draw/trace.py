@@ -47,7 +47,7 @@ Shown = tuple[Timeline, Sequence[Counter] | None]
 """What happened when, and for each row its memory by category; None to show memory as one number."""
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """Place of an event in the trace: its process and thread, and its nanoseconds."""
 
     process: int
@@ -71,12 +71,12 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
     threads, flows = count(first), count(1)  # no thread has a process's number: viewers take that for the main thread
     for place, (name, (timeline, counters)) in enumerate(shown.items()):
         program = timeline.program
-        spans: dict[tuple[int, int], Span] = {}
+        spans: dict[tuple[int, int], TraceSpan] = {}
         for row, events in enumerate(timeline.events):
             process = rank_of(program, row) * len(shown) + place
             yield _named("process_name", process, 0, f"{name} {rank_name(program, row)}".strip())
             yield _meta("process_sort_index", process, 0, sort_index=process)
-            lanes: dict[str, list[Span]] = defaultdict(list)
+            lanes: dict[str, list[TraceSpan]] = defaultdict(list)
             for event in sorted(events, key=lambda event: (event.start, event.end)):
                 stream = _stream(program.tapes[row][event.op])
                 lane, span = _laid(event, lanes[stream], process, threads)
@@ -92,12 +92,12 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
             yield from _flow(arrow, spans, flows)
 
 
-def _laid(event: Event, lanes: Sequence[Span], process: int, threads: Iterator[int]) -> tuple[int, Span]:
+def _laid(event: Event, lanes: Sequence[TraceSpan], process: int, threads: Iterator[int]) -> tuple[int, TraceSpan]:
     """An event's lane among those of its stream, which are given by their last spans, and where it stands."""
     start, end = round(event.start * NANO), round(event.end * NANO)
     lane = next((lane for lane, last in enumerate(lanes) if last.end <= start), len(lanes))
     thread = lanes[lane].thread if lane < len(lanes) else next(threads)
-    return lane, Span(process, thread, start, end)
+    return lane, TraceSpan(process, thread, start, end)
 
 
 def _stream(op: Op) -> str:
@@ -122,7 +122,7 @@ def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
-def _complete(event: Event, span: Span, layer: int) -> dict[str, Any]:
+def _complete(event: Event, span: TraceSpan, layer: int) -> dict[str, Any]:
     """An event as `forward 0 (layer 3)`: its microbatches, as in the pictures, and the model's layer.
 
     Perfetto gives a name, less its numbers, a colour of its own; Chrome takes that which is named.
@@ -149,7 +149,7 @@ def _complete(event: Event, span: Span, layer: int) -> dict[str, Any]:
     }
 
 
-def _flow(arrow: Arrow, spans: Mapping[tuple[int, int], Span], flows: Iterator[int]) -> Iterator[dict[str, Any]]:
+def _flow(arrow: Arrow, spans: Mapping[tuple[int, int], TraceSpan], flows: Iterator[int]) -> Iterator[dict[str, Any]]:
     """An arrow from its source's start to its target's last nanosecond.
 
     Its ends bind to the spans that enclose them, so what took no time has none, nor has what ended before its source

@@ -85,14 +85,14 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
 def _received(state: State, op: Op) -> list[Spec]:
     """What each member of a collective receives, in the group's order."""
     checked = state.checked
-    members = checked.meetings[checked.meeting_of[state.rank][op.handle]].members
+    members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
     return [checked.specs[rank][checked.program.tapes[rank][at].outputs[0]] for rank, _, at in members]
 
 
 def _given(state: State, op: Op) -> list[Spec]:
     """What each member of a collective gives, in the group's order."""
     checked = state.checked
-    members = checked.meetings[checked.meeting_of[state.rank][op.handle]].members
+    members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
     return [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]] for rank, _, at in members]
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from shardlab.execute.entries import Entry, deepest, entries
 from shardlab.execute.saved import Saved
 from shardlab.models import LayerLayout
-from shardlab.models.tensors import Dropout, Layer, Share, views
+from shardlab.models.tensors import Dropout, Share, TensorLayer, views
 
 
 class FlatWeight:
@@ -28,7 +28,7 @@ class Graph:
 
     def __init__(
         self,
-        layer: Layer,
+        layer: TensorLayer,
         inputs: Sequence[Tensor],
         weight: FlatWeight,
         share: Share,

@@ -19,7 +19,7 @@ from shardlab.program.ops import COMMUNICATION
 from shardlab.program.record import Moments, StepRecord
 
 
-class Recorder:
+class OpTimer:
     """Runs steps of an executor and keeps what it saw of each.
 
     Attributes:

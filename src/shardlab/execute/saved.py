@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Place(NamedTuple):
+class View(NamedTuple):
     """A tensor that autograd saved, as its place in the weight's buffer."""
 
     size: tuple[int, ...]
@@ -36,14 +36,14 @@ class Saved:
         self.flat: Tensor | None = flat
         self.read: set[int] = set()
         self._unknown = flat.new_full((), math.nan)
-        self._tensors: list[Tensor | Place | None] = []
+        self._tensors: list[Tensor | View | None] = []
 
     def pack(self, tensor: Tensor) -> int:
         """Autograd saves a tensor: its number."""
         assert self.flat is not None
         if tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
             offset = tensor.storage_offset() - self.flat.storage_offset()
-            self._tensors.append(Place(tuple(tensor.shape), tensor.stride(), offset))
+            self._tensors.append(View(tuple(tensor.shape), tensor.stride(), offset))
         else:
             self._tensors.append(tensor.detach())  # or it would keep the graph, which keeps this, for ever
         return len(self._tensors) - 1

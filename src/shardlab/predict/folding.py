@@ -28,8 +28,8 @@ from shardlab.program import (
     World,
 )
 from shardlab.program.bounds import MAX_FOLDED
-from shardlab.program.matching import Channel, Meeting, channel_of, meetings_of
-from shardlab.program.meetings import Channels, CollectiveHandle, Collectives, SendHandle, Wake
+from shardlab.program.communications import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
+from shardlab.program.matching import Channel, Communication, channel_of, communications_of
 from shardlab.program.rooted import Call, collective, unite
 from shardlab.program.value import Value
 from shardlab.program.world import gc_paused
@@ -41,7 +41,7 @@ from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 
 if TYPE_CHECKING:
-    from shardlab.program.recorder import Recorder
+    from shardlab.program.tracer import Tracer
 
 
 SCALAR = Kind.SCALAR
@@ -56,13 +56,13 @@ class Folded:
 
     Attributes:
         program: as many tapes as there are pipeline ranks, on the whole mesh.
-        specs, meetings, meeting_of: as of a checked program; members of other rows are left out.
+        specs, communications, communication_of: as of a checked program; members of other rows are left out.
     """
 
     program: Program
     specs: list[dict[int, Spec]]
-    meetings: list[Meeting]
-    meeting_of: list[dict[int, int]]
+    communications: list[Communication]
+    communication_of: list[dict[int, int]]
 
 
 def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
@@ -77,7 +77,7 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
         program = world.run(planned(plan))
         specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
         world.release()
-        return Folded(program, specs, *meetings_of(program, partial(_channel, program.mesh, world.stride)))
+        return Folded(program, specs, *communications_of(program, partial(_channel, program.mesh, world.stride)))
 
 
 class FoldedRank(Rank):
@@ -114,7 +114,7 @@ class FoldedWorld(World):
         return rank // self.stride
 
 
-class FoldedCollectives(Collectives):
+class FoldedCollectives(OpenCollectives):
     """Groups along the pipeline meet; any other member gives what the one that is there gives, rotated."""
 
     def __init__(self, wake: Wake, rules: Rules, rotation: Rotation, stride: int) -> None:
@@ -128,7 +128,7 @@ class FoldedCollectives(Collectives):
         classes: dict[Hashable, int] = {}
         self._alike = [classes.setdefault(each, len(classes)) for each in around]
 
-    def issue(self, rank: Recorder, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
+    def issue(self, rank: Tracer, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         if _all_there(group, self._stride):
             return super().issue(rank, call, value, group)
         return CollectiveHandle(rank, call, value, group, {})
@@ -191,7 +191,7 @@ class FoldedChannels(Channels):
         self._rotation = rotation
         self._stride = stride
 
-    def post_send(self, rank: Recorder, value: Value, to: int) -> SendHandle:
+    def post_send(self, rank: Tracer, value: Value, to: int) -> SendHandle:
         source, there = _twin(self._rotation.mesh, rank.index, to, self._stride)
         line = self._matcher[source, there]
         handle = line.next(source)[source] = SendHandle(rank, value, line)

@@ -6,7 +6,7 @@ from shardlab.program.mesh import AXES, Group, Mesh
 from shardlab.program.ops import OpKind
 from shardlab.program.rank import Rank
 from shardlab.program.sizes import Sizes
-from shardlab.program.tape import Message, Op, Program
+from shardlab.program.tape import ExpectedValue, Op, Program
 from shardlab.program.value import Store, Value
 from shardlab.program.world import Strategy, World, trace
 from shardlab.rules.kind import Kind, Reduction
@@ -16,12 +16,12 @@ from shardlab.rules.spec import Spec
 __all__ = [
     "AXES",
     "Deadlock",
+    "ExpectedValue",
     "Group",
     "Handle",
     "Holds",
     "Kind",
     "Mesh",
-    "Message",
     "Op",
     "OpKind",
     "Program",

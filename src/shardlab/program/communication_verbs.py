@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from shardlab.errors import Refused, of_layer
 from shardlab.program import rooted
+from shardlab.program.communications import RecvHandle, SendHandle
 from shardlab.program.handle import Handle
-from shardlab.program.meetings import RecvHandle, SendHandle
 from shardlab.program.mesh import Group, group_among
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
-from shardlab.program.place import Place
+from shardlab.program.rank_context import RankContext
 from shardlab.program.rooted import Call, call_of
-from shardlab.program.tape import Message, Op
+from shardlab.program.tape import ExpectedValue, Op
 from shardlab.program.value import Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
 from shardlab.rules.pieces import mask_of
@@ -45,7 +45,7 @@ _APART = COMMUNICATION | {OpKind.WAIT}
 _MAY_GIVE_NONE = frozenset(kind for kind in COLLECTIVES if 0 in kind.row.inputs)
 
 
-class CommunicationVerbs(Place):
+class CommunicationVerbs(RankContext):
     """Collectives over an axis of the mesh, and messages between two ranks.
 
     Each verb issues a communication and returns a handle; `await` it for the result. What it reads may not be updated
@@ -186,7 +186,9 @@ class CommunicationVerbs(Place):
         message = None if expect is None or is_root else self._message(call.kind.value, expect)
         return self._collective(call, value, group, message)
 
-    def _collective(self, call: Call, value: Value | None, group: Group, expect: Message | None = None) -> Handle[Any]:
+    def _collective(
+        self, call: Call, value: Value | None, group: Group, expect: ExpectedValue | None = None
+    ) -> Handle[Any]:
         kind, root, reduction = call
         spec = None
         if value is not None or kind not in _MAY_GIVE_NONE:
@@ -323,7 +325,7 @@ class CommunicationVerbs(Place):
         self._issue(op, handle, None)
         return handle
 
-    def _message(self, op: str, expect: Expected) -> Message:
+    def _message(self, op: str, expect: Expected) -> ExpectedValue:
         if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "write (store's name, layer, microbatch or microbatches)"
             self.refuse("wrong expectation", op, f"{expect!r} was expected", remedy)
@@ -334,7 +336,7 @@ class CommunicationVerbs(Place):
             self.refuse("wrong expectation", op, f"{name!r} is not a store", remedy)
         total = len(self.microbatches)
         if microbatches.__class__ is int and 0 <= microbatches < total:  # pyright: ignore[reportOperatorIssue]
-            return Message(kind, layer, 1 << microbatches)  # pyright: ignore[reportOperatorIssue]
+            return ExpectedValue(kind, layer, 1 << microbatches)  # pyright: ignore[reportOperatorIssue]
         numbers = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
         try:
             mask = mask_of(numbers)
@@ -343,7 +345,7 @@ class CommunicationVerbs(Place):
         if not 0 <= mask < 1 << total:
             remedy = f"the step has 0-{total - 1}, expect some of these"
             self.refuse("unknown microbatch", of_layer(op, layer), f"microbatches {numbers} were expected", remedy)
-        return Message(kind, layer, mask)
+        return ExpectedValue(kind, layer, mask)
 
     def _check_peer(self, op: str, peer: int) -> None:
         if not isinstance(peer, int):  # pyright: ignore[reportUnnecessaryIsInstance]  # users' programs are not checked

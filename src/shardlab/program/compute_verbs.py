@@ -12,7 +12,7 @@ from shardlab.program.ops import OpKind
 from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules import update
-from shardlab.rules.layer import Backward
+from shardlab.rules.layer import BackwardResult
 from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Spec
 
@@ -202,7 +202,7 @@ class ComputeVerbs(LoadingVerbs):
 
     def _backward(
         self, op: str, layer: int, activation: Value, gradients: Value | Values, weight: Value
-    ) -> tuple[list[Spec], Backward, tuple[int, ...], Values]:
+    ) -> tuple[list[Spec], BackwardResult, tuple[int, ...], Values]:
         """Derive a backward pass.
 
         Returns:

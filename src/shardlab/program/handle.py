@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shardlab.program.waiting import Wait
 
 if TYPE_CHECKING:
-    from shardlab.program.recorder import Recorder
+    from shardlab.program.tracer import Tracer
     from shardlab.program.value import Value
 
 Result = TypeVar("Result", covariant=True)
@@ -32,7 +32,7 @@ class Handle(Generic[Result]):
     ready = False
     waited = False
 
-    def __init__(self, rank: Recorder, result: Result, read: Value | None) -> None:
+    def __init__(self, rank: Tracer, result: Result, read: Value | None) -> None:
         self.rank = rank
         self.number = rank.handles
         self.op = len(rank.ops)

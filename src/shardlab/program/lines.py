@@ -17,7 +17,7 @@ IMPORTING = "<frozen importlib._bootstrap>"
 """The file of a frame that imports a module."""
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file, or of a notebook's cell."""
 
     file: str
@@ -27,21 +27,21 @@ class Line(NamedTuple):
         return f"{shown(self.file)}:{self.number}"
 
 
-def at(line: Line | None) -> str:
+def at(line: SourceLine | None) -> str:
     """Where somebody waits, to be put after it; empty if that is not known."""
     return "" if line is None else f" ({line})"
 
 
-def here() -> Line | None:
+def here() -> SourceLine | None:
     """The innermost line of the user that runs now; None if there is none."""
     return line_of(sys._getframe())  # pyright: ignore[reportPrivateUsage]
 
 
-def line_of(frame: FrameType | None) -> Line | None:
+def line_of(frame: FrameType | None) -> SourceLine | None:
     """The innermost line of the user among a frame and its callers; None if there is none."""
     while frame is not None and is_machinery(frame):
         frame = frame.f_back
-    return None if frame is None else Line(frame.f_code.co_filename, frame.f_lineno)
+    return None if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 
 def is_importing(frame: FrameType | None) -> bool:

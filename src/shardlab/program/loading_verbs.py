@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from shardlab.errors import of_layer
 from shardlab.program.ops import OpKind
-from shardlab.program.place import Place
+from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT, Op
 from shardlab.program.value import Value
 from shardlab.rules.kind import Kind
@@ -14,7 +14,7 @@ from shardlab.rules.pieces import WHOLE, Holds, mask_of
 from shardlab.rules.spec import Spec, form_of
 
 
-class LoadingVerbs(Place):
+class LoadingVerbs(RankContext):
     """Verbs that make values of nothing: weights, optimizer states, batches, and gradients of no microbatch."""
 
     def load_weights(self, layer: int, shard: int = 0, of: int = 1) -> tuple[Value, Value]:

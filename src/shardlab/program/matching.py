@@ -23,7 +23,7 @@ EXCHANGES = "exchanges"
 """The communicator of all exchanges: the world's, which is there before the first op."""
 
 
-class Member(NamedTuple):
+class Participant(NamedTuple):
     """One rank's part in a communication: its handle, and the index of the op that issues it."""
 
     rank: int
@@ -31,7 +31,7 @@ class Member(NamedTuple):
     op: int
 
 
-class Meeting(NamedTuple):
+class Communication(NamedTuple):
     """A communication with all its parts.
 
     Attributes:
@@ -42,10 +42,10 @@ class Meeting(NamedTuple):
 
     stream: Stream
     group: Group | None
-    members: list[Member]
+    participants: list[Participant]
 
 
-class Line(Generic[Part]):
+class ChannelQueue(Generic[Part]):
     """One channel: puts the parts of its communications together, whichever comes first. What is whole is forgotten."""
 
     __slots__ = ("_done", "_issued", "_ranks", "open")
@@ -78,11 +78,11 @@ class Line(Generic[Part]):
         return parts
 
 
-class Matcher(dict[Channel, Line[Part]]):
+class Matcher(dict[Channel, ChannelQueue[Part]]):
     """The channels in use, each made when it is first asked for."""
 
-    def __missing__(self, channel: Channel) -> Line[Part]:
-        line = self[channel] = Line[Part](channel.ranks if isinstance(channel, Group) else channel)
+    def __missing__(self, channel: Channel) -> ChannelQueue[Part]:
+        line = self[channel] = ChannelQueue[Part](channel.ranks if isinstance(channel, Group) else channel)
         return line
 
     def left(self) -> Iterator[dict[int, Part]]:
@@ -100,9 +100,9 @@ def channel_of(rank: int, op: Op) -> Channel | None:
     return (rank, op.peer) if op[0] is SEND else (op.peer, rank)
 
 
-def meetings_of(
+def communications_of(
     program: Program, channel_of: Callable[[int, Op], Channel | None] = channel_of
-) -> tuple[list[Meeting], list[dict[int, int]]]:
+) -> tuple[list[Communication], list[dict[int, int]]]:
     """All communications of a program, from its tapes alone, and for each tape the place in them of each handle.
 
     They come in the order of their last members, which name tapes. What has no peer among the tapes is left out.
@@ -111,8 +111,8 @@ def meetings_of(
         program: on whose tapes ops have been issued in an order that can be.
         channel_of: the channel on which a rank issues an op.
     """
-    matcher = Matcher[Member]()
-    meetings: list[Meeting] = []
+    matcher = Matcher[Participant]()
+    communications: list[Communication] = []
     apart = program.mesh.world // program.ranks  # of folded tapes, those of a pipeline's first ranks
     for row, tape in enumerate(program.tapes):
         rank = row * apart
@@ -126,34 +126,34 @@ def meetings_of(
             if isinstance(channel, tuple):
                 end = channel[0] if op[0] is SEND else channel[-1]
             line = matcher[channel]
-            line.next(end)[end] = Member(row, op.handle, at)
+            line.next(end)[end] = Participant(row, op.handle, at)
             members = line.whole()
             if members is not None:
-                meetings.append(Meeting(op[0].row.stream, op.group, members))
-    meetings.sort(key=lambda meeting: meeting.members[-1])
+                communications.append(Communication(op[0].row.stream, op.group, members))
+    communications.sort(key=lambda communication: communication.participants[-1])
     places: list[dict[int, int]] = [{} for _ in program.tapes]
-    for place, meeting in enumerate(meetings):
-        for member in meeting.members:
+    for place, communication in enumerate(communications):
+        for member in communication.participants:
             places[member.rank][member.handle] = place
-    return meetings, places
+    return communications, places
 
 
-def communicator(program: Program, meeting: Meeting) -> Hashable:
+def communicator(program: Program, communication: Communication) -> Hashable:
     """What carries a communication (as ProcessGroupNCCL does without `device_id`).
 
     A group's collectives have one, the single messages of two ranks another, and all exchanges a third.
     """
-    if meeting.stream is COLLECTIVE:
-        return meeting.group
-    if any(program.tapes[rank][at].batch >= 0 for rank, _, at in meeting.members):
+    if communication.stream is COLLECTIVE:
+        return communication.group
+    if any(program.tapes[rank][at].batch >= 0 for rank, _, at in communication.participants):
         return EXCHANGES
-    return frozenset(member.rank for member in meeting.members)
+    return frozenset(member.rank for member in communication.participants)
 
 
-def stream_of(program: Program, meeting: Meeting) -> Hashable:
+def stream_of(program: Program, communication: Communication) -> Hashable:
     """What a communication takes turns with on each of its ranks: all on its communicator.
 
     What is exchanged in one call crosses, so there each direction counts alone.
     """
-    found = communicator(program, meeting)
-    return tuple(member.rank for member in meeting.members) if found is EXCHANGES else found
+    found = communicator(program, communication)
+    return tuple(member.rank for member in communication.participants) if found is EXCHANGES else found

@@ -49,7 +49,7 @@ class Price(Enum):
     NOTHING = "nothing"
 
 
-class Combine(Enum):
+class Combiner(Enum):
     """What becomes of several values in one: their sum, or their pieces side by side."""
 
     SUM = "sum"
@@ -57,7 +57,7 @@ class Combine(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class OpRow:
     """What is known of an op.
 
     Attributes:
@@ -91,7 +91,7 @@ class Row:
     stream: Stream = Stream.COMPUTE
     price: Price = Price.OP
     root: Literal["gives", "receives"] | None = None
-    combines: Combine | None = None
+    combines: Combiner | None = None
     in_place: bool = False
     ends: tuple[int, ...] = ()
     saved: int = -1
@@ -105,7 +105,7 @@ class Row:
 
 _COLLECTIVE, _MESSAGE, _NONE = Stream.COLLECTIVE, Stream.MESSAGE, Stream.NONE
 _EACH, _BYTES, _NOTHING = Price.MICROBATCH, Price.BYTES, Price.NOTHING
-_SUM, _UNION = Combine.SUM, Combine.UNION
+_SUM, _UNION = Combiner.SUM, Combiner.UNION
 _SAVED, _HALF = Kind.SAVED, Kind.SAVED_FOR_WEIGHT
 
 
@@ -113,9 +113,9 @@ class OpKind(Enum):
     """What an entry of the tape does, in the order in which legends name them. The row of each is its `row`."""
 
     _value_: str
-    row: Row
+    row: OpRow
 
-    def __new__(cls, row: Row) -> OpKind:
+    def __new__(cls, row: OpRow) -> OpKind:
         self = object.__new__(cls)
         self._value_, self.row = row.name, row
         return self
@@ -123,44 +123,44 @@ class OpKind(Enum):
     __hash__ = object.__hash__  # kinds are dictionary keys on the hot path
 
     # fmt: off
-    FORWARD = Row("forward", (2, 3, 4), (1, 2, 3, 4), "F", "blue", part_of="forward", price=_EACH, keeps=_SAVED)
-    RECOMPUTE = Row("recompute", (2,), (1,), "R", "light blue", hatch="////", part_of="backward", price=_EACH,
+    FORWARD = OpRow("forward", (2, 3, 4), (1, 2, 3, 4), "F", "blue", part_of="forward", price=_EACH, keeps=_SAVED)
+    RECOMPUTE = OpRow("recompute", (2,), (1,), "R", "light blue", hatch="////", part_of="backward", price=_EACH,
                     keeps=_SAVED)
-    BACKWARD = Row("backward", (4, 5, 6), (2, 3, 4), "B", "orange", part_of="backward", price=_EACH, saved=3)
-    BACKWARD_INPUT = Row("backward_input", (4, 5, 6), (2, 3, 4), "I", "teal", word="backward: input gradient",
+    BACKWARD = OpRow("backward", (4, 5, 6), (2, 3, 4), "B", "orange", part_of="backward", price=_EACH, saved=3)
+    BACKWARD_INPUT = OpRow("backward_input", (4, 5, 6), (2, 3, 4), "I", "teal", word="backward: input gradient",
                          part_of="backward", price=_EACH, saved=3, keeps=_HALF)
-    BACKWARD_WEIGHT = Row("backward_weight", (3,), (1,), "W", "green", word="backward: weight gradient",
+    BACKWARD_WEIGHT = OpRow("backward_weight", (3,), (1,), "W", "green", word="backward: weight gradient",
                           part_of="backward_weight", price=_EACH, saved=2)
-    ATTEND = Row("attend", (2,), (1,), "A", "blue", word="attention between slices", hatch="....", part_of="forward",
+    ATTEND = OpRow("attend", (2,), (1,), "A", "blue", word="attention between slices", hatch="....", part_of="forward",
                  price=_EACH)
-    ATTEND_BACKWARD = Row("attend_backward", (4,), (2,), "G", "orange", word="its backward", hatch="....",
+    ATTEND_BACKWARD = OpRow("attend_backward", (4,), (2,), "G", "orange", word="its backward", hatch="....",
                           part_of="backward", price=_EACH)
-    LOSS = Row("loss", (1, 2), (1,), "L", "brown")
-    LOSS_STATS = Row("loss_stats", (1,), (1,), "T", "grey", word="statistics of the loss")
-    ADD = Row("add", (2,), (1,), "S", "grey", word="sum of gradients", combines=_SUM, in_place=True)
-    NORM = Row("norm", (1,), (1,), "N", "grey", word="norm of the gradient")
-    SCALE = Row("scale", (1,), (1,), "M", "grey", word="scaling", price=_BYTES, in_place=True)
-    CONCATENATE = Row("concatenate", (), (1,), "C", "grey", word="concatenation", price=_BYTES, combines=_UNION)
-    SLICE = Row("slice", (1,), (1,), "P", "grey", price=_NOTHING)
-    ZERO_GRADIENT = Row("zero_gradient", (0,), (1,), "O", "grey", price=_NOTHING)
-    UPDATE = Row("update", (3, 4), (2,), "U", "black", ends=(1, 2))
-    LOAD_BATCH = Row("load_batch", (0,), (1,), "D", price=_NOTHING)
-    LOAD_WEIGHT = Row("load_weight", (0,), (1,), "Y", price=_NOTHING)
-    LOAD_OPT_STATE = Row("load_opt_state", (0,), (1,), "Z", price=_NOTHING)
-    ALL_GATHER = Row("all_gather", (1,), (1,), "+", "yellow", "AG", stream=_COLLECTIVE, combines=_UNION)
-    REDUCE_SCATTER = Row("reduce_scatter", (1,), (1,), "/", "magenta", "RS", stream=_COLLECTIVE, combines=_SUM)
-    ALL_REDUCE = Row("all_reduce", (1,), (1,), "=", "red", "AR", stream=_COLLECTIVE, combines=_SUM, in_place=True)
-    ALL_TO_ALL = Row("all_to_all", (1,), (1,), "x", "violet", "AA", stream=_COLLECTIVE)
-    BROADCAST = Row("broadcast", (0, 1), (0, 1), "*", "lilac", "BC", stream=_COLLECTIVE, root="gives")
-    SCATTER = Row("scatter", (0, 1), (1,), ":", "pink", "SC", stream=_COLLECTIVE, root="gives")
-    GATHER = Row("gather", (1,), (0, 1), "&", "cream", "GA", stream=_COLLECTIVE, root="receives", combines=_UNION)
-    REDUCE = Row("reduce", (1,), (0, 1), "-", "rose", "RE", stream=_COLLECTIVE, root="receives", combines=_SUM,
+    LOSS = OpRow("loss", (1, 2), (1,), "L", "brown")
+    LOSS_STATS = OpRow("loss_stats", (1,), (1,), "T", "grey", word="statistics of the loss")
+    ADD = OpRow("add", (2,), (1,), "S", "grey", word="sum of gradients", combines=_SUM, in_place=True)
+    NORM = OpRow("norm", (1,), (1,), "N", "grey", word="norm of the gradient")
+    SCALE = OpRow("scale", (1,), (1,), "M", "grey", word="scaling", price=_BYTES, in_place=True)
+    CONCATENATE = OpRow("concatenate", (), (1,), "C", "grey", word="concatenation", price=_BYTES, combines=_UNION)
+    SLICE = OpRow("slice", (1,), (1,), "P", "grey", price=_NOTHING)
+    ZERO_GRADIENT = OpRow("zero_gradient", (0,), (1,), "O", "grey", price=_NOTHING)
+    UPDATE = OpRow("update", (3, 4), (2,), "U", "black", ends=(1, 2))
+    LOAD_BATCH = OpRow("load_batch", (0,), (1,), "D", price=_NOTHING)
+    LOAD_WEIGHT = OpRow("load_weight", (0,), (1,), "Y", price=_NOTHING)
+    LOAD_OPT_STATE = OpRow("load_opt_state", (0,), (1,), "Z", price=_NOTHING)
+    ALL_GATHER = OpRow("all_gather", (1,), (1,), "+", "yellow", "AG", stream=_COLLECTIVE, combines=_UNION)
+    REDUCE_SCATTER = OpRow("reduce_scatter", (1,), (1,), "/", "magenta", "RS", stream=_COLLECTIVE, combines=_SUM)
+    ALL_REDUCE = OpRow("all_reduce", (1,), (1,), "=", "red", "AR", stream=_COLLECTIVE, combines=_SUM, in_place=True)
+    ALL_TO_ALL = OpRow("all_to_all", (1,), (1,), "x", "violet", "AA", stream=_COLLECTIVE)
+    BROADCAST = OpRow("broadcast", (0, 1), (0, 1), "*", "lilac", "BC", stream=_COLLECTIVE, root="gives")
+    SCATTER = OpRow("scatter", (0, 1), (1,), ":", "pink", "SC", stream=_COLLECTIVE, root="gives")
+    GATHER = OpRow("gather", (1,), (0, 1), "&", "cream", "GA", stream=_COLLECTIVE, root="receives", combines=_UNION)
+    REDUCE = OpRow("reduce", (1,), (0, 1), "-", "rose", "RE", stream=_COLLECTIVE, root="receives", combines=_SUM,
                  in_place=True)
-    BARRIER = Row("barrier", (0,), (0,), "|", "light grey", "‖", stream=_COLLECTIVE)
-    SEND = Row("send", (1,), (0,), ">", "slate", "→", stream=_MESSAGE)
-    RECV = Row("recv", (0,), (1,), "<", "light slate", "←", word="receive", stream=_MESSAGE)
-    WAIT = Row("wait", (0,), (0,), stream=_NONE, price=_NOTHING)
-    FREE = Row("free", (1,), (0,), stream=_NONE, price=_NOTHING, ends=(0,))
+    BARRIER = OpRow("barrier", (0,), (0,), "|", "light grey", "‖", stream=_COLLECTIVE)
+    SEND = OpRow("send", (1,), (0,), ">", "slate", "→", stream=_MESSAGE)
+    RECV = OpRow("recv", (0,), (1,), "<", "light slate", "←", word="receive", stream=_MESSAGE)
+    WAIT = OpRow("wait", (0,), (0,), stream=_NONE, price=_NOTHING)
+    FREE = OpRow("free", (1,), (0,), stream=_NONE, price=_NOTHING, ends=(0,))
     # fmt: on
 
 

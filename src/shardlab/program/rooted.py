@@ -13,8 +13,8 @@ from typing import NamedTuple, overload
 
 from shardlab.errors import About, Refused
 from shardlab.program.mesh import Group
-from shardlab.program.ops import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Combine, OpKind
-from shardlab.program.tape import Message
+from shardlab.program.ops import COLLECTIVES, ROOT_GIVES, ROOT_RECEIVES, ROOTED, Combiner, OpKind
+from shardlab.program.tape import ExpectedValue
 from shardlab.rules import dealing, exchanges, gathers, reductions
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.layers import Rules
@@ -28,7 +28,7 @@ _ALIKE = COLLECTIVES - ROOTED - {OpKind.BARRIER}
 
 BARRIER, BROADCAST, SCATTER = OpKind.BARRIER, OpKind.BROADCAST, OpKind.SCATTER
 ALL_TO_ALL, REDUCE_SCATTER = OpKind.ALL_TO_ALL, OpKind.REDUCE_SCATTER
-UNION, SUM = Combine.UNION, Reduction.SUM
+UNION, SUM = Combiner.UNION, Reduction.SUM
 
 _REDUCES = frozenset({OpKind.REDUCE, OpKind.ALL_REDUCE})
 
@@ -193,17 +193,17 @@ def _scattered(spec: Spec, parts: int) -> list[Spec]:
     return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]
 
 
-def want_expected(call: Call, expected: Message, spec: Spec) -> None:
+def want_expected(call: Call, expected: ExpectedValue, spec: Spec) -> None:
     """Refuse what comes from a root if it is not what the receiving rank meant."""
-    got = Message.of(spec)
+    got = ExpectedValue.of(spec)
     if expected != got:
         given = f"expected {expected}, but rank {call.root} gave {got}"
         raise Refused("other message", About(str(call), expected.layer), given, "make both mean the same")
 
 
-def want_delivered(source: int, expected: Message, spec: Spec) -> None:
+def want_delivered(source: int, expected: ExpectedValue, spec: Spec) -> None:
     """Refuse a message that is not the one the receive meant."""
-    got = Message.of(spec)
+    got = ExpectedValue.of(spec)
     if expected != got:
         given = (
             f"expected {expected}, but the next message on this channel is {got}; messages between two ranks arrive in "

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from shardlab.errors import Refused
 from shardlab.program.ops import OpKind
-from shardlab.program.place import Place
+from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules import update
@@ -15,7 +15,7 @@ from shardlab.rules.factor import Factor, factor_of
 from shardlab.rules.pieces import mask_of
 
 
-class ScalingVerbs(Place):
+class ScalingVerbs(RankContext):
     """Gradients, and the loss's own, multiplied by numbers that are known, or cancel."""
 
     def scale(self, value: Value, by: Factor | Fraction | int) -> Value:

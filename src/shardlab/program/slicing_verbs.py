@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from shardlab.errors import Refused
 from shardlab.program.ops import OpKind
-from shardlab.program.place import Place
+from shardlab.program.rank_context import RankContext
 from shardlab.program.rooted import Names
 from shardlab.program.tape import Op
 from shardlab.program.value import Value
@@ -14,7 +14,7 @@ from shardlab.rules import dealing, gathers
 from shardlab.rules.pieces import Holds
 
 
-class SlicingVerbs(Place):
+class SlicingVerbs(RankContext):
     """Slices of a value, and their concatenation."""
 
     def slice(self, value: Value, index: int, of: int) -> Value:

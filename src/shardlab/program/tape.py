@@ -25,11 +25,11 @@ LOAD_FIRST = "it computes with weights[0], load layer 0"
 """What to do instead."""
 
 
-_new: Callable[[type[Message], tuple[Kind, int, int]], Message] = cast(Any, tuple).__new__
-"""Makes a Message without the call that a NamedTuple's own constructor is."""
+_new: Callable[[type[ExpectedValue], tuple[Kind, int, int]], ExpectedValue] = cast(Any, tuple).__new__
+"""Makes a ExpectedValue without the call that a NamedTuple's own constructor is."""
 
 
-class Message(NamedTuple):
+class ExpectedValue(NamedTuple):
     """A message that a receive means: the value's kind, layer and microbatches (a bit set)."""
 
     kind: Kind
@@ -37,7 +37,7 @@ class Message(NamedTuple):
     microbatches: int
 
     @classmethod
-    def of(cls, spec: Spec) -> Message:
+    def of(cls, spec: Spec) -> ExpectedValue:
         """The name by which a receive expects a value."""
         form, cells, _ = spec
         space = form.space
@@ -91,7 +91,7 @@ class Op(NamedTuple):
     group: Group | None = None
     peer: int = -1
     holds: Holds | None = None
-    expect: Message | None = None
+    expect: ExpectedValue | None = None
     batch: int = -1
     root: int = -1
     reduction: Reduction = Reduction.SUM

@@ -13,7 +13,7 @@ from shardlab.rules.spec import Form, Spec
 if TYPE_CHECKING:
     from shardlab.program.handle import Handle
     from shardlab.program.rank import Rank
-    from shardlab.program.recorder import Recorder
+    from shardlab.program.tracer import Tracer
 
 
 class Value:
@@ -73,7 +73,7 @@ class MissingKey(Refused, KeyError):
 class Store(MutableMapping[Hashable, Value]):
     """One of a rank's stores. Two keys may name one value; it is freed when its last key goes."""
 
-    def __init__(self, rank: Recorder, kind: Kind) -> None:
+    def __init__(self, rank: Tracer, kind: Kind) -> None:
         self._rank = rank
         self.kind = kind
         self.name: str = kind.value

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardlab.errors import Refused, UserError
 from shardlab.program.bounds import MAX_OPS, OpCount, max_ops
+from shardlab.program.communications import Channels, OpenCollectives
 from shardlab.program.handle import Handle
-from shardlab.program.meetings import Channels, Collectives
 from shardlab.program.mesh import Mesh
 from shardlab.program.rank import Rank
 from shardlab.program.sizes import Sizes
@@ -73,7 +73,7 @@ class World:
         self.microbatches = microbatches
         self.rules = rules_of(sizes.signatures, sizes.space(self.mesh, microbatches))
         self.trained = 0
-        self.collectives = Collectives(self._wake, self.rules)
+        self.collectives = OpenCollectives(self._wake, self.rules)
         self.channels = Channels(self._wake)
         self.count = OpCount(max_ops(self.most_ops))
         self.ranks = self.make_ranks()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shardlab.program.lines import Line
+from shardlab.program.lines import SourceLine
 from shardlab.program.waiting import Wait, deadlock
 from shardlab.puzzles.refusal import PuzzleDeadlock, PuzzleRefused
 
@@ -33,7 +33,7 @@ class Blocked:
     """
 
     rank: int
-    line: Line | None
+    line: SourceLine | None
     task: asyncio.Task[Any] | None = field(init=False, default_factory=asyncio.current_task)
     future: asyncio.Future[Any] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from shardlab.errors import About
-from shardlab.program.lines import Line
+from shardlab.program.lines import SourceLine
 from shardlab.puzzles.refusal import PuzzleRefused
 
 T = TypeVar("T", covariant=True)
@@ -101,7 +101,7 @@ def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]
             warn = partial(show, message, category, file, number, *rest)
             if found := _NEVER_AWAITED.match(str(message)):
                 name = found[1].rpartition(".")[2]
-                refusal = without_await(f"{name}()", f"{name}(...)").on(Line(file, number))
+                refusal = without_await(f"{name}()", f"{name}(...)").on(SourceLine(file, number))
                 dropped.append((refusal, warn))
             else:
                 warn()

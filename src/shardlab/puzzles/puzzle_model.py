@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shardlab.errors import Refused, of_layer
-from shardlab.program.lines import Line, here
+from shardlab.program.lines import SourceLine, here
 from shardlab.puzzles import rules
 from shardlab.puzzles.asyncio_watch import Blocked
 from shardlab.puzzles.calls import PuzzleCall, refuse_forgotten, without_await
@@ -54,7 +54,7 @@ class PuzzleModel(PuzzleCompute):
         refusal = without_await(name, f"model.{verb}({'...' * bool(argument)})").at(self.rank, len(self.log))
         return PuzzleCall(name, refusal.on(here()), work, self.forgotten)
 
-    async def _meet(self, name: str, v: T, layer: int, line: Line | None) -> T:
+    async def _meet(self, name: str, v: T, layer: int, line: SourceLine | None) -> T:
         self._enter(name, line, [self.rank], v)
         with judged(self, line):
             if isinstance(v, Weight):
@@ -66,7 +66,7 @@ class PuzzleModel(PuzzleCompute):
         self.note(name, v, layer=layer)
         return derived(result)
 
-    async def _pass(self, rank: int, v: Any, line: Line | None) -> None:
+    async def _pass(self, rank: int, v: Any, line: SourceLine | None) -> None:
         self._enter(f"pass_to(rank {rank})", line, [self.rank, rank], v)
         self.note("pass", v, to=rank)
         about = str(v.spec) if isinstance(v, PuzzleValue) else repr(v)[:40]
@@ -74,7 +74,7 @@ class PuzzleModel(PuzzleCompute):
         self._run.mail.letters.append(letter)
         await self._wait(letter)
 
-    async def _receive(self, line: Line | None) -> Any:
+    async def _receive(self, line: SourceLine | None) -> Any:
         self._enter("receive", line, [self.rank])
         reader = Reader(self.rank, line, self.time, self._run.watch)
         self._run.mail.readers.append(reader)
@@ -88,7 +88,7 @@ class PuzzleModel(PuzzleCompute):
         stand(self)
         return result
 
-    def _enter(self, op: str, line: Line | None, ranks: list[int], *values: Any) -> None:
+    def _enter(self, op: str, line: SourceLine | None, ranks: list[int], *values: Any) -> None:
         """Begin to communicate, between ranks that must exist."""
         self.begin(*values)
         for rank in ranks:

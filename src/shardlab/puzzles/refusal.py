@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from shardlab.program import Deadlock, Refused
-from shardlab.program.lines import Line, here
+from shardlab.program.lines import SourceLine, here
 from shardlab.puzzles.log import COLLECTIVES
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PuzzleRefused(Refused, AssertionError):
         vars(mine).update(vars(refusal))
         return mine
 
-    def on(self, line: Line | None) -> Self:
+    def on(self, line: SourceLine | None) -> Self:
         """Say on which of the student's lines it is, if that is known."""
         self.line = "" if line is None else str(line)
         return self
@@ -54,7 +54,7 @@ def derived(made: T, *read: Any) -> T:
 
 
 @contextmanager
-def judged(rank: Stores | None = None, line: Line | None = None) -> Generator[None]:
+def judged(rank: Stores | None = None, line: SourceLine | None = None) -> Generator[None]:
     """Turn a refusal of the shared rules into the face's own, in the puzzles' words and with the place before it.
 
     Args:

@@ -28,20 +28,20 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
     shift = {rank: -offsets[rank] - zero for rank in steps}
     found: dict[int, Spans] = {rank: {} for rank in steps}
     came: dict[int, float] = {}
-    parts: list[tuple[float, int, int, int]] = []  # (over, rank, op, meeting)
+    parts: list[tuple[float, int, int, int]] = []  # (over, rank, op, communication)
     for rank, step in steps.items():
         tape = checked.program.tapes[rank]
         for at, moments in step.ops.items():
             if tape[at].kind in COMMUNICATION:
-                meeting = checked.meeting_of[rank][tape[at].handle]
-                came[meeting] = max(came.get(meeting, 0.0), moments.began + shift[rank])
+                communication = checked.communication_of[rank][tape[at].handle]
+                came[communication] = max(came.get(communication, 0.0), moments.began + shift[rank])
                 if moments.over is not None:
-                    parts.append((moments.over + shift[rank], rank, at, meeting))
+                    parts.append((moments.over + shift[rank], rank, at, communication))
             elif moments.ended is not None:
                 found[rank][at] = (moments.began + shift[rank], moments.ended + shift[rank])
     free: dict[tuple[int, object], float] = {}
-    for over, rank, at, meeting in sorted(parts):
-        stream = (rank, stream_of(checked.program, checked.meetings[meeting]))
-        found[rank][at] = (min(over, max(came[meeting], free.get(stream, 0.0))), over)
+    for over, rank, at, communication in sorted(parts):
+        stream = (rank, stream_of(checked.program, checked.communications[communication]))
+        found[rank][at] = (min(over, max(came[communication], free.get(stream, 0.0))), over)
         free[stream] = over
     return found

@@ -38,14 +38,14 @@ GRADIENT_OF = {
 """The kind of the gradient of each kind of activation."""
 
 
-class Forward(NamedTuple):
+class ForwardResult(NamedTuple):
     """What a forward pass makes: the forms of the outputs, and of what autograd keeps."""
 
     outputs: tuple[Form, ...]
     saved: Form
 
 
-class Backward(NamedTuple):
+class BackwardResult(NamedTuple):
     """What a backward pass makes.
 
     Attributes:
@@ -70,9 +70,9 @@ class LayerRules:
         self.layer = layer
         self.space = space
         self.mixes_tokens = layer.mixes_tokens and space.sequence > 1
-        self._forward: dict[tuple[object, ...], Forward] = {}
-        self._backward: dict[tuple[Form, ...], Backward] = {}
-        self._backward_weight: dict[tuple[Form, ...], Backward] = {}
+        self._forward: dict[tuple[object, ...], ForwardResult] = {}
+        self._backward: dict[tuple[Form, ...], BackwardResult] = {}
+        self._backward_weight: dict[tuple[Form, ...], BackwardResult] = {}
 
     def forward(
         self, inputs: Sequence[Spec], weight: Spec, op: str = "forward", part: Holds | None = None
@@ -103,7 +103,7 @@ class LayerRules:
 
     def backward(
         self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward"
-    ) -> tuple[list[Spec], Backward]:
+    ) -> tuple[list[Spec], BackwardResult]:
         """The gradient of the weight and those of the inputs, and what they follow from.
 
         Args:
@@ -158,7 +158,7 @@ class LayerRules:
     def _about(self, op: str) -> About:
         return of_layer(op, self.layer_number)
 
-    def _derive_forward(self, op: About, inputs: Sequence[Spec], weight: Spec, part: Holds | None) -> Forward:
+    def _derive_forward(self, op: About, inputs: Sequence[Spec], weight: Spec, part: Holds | None) -> ForwardResult:
         self._want_all(op, inputs, [(port.kind, port.layer) for port in self.layer.inputs], "reads")
         for spec, port in zip(inputs, self.layer.inputs, strict=True):
             self._want_port(op, spec, port, port.kind)
@@ -173,7 +173,7 @@ class LayerRules:
         except Misfit as misfit:
             raise self._told(op, misfit, inputs, (), weight) from None
         outputs = [self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs]
-        return Forward(tuple(outputs), self._saved(cut, step))
+        return ForwardResult(tuple(outputs), self._saved(cut, step))
 
     def _saved(self, cut: dict[str, int], step: int) -> Form:
         """The form of what autograd keeps of a pass with these pieces of the weight, and of what it deals."""
@@ -216,7 +216,7 @@ class LayerRules:
         weight: Spec | None,
         *,
         both: bool,
-    ) -> Backward:
+    ) -> BackwardResult:
         ports, outputs = self.layer.inputs, self.layer.outputs
         wanted = [(GRADIENT_OF[port.kind], port.layer) for port in outputs]
         self._want_all(op, gradients, wanted if both else wanted[:1], "is given")
@@ -247,7 +247,7 @@ class LayerRules:
         uses = self.space.uses if layer.weight == 0 else 1
         terms = bits(summed.bits) if summed else (0,)
         spread = sum(1 << (number * uses + layer.use) * self.space.cells for number in terms)
-        return Backward(own, spread, tuple(inputs), saved, saved.but(kind=Kind.SAVED_FOR_WEIGHT))
+        return BackwardResult(own, spread, tuple(inputs), saved, saved.but(kind=Kind.SAVED_FOR_WEIGHT))
 
     def _form(self, kind: Kind, layer: int, step: int, held: Held, factor: Factor = ONE) -> Form:
         slices = derive.sorted_slices(held.slices)

@@ -7,7 +7,7 @@ from shardlab.strategies import presets
 from shardlab.strategies.column_parallel import column_parallel
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.entry import (
-    Entry,
+    StrategyEntry,
     data_parallel_mesh,
     expert_parallel_mesh,
     one_device_mesh,
@@ -29,8 +29,8 @@ ALL = "W + G + O"
 ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
 
 PAGES = (
-    Entry("single", single, "nothing", "LLM Training Puzzles, puzzle 0", one_device_mesh, 1, memory=ALL),
-    Entry(
+    StrategyEntry("single", single, "nothing", "LLM Training Puzzles, puzzle 0", one_device_mesh, 1, memory=ALL),
+    StrategyEntry(
         "grad-accum",
         grad_accum,
         "nothing; the batch over time",
@@ -39,18 +39,18 @@ PAGES = (
         1,
         memory=ALL,
     ),
-    Entry("ddp", ddp, "the batch", "Li et al. 2020, arXiv 2006.15704", memory=ALL),
-    Entry(
+    StrategyEntry("ddp", ddp, "the batch", "Li et al. 2020, arXiv 2006.15704", memory=ALL),
+    StrategyEntry(
         "wsdp",
         wsdp,
         "the batch, weights and optimizer state",
         "LLM Training Puzzles, puzzle 3",
         memory="G + (W + O)/n",
     ),
-    Entry(
+    StrategyEntry(
         "fsdp", fsdp, "the batch, weights, gradients and optimizer state", f"{ZERO}, stage 3", memory="(W + G + O)/n"
     ),
-    Entry(
+    StrategyEntry(
         "column-parallel",
         column_parallel,
         "the columns of every matrix",
@@ -60,7 +60,7 @@ PAGES = (
         memory="(W + G + O)/t",
         columns=True,
     ),
-    Entry(
+    StrategyEntry(
         "tensor-parallel",
         tensor_parallel,
         "the matrices of every layer",
@@ -69,7 +69,7 @@ PAGES = (
         2,
         memory="(W + G + O)/t",
     ),
-    Entry(
+    StrategyEntry(
         "expert-parallel",
         expert_parallel,
         "the batch and the experts",
@@ -77,7 +77,9 @@ PAGES = (
         expert_parallel_mesh,
         memory="D + E/n of W, G and O",
     ),
-    Entry("pipeline", pipeline, "the layers", "LLM Training Puzzles, puzzle 5", pipeline_mesh, memory="(W + G + O)/p"),
+    StrategyEntry(
+        "pipeline", pipeline, "the layers", "LLM Training Puzzles, puzzle 5", pipeline_mesh, memory="(W + G + O)/p"
+    ),
 )
 """Programs to read, each a short file of its own."""
 
@@ -161,7 +163,7 @@ STRATEGIES = {entry.name: entry for entry in (*PAGES, *SHARDED, *PIPELINES, *COM
 """Every built-in strategy by name."""
 
 
-def find(name: str) -> Entry:
+def find(name: str) -> StrategyEntry:
     """The built-in strategy of this name; `_` is as good as `-`.
 
     Raises:
@@ -178,8 +180,8 @@ __all__ = [
     "PIPELINES",
     "SHARDED",
     "STRATEGIES",
-    "Entry",
     "Plan",
+    "StrategyEntry",
     "column_parallel",
     "data_parallel_mesh",
     "ddp",

@@ -47,7 +47,7 @@ def one_device_mesh(ranks: int) -> Mesh:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StrategyEntry:
     """A strategy and what is known of it.
 
     Attributes:
@@ -133,16 +133,16 @@ class Entry:
         return mesh
 
 
-def preset_entry(name: str, plan: Preset, splits: str, memory: str, source: str, ranks: int = 4) -> Entry:
+def preset_entry(name: str, plan: Preset, splits: str, memory: str, source: str, ranks: int = 4) -> StrategyEntry:
     """A plan by name."""
 
     async def strategy(rank: Rank) -> None:
         await planned(plan(rank.world))(rank)
 
-    return Entry(name, strategy, splits, source, lambda count: plan(count).mesh, ranks, plan, memory)
+    return StrategyEntry(name, strategy, splits, source, lambda count: plan(count).mesh, ranks, plan, memory)
 
 
-def planned_entry(plan: Plan, name: str) -> Entry:
+def planned_entry(plan: Plan, name: str) -> StrategyEntry:
     """Make the entry of one plan."""
     mesh = plan.mesh
-    return Entry(name, planned(plan), "as the plan says", "a plan", lambda _: mesh, mesh.world, lambda _: plan)
+    return StrategyEntry(name, planned(plan), "as the plan says", "a plan", lambda _: mesh, mesh.world, lambda _: plan)

@@ -8,11 +8,11 @@ from pathlib import Path
 from shardlab.program import UserError
 from shardlab.program.user_file import file_and_name, member, module_of
 from shardlab.strategies import find
-from shardlab.strategies.entry import Entry, data_parallel_mesh, planned_entry
+from shardlab.strategies.entry import StrategyEntry, data_parallel_mesh, planned_entry
 from shardlab.strategies.plan import Plan
 
 
-def load(name: str | Plan) -> Entry:
+def load(name: str | Plan) -> StrategyEntry:
     """The strategy called `name`: a built-in name or `path/to/file.py:function`; or the one that follows a plan.
 
     A file whose strategy needs another grid than one axis of data-parallel ranks says so with a second function,
@@ -29,10 +29,10 @@ def load(name: str | Plan) -> Entry:
     return find(name)
 
 
-def _from_file(name: str, path: Path, function: str) -> Entry:
+def _from_file(name: str, path: Path, function: str) -> StrategyEntry:
     module = module_of(path)
     program = member(module, path, function, ("function", "async functions"), inspect.iscoroutinefunction)
     if not inspect.iscoroutinefunction(program):
         raise UserError(f"{function} in {path} is not a strategy; write it as `async def {function}(rank): ...`")
     mesh = getattr(module, f"{function}_mesh", data_parallel_mesh)
-    return Entry(name, program, "as its program says", str(path), mesh)
+    return StrategyEntry(name, program, "as its program says", str(path), mesh)

@@ -10,7 +10,7 @@ from shardlab.program import Handle, Rank, Value
 from shardlab.strategies.rank_plan import RankPlan
 
 
-class Reduction(NamedTuple):
+class PendingReduction(NamedTuple):
     """A gradient's reduction in flight over one axis.
 
     Attributes:
@@ -43,7 +43,9 @@ class GradientReducer:
         self._uses = {l: weight.users for l, weight in rank_plan.weights.items()}  # whose gradients are yet to come
         # Over each axis, oldest first; an axis comes after those whose results are reduced over it.
         reduced_over = (*(w.reduce_every_microbatch for w in weights), *(w.reduce_once for w in weights))
-        self._in_flight = {axis: deque[Reduction]() for axis in dict.fromkeys(a for axes in reduced_over for a in axes)}
+        self._in_flight = {
+            axis: deque[PendingReduction]() for axis in dict.fromkeys(a for axes in reduced_over for a in axes)
+        }
         self._coming = Counter[int]()  # of each layer, gradients that are being reduced
         self._complete: set[int] = set()  # layers whose last gradient is among those
         self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over
@@ -142,7 +144,7 @@ class GradientReducer:
         while in_flight and size + sum(weights[other.layer].elements for other in in_flight) > self._plan.room:
             await self._land(axis)
         start = self._rank.reduce_scatter if axis in self._plan.scatter_axes else self._rank.all_reduce
-        in_flight.append(Reduction(layer, start(gradient, axis=axis), axes[1:]))
+        in_flight.append(PendingReduction(layer, start(gradient, axis=axis), axes[1:]))
 
     async def _land(self, axis: str) -> None:
         """Wait for the oldest reduction over an axis; reduce what it gives over the next one, or add it up."""

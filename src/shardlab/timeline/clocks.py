@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shardlab.check.accumulation import InPlace
 from shardlab.program import OpKind, UserError
-from shardlab.program.matching import Meeting, Member, stream_of
+from shardlab.program.matching import Communication, Participant, stream_of
 from shardlab.program.ops import Stream
 from shardlab.timeline.prices import PriceList, Prices
 from shardlab.timeline.traced import Traced
@@ -78,13 +78,15 @@ class Clocks:
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
-        self._came: dict[int, int] = {}  # meeting -> members that have come
+        self._came: dict[int, int] = {}  # communication -> members that have come
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
         self._handle_end: list[dict[int, float]] = [{} for _ in tapes]
         self._handle_op: list[dict[int, int]] = [{} for _ in tapes]
         self._parked: dict[tuple[int, int], float] = {}
-        self._heap: list[tuple[float, int, int, int]] = []  # (time, tie, rank to go on or -1, meeting that is ready)
+        self._heap: list[
+            tuple[float, int, int, int]
+        ] = []  # (time, tie, rank to go on or -1, communication that is ready)
         self._tie = count()
 
     def run(self) -> Times:
@@ -96,11 +98,11 @@ class Clocks:
         for rank in range(len(self._clock)):
             self._push(0.0, rank, -1)
         while self._heap:
-            now, _, rank, meeting = heapq.heappop(self._heap)
+            now, _, rank, communication = heapq.heappop(self._heap)
             if rank >= 0:
                 self._advance(rank, now)
             else:
-                self._start(meeting, now)
+                self._start(communication, now)
         if self._parked:
             rank, handle = next(iter(self._parked))
             op = self._traced.program.tapes[rank][self._handle_op[rank][handle]]
@@ -110,8 +112,8 @@ class Clocks:
             )
         return self._times
 
-    def _push(self, time: float, rank: int, meeting: int) -> None:
-        heapq.heappush(self._heap, (time, next(self._tie), rank, meeting))
+    def _push(self, time: float, rank: int, communication: int) -> None:
+        heapq.heappush(self._heap, (time, next(self._tie), rank, communication))
 
     def _advance(self, rank: int, now: float) -> None:
         """Go on with one rank: alone while it computes, in the order of time where it meets others."""
@@ -120,7 +122,7 @@ class Clocks:
         handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
         idle, price, one_stream = self._times.idle[rank], self._price.compute, self._one_stream
         costless = self._costless[rank]
-        meetings, meeting_of = self._traced.meetings, self._traced.meeting_of[rank]
+        communications, communication_of = self._traced.communications, self._traced.communication_of[rank]
         blocks = self._prices.blocking_p2p
         clock = self._clock[rank]
         for at in range(self._at[rank], len(ops)):
@@ -142,8 +144,8 @@ class Clocks:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end
             elif handle >= 0:
-                number = meeting_of[handle]
-                alone = not one_stream and len(meetings[number].members) == 1
+                number = communication_of[handle]
+                alone = not one_stream and len(communications[number].participants) == 1
                 if clock > now and not alone:
                     self._at[rank], self._clock[rank] = at, clock
                     self._push(clock, rank, -1)
@@ -164,10 +166,10 @@ class Clocks:
 
     def _issue(self, kind: OpKind, number: int, now: float) -> None:
         """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
-        meeting = self._traced.meetings[number]
-        if meeting.stream is COLLECTIVE or self._messages == "rendezvous":
+        communication = self._traced.communications[number]
+        if communication.stream is COLLECTIVE or self._messages == "rendezvous":
             self._came[number] = self._came.get(number, 0) + 1
-            if self._came[number] == len(meeting.members):
+            if self._came[number] == len(communication.participants):
                 self._push(now, -1, number)
         elif kind is SEND:
             self._push(now, -1, number)
@@ -176,19 +178,19 @@ class Clocks:
             self._receive(number)
 
     def _start(self, number: int, now: float) -> None:
-        meeting = self._traced.meetings[number]
-        if meeting.stream is COLLECTIVE:
-            self._run(meeting, meeting.members, now, self._price.collective(meeting))
+        communication = self._traced.communications[number]
+        if communication.stream is COLLECTIVE:
+            self._run(communication, communication.participants, now, self._price.collective(communication))
             return
-        rank, _, at = meeting.members[0]
+        rank, _, at = communication.participants[0]
         op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
         sending, receiving = self._price.message(op, rank, specs)
         if self._messages == "rendezvous":
-            self._run(meeting, meeting.members, now, sending)
+            self._run(communication, communication.participants, now, sending)
         elif number in self._arrives:
-            self._run(meeting, meeting.members[1:], now, receiving)
+            self._run(communication, communication.participants[1:], now, receiving)
         else:
-            self._arrives[number] = self._run(meeting, meeting.members[:1], now, sending)
+            self._arrives[number] = self._run(communication, communication.participants[:1], now, sending)
             self._receive(number)
 
     def _receive(self, number: int) -> None:
@@ -196,16 +198,16 @@ class Clocks:
         if number in self._arrives and number in self._wanted:
             self._push(max(self._wanted[number], self._arrives[number]), -1, number)
 
-    def _run(self, meeting: Meeting, members: Sequence[Member], now: float, duration: float) -> float:
+    def _run(self, communication: Communication, members: Sequence[Participant], now: float, duration: float) -> float:
         """Some members' part of a communication; when it ends."""
-        on_link = meeting.stream is MESSAGE and self._messages == "link"
-        stream = None if self._one_stream else stream_of(self._traced.program, meeting)
+        on_link = communication.stream is MESSAGE and self._messages == "link"
+        stream = None if self._one_stream else stream_of(self._traced.program, communication)
         free, start = self._stream_free, now
         if not on_link:
             for rank, _, _ in members:
                 start = max(start, free[rank].get(stream, 0.0))
         end = start + duration
-        sent_away = on_link and members[0] is meeting.members[0]  # the link has it; the sender need not wait
+        sent_away = on_link and members[0] is communication.participants[0]  # the link has it; the sender need not wait
         times = self._times
         for rank, handle, op in members:
             if not on_link:

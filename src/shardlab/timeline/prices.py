@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Literal, Protocol
 
 from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
-from shardlab.program.matching import Meeting
+from shardlab.program.matching import Communication
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.timeline.traced import Traced, rank_of
 
@@ -91,11 +91,11 @@ class PriceList:
             time = self._known[key] = self._prices.compute_time(op, specs, self._sizes)
         return time
 
-    def collective(self, meeting: Meeting) -> float:
+    def collective(self, communication: Communication) -> float:
         """The time of a collective: the whole value is the largest that any member gives or receives."""
         tapes, bytes = self._traced.program.tapes, 0
         op = None
-        for rank, _, at in meeting.members:
+        for rank, _, at in communication.participants:
             op, specs = tapes[rank][at], self._traced.specs[rank]
             for number in (*op[2], *op[3]):
                 bytes = max(bytes, self._bytes(specs[number]))

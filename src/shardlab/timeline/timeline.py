@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardlab.program import OpKind, Program
-from shardlab.program.matching import Meeting, meetings_of
+from shardlab.program.matching import Communication, communications_of
 from shardlab.program.ops import BOOKKEEPING
 from shardlab.program.picture import picture
 
@@ -69,9 +69,9 @@ class Timeline:
         return max(self.peak_memory_by_rank)
 
     @cached_property
-    def meetings(self) -> list[Meeting]:
+    def communications(self) -> list[Communication]:
         """The communications whose members all have rows; a member names its row."""
-        return meetings_of(self.program)[0]
+        return communications_of(self.program)[0]
 
     def _repr_svg_(self) -> str | None:
         return picture(self)

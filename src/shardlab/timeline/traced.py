@@ -1,4 +1,4 @@
-"""Interface of whatever can be simulated: tapes, and what is known of their values and meetings."""
+"""Interface of whatever can be simulated: tapes, and what is known of their values and communications."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from shardlab.program import Program, Spec
-from shardlab.program.matching import Meeting
+from shardlab.program.matching import Communication
 
 
 class Traced(Protocol):
     """A checked program, or a folded one, whose unlike ranks alone were traced (see `folding`).
 
-    A tape's place among the tapes is its row; a member of a meeting names its row.
+    A tape's place among the tapes is its row; a member of a communication names its row.
     """
 
     @property
@@ -20,9 +20,9 @@ class Traced(Protocol):
     @property
     def specs(self) -> Sequence[Mapping[int, Spec]]: ...
     @property
-    def meetings(self) -> Sequence[Meeting]: ...
+    def communications(self) -> Sequence[Communication]: ...
     @property
-    def meeting_of(self) -> Sequence[Mapping[int, int]]: ...
+    def communication_of(self) -> Sequence[Mapping[int, int]]: ...
 
 
 def rank_of(program: Program, row: int) -> int:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from shardlab.program import UserError
 from shardlab.train.heap import keep_freed_memory
 from shardlab.train.interrupt import end_with_starter
-from shardlab.train.meeting import store_of
-from shardlab.train.place import Place, find_place
+from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment
 from shardlab.train.processes import run_processes
+from shardlab.train.rendezvous import store_of
 
 Result = TypeVar("Result")
 
@@ -38,8 +38,8 @@ def pick_device(local_rank: int) -> torch.device:
 
 def ranks_here(otherwise: int) -> int:
     """How many processes a launcher started; `otherwise` if none did."""
-    place = find_place(os.environ)
-    return otherwise if place is None or place.world == 1 else place.world
+    environment = find_launch_environment(os.environ)
+    return otherwise if environment is None or environment.world == 1 else environment.world
 
 
 def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -59,19 +59,21 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
         UserError: when a rank raised one; when the world that exists has another size, or its port is taken.
         KeyboardInterrupt: when ranks that were started here were asked to end by a signal, and gave no result.
     """
-    place = find_place(os.environ)
-    if place is None or (place.world == 1 and ranks > 1):  # an interactive shell under srun is a world of one
+    environment = find_launch_environment(os.environ)
+    if environment is None or (
+        environment.world == 1 and ranks > 1
+    ):  # an interactive shell under srun is a world of one
         return _start_local(ranks, function, *arguments)
-    if place.world != ranks:
+    if environment.world != ranks:
         raise UserError(
-            f"{ranks} ranks were asked for, but the launcher started {place.world} processes; "
-            f"give --ranks {place.world}"
+            f"{ranks} ranks were asked for, but the launcher started {environment.world} processes; "
+            f"give --ranks {environment.world}"
         )
     if _elastic():
         end_with_starter()  # a launcher that was killed has ended nobody
     with _ended_by_ctrl_c():
-        device = _meet(place, None if _elastic() else store_of(place))
-    return _call(place.rank, device, function, *arguments)
+        device = _meet(environment, None if _elastic() else store_of(environment))
+    return _call(environment.rank, device, function, *arguments)
 
 
 def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -82,14 +84,14 @@ def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -
 
 def _started(rank: int, world: int, port: int, function: Callable[..., Result], *arguments: Any) -> Result:
     """What a process that was started here does."""
-    place = Place(rank, world, rank, "127.0.0.1", port)
-    device = _meet(place, dist.TCPStore(place.address, place.port, is_master=False))
+    environment = LaunchEnvironment(rank, world, rank, "127.0.0.1", port)
+    device = _meet(environment, dist.TCPStore(environment.address, environment.port, is_master=False))
     return _call(rank, device, function, *arguments)
 
 
-def _meet(place: Place, store: dist.Store | None) -> torch.device:
+def _meet(environment: LaunchEnvironment, store: dist.Store | None) -> torch.device:
     """Join the world that meets at a store (None: the one that torchrun names), with the device that is this rank's."""
-    device = pick_device(place.local_rank)
+    device = pick_device(environment.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()
@@ -98,8 +100,8 @@ def _meet(place: Place, store: dist.Store | None) -> torch.device:
     dist.init_process_group(
         backend_of(device),
         store=store,
-        rank=place.rank,
-        world_size=place.world,
+        rank=environment.rank,
+        world_size=environment.world,
         # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
         device_id=None if device.type == "cpu" else device,
     )
@@ -113,7 +115,7 @@ def _call(rank: int, device: torch.device, function: Callable[..., Result], *arg
 
 
 def _elastic() -> bool:
-    """Whether torchrun's agent holds the meeting place, which a worker then only reads."""
+    """Whether torchrun's agent holds the store, which a worker then only reads."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

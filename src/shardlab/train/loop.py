@@ -21,16 +21,16 @@ from shardlab.train.job import agree
 from shardlab.train.launch import backend_of
 from shardlab.train.output import OutputFolder
 from shardlab.train.progress import TrainingProgress
-from shardlab.train.run import Run, Summary
+from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.sample import continued, opening
 from shardlab.train.saved import saved_in
-from shardlab.train.steps import Step, diverged, steps
-from shardlab.train.tracing import Tracer
+from shardlab.train.steps import StepResult, diverged, steps
+from shardlab.train.tracing import TracedExecutor
 
 VALIDATION_BATCHES = 16
 
 
-def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
+def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | None:
     """One rank's part of a run; rank 0 writes the output folder and gives the summary.
 
     Raises:
@@ -40,14 +40,14 @@ def train_rank(rank: int, device: torch.device, run: Run) -> Summary | None:
         return _train(rank, device, run, stop)
 
 
-def _train(rank: int, device: torch.device, run: Run, stop: StopRequest) -> Summary | None:
+def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest) -> Summary | None:
     job, text = run.job, run.text()
     batches = Batches(run.corpus(text), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, text)
     settings = Settings(job.seed, job.dtype, device, run.optimizer)
     executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
-    tracer = Tracer(executor, job, run.out, run.tracing) if run.tracing else None
+    tracer = TracedExecutor(executor, job, run.out, run.tracing) if run.tracing else None
     training = steps(tracer or executor, run, rank, device, stop)
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.dtype.itemsize)
@@ -62,11 +62,11 @@ def _train(rank: int, device: torch.device, run: Run, stop: StopRequest) -> Summ
 
 
 def _first_rank(
-    run: Run,
+    run: TrainingRun,
     batches: Batches,
     executor: Executor,
-    tracer: Tracer | None,
-    training: Iterator[Step],
+    tracer: TracedExecutor | None,
+    training: Iterator[StepResult],
     folder: OutputFolder,
     progress: TrainingProgress,
 ) -> Summary:

@@ -21,7 +21,7 @@ VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training run.
 
     Attributes:

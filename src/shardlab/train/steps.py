@@ -17,13 +17,13 @@ from torch import Tensor
 from shardlab.execute import Executor
 from shardlab.program import UserError
 from shardlab.train.interrupt import StopRequest
-from shardlab.train.run import Run
+from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
-from shardlab.train.tracing import Tracer
+from shardlab.train.tracing import TracedExecutor
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """What all ranks know of a step.
 
     Attributes:
@@ -37,7 +37,9 @@ class Step:
     diverged: list[int]
 
 
-def steps(executor: Executor | Tracer, run: Run, rank: int, device: torch.device, stop: StopRequest) -> Iterator[Step]:
+def steps(
+    executor: Executor | TracedExecutor, run: TrainingRun, rank: int, device: torch.device, stop: StopRequest
+) -> Iterator[StepResult]:
     """Train, giving each step while the next one runs; the same steps on every rank.
 
     One sum over the ranks has it all: the loss, the wish to stop, and for each rank whether its loss is not finite. The
@@ -68,7 +70,7 @@ def steps(executor: Executor | Tracer, run: Run, rank: int, device: torch.device
         yield _summed(run, *summing)
 
 
-def diverged(run: Run, what: str) -> UserError:
+def diverged(run: TrainingRun, what: str) -> UserError:
     """A sentence of what is not finite, what is saved of the run, and what to try."""
     clip = run.optimizer.clip
     limit = "--clip 1 with a plan" if clip is None else f"a --clip of less than {clip:g}"
@@ -78,7 +80,7 @@ def diverged(run: Run, what: str) -> UserError:
     )
 
 
-def _summed(run: Run, step: int, ms: float, sums: Tensor, work: dist.Work) -> Step:
+def _summed(run: TrainingRun, step: int, ms: float, sums: Tensor, work: dist.Work) -> StepResult:
     work.wait()
     total, tokens, stopping, *diverged = (float(figure) for figure in sums)
     metrics = {
@@ -88,4 +90,4 @@ def _summed(run: Run, step: int, ms: float, sums: Tensor, work: dist.Work) -> St
         "tokens_per_second": round(run.job.tokens / ms * 1000, 1),
         "learning_rate": run.optimizer.rate(step),
     }
-    return Step(metrics, stopping > 0, [rank for rank, flag in enumerate(diverged) if flag > 0])
+    return StepResult(metrics, stopping > 0, [rank for rank, flag in enumerate(diverged) if flag > 0])

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlab.draw.trace import save_trace_events
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.clock import clock_offset
-from shardlab.execute.recording import Recorder
+from shardlab.execute.recording import OpTimer
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.program.record import MemoryRecord, RankRecord
 from shardlab.recorded.trace_file import rank_file, write_rank, write_trace
@@ -46,7 +46,7 @@ class Tracing:
         return self.warm_up + self.timed + self.measured
 
 
-class Tracer:
+class TracedExecutor:
     """Takes the steps of one rank's executor, recording those that are to be.
 
     What a rank has seen is on disk after each of them, also when it fails, and in one file for all ranks in the end.
@@ -57,7 +57,7 @@ class Tracer:
         self._job = described(job)
         self._folder = folder
         self._tracing = tracing
-        self._recorder = Recorder(executor)
+        self._recorder = OpTimer(executor)
         self._record = RankRecord(executor.state.rank, steps=self._recorder.steps)
         self._merged = False
 
@@ -110,7 +110,9 @@ def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing:
     corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
     settings = Settings(job.seed, job.dtype, device, AdamW(steps=tracing.steps))
-    tracer = Tracer(Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device)), job, folder, tracing)
+    tracer = TracedExecutor(
+        Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device)), job, folder, tracing
+    )
     for _ in range(tracing.steps):
         tracer.step()
     tracer.finish()

@@ -19,7 +19,7 @@ from shardlab.train.verify import TOLERANCE, verify_rank
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """What came of a case.
 
     Attributes:
@@ -37,22 +37,22 @@ class Result:
         return self.error <= TOLERANCE
 
 
-def verify_all(cases: Sequence[Case], steps: int) -> list[Result]:
+def verify_all(cases: Sequence[Case], steps: int) -> list[CaseResult]:
     """Verify all cases, on each number of ranks those that need as many; progress is shown on stderr.
 
     Raises:
         RankFailed: when a rank raised.
     """
-    found: dict[Case, Result] = {}
+    found: dict[Case, CaseResult] = {}
     for ranks in sorted({case.ranks for case in cases}):
         here = [case for case in cases if case.ranks == ranks]
         found |= {result.case: result for result in run_ranks(ranks, verify_cases, here, steps)}
     return [found[case] for case in cases]
 
 
-def verify_cases(rank: int, device: torch.device, cases: Sequence[Case], steps: int) -> list[Result]:
+def verify_cases(rank: int, device: torch.device, cases: Sequence[Case], steps: int) -> list[CaseResult]:
     """One rank's part of all cases, each on as many ranks as there are; rank 0 shows the progress."""
-    results: list[Result] = []
+    results: list[CaseResult] = []
     groups: Groups = {}
     with CaseProgress(cases, shown=rank == 0) as progress:
         for case in cases:
@@ -60,9 +60,9 @@ def verify_cases(rank: int, device: torch.device, cases: Sequence[Case], steps: 
                 verdict = verify_rank(rank, device, case.job(), steps, groups)
                 assert verdict is not None
                 worst = max(verdict.loss_error, verdict.gradient_error, verdict.weight_error)
-                result = Result(case, worst)
+                result = CaseResult(case, worst)
             except (Refused, UserError) as error:  # every rank traces the same, so all come here or none
-                result = Result(case, math.inf, str(error))
+                result = CaseResult(case, math.inf, str(error))
             results.append(result)
             progress.show(result)
     return results
@@ -85,7 +85,7 @@ class CaseProgress(Progress):
         )
         self._task = self.add_task("starting", total=len(cases))
 
-    def show(self, result: Result) -> None:
+    def show(self, result: CaseResult) -> None:
         """A case has ended."""
         text = f"{result.case}: {result.refused or format(result.error, '.1e')}"
         self.update(self._task, advance=1, description=text)

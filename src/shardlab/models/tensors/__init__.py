@@ -3,7 +3,7 @@
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.flat import lengthened, named_views, views, with_borrowed
 from shardlab.models.tensors.generate import generate
-from shardlab.models.tensors.layers import Layer, layers_of
+from shardlab.models.tensors.layers import TensorLayer, layers_of
 from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, loss_stats
 from shardlab.models.tensors.recutting import to_blocks, to_layers
 from shardlab.models.tensors.seeding import generator_of
@@ -12,8 +12,8 @@ from shardlab.models.tensors.weights import initial_weights
 
 __all__ = [
     "Dropout",
-    "Layer",
     "Share",
+    "TensorLayer",
     "combined_loss",
     "generate",
     "generator_of",

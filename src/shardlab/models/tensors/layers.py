@@ -17,7 +17,7 @@ from shardlab.models.tensors.share import ALL, Share
 
 
 @dataclass(frozen=True)
-class Layer:
+class TensorLayer:
     """One layer of a model, a function of its parameters and its inputs; it holds no tensor itself.
 
     Attributes:
@@ -90,6 +90,6 @@ def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([each.to(dtype) for each in tensors], -1)
 
 
-def layers_of(model: Model) -> list[Layer]:
+def layers_of(model: Model) -> list[TensorLayer]:
     """The model's layers, in order."""
-    return [Layer((*(p.name for p in run.layout.parameters), *run.borrows), run) for run in model.runs]
+    return [TensorLayer((*(p.name for p in run.layout.parameters), *run.borrows), run) for run in model.runs]

@@ -37,7 +37,7 @@ def wait_of(handle: int) -> Op:
     return Op(WAIT, -1, handle=handle)
 
 
-class Recorder:
+class Tracer:
     """Writes the tape of one rank and keeps its values' lives."""
 
     def __init__(self, index: int, sizes: Sizes, count: OpCount) -> None:

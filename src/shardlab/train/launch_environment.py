@@ -11,8 +11,8 @@ from shardlab.program import UserError
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process in its world.
+class LaunchEnvironment:
+    """What a launcher told this process of its world.
 
     Attributes:
         rank, world: its number among all processes, and how many there are.
@@ -36,8 +36,8 @@ _LAUNCHERS = (
 )
 
 
-def find_place(environment: Mapping[str, str]) -> Place | None:
-    """The place that a launcher's environment variables describe; None if no launcher started this process.
+def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Read the launcher's environment variables; None if no launcher started this process.
 
     All processes meet at MASTER_ADDR:MASTER_PORT. torchrun sets both; under SLURM the host that started the step is
     taken if there is none, and a world on one host meets on 127.0.0.1.
@@ -60,7 +60,7 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
         address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
         if address is None and environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
             raise UserError(f"{launcher} started {world} processes on several hosts; name one of them in MASTER_ADDR")
-        return Place(rank, world, numbers[local_name], address or "127.0.0.1", numbers["MASTER_PORT"])
+        return LaunchEnvironment(rank, world, numbers[local_name], address or "127.0.0.1", numbers["MASTER_PORT"])
     return None
 
 
@@ -72,19 +72,19 @@ def require_port(environment: Mapping[str, str]) -> None:
     Raises:
         UserError: if so.
     """
-    place = find_place(environment)
-    if place is None or place.rank or place.world == 1 or "TORCHELASTIC_RUN_ID" in environment:
+    found = find_launch_environment(environment)
+    if found is None or found.rank or found.world == 1 or "TORCHELASTIC_RUN_ID" in environment:
         return
     try:
-        socket.create_server(("", place.port)).close()
+        socket.create_server(("", found.port)).close()
     except OSError as error:
-        raise port_in_use(place, os.strerror(error.errno or 0)) from None
+        raise port_in_use(found, os.strerror(error.errno or 0)) from None
 
 
-def port_in_use(place: Place, reason: str) -> UserError:
+def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
     """What rank 0 says when it cannot listen."""
     return UserError(
-        f"rank 0 could not meet the others at {place.address}:{place.port}: is the port in use? "
+        f"rank 0 could not meet the others at {environment.address}:{environment.port}: is the port in use? "
         f"Choose another in MASTER_PORT ({reason})"
     )
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from shardlab.errors import Refused
 from shardlab.program import rooted
 from shardlab.program.handle import Handle
-from shardlab.program.matching import Line, Matcher
+from shardlab.program.matching import ChannelQueue, Matcher
 from shardlab.program.mesh import Group
 from shardlab.program.ops import OpKind
 from shardlab.program.rooted import Call, said
-from shardlab.program.tape import Message
+from shardlab.program.tape import ExpectedValue
 from shardlab.program.value import Value
 from shardlab.program.waiting import Wait
 from shardlab.rules.kind import Kind
@@ -20,7 +20,7 @@ from shardlab.rules.layers import Rules
 from shardlab.rules.spec import Space, Spec, form_of
 
 if TYPE_CHECKING:
-    from shardlab.program.recorder import Recorder
+    from shardlab.program.tracer import Tracer
 
 Wake = Callable[[Handle[Any]], None]
 
@@ -32,7 +32,7 @@ class CollectiveHandle(Handle[Value | None]):
     """A member's part in a collective."""
 
     def __init__(
-        self, rank: Recorder, call: Call, value: Value | None, group: Group, came: dict[int, CollectiveHandle]
+        self, rank: Tracer, call: Call, value: Value | None, group: Group, came: dict[int, CollectiveHandle]
     ) -> None:
         _, made = rooted.values_of(call, rank.index)
         result = rank.make(IN_FLIGHT) if made else value if call.kind is OpKind.BROADCAST else None
@@ -51,7 +51,7 @@ class CollectiveHandle(Handle[Value | None]):
         return f"{said(self.call, self.spec)} on {self.group}"
 
 
-class Collectives:
+class OpenCollectives:
     """Collectives under way: the k-th that each member of a group issues on it is one."""
 
     def __init__(self, wake: Wake, rules: Rules) -> None:
@@ -59,7 +59,7 @@ class Collectives:
         self._rules = rules
         self._matcher = Matcher[CollectiveHandle]()
 
-    def issue(self, rank: Recorder, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
+    def issue(self, rank: Tracer, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         """Issue this rank's part in the group's next collective that it has not joined yet."""
         came = self._matcher[group].next(rank.index)
         if came:
@@ -93,7 +93,7 @@ class Collectives:
         member.result.spec = spec
         if member.spec is None:  # it comes from the root alone, so only now is known what it is
             rank = member.rank
-            op, message = rank.ops[member.op], Message.of(spec)
+            op, message = rank.ops[member.op], ExpectedValue.of(spec)
             if op.expect is None:
                 rank.ops[member.op] = op._replace(layer=spec.layer, expect=message)
             elif op.expect != message:
@@ -108,7 +108,7 @@ class SendHandle(Handle[None]):
 
     ready = True
 
-    def __init__(self, rank: Recorder, value: Value, line: Line[Any]) -> None:
+    def __init__(self, rank: Tracer, value: Value, line: ChannelQueue[Any]) -> None:
         super().__init__(rank, None, value)
         self.spec = value.spec
         self.line = line
@@ -117,7 +117,7 @@ class SendHandle(Handle[None]):
 class RecvHandle(Handle[Value]):
     """A receive that waits for its message."""
 
-    def __init__(self, rank: Recorder, source: int, expect: Message | None, line: Line[Any]) -> None:
+    def __init__(self, rank: Tracer, source: int, expect: ExpectedValue | None, line: ChannelQueue[Any]) -> None:
         super().__init__(rank, rank.make(IN_FLIGHT), None)
         self.source = source
         self.expect = expect
@@ -135,12 +135,12 @@ class Channels:
         self._wake = wake
         self._matcher = Matcher[Any]()  # of a send and a receive
 
-    def post_send(self, rank: Recorder, value: Value, to: int) -> SendHandle:
+    def post_send(self, rank: Tracer, value: Value, to: int) -> SendHandle:
         line, index = self._matcher[rank.index, to], rank.index
         handle = line.next(index)[index] = SendHandle(rank, value, line)
         return handle
 
-    def post_recv(self, rank: Recorder, source: int, expect: Message | None) -> RecvHandle:
+    def post_recv(self, rank: Tracer, source: int, expect: ExpectedValue | None) -> RecvHandle:
         line, index = self._matcher[source, rank.index], rank.index
         handle = line.next(index)[index] = RecvHandle(rank, source, expect, line)
         return handle
@@ -154,7 +154,7 @@ class Channels:
         handle: RecvHandle = ends[1]
         spec = sent.spec
         rank = handle.rank
-        message = Message.of(spec)
+        message = ExpectedValue.of(spec)
         if handle.expect is None:
             rank.ops[handle.op] = rank.ops[handle.op]._replace(layer=spec.layer, expect=message)
         elif handle.expect != message:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardlab.errors import UserError
 from shardlab.program.mesh import AXES, WORLD, Group, Mesh, group_of
-from shardlab.program.recorder import Recorder
+from shardlab.program.tracer import Tracer
 from shardlab.program.value import Store
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import counted
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardlab.program.world import World
 
 
-class Place(Recorder):
+class RankContext(Tracer):
     """A rank's place in its world, and its stores.
 
     Attributes:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from shardlab.program import UserError
-from shardlab.train.place import Place, find_place, require_port
+from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, require_port
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 
@@ -40,23 +40,25 @@ def test_torchruns_own_port_is_in_use_by_its_agent() -> None:
 
 
 def test_without_a_launcher_there_is_no_place() -> None:
-    assert find_place({"HOME": "/root", "RANK": "1"}) is None
+    assert find_launch_environment({"HOME": "/root", "RANK": "1"}) is None
 
 
 def test_torchrun_says_all() -> None:
-    assert find_place(TORCHRUN) == Place(3, 4, 1, "node7", 1234)
+    assert find_launch_environment(TORCHRUN) == LaunchEnvironment(3, 4, 1, "node7", 1234)
 
 
 def test_slurm_on_one_host_meets_on_this_one() -> None:
     environment = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
-    assert find_place(environment) == Place(1, 2, 1, "127.0.0.1", 29500)
+    assert find_launch_environment(environment) == LaunchEnvironment(1, 2, 1, "127.0.0.1", 29500)
 
 
 def test_slurm_on_several_hosts_meets_where_the_step_was_started() -> None:
     environment = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_NUM_NODES": "2"}
     with pytest.raises(UserError, match="MASTER_ADDR"):
-        find_place(environment)
-    assert find_place({**environment, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}) == Place(9, 16, 1, "10.0.0.1", 29500)
+        find_launch_environment(environment)
+    assert find_launch_environment({**environment, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}) == LaunchEnvironment(
+        9, 16, 1, "10.0.0.1", 29500
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,4 +66,4 @@ def test_slurm_on_several_hosts_meets_where_the_step_was_started() -> None:
 )
 def test_contradicting_variables_are_refused_by_name(change: dict[str, str], names: str) -> None:
     with pytest.raises(UserError, match=names):
-        find_place({**TORCHRUN, **change})
+        find_launch_environment({**TORCHRUN, **change})
