@@ -45,11 +45,11 @@ class Blame:
             refusal.line = f"{self.file}:{line_of(refusal.__traceback__, self.file)}"
             raise
         except Refused as refusal:
-            again = Retrace(self.program, self.file, World(mesh, layers, microbatches))
+            retrace = Retrace(self.program, self.file, World(mesh, layers, microbatches))
             if isinstance(refusal, Deadlock):
-                refusal.trail = again.waiting()
+                refusal.trail = retrace.waiting()
             else:
-                refusal.line = f"{self.file}:{again.line(refusal.rank, refusal.op)}"
+                refusal.line = f"{self.file}:{retrace.line(refusal.rank, refusal.op)}"
             raise
 
 

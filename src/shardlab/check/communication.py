@@ -13,12 +13,12 @@ from shardlab.program import ExpectedValue, Group, Op, OpKind, Refused, Spec, ro
 from shardlab.program.matching import Communication, Matcher, Participant
 from shardlab.program.mesh import group_of
 from shardlab.program.ops import COLLECTIVES, Stream
-from shardlab.program.rooted import Call, call_of, said
+from shardlab.program.rooted import Call, call_of, call_text
 from shardlab.program.waiting import Wait
 
 COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
 
-Part = tuple[Participant, Spec | None, Call | None]
+Contribution = tuple[Participant, Spec | None, Call | None]
 """A rank's part in a communication: what it gives, and of a collective how it calls it."""
 
 
@@ -47,7 +47,7 @@ class CommunicationCheck:
             **dict.fromkeys(COLLECTIVES, self._collective),
         }
         self._wake = wake
-        self._matcher = Matcher[Part]()
+        self._matcher = Matcher[Contribution]()
 
     def arrive(self, state: RankState, op: Op) -> None:
         """WAIT for a communication that has come about: its result may be used, what it read may be freed."""
@@ -72,11 +72,11 @@ class CommunicationCheck:
             return Wait(str(op), [op.peer])
         assert op.group is not None
         mine = Participant(state.index, state.waits_for, state.flying[state.waits_for])
-        came = next(came for came in self._matcher.left() if state.index in came and came[state.index][0] == mine)
-        missing = [rank for rank in op.group.ranks if rank not in came]
+        arrived = next(each for each in self._matcher.left() if state.index in each and each[state.index][0] == mine)
+        missing = [rank for rank in op.group.ranks if rank not in arrived]
         names = ", ".join(map(str, missing))
-        spec = came[state.index][1]
-        return Wait(f"{said(_call(op), spec)} on {op.group} for rank{'s' * (len(missing) > 1)} {names}", missing)
+        spec = arrived[state.index][1]
+        return Wait(f"{call_text(_call(op), spec)} on {op.group} for rank{'s' * (len(missing) > 1)} {names}", missing)
 
     def finish(self) -> None:
         """Refuse a message that nobody has received.
@@ -84,8 +84,8 @@ class CommunicationCheck:
         Raises:
             Refused: naming the first that was not.
         """
-        for came in self._matcher.left():
-            for member, spec, call in came.values():
+        for arrived in self._matcher.left():
+            for member, spec, call in arrived.values():
                 state = self.states[member.rank]
                 to = state.ops[member.op].peer
                 if call is None:
@@ -114,14 +114,14 @@ class CommunicationCheck:
         spec = _given(state, op, call, group)
         member = self._issue(state, op)
         line = self._matcher[group]
-        came = line.next(state.index)
-        if came:
-            first, first_spec, first_call = next(iter(came.values()))
+        arrived = line.next(state.index)
+        if arrived:
+            first, first_spec, first_call = next(iter(arrived.values()))
             assert first_call is not None
             if not rooted.agree(first_call, first_spec, call, spec):
-                met = said(first_call, first_spec)
-                raise rooted.disagreement(call, spec, group, first.rank, first.op, met)
-        came[state.index] = (member, spec, call)
+                first_text = call_text(first_call, first_spec)
+                raise rooted.disagreement(call, spec, group, first.rank, first.op, first_text)
+        arrived[state.index] = (member, spec, call)
         parts = line.whole()
         if parts is not None:
             specs = rooted.collective(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
@@ -159,7 +159,7 @@ class CommunicationCheck:
         _check_peer(state, op)
         self._deliver(peer, state.index, (member, None, None))
 
-    def _deliver(self, source: int, to: int, part: Part) -> None:
+    def _deliver(self, source: int, to: int, part: Contribution) -> None:
         """One end of a message comes; with the other one there, it is delivered."""
         rank, line = part[0].rank, self._matcher[source, to]
         line.next(rank)[rank] = part

@@ -130,7 +130,9 @@ def norm(state: RankState, op: Op) -> None:
 def slice_(state: RankState, op: Op) -> None:
     holds, spec = op.holds, state.live[op[2][0]]
     if holds is None or holds.mask.bit_count() != 1 or holds.mask < 0:
-        state.refuse("unknown slice", f"{_said(holds)} is not one of the equal parts of a value", "name one of them")
+        state.refuse(
+            "unknown slice", f"{_holds_text(holds)} is not one of the equal parts of a value", "name one of them"
+        )
     state.want_layer(op, spec.layer)
     state.make(op[3][0], dealing.slice_of(spec, holds.mask.bit_length() - 1, holds.of))
 
@@ -146,7 +148,7 @@ def load_batch(state: RankState, op: Op) -> None:
     space = state.rules.space
     microbatches, cells = space.microbatches, space.cells
     if holds is None or holds.of not in (microbatches, cells) or not 0 < holds.mask < 1 << holds.of:
-        given = f"{_said(holds)} is not a set of the step's {microbatches} microbatches"
+        given = f"{_holds_text(holds)} is not a set of the step's {microbatches} microbatches"
         state.refuse("unknown microbatch", given, "name some of them")
     state.want_layer(op, 0)
     state.make(activation, Spec(form_of(Kind.ACTIVATION, 0, 0, space), holds.refined(cells).mask))
@@ -156,7 +158,9 @@ def _slice_of_weights(state: RankState, op: Op) -> Holds:
     """The slices of a layer's own weights that an op makes a value of."""
     holds, layer = op.holds, op[1]
     if holds is None or holds.of < 1 or not 0 < holds.mask < 1 << holds.of or not 0 <= layer < state.program.layers:
-        state.refuse("unknown slice", f"there is no slice {_said(holds)} of layer {layer}", "name slices that it has")
+        state.refuse(
+            "unknown slice", f"there is no slice {_holds_text(holds)} of layer {layer}", "name slices that it has"
+        )
     if state.program.sizes.weight_of(layer) != layer:
         state.refuse("tied weight", NO_WEIGHT, LOAD_FIRST)
     return holds
@@ -185,7 +189,7 @@ def _load(kind: Kind, state: RankState, op: Op) -> None:
     state.make(number, Spec(form_of(kind, layer, 0, state.rules.space, holds)))
 
 
-def _said(holds: Holds | None) -> str:
+def _holds_text(holds: Holds | None) -> str:
     """Get the slices that a tape claims to load; they may be no set at all."""
     return str(holds) if holds is None or holds.mask >= 0 else f"bit set {holds.mask} of {holds.of}"
 

@@ -53,7 +53,7 @@ class Replay:
         self.queued = model is not ChannelModel.RENDEZVOUS
         self.per_pair = model is ChannelModel.QUEUED_PER_PAIR
         self.size = [len(communication.participants) for communication in communications]
-        self.came = [0] * len(communications)
+        self.arrived = [0] * len(communications)
         self.done = bytearray(len(communications))
         self.runnable = deque(range(len(program.tapes)))
         self.waiting: dict[int, int] = {}  # rank -> the communication that it waits for, or (if it joins) is to issue
@@ -121,21 +121,21 @@ class Replay:
 
     def _issue(self, rank: int, communication: int, batch: int) -> None:
         """Note that one member has come."""
-        self.came[communication] += 1
+        self.arrived[communication] += 1
         if self.queued:
             queue = self.queues[rank][self.lanes[communication]]
             if batch >= 0 and queue and queue[-1].batch == batch:
                 queue[-1].open.add(communication)
             else:
                 queue.append(Slot(batch, communication))
-        if self.came[communication] == self.size[communication]:
+        if self.arrived[communication] == self.size[communication]:
             self._complete([communication])
 
     def _complete(self, candidates: list[int]) -> None:
         """Complete what can be; a completion may bring others to the head of their queues."""
         while candidates:
             communication = candidates.pop()
-            if self.came[communication] < self.size[communication] or self.done[communication]:
+            if self.arrived[communication] < self.size[communication] or self.done[communication]:
                 continue
             if self.queued:
                 lane = self.lanes[communication]

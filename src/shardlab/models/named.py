@@ -88,8 +88,8 @@ def sources() -> dict[str, str]:
     return {name: written["source"] for name, written in _table().items()}
 
 
-def with_fields(model: Blocks, changes: Mapping[str, Any], said: str) -> Blocks:
-    """The model with some fields changed; `said` names it.
+def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Blocks:
+    """Change some fields of a model; a refusal begins with `source`.
 
     Raises:
         UserError: for a field that it does not have, or values that do not go together.
@@ -98,12 +98,12 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], said: str) -> Blocks:
     for name in changes:
         if name not in known:
             raise UserError(
-                f"{said}: a model of this kind ({type(model).__name__}) has no {name}; {nearest(name, known)}"
+                f"{source}: a model of this kind ({type(model).__name__}) has no {name}; {nearest(name, known)}"
             )
     return replace(model, **changes)
 
 
-def _changed(model: Blocks, written: Mapping[str, Any], said: str) -> Blocks:
+def _changed(model: Blocks, written: Mapping[str, Any], source: str) -> Blocks:
     """`with_fields`, where values may be of any type."""
     hints = get_type_hints(type(model))
     for name, value in written.items():
@@ -111,8 +111,8 @@ def _changed(model: Blocks, written: Mapping[str, Any], said: str) -> Blocks:
         hint = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
         kind, wanted = WANTED.get(str if get_origin(hint) is Literal else hint, (object, ""))
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-            raise UserError(f"{said}: {name} is {value!r}; give {wanted}")
-    return with_fields(model, written, said)
+            raise UserError(f"{source}: {name} is {value!r}; give {wanted}")
+    return with_fields(model, written, source)
 
 
 def _from_python(path: Path, name: str) -> Blocks:
@@ -168,8 +168,8 @@ def _from_toml(path: Path) -> Blocks:
     try:
         return _changed(find_model(base), written, str(path))
     except UserError as error:
-        said = str(error)
-        raise UserError(said if said.startswith(str(path)) else f"{path}: {said}") from None
+        text = str(error)
+        raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
 @cache

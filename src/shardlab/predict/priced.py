@@ -88,10 +88,10 @@ class ClusterPrices(Prices):
         both = kind is OpKind.BACKWARD
         inputs = _backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
-        again = 0.0
+        recomputed = 0.0
         if both or kind is OpKind.BACKWARD_INPUT:
-            again = sum(share * self._sum([kernel]) for kernel, share in self.recipe.recomputed(kernels))
-        return again + self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
+            recomputed = sum(share * self._sum([kernel]) for kernel, share in self.recipe.recomputed(kernels))
+        return recomputed + self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
 
     def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
         if len(group.ranks) == 1:

@@ -67,7 +67,7 @@ class Rotation:
         form, term = spec.form, spec.form.term
         slices = tuple([(index, self._cycled((index,), mask, axis, by)) for index, mask in form.slices])
         if term is not None and term.over == KEY:
-            term = term._replace(bits=self._met(spec, term.bits, by)) if axis == "cp" else term
+            term = term._replace(bits=self._rotated_kv_done(spec, term.bits, by)) if axis == "cp" else term
         elif term is not None:
             term = term._replace(bits=self._cycled(term.over, term.bits, axis, by))
         return form if (slices, term) == (form.slices, form.term) else form.but(slices=slices, term=term)
@@ -81,14 +81,14 @@ class Rotation:
         count = math.prod(self.space.count(index) for index in indices)
         return cycled(mask, count, count // outer, size, by)
 
-    def _met(self, spec: Spec, met: int, by: int) -> int:
+    def _rotated_kv_done(self, spec: Spec, kv_done: int, by: int) -> int:
         """Which slices of the sequence the neighbour's value has met.
 
         Whose slices have been met tells more than which: of the masked ones nothing is noted, and late ones are never
         masked in what travels.
         """
         sequence = self.space.sequence
-        ranks = {self._owner(slice) for slice in range(sequence // 2, sequence) if met >> slice & 1}
+        ranks = {self._owner(slice) for slice in range(sequence // 2, sequence) if kv_done >> slice & 1}
         moved = {(rank + by) % self.mesh.cp for rank in ranks}
         first = self._rows(spec.cells, "cp", by)
         lowest = ((first & -first).bit_length() - 1) % sequence

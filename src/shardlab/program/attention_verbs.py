@@ -26,7 +26,7 @@ class AttentionVerbs(ComputeVerbs):
         return self._one(OpKind.ATTEND, layer, (queries, keys_values), attention.attend)
 
     def attend_backward(
-        self, layer: int, queries: Value, keys_values: Value, attended: Value, gradient: Value
+        self, layer: int, queries: Value, keys_values: Value, attention_output: Value, gradient: Value
     ) -> tuple[Value, Value]:
         """Compute what one chunk of keys and values adds to the gradients; add the parts with `+`.
 
@@ -34,16 +34,16 @@ class AttentionVerbs(ComputeVerbs):
 
         Args:
             queries, keys_values: as in `attend`.
-            attended: activation l + 1, complete.
+            attention_output: activation l + 1, complete.
             gradient: its gradient.
 
         Returns:
             A part of the queries' gradient, and a part of the keys' and values'.
 
         Raises:
-            Refused: as `attend` does, and when `attended` is not complete or its gradient is another's.
+            Refused: as `attend` does, and when `attention_output` is not complete or its gradient is another's.
         """
-        read = (queries, keys_values, attended, gradient)
+        read = (queries, keys_values, attention_output, gradient)
         try:
             q, kv, a, g = [self._read(value, "attend_backward", layer) for value in read]
             specs = attention.attend_backward(layer, q, kv, a, g)

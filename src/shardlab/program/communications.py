@@ -1,4 +1,4 @@
-"""Meetings of ranks while they are traced: collectives by group and turn, messages by channel and order."""
+"""Communications under way while ranks are traced: the k-th that each rank issues on a channel is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardlab.program.handle import Handle
 from shardlab.program.matching import ChannelQueue, Matcher
 from shardlab.program.mesh import Group
 from shardlab.program.ops import OpKind
-from shardlab.program.rooted import Call, said
+from shardlab.program.rooted import Call, call_text
 from shardlab.program.tape import ExpectedValue
 from shardlab.program.value import Value
 from shardlab.program.waiting import Wait
@@ -32,7 +32,7 @@ class CollectiveHandle(Handle[Value | None]):
     """A member's part in a collective."""
 
     def __init__(
-        self, rank: Tracer, call: Call, value: Value | None, group: Group, came: dict[int, CollectiveHandle]
+        self, rank: Tracer, call: Call, value: Value | None, group: Group, arrived: dict[int, CollectiveHandle]
     ) -> None:
         _, made = rooted.values_of(call, rank.index)
         result = rank.make(IN_FLIGHT) if made else value if call.kind is OpKind.BROADCAST else None
@@ -40,15 +40,15 @@ class CollectiveHandle(Handle[Value | None]):
         self.call = call
         self.spec = None if value is None else value.spec
         self.group = group
-        self.came = came
+        self.arrived = arrived
 
     def wait(self) -> Wait:
-        missing = [rank for rank in self.group.ranks if rank not in self.came]
+        missing = [rank for rank in self.group.ranks if rank not in self.arrived]
         names = ", ".join(str(rank) for rank in missing)
         return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}", missing)
 
     def __str__(self) -> str:
-        return f"{said(self.call, self.spec)} on {self.group}"
+        return f"{call_text(self.call, self.spec)} on {self.group}"
 
 
 class OpenCollectives:
@@ -61,15 +61,15 @@ class OpenCollectives:
 
     def issue(self, rank: Tracer, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
         """Issue this rank's part in the group's next collective that it has not joined yet."""
-        came = self._matcher[group].next(rank.index)
-        if came:
-            first = next(iter(came.values()))
+        arrived = self._matcher[group].next(rank.index)
+        if arrived:
+            first = next(iter(arrived.values()))
             spec = None if value is None else value.spec
             if not rooted.agree(first.call, first.spec, call, spec):
-                met = said(first.call, first.spec)
-                refusal = rooted.disagreement(call, spec, group, first.rank.index, first.op, met)
+                first_text = call_text(first.call, first.spec)
+                refusal = rooted.disagreement(call, spec, group, first.rank.index, first.op, first_text)
                 raise refusal.at(rank.index, len(rank.ops))
-        handle = came[rank.index] = CollectiveHandle(rank, call, value, group, came)
+        handle = arrived[rank.index] = CollectiveHandle(rank, call, value, group, arrived)
         return handle
 
     def meet(self, handle: CollectiveHandle) -> None:

@@ -57,14 +57,14 @@ class ChannelQueue(Generic[Part]):
         self.open: deque[dict[int, Part]] = deque()
 
     def next(self, rank: int) -> dict[int, Part]:
-        """The parts, by rank in the order in which they came, of what this rank joins now; it adds its own."""
+        """The parts, by rank in the order in which they arrived, of what this rank joins now; it adds its own."""
         number = self._issued[rank]
         self._issued[rank] = number + 1
         place = number - self._done
         if place == len(self.open):
-            came: dict[int, Part] = {}
-            self.open.append(came)
-            return came
+            arrived: dict[int, Part] = {}
+            self.open.append(arrived)
+            return arrived
         return self.open[place]
 
     def whole(self) -> list[Part] | None:
@@ -72,9 +72,9 @@ class ChannelQueue(Generic[Part]):
         if not self.open or len(self.open[0]) < len(self._ranks):
             return None
         self._done += 1
-        came = self.open.popleft()
-        parts = list(map(came.__getitem__, self._ranks))
-        came.clear()  # a part may refer to it
+        arrived = self.open.popleft()
+        parts = list(map(arrived.__getitem__, self._ranks))
+        arrived.clear()  # a part may refer to it
         return parts
 
 

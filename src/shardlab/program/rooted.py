@@ -59,7 +59,7 @@ call_of = lru_cache(maxsize=1 << 10)(Call)
 """The call of these properties, made once."""
 
 
-def said(call: Call, spec: Spec | None) -> str:
+def call_text(call: Call, spec: Spec | None) -> str:
     """Write a member's part, with what it gives: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
     return str(call) if spec is None else f"{call.kind.value}({spec}){call.how}"
 

@@ -79,8 +79,8 @@ class World:
         self.ranks = self.make_ranks()
         self._parked: dict[int, Handle[Any]] = {}
         self._runnable: deque[int] = deque()
-        self._turns = 0
-        self._turn = self.ranks[0]
+        self._resumed = 0
+        self._running = self.ranks[0]
 
     def make_ranks(self) -> list[Rank]:
         """Make the ranks that are traced: all of them."""
@@ -102,8 +102,8 @@ class World:
         with gc_paused():
             return run_stepwise(
                 lambda: self._drive(coroutines),
-                lambda: self._turns + sum(len(rank.ops) for rank in self.ranks),
-                lambda: f"rank {self._turn.index}, op {len(self._turn.ops)}",
+                lambda: self._resumed + sum(len(rank.ops) for rank in self.ranks),
+                lambda: f"rank {self._running.index}, op {len(self._running.ops)}",
             )
 
     def _drive(self, coroutines: list[Coroutine[Any, Any, object]]) -> Program:
@@ -141,8 +141,8 @@ class World:
         return [strategy(rank) for rank in self.ranks]
 
     def _resume(self, index: int, coroutines: list[Coroutine[Any, Any, object]]) -> None:
-        rank = self._turn = self.ranks[index]
-        self._turns += 1
+        rank = self._running = self.ranks[index]
+        self._resumed += 1
         try:
             handle = coroutines[index].send(None)
         except StopIteration:

@@ -27,14 +27,14 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
     zero = min((step.began - offsets[rank] for rank, step in steps.items()), default=0.0)
     shift = {rank: -offsets[rank] - zero for rank in steps}
     found: dict[int, Spans] = {rank: {} for rank in steps}
-    came: dict[int, float] = {}
+    arrived: dict[int, float] = {}
     parts: list[tuple[float, int, int, int]] = []  # (over, rank, op, communication)
     for rank, step in steps.items():
         tape = checked.program.tapes[rank]
         for at, moments in step.ops.items():
             if tape[at].kind in COMMUNICATION:
                 communication = checked.communication_of[rank][tape[at].handle]
-                came[communication] = max(came.get(communication, 0.0), moments.began + shift[rank])
+                arrived[communication] = max(arrived.get(communication, 0.0), moments.began + shift[rank])
                 if moments.over is not None:
                     parts.append((moments.over + shift[rank], rank, at, communication))
             elif moments.ended is not None:
@@ -42,6 +42,6 @@ def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[in
     free: dict[tuple[int, object], float] = {}
     for over, rank, at, communication in sorted(parts):
         stream = (rank, stream_of(checked.program, checked.communications[communication]))
-        found[rank][at] = (min(over, max(came[communication], free.get(stream, 0.0))), over)
+        found[rank][at] = (min(over, max(arrived[communication], free.get(stream, 0.0))), over)
         free[stream] = over
     return found

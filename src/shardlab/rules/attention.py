@@ -36,15 +36,17 @@ def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
     return Spec(form, queries.cells, queries.joined)
 
 
-def attend_backward(layer: int, queries: Spec, keys_values: Spec, attended: Spec, gradient: Spec) -> tuple[Spec, Spec]:
+def attend_backward(
+    layer: int, queries: Spec, keys_values: Spec, attention_output: Spec, gradient: Spec
+) -> tuple[Spec, Spec]:
     """What these keys and values give to the queries' gradient, and these queries to the keys' and values'.
 
     Raises:
-        Refused: as `attend` does, or when `attended` or its gradient are not complete and of these queries.
+        Refused: as `attend` does, or when `attention_output` or its gradient are not complete and of these queries.
     """
     op = of_layer("attend_backward", layer)
     ours, theirs = _want_pair(op, layer, queries, keys_values)
-    for spec, kind in ((attended, ACTIVATION), (gradient, GRAD_ACTIVATION)):
+    for spec, kind in ((attention_output, ACTIVATION), (gradient, GRAD_ACTIVATION)):
         _want(op, spec, kind, layer + 1, queries)
         if spec.cells != queries.cells:
             mine, theirs = (cells_text(cells, spec.form.space) for cells in (spec.cells, queries.cells))
@@ -83,19 +85,19 @@ def needed(kind: Kind, held: int, space: Space) -> int:
     return (1 << held.bit_length()) - 1
 
 
-def unite(spec: Spec, met: int) -> Spec:
+def unite(spec: Spec, kv_done: int) -> Spec:
     """A value that has met these slices; complete once they are all that it must meet."""
     form, cells, joined = spec
     _, held = pattern(cells, form.space.sequence)
-    return Spec(_united(form, held, met), cells, joined)
+    return Spec(_united(form, held, kv_done), cells, joined)
 
 
 @lru_cache(maxsize=1 << 14)
-def _united(form: Form, held: int, met: int) -> Form:
+def _united(form: Form, held: int, kv_done: int) -> Form:
     """The form of what has met these slices, of a value that holds some itself."""
     assert form.term is not None
-    done = needed(form.kind, held, form.space) & ~met == 0
-    return form.but(term=None if done else form.term._replace(bits=met))
+    done = needed(form.kind, held, form.space) & ~kv_done == 0
+    return form.but(term=None if done else form.term._replace(bits=kv_done))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -114,8 +116,8 @@ def pattern(cells: int, sequence: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _form(like: Form, kind: Kind, layer: int, met: int, needs: int, factor: Factor = ONE) -> Form:
-    term = Term(KEY, met, merged=kind is ACTIVATION) if needs & ~met else None
+def _form(like: Form, kind: Kind, layer: int, kv_done: int, needs: int, factor: Factor = ONE) -> Form:
+    term = Term(KEY, kv_done, merged=kind is ACTIVATION) if needs & ~kv_done else None
     return form_of(kind, layer, like.step, like.space, slices=like.slices, term=term, factor=factor)
 
 

@@ -171,7 +171,7 @@ class LayerRules:
         try:
             held = derive.forward(self.layer, given, cut, self.space)
         except Misfit as misfit:
-            raise self._told(op, misfit, inputs, (), weight) from None
+            raise self._refusal(op, misfit, inputs, (), weight) from None
         outputs = [self._form(port.kind, port.layer, step, held[port.tensor]) for port in self.layer.outputs]
         return ForwardResult(tuple(outputs), self._saved(cut, step))
 
@@ -238,7 +238,7 @@ class LayerRules:
             held = derive.forward(self.layer, given, cut, self.space)
             made, summed = derive.backward(self.layer, held, ends, cut, self.space)
         except Misfit as misfit:
-            raise self._told(op, misfit, [first], gradients, weight) from None
+            raise self._refusal(op, misfit, [first], gradients, weight) from None
         step, layer = first.step, self.layer
         over = tuple((index, self.space.count(index)) for index in summed.over) if summed else ()
         own = form_of(Kind.GRAD_WEIGHT, layer.weight, step, self.space, holds, over=over, factor=factor)
@@ -352,7 +352,7 @@ class LayerRules:
             if spec.step != step:
                 raise Refused("wrong step", op, f"{spec} was given with values of step {step}", "give all of one step")
 
-    def _told(
+    def _refusal(
         self, op: About, misfit: Misfit, inputs: Sequence[Spec], gradients: Sequence[Spec], weight: Spec | None
     ) -> Refused:
         """What does not fit, by the values that the layer was given."""

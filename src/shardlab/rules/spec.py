@@ -322,12 +322,12 @@ def summed_text(form: Form, sums: int) -> str:
         if not cells:
             continue
         extra, use = divmod(place, space.uses if form.layer == 0 else 1)
-        told = [cells_text(cells, space)]
+        words = [cells_text(cells, space)]
         if form.layer == 0 and space.uses > 1:
-            told.append("as the head" if use else "as the embedding")
+            words.append("as the head" if use else "as the embedding")
         if form.over:
-            told.append(f"of {form.over[0][0]} {extra}")
-        parts.append(" ".join(told))
+            words.append(f"of {form.over[0][0]} {extra}")
+        parts.append(" ".join(words))
     return " and ".join(parts)
 
 

@@ -52,20 +52,20 @@ class Attention:
         if self._by_heads:
             for store in (rank.queries, rank.keys_values):
                 store[layer, m] = await rank.all_to_all(store.pop((layer, m)), axis="cp")
-        attended = await self._attended(layer, m)
+        attention_output = await self._attend(layer, m)
         if self._by_heads:
-            rank.activations["attended", layer, m] = attended
-            attended = await rank.all_to_all(attended, axis="cp")
-        rank.activations[layer + 1, m] = attended
+            rank.activations["attention_output", layer, m] = attention_output
+            attention_output = await rank.all_to_all(attention_output, axis="cp")
+        rank.activations[layer + 1, m] = attention_output
         if not keeps:
             del rank.queries[layer, m], rank.keys_values[layer, m]
             if self._by_heads:
-                del rank.activations["attended", layer, m]
+                del rank.activations["attention_output", layer, m]
 
     def keep(self, layer: int, m: int) -> None:
         """Keep what `layer` has mixed for its backward pass, before the layer that reads it ends it."""
         if not self._by_heads:
-            self._rank.activations["attended", layer, m] = self._rank.activations[layer + 1, m]
+            self._rank.activations["attention_output", layer, m] = self._rank.activations[layer + 1, m]
 
     async def backward(self, layer: int, m: int) -> None:
         """The gradients of a layer's queries, and of its keys and values."""
@@ -73,16 +73,16 @@ class Attention:
         if self._by_heads:
             grads[layer + 1, m] = await rank.all_to_all(grads.pop((layer + 1, m)), axis="cp")
         if self._hops == 1 or self._by_heads:
-            made = self._met(layer, m, rank.keys_values[layer, m])
+            made = self._attend_backward(layer, m, rank.keys_values[layer, m])
         else:
             made = await (self._ring_backward if self._in_ring else self._gathered_backward)(layer, m)
         if self._by_heads:
             made = await rank.all_to_all(made[0], axis="cp"), await rank.all_to_all(made[1], axis="cp")
         rank.grad_queries[layer, m], rank.grad_keys_values[layer, m] = made
         del rank.queries[layer, m], rank.keys_values[layer, m]
-        del rank.activations["attended", layer, m], rank.grad_activations[layer + 1, m]
+        del rank.activations["attention_output", layer, m], rank.grad_activations[layer + 1, m]
 
-    async def _attended(self, layer: int, m: int) -> Value:
+    async def _attend(self, layer: int, m: int) -> Value:
         if self._hops == 1 or self._by_heads:
             return self._rank.attend(layer, self._rank.queries[layer, m], self._rank.keys_values[layer, m])
         return await (self._ring if self._in_ring else self._gathered)(layer, m)
@@ -101,13 +101,13 @@ class Attention:
     async def _ring_backward(self, layer: int, m: int) -> tuple[Value, Value]:
         block = self._rank.keys_values[layer, m]
         coming = self._pass_on(block, layer, m)
-        grad_queries, gradient = self._met(layer, m, block)
+        grad_queries, gradient = self._attend_backward(layer, m, block)
         following = self._pass_on(gradient, layer, m)
         for hop in range(1, self._hops):
             block = await coming
             if hop < self._hops - 1:
                 coming = self._pass_on(block, layer, m)
-            more, gradient = self._met(layer, m, block)
+            more, gradient = self._attend_backward(layer, m, block)
             grad_queries = grad_queries + more
             following = self._pass_on(await following + gradient, layer, m)
         return grad_queries, await following
@@ -119,14 +119,16 @@ class Attention:
 
     async def _gathered_backward(self, layer: int, m: int) -> tuple[Value, Value]:
         rank = self._rank
-        grad_queries, gradients = self._met(layer, m, await rank.all_gather(rank.keys_values[layer, m], axis="cp"))
+        grad_queries, gradients = self._attend_backward(
+            layer, m, await rank.all_gather(rank.keys_values[layer, m], axis="cp")
+        )
         return grad_queries, await rank.reduce_scatter(gradients, axis="cp")
 
-    def _met(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
+    def _attend_backward(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
         """What a block gives to the queries' gradient, and they to its."""
         rank = self._rank
-        attended, gradient = rank.activations["attended", layer, m], rank.grad_activations[layer + 1, m]
-        return rank.attend_backward(layer, rank.queries[layer, m], block, attended, gradient)
+        attention_output, gradient = rank.activations["attention_output", layer, m], rank.grad_activations[layer + 1, m]
+        return rank.attend_backward(layer, rank.queries[layer, m], block, attention_output, gradient)
 
     def _pass_on(self, value: Value, layer: int, m: int) -> Handle[Value]:
         expected = (value.spec.kind.value, layer, m)

@@ -78,15 +78,14 @@ class Clocks:
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
-        self._came: dict[int, int] = {}  # communication -> members that have come
+        self._arrived: dict[int, int] = {}  # communication -> members that have come
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
         self._handle_end: list[dict[int, float]] = [{} for _ in tapes]
         self._handle_op: list[dict[int, int]] = [{} for _ in tapes]
         self._parked: dict[tuple[int, int], float] = {}
-        self._heap: list[
-            tuple[float, int, int, int]
-        ] = []  # (time, tie, rank to go on or -1, communication that is ready)
+        # (time, tie, rank to go on or -1, communication that is ready)
+        self._heap: list[tuple[float, int, int, int]] = []
         self._tie = count()
 
     def run(self) -> Times:
@@ -168,8 +167,8 @@ class Clocks:
         """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
         communication = self._traced.communications[number]
         if communication.stream is COLLECTIVE or self._messages == "rendezvous":
-            self._came[number] = self._came.get(number, 0) + 1
-            if self._came[number] == len(communication.participants):
+            self._arrived[number] = self._arrived.get(number, 0) + 1
+            if self._arrived[number] == len(communication.participants):
                 self._push(now, -1, number)
         elif kind is SEND:
             self._push(now, -1, number)

@@ -90,9 +90,9 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
     if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
         queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]
         return float(share_of(queries.form)) * attention.work(queries, keys_values) / queries.cells.bit_count()
-    told = [specs[number] for number in (*op.inputs, *op.outputs)]
-    shares = [share for spec in told if spec.kind in _TELL_SLICES and (share := share_of(spec.form)) < 1]
-    return float(max(shares, default=1)) / told[0].form.space.sequence
+    used = [specs[number] for number in (*op.inputs, *op.outputs)]
+    shares = [share for spec in used if spec.kind in _TELL_SLICES and (share := share_of(spec.form)) < 1]
+    return float(max(shares, default=1)) / used[0].form.space.sequence
 
 
 _TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}

@@ -83,9 +83,9 @@ class PriceList:
         elif row.keeps:
             key = (kind, specs[inputs[0]][1].bit_count(), specs[outputs[0]][0])
         elif kind is _ADD:
-            key = (kind, layer, _told(specs[outputs[0]]))
+            key = (kind, layer, _work_key(specs[outputs[0]]))
         else:
-            key = (kind, layer, *[_told(specs[number]) for number in (*inputs, *outputs)])
+            key = (kind, layer, *[_work_key(specs[number]) for number in (*inputs, *outputs)])
         time = self._known.get(key)
         if time is None:
             time = self._known[key] = self._prices.compute_time(op, specs, self._sizes)
@@ -133,7 +133,7 @@ class Bytes:
         return size
 
 
-def _told(spec: Spec) -> Hashable:
+def _work_key(spec: Spec) -> Hashable:
     """What of a value can tell how much work it is: its slices and tokens, not what a gradient has summed.
 
     Of tokens it is how they lie in their sequences, whichever microbatch comes first.

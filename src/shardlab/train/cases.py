@@ -99,8 +99,8 @@ def pairs() -> Iterator[Case]:
                 plan = replace(plan, mesh=replace(plan.mesh, pp=2), schedule=row)
             for each in (2, 3, 4):
                 uneven = each == 3
-                again = "full" if each == 4 else sharding.recompute
-                plan = replace(plan, reshard_after="stage" if uneven else "layer", recompute=again)
+                recompute = "full" if each == 4 else sharding.recompute
+                plan = replace(plan, reshard_after="stage" if uneven else "layer", recompute=recompute)
                 layers = max(plan.natural_layers(), 2) + uneven
                 dropout = 0.1 if uneven else 0.0
                 yield Case(row, column, plan, plan.mesh.world, layers, each * plan.data_ranks, dropout)
