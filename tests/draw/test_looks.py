@@ -6,7 +6,7 @@ import pytest
 
 from shardlab.check import check
 from shardlab.draw import timeline_svg
-from shardlab.draw.chunks import chunks_of, model_layer, model_layers
+from shardlab.draw.chunks import chunks_of, model_layer, model_layer_count
 from shardlab.draw.looks import Looks, Paint
 from shardlab.draw.palette import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, layer_color, pale, shade
 from shardlab.program import Mesh, OpKind, Sizes, trace
@@ -105,7 +105,7 @@ def test_a_finer_cut_leaves_the_models_layers_their_number_and_colour(mesh: Mesh
     plan = Plan(mesh)
     sizes = Sizes.context_blocks(3) if mesh.cp > 1 else Sizes.of_puzzle(3, mesh)
     timeline = simulate(check(trace(planned(plan), mesh, sizes, 2)))
-    assert sizes.layers > model_layers(sizes) == 3
+    assert sizes.layers > model_layer_count(sizes) == 3
     found = [model_layer(sizes, layer) for layer in range(sizes.layers)]
     assert found == sorted(found)
     assert set(found) == {0, 1, 2}

@@ -113,8 +113,8 @@ class CommunicationCheck:
         call = _call(op)
         spec = _given(state, op, call, group)
         member = self._issue(state, op)
-        line = self._matcher[group]
-        arrived = line.next(state.index)
+        queue = self._matcher[group]
+        arrived = queue.next(state.index)
         if arrived:
             first, first_spec, first_call = next(iter(arrived.values()))
             assert first_call is not None
@@ -122,7 +122,7 @@ class CommunicationCheck:
                 first_text = call_text(first_call, first_spec)
                 raise rooted.disagreement(call, spec, group, first.rank, first.op, first_text)
         arrived[state.index] = (member, spec, call)
-        parts = line.whole()
+        parts = queue.whole()
         if parts is not None:
             specs = rooted.collective(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
             for (other, gave, _), received in zip(parts, specs, strict=True):
@@ -161,9 +161,9 @@ class CommunicationCheck:
 
     def _deliver(self, source: int, to: int, part: Contribution) -> None:
         """One end of a message comes; with the other one there, it is delivered."""
-        rank, line = part[0].rank, self._matcher[source, to]
-        line.next(rank)[rank] = part
-        ends = line.whole()
+        rank, queue = part[0].rank, self._matcher[source, to]
+        queue.next(rank)[rank] = part
+        ends = queue.whole()
         if ends is None:
             return
         sender, spec, _ = ends[0]

@@ -37,7 +37,7 @@ def _spread(runs: list[int], most: int) -> list[int]:
     return [place * most // len(runs) for place in range(len(runs))]
 
 
-def model_layers(sizes: Sizes) -> int:
+def model_layer_count(sizes: Sizes) -> int:
     """Layers of the model in a reader's words: a program may cut each into several."""
     if sizes.blocks:
         return len(sizes.blocks) - 1
@@ -53,7 +53,7 @@ def model_layer(sizes: Sizes, layer: int) -> int:
         found = bisect_left(experts, layer)
     else:
         return layer
-    return max(0, min(model_layers(sizes) - 1, found))
+    return max(0, min(model_layer_count(sizes) - 1, found))
 
 
 def _experts(sizes: Sizes) -> list[int]:

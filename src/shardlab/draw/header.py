@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from shardlab.draw.canvas import FAINT, Page
-from shardlab.draw.chunks import model_layers
+from shardlab.draw.chunks import model_layer_count
 from shardlab.draw.memory import memory_text
 from shardlab.draw.rows import ranks_text
 from shardlab.rules.pieces import counted
@@ -42,7 +42,7 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
     ]
     return [
         counted(len(ranks), "rank") + grid + _folded(len(ranks), rows, drawn),
-        counted(model_layers(program.sizes), "layer"),
+        counted(model_layer_count(program.sizes), "layer"),
         counted(program.microbatches, "microbatch"),
         f"ends at {seconds_text(timeline.end) if timeline.in_seconds else f'{timeline.end:g}'}",
         f"peak {memory_text(timeline, timeline.peak_memory)} on {ranks_text(peak)}",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
-from shardlab.draw.chunks import chunks_of, model_layer, model_layers
+from shardlab.draw.chunks import chunks_of, model_layer, model_layer_count
 from shardlab.draw.palette import BACKWARD_INPUT, BACKWARD_WEIGHT, COLORS, FORWARD, SHADES, layer_color, pale, shade
 from shardlab.program import OpKind
 from shardlab.program.picture import ColorBy
@@ -40,7 +40,7 @@ class Looks:
         self.by = by
         self._sizes = timeline.program.sizes
         self._chunks = chunks_of(timeline)
-        self.layers = model_layers(self._sizes)
+        self.layers = model_layer_count(self._sizes)
         self.chunks = 1 + max((n for row in self._chunks for n in row.values()), default=0) if self._chunks else 0
         self._layer_of: Callable[[int], int] = cache(partial(model_layer, self._sizes))
         self.compute_paint = cache(self._compute_paint)

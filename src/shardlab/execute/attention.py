@@ -32,12 +32,12 @@ def attend(state: State, at: int, op: Op) -> Instruction:
 
 def attend_backward(state: State, at: int, op: Op) -> Instruction:
     """What one lot of keys and values gives to the queries' gradient, and they to its."""
-    (queries, keys_values, attended, gradient), outputs, values = op.inputs, op.outputs, state.values
+    (queries, keys_values, attention_output, gradient), outputs, values = op.inputs, op.outputs, state.values
     part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
     tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
 
     def run() -> None:
-        q, kv, mixed, grad = (values[number] for number in (queries, keys_values, attended, gradient))
+        q, kv, mixed, grad = (values[number] for number in (queries, keys_values, attention_output, gradient))
         made = attention.attend_backward(part, q, kv, mixed, grad, tokens, key_tokens, mask())
         values[outputs[0]], values[outputs[1]] = made
 

@@ -12,29 +12,39 @@ from shardlab.models.primitives import Linear
 
 
 @dataclass(frozen=True, kw_only=True)
-class Projection(Primitive):
-    """Normalised features `x` to queries `q` (rows, T, C), and keys and values `kv` (rows, T, 2 kv_width), by one map.
+class GroupedHeads(Primitive):
+    """A primitive whose heads share keys and values in groups, if there are fewer `kv_heads` than heads.
 
-    With fewer `kv_heads` than heads, neighbouring heads share keys and values (grouped queries, Ainslie et al. 2023,
-    arXiv 2305.13245). Cut by heads.
+    Grouped queries: Ainslie et al. 2023, arXiv 2305.13245.
 
     Attributes:
         heads, kv_heads: of queries, and of keys and values.
-        rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; none: None).
     """
-
-    einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"
 
     hidden_size: int
     heads: int
     kv_heads: int
-    bias: bool
-    rope_theta: float | None
 
     @property
     def kv_width(self) -> int:
         """Features of all keys of a token, and of all values."""
         return self.hidden_size // self.heads * self.kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection(GroupedHeads):
+    """Normalised features `x` to queries `q` (rows, T, C), and keys and values `kv` (rows, T, 2 kv_width), by one map.
+
+    Cut by heads.
+
+    Attributes:
+        rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; none: None).
+    """
+
+    einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"
+
+    bias: bool
+    rope_theta: float | None
 
     @property
     def outputs(self) -> int:
@@ -77,7 +87,7 @@ class Projection(Primitive):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attend(Primitive):
+class Attend(GroupedHeads):
     """What queries `q` make of keys and values `kv`: `x` (rows, T, C), causal scaled dot product attention.
 
     Without dropout, it is one fused op that keeps the log-sum-exp of each head's rows; with it, three T x T matrices a
@@ -89,15 +99,7 @@ class Attend(Primitive):
     atomic: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
 
-    hidden_size: int
-    heads: int
-    kv_heads: int
     drops: bool
-
-    @property
-    def kv_width(self) -> int:
-        """Features of all keys of a token, and of all values."""
-        return self.hidden_size // self.heads * self.kv_heads
 
     def heads_of(self, pieces: int) -> Attend:
         """As if the heads of one piece of so many were all."""

@@ -193,8 +193,8 @@ class FoldedChannels(Channels):
 
     def post_send(self, rank: Tracer, value: Value, to: int) -> SendHandle:
         source, there = _twin(self._rotation.mesh, rank.index, to, self._stride)
-        line = self._matcher[source, there]
-        handle = line.next(source)[source] = SendHandle(rank, value, line)
+        queue = self._matcher[source, there]
+        handle = queue.next(source)[source] = SendHandle(rank, value, queue)
         if source != rank.index:
             axis, by = _along(self._rotation.mesh, rank.index, to)
             handle.spec = self._rotation.rotated(value.spec, axis, -by % self._rotation.mesh.sizes()[axis])

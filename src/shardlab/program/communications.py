@@ -108,20 +108,20 @@ class SendHandle(Handle[None]):
 
     ready = True
 
-    def __init__(self, rank: Tracer, value: Value, line: ChannelQueue[Any]) -> None:
+    def __init__(self, rank: Tracer, value: Value, queue: ChannelQueue[Any]) -> None:
         super().__init__(rank, None, value)
         self.spec = value.spec
-        self.line = line
+        self.queue = queue
 
 
 class RecvHandle(Handle[Value]):
     """A receive that waits for its message."""
 
-    def __init__(self, rank: Tracer, source: int, expect: ExpectedValue | None, line: ChannelQueue[Any]) -> None:
+    def __init__(self, rank: Tracer, source: int, expect: ExpectedValue | None, queue: ChannelQueue[Any]) -> None:
         super().__init__(rank, rank.make(IN_FLIGHT), None)
         self.source = source
         self.expect = expect
-        self.line = line
+        self.queue = queue
 
     def wait(self) -> Wait:
         about = f" of {self.expect}" if self.expect else ""
@@ -136,18 +136,18 @@ class Channels:
         self._matcher = Matcher[Any]()  # of a send and a receive
 
     def post_send(self, rank: Tracer, value: Value, to: int) -> SendHandle:
-        line, index = self._matcher[rank.index, to], rank.index
-        handle = line.next(index)[index] = SendHandle(rank, value, line)
+        queue, index = self._matcher[rank.index, to], rank.index
+        handle = queue.next(index)[index] = SendHandle(rank, value, queue)
         return handle
 
     def post_recv(self, rank: Tracer, source: int, expect: ExpectedValue | None) -> RecvHandle:
-        line, index = self._matcher[source, rank.index], rank.index
-        handle = line.next(index)[index] = RecvHandle(rank, source, expect, line)
+        queue, index = self._matcher[source, rank.index], rank.index
+        handle = queue.next(index)[index] = RecvHandle(rank, source, expect, queue)
         return handle
 
     def deliver(self, posted: SendHandle | RecvHandle) -> None:
         """Hand a message over, once both ends have come."""
-        ends = posted.line.whole()
+        ends = posted.queue.whole()
         if ends is None:
             return
         sent: SendHandle = ends[0]

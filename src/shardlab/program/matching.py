@@ -82,13 +82,13 @@ class Matcher(dict[Channel, ChannelQueue[Part]]):
     """The channels in use, each made when it is first asked for."""
 
     def __missing__(self, channel: Channel) -> ChannelQueue[Part]:
-        line = self[channel] = ChannelQueue[Part](channel.ranks if isinstance(channel, Group) else channel)
-        return line
+        queue = self[channel] = ChannelQueue[Part](channel.ranks if isinstance(channel, Group) else channel)
+        return queue
 
     def left(self) -> Iterator[dict[int, Part]]:
         """What is not whole, channel by channel."""
-        for line in self.values():
-            yield from line.open
+        for queue in self.values():
+            yield from queue.open
 
 
 def channel_of(rank: int, op: Op) -> Channel | None:
@@ -125,9 +125,9 @@ def communications_of(
             end = rank
             if isinstance(channel, tuple):
                 end = channel[0] if op[0] is SEND else channel[-1]
-            line = matcher[channel]
-            line.next(end)[end] = Participant(row, op.handle, at)
-            members = line.whole()
+            queue = matcher[channel]
+            queue.next(end)[end] = Participant(row, op.handle, at)
+            members = queue.whole()
             if members is not None:
                 communications.append(Communication(op[0].row.stream, op.group, members))
     communications.sort(key=lambda communication: communication.participants[-1])

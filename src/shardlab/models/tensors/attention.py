@@ -5,8 +5,8 @@ order (Dao et al. 2022, arXiv 2205.14135, section 3.1), and the backward pass of
 appendix B.2: with O what all parts together mixed, dS = P * (dP - rowsum(dO * O))).
 
 Shapes: queries (rows, T, C), features of one head after those of another; keys and values (rows, T', 2 x kv_width), all
-keys before all values; attended (rows, T, C + heads): the mixed values, then each head's log-sum-exp, in float32 at
-least. With tensor parallelism all of this is of one slice's heads, and `part` is as if these were all (`heads_of`).
+keys before all values; the output (rows, T, C + heads): the mixed values, then each head's log-sum-exp, in float32 at
+least. With tensor parallelism all of this is of one slice's heads; `primitive` is as if these were all (`heads_of`).
 `tokens` are the places in the sequence, ascending. `mask` multiplies the softmax, (rows, heads, T, T').
 """
 
@@ -26,41 +26,42 @@ from shardlab.models.tensors.tokens import runs
 
 
 def attend(
-    part: Attend,
+    primitive: Attend,
     queries: Tensor,
     keys_values: Tensor,
     tokens: Sequence[int],
     key_tokens: Sequence[int],
     mask: Tensor | None = None,
 ) -> Tensor:
-    """What the queries make of these keys and values alone: attended; 0, and -inf, where they see none of them."""
-    q, (k, v) = _heads(part, queries, part.heads), _keys_and_values(part, keys_values)
+    """What the queries make of these keys and values alone; 0, and -inf, where they see none of them."""
+    q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
     mixed, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
     for rows, seen in _visible(tokens, key_tokens):
         scores = _scores(q[..., rows, :], k[..., seen, :], tokens[rows], key_tokens[seen])
         lse[..., rows] = scores.logsumexp(-1)
         weights = (scores - _finite(lse[..., rows])[..., None]).exp_()
         if mask is not None:
-            weights = weights * _grouped(part, mask)[..., rows, seen]
+            weights = weights * _grouped(primitive, mask)[..., rows, seen]
         mixed[..., rows, :] = weights @ v[..., seen, :]
     return torch.cat([_tokens(mixed), _tokens(lse[..., None])], -1)
 
 
-def merge(part: Attend, a: Tensor, b: Tensor) -> Tensor:
-    """Attended to two lots of keys and values that have none in common, from attended to either."""
-    lse_a, lse_b = a[..., part.hidden_size :], b[..., part.hidden_size :]
+def merge(primitive: Attend, a: Tensor, b: Tensor) -> Tensor:
+    """Merge the outputs for two disjoint sets of keys and values into the output for both."""
+    c = primitive.hidden_size
+    lse_a, lse_b = a[..., c:], b[..., c:]
     lse = torch.logaddexp(lse_a, lse_b)
     shift = _finite(lse)
-    size = part.hidden_size // part.heads
+    size = c // primitive.heads
     share_a, share_b = ((each - shift).exp_().repeat_interleave(size, -1) for each in (lse_a, lse_b))
-    return torch.cat([(a[..., : part.hidden_size] * share_a).add_(b[..., : part.hidden_size] * share_b), lse], -1)
+    return torch.cat([(a[..., :c] * share_a).add_(b[..., :c] * share_b), lse], -1)
 
 
 def attend_backward(
-    part: Attend,
+    primitive: Attend,
     queries: Tensor,
     keys_values: Tensor,
-    attended: Tensor,
+    attention_output: Tensor,
     gradient: Tensor,
     tokens: Sequence[int],
     key_tokens: Sequence[int],
@@ -69,13 +70,14 @@ def attend_backward(
     """What these keys and values give to the queries' gradient, and these queries to the keys' and values'.
 
     Args:
-        attended: to all keys and values that the queries see.
+        attention_output: to all keys and values that the queries see.
         gradient: of the loss with respect to it; that of the log-sum-exp is not read.
     """
-    c = part.hidden_size
-    q, (k, v) = _heads(part, queries, part.heads), _keys_and_values(part, keys_values)
-    mixed, lse = (_heads(part, each, part.heads) for each in (attended[..., :c], attended[..., c:]))
-    grad = _heads(part, gradient[..., :c], part.heads)
+    c = primitive.hidden_size
+    q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
+    made = attention_output[..., :c], attention_output[..., c:]
+    mixed, lse = (_heads(primitive, each, primitive.heads) for each in made)
+    grad = _heads(primitive, gradient[..., :c], primitive.heads)
     inner = (grad * mixed).sum(-1, keepdim=True)
     grad_q = torch.zeros_like(q)
     grad_k, grad_v = (q.new_zeros(each.shape) for each in (k, v))
@@ -86,7 +88,7 @@ def attend_backward(
         grad_weights = grad[..., rows, :] @ v[..., seen, :].mT
         dropped = weights
         if mask is not None:
-            kept = _grouped(part, mask)[..., rows, seen]
+            kept = _grouped(primitive, mask)[..., rows, seen]
             dropped, grad_weights = weights * kept, grad_weights * kept
         grad_v[..., seen, :] += (dropped.mT @ grad[..., rows, :]).sum(2, keepdim=True)
         grad_scores = weights * (grad_weights - inner[..., rows, :]) * scale
@@ -112,16 +114,16 @@ def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[in
     return scores.masked_fill_(key_places > places[:, None], float("-inf"))
 
 
-def _heads(part: Attend, x: Tensor, heads: int) -> Tensor:
+def _heads(primitive: Attend, x: Tensor, heads: int) -> Tensor:
     """(rows, T, features of so many heads) to (rows, kv heads, heads of each, T, features of one)."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x.view(*x.shape[:2], part.kv_heads, heads // part.kv_heads, -1).permute(0, 2, 3, 1, 4)
+    return x.view(*x.shape[:2], primitive.kv_heads, heads // primitive.kv_heads, -1).permute(0, 2, 3, 1, 4)
 
 
-def _keys_and_values(part: Attend, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_and_values(primitive: Attend, keys_values: Tensor) -> tuple[Tensor, Tensor]:
     """Of each (rows, kv heads, 1, T', size)."""
     keys, values = keys_values.chunk(2, -1)
-    return _heads(part, keys, part.kv_heads), _heads(part, values, part.kv_heads)
+    return _heads(primitive, keys, primitive.kv_heads), _heads(primitive, values, primitive.kv_heads)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -129,9 +131,9 @@ def _tokens(x: Tensor) -> Tensor:
     return x.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
-def _grouped(part: Attend, mask: Tensor) -> Tensor:
+def _grouped(primitive: Attend, mask: Tensor) -> Tensor:
     """(rows, heads, T, T') to (rows, kv heads, heads of each, T, T')."""
-    return mask.view(len(mask), part.kv_heads, -1, *mask.shape[2:])
+    return mask.view(len(mask), primitive.kv_heads, -1, *mask.shape[2:])
 
 
 def _finite(lse: Tensor) -> Tensor:
