@@ -54,7 +54,7 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
     flat = initial_weights(model, owner, seed=0, dtype=dtype)
     parameters = [view.requires_grad_() for view in views(model.layout(owner), flat)]
     inputs = inputs_of(model, layer, rows, dtype, share)
-    storages = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()

@@ -10,8 +10,9 @@ import torch
 from shardlab.models import GPT, MLP, Blocks, Llama, cut
 from shardlab.models.tensors import Share
 from tests.models.conftest import piece_of
+from tests.models.small import Dimensions
 
-SMALL = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 30}
+SMALL: Dimensions = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 30}
 MODELS = [
     GPT(heads=4, **SMALL),
     GPT(heads=6, kv_heads=2, bias=False, **SMALL),

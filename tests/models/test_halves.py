@@ -13,8 +13,9 @@ from shardlab.models import GPT, MLP, Blocks, Llama, cut
 from shardlab.models.primitives import Norm
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, views
 from tests.models.conftest import inputs_of, piece_of
+from tests.models.small import Dimensions
 
-SMALL = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 30}
+SMALL: Dimensions = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 30}
 MODELS = [
     GPT(heads=4, **SMALL),
     GPT(heads=4, dropout=0.1, bias=False, **SMALL),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from shardlab.models import GPT, MLP, Blocks, CutModel, MoE, cut
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
+from tests.models.small import Dimensions
 
-SMALL = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 32}
+SMALL: Dimensions = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 32}
 GROUPED = GPT(heads=8, kv_heads=4, **SMALL)
 DROPPING = GPT(heads=8, kv_heads=4, dropout=0.1, **SMALL)
 LLAMA_LIKE = GPT(
@@ -147,6 +149,6 @@ def test_experts_compute_on_full_buffers() -> None:
 
 @given(st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_the_loss_reads_every_logit_of_its_slice(sequences: int, slices: int) -> None:
-    model = cut(GPT(heads=4, **SMALL | {"vocab_size": 30}), tp=slices)
+    model = cut(replace(GPT(heads=4, **SMALL), vocab_size=30), tp=slices)
     (kernel,) = model.loss_kernels(sequences, 8, slices)
     assert kernel.elements * slices == sequences * 8 * math.ceil(30 / slices) * slices

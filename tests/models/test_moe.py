@@ -15,8 +15,9 @@ from shardlab.models import GPT, Mixtral, MoE, cut
 from shardlab.models.attention import Attend
 from shardlab.models.mixture import Combine, Dispatch, Place, Route
 from tests.models.conftest import piece_of
+from tests.models.small import WithHeads
 
-SMALL = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 40, "seq_len": 12}
+SMALL: WithHeads = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 40, "seq_len": 12}
 
 
 def test_every_mlp_becomes_as_many_experts_of_its_size_and_a_router() -> None:

@@ -62,7 +62,7 @@ def test_an_import_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     async def imports(rank: Rank) -> None:
-        import takes_long  # type: ignore[import-not-found]  # pyright: ignore
+        import takes_long  # pyright: ignore[reportMissingImports]
 
         del takes_long
         await ddp(rank)

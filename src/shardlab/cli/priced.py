@@ -79,7 +79,7 @@ def price(
         UserError: for names that are unknown, sizes that do not fit, and a plan that does not fit into memory.
         Refused: for a program that is wrong.
     """
-    from shardlab.models import find_model
+    from shardlab.models import GPT, find_model
     from shardlab.predict.memory_advice import require_memory
     from shardlab.predict.precision import find_precision
     from shardlab.predict.workload import Workload
@@ -97,7 +97,8 @@ def price(
             f"{entry.name} computes on whole blocks, which share no weight: the tied head of {model_name} is priced "
             f"as {model.vocab_size * model.hidden_size:,} parameters of its own (plans keep it tied)"
         )
-        model = replace(model, tied=False)  # type: ignore[call-arg]  # a model that borrows has the field
+        assert isinstance(model, GPT), "no other model has a tied head"
+        model = replace(model, tied=False)
 
     def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Any:
         proof = checked(entry, ranks, sizes, microbatches)

@@ -1,5 +1,8 @@
 """Primitives by themselves: one of every sort with random tensors, what it makes of them, and pieces of all."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -176,4 +179,4 @@ class Whole:
 
 
 def _piece(tensor: Tensor, dim: int, sections: tuple[int, ...], number: int, of: int) -> Tensor:
-    return torch.cat([section.chunk(of, dim)[number] for section in tensor.split(list(sections), dim)], dim)
+    return torch.cat([section.chunk(of, dim)[number] for section in torch.split(tensor, list(sections), dim)], dim)

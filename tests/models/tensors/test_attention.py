@@ -1,5 +1,8 @@
 """Attention in parts, put together in any order, equals the whole, forward and backward."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import random
@@ -32,8 +35,8 @@ def inputs(part: Attend, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def plain(part: Attend, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     """Causal attention of all tokens as the formula says."""
     size = part.hidden_size // part.heads
-    k, v = kv.split(part.kv_width, -1)
-    heads = [x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (q, k, v)]
+    k, v = torch.split(kv, part.kv_width, -1)
+    heads: list[Tensor] = [x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (q, k, v)]
     keys, values = (x.repeat_interleave(part.heads // part.kv_heads, 1) for x in heads[1:])
     future = torch.ones(part.tokens, part.tokens, dtype=torch.bool).triu(1)
     weights = (heads[0] @ keys.mT / size**0.5).masked_fill(future, float("-inf")).softmax(-1)

@@ -20,13 +20,10 @@ from shardlab.rules.index import INDICES
 from shardlab.rules.node import Layer
 from shardlab.rules.spec import Space
 from tests.models.tensors.alone import PRIMITIVES, ROWS, T, Whole, gradients, inputs_of, made_by, parameters_of
+from tests.models.tensors.comparing import error
 
 ALL = [primitive for primitive, _ in PRIMITIVES]
 every_primitive = pytest.mark.parametrize("primitive", ALL, ids=repr)
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def cuts() -> Iterator[tuple[Primitive, str, int]]:
@@ -49,7 +46,9 @@ class Slices:
     whole: Whole
     index: str
     of: int
-    terms: dict[str, tuple[Tensor, list[tuple[int, Tensor]]]] = field(default_factory=dict)
+    terms: dict[str, tuple[Tensor, list[tuple[int, Tensor]]]] = field(
+        default_factory=dict[str, tuple[Tensor, list[tuple[int, Tensor]]]]
+    )
 
     def add(self, number: int, held: Held, name: str, indices: str, mine: Tensor, expected: Tensor) -> None:
         """A piece that is held is that piece of the whole; a term is kept."""

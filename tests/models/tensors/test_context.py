@@ -1,24 +1,32 @@
 """A model cut for context parallelism, with attention between its layers, equals the whole in loss and gradients."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
+
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardlab.models import GPT, MLP, Blocks, Llama, cut
+from shardlab.models.attention import Attend
 from shardlab.models.tensors import Dropout, Share, layers_of, loss_of, to_blocks, to_layers, views
 from shardlab.models.tensors.attention import attend, attend_backward, merge
 from shardlab.models.tensors.tokens import rows_of, runs
-from tests.models.tensors.test_halves import batch, error, random_flats
+from tests.models.small import Dimensions
+from tests.models.tensors.comparing import error, fill_gradient, random_batch, random_flats, whole_step
 
-SMALL = {"layers": 2, "hidden_size": 16, "vocab_size": 40, "seq_len": 12}
-MODELS = [
+SMALL: Dimensions = {"layers": 2, "hidden_size": 16, "vocab_size": 40, "seq_len": 12}
+MODELS: list[Blocks] = [
     GPT(heads=4, **SMALL),
     GPT(heads=8, kv_heads=4, bias=False, **SMALL),
     MLP(ffn_hidden_size=20, dropout=0.3, **SMALL),
+    Llama(heads=4, kv_heads=2, **SMALL),
+    GPT(heads=4, rope_theta=1e3, activation="squared_relu", **SMALL),
 ]
-MODELS += [Llama(heads=4, kv_heads=2, **SMALL), GPT(heads=4, rope_theta=1e3, activation="squared_relu", **SMALL)]
 TOKENS = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
 """Of each of two ranks, in the balanced order."""
 
@@ -27,7 +35,7 @@ class Attended(torch.autograd.Function):
     """All ranks' queries that meet all ranks' keys and values, block by block."""
 
     @staticmethod
-    def forward(ctx, part, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, part: Attend, *inputs: Tensor) -> tuple[Tensor, ...]:
         queries, blocks = inputs[:2], inputs[2:]
         made = [
             merge(part, *(attend(part, q, kv, mine, theirs) for kv, theirs in zip(blocks, TOKENS, strict=True)))
@@ -38,8 +46,9 @@ class Attended(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor):  # type: ignore[no-untyped-def]
-        queries, blocks, made = (ctx.saved_tensors[i : i + 2] for i in (0, 2, 4))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        queries, blocks, made = (saved[i : i + 2] for i in (0, 2, 4))
         totals = [torch.zeros_like(x) for x in (*queries, *blocks)]
         for i, mine in enumerate(TOKENS):
             for j, theirs in enumerate(TOKENS):
@@ -51,14 +60,9 @@ class Attended(torch.autograd.Function):
 
 @pytest.mark.parametrize("whole", MODELS, ids=str)
 def test_the_cut_model_equals_the_whole_in_loss_and_gradients(whole: Blocks) -> None:
-    flats, (tokens, targets) = random_flats(whole), batch(whole)
+    flats, (tokens, targets) = random_flats(whole), random_batch(whole, 4)
     dropout = Dropout(whole.dropout, 1, 2, 99, (3, 5))
-    parameters = [[v.requires_grad_() for v in views(whole.layout(i), flat.clone())] for i, flat in enumerate(flats)]
-    x = tokens
-    for block, layer in enumerate(layers_of(whole)):
-        x = layer(parameters[block], x, Dropout(whole.dropout, 1, 2, block, (3, 5)))
-    expected = loss_of(x, targets)
-    expected.backward()
+    expected, theirs = whole_step(whole, flats, (tokens, targets))
 
     model = cut(whole, attention_apart=True)
     leaves = [
@@ -73,23 +77,22 @@ def test_the_cut_model_equals_the_whole_in_loss_and_gradients(whole: Blocks) -> 
             for x, r, mine in zip(held, residuals, TOKENS, strict=True)
         ]
         if its.projects:
-            held = Attended.apply(model.attention_after(number), *(q for q, _ in made), *(kv for _, kv in made))
+            inputs = *(q for q, _ in made), *(kv for _, kv in made)
+            held = list(cast("tuple[Tensor, ...]", Attended.apply(model.attention_after(number), *inputs)))
         else:
             held = [x for x, *_ in made]
         if its.carries:
-            residuals = [tuple(each[1:]) for each in made]
-    loss = sum(loss_of(x, rows_of(targets.T, mine).T) for x, mine in zip(held, TOKENS, strict=True))
+            residuals = [each[1:] for each in made]
+    losses = [loss_of(x, rows_of(targets.T, mine).T) for x, mine in zip(held, TOKENS, strict=True)]
+    loss = torch.stack(losses).sum()
     loss.backward()
 
-    assert abs(loss.item() - expected.item()) <= 1e-12 * abs(expected.item())
-    gradients = [torch.zeros(model.layout(layer).numel, dtype=torch.float64) for layer in range(model.layers)]
-    for layer, flat in enumerate(gradients):
-        for view, leaf in zip(views(model.layout(layer), flat), leaves[layer], strict=True):
-            view.copy_(leaf.grad)
-    for block, flat in enumerate(to_blocks(model, gradients)):
-        ours = views(whole.layout(block), flat)
-        theirs = [leaf.grad for leaf in parameters[block]]
-        assert error(torch.cat([v.flatten() for v in ours]), torch.cat([v.flatten() for v in theirs])) <= 1e-12
+    assert error(loss.detach(), expected) <= 1e-12
+    gradients = [
+        fill_gradient(torch.zeros(layout.numel, dtype=torch.float64), layout, mine)
+        for layout, mine in zip(map(model.layout, range(model.layers)), leaves, strict=True)
+    ]
+    assert all(error(a, b) <= 1e-12 for a, b in zip(to_blocks(model, gradients), theirs, strict=True))
 
 
 def test_rows_of_neighbours_are_a_view() -> None:

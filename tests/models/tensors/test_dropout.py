@@ -1,5 +1,8 @@
 """Dropout's masks: a function of seed, step, layer, microbatch and place."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from dataclasses import replace
 
 import pytest

@@ -1,6 +1,11 @@
 """Dense layers and experts, with the exchange played by hand, equal the whole model in loss and gradients."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,27 +13,15 @@ from torch import Tensor
 
 from shardlab.models import CutModel, MoE, cut
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, to_blocks, to_layers, views
+from tests.models.tensors.comparing import error, fill_gradient, random_batch, random_flats, whole_step
 
-SMALL = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 40, "seq_len": 12, "experts": 4, "auxiliary": 0.5}
+SMALL = MoE(layers=2, hidden_size=16, heads=4, vocab_size=40, seq_len=12, experts=4, auxiliary=0.5)
 MODELS = [
-    MoE(**SMALL),
-    MoE(top_k=1, capacity_factor=0.6, dropout=0.3, **SMALL),
-    MoE(top_k=3, capacity_factor=None, bias=False, **SMALL),
+    SMALL,
+    replace(SMALL, top_k=1, capacity_factor=0.6, dropout=0.3),
+    replace(SMALL, top_k=3, capacity_factor=None, bias=False),
 ]
 MICROBATCHES = (3, 5, 6, 8)
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
-def random_flats(model: MoE) -> list[Tensor]:
-    flats = [initial_weights(model, block, 0, torch.float64) for block in range(model.layers)]
-    generator = torch.Generator().manual_seed(1)
-    for block, flat in enumerate(flats):
-        for view in views(model.layout(block), flat):
-            view.add_(torch.randn(view.shape, dtype=flat.dtype, generator=generator) / 5)
-    return flats
 
 
 def played(model: CutModel, leaves: list[list[list[Tensor]]], tokens: list[Tensor]) -> list[Tensor]:
@@ -53,15 +46,10 @@ def played(model: CutModel, leaves: list[list[list[Tensor]]], tokens: list[Tenso
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("whole", MODELS, ids=str)
 def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, slices: int) -> None:
-    flats = random_flats(whole)
-    generator = torch.Generator().manual_seed(2)
-    tokens, targets = torch.randint(40, (2, len(MICROBATCHES), 2, 12), generator=generator)
-    parameters = [[v.requires_grad_() for v in views(whole.layout(i), flat.clone())] for i, flat in enumerate(flats)]
-    x, share = tokens.flatten(0, 1), Share(microbatches=len(MICROBATCHES), of_step=len(MICROBATCHES))
-    for block, layer in enumerate(layers_of(whole)):  # all microbatches at once
-        x = layer(parameters[block], x, Dropout(whole.dropout, 1, 2, block, MICROBATCHES), share)
-    expected = loss_of(x, targets.flatten(0, 1))
-    expected.backward()
+    flats, (tokens, targets) = random_flats(whole), random_batch(whole, len(MICROBATCHES), 2)
+    share = Share(microbatches=len(MICROBATCHES), of_step=len(MICROBATCHES))
+    together = tokens.flatten(0, 1), targets.flatten(0, 1)
+    expected, theirs = whole_step(whole, flats, together, MICROBATCHES, share)
 
     model = cut(whole, ep=slices)
     leaves = [
@@ -71,23 +59,16 @@ def test_sliced_experts_equal_the_whole_model_in_loss_and_gradients(whole: MoE, 
     logits = played(model, leaves, list(tokens))
     loss = torch.stack([loss_of(its, theirs) for its, theirs in zip(logits, targets, strict=True)]).sum()
     loss.backward()
-    assert error(loss.detach(), expected.detach()) <= 1e-12
+    assert error(loss.detach(), expected) <= 1e-12
 
     gradients: list[Tensor] = []
     for layer, slices_of_layer in enumerate(leaves):
         layout = model.layout(layer)
         runs = torch.zeros(layout.slices, layout.run_numel, dtype=torch.float64)
         for run, mine in zip(runs, slices_of_layer, strict=True):
-            for view, leaf in zip(views(layout, run), mine, strict=True):
-                assert leaf.grad is not None
-                view.copy_(leaf.grad)
+            fill_gradient(run, layout, mine)
         gradients.append(runs.flatten())
-    for block, gradient in enumerate(to_blocks(model, gradients)):
-        theirs = torch.zeros_like(gradient)
-        for view, parameter in zip(views(whole.layout(block), theirs), parameters[block], strict=True):
-            assert parameter.grad is not None
-            view.copy_(parameter.grad)
-        assert error(gradient, theirs) <= 1e-12, f"block {block}"
+    assert all(error(a, b) <= 1e-12 for a, b in zip(to_blocks(model, gradients), theirs, strict=True))
 
 
 def test_experts_numbers_survive_being_carried_in_bfloat16() -> None:

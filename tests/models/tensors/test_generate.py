@@ -1,5 +1,8 @@
 """Sampling text."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 import pytest
 import torch
 

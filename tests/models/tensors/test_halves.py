@@ -1,6 +1,10 @@
 """Half-blocks, sliced, with the collectives played by hand, equal the whole model in loss and gradients."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,7 +19,6 @@ from shardlab.models.tensors import (
     initial_weights,
     layers_of,
     loss_gradient,
-    loss_of,
     loss_stats,
     to_blocks,
     to_layers,
@@ -23,37 +26,32 @@ from shardlab.models.tensors import (
     with_borrowed,
 )
 from tests.models.conftest import piece_of
+from tests.models.small import Dimensions
+from tests.models.tensors.comparing import (
+    error,
+    fill_gradient,
+    gradient_of,
+    random_batch,
+    random_flats,
+    whole_step,
+)
 
-SMALL = {"layers": 2, "hidden_size": 16, "vocab_size": 40, "seq_len": 12}
-MODELS = [
+SMALL: Dimensions = {"layers": 2, "hidden_size": 16, "vocab_size": 40, "seq_len": 12}
+MODELS: list[Blocks] = [
     GPT(heads=4, **SMALL),
     GPT(heads=8, kv_heads=4, dropout=0.3, **SMALL),
-    GPT(heads=4, bias=False, **SMALL | {"vocab_size": 37}),
-    GPT(heads=4, dropout=0.2, **SMALL | {"vocab_size": 5}),  # of four slices, the last is padding alone
+    replace(GPT(heads=4, bias=False, **SMALL), vocab_size=37),
+    replace(GPT(heads=4, dropout=0.2, **SMALL), vocab_size=5),  # of four slices, the last is padding alone
     MLP(ffn_hidden_size=20, **SMALL),
-    MLP(dropout=0.1, **SMALL | {"layers": 1, "vocab_size": 41}),
-    GPT(heads=4, dropout=0.1, tied=True, **SMALL | {"vocab_size": 41}),
-    GPT(heads=4, tied=True, **SMALL | {"layers": 1}),
+    replace(MLP(dropout=0.1, **SMALL), layers=1, vocab_size=41),
+    replace(GPT(heads=4, dropout=0.1, tied=True, **SMALL), vocab_size=41),
+    replace(GPT(heads=4, tied=True, **SMALL), layers=1),
     Llama(heads=8, kv_heads=4, **SMALL),
     Llama(heads=4, dropout=0.2, ffn_hidden_size=20, **SMALL),
     GPT(heads=4, activation="squared_relu", norm="rms", **SMALL),
 ]
 DROPPED = Dropout(0.3, seed=1, step=2, layer=99, microbatches=(3, 5))
 """As an executor gives it to any layer: which masks a layer's are is the layer's own business."""
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
-def random_flats(model: Blocks) -> list[Tensor]:
-    """Weights without an accidental 0 or 1."""
-    flats = [initial_weights(model, block, 0, torch.float64) for block in range(model.layers)]
-    generator = torch.Generator().manual_seed(1)
-    for block, flat in enumerate(flats):
-        for view in views(model.layout(block), flat):
-            view.add_(torch.randn(view.shape, dtype=flat.dtype, generator=generator) / 5)
-    return flats
 
 
 def leaves_of(model: CutModel, flats: Sequence[Tensor], rank: int) -> list[list[Tensor]]:
@@ -72,12 +70,13 @@ def played(
     """Every rank's slice of the logits; norms run on the ranks' `cuts` of the sequence."""
     ranks = [with_borrowed(model, leaves) for leaves in ranks]
     residuals: list[tuple[Tensor, ...]] = [()] * len(cuts)
+    branches: list[Tensor] = []
     for number, (layer, run) in enumerate(zip(layers_of(model), model.runs, strict=True)):
         if run.cut:
             shares = [piece_of(model, number, rank) for rank in range(len(ranks))]
             branches = [layer.run(ranks[i][number], (x,), share, dropout)[0] for i, share in enumerate(shares)]
         else:
-            branch = sum(branches)
+            branch = torch.stack(branches).sum(0)
             made = [
                 layer.run(ranks[i][number], (branch[:, t.start : t.stop], *residuals[i]), Share(tokens=t), dropout)
                 for i, t in enumerate(cuts)
@@ -93,18 +92,9 @@ def gradients_of(model: CutModel, ranks: list[list[list[Tensor]]]) -> list[Tenso
         layout = model.layout(layer)
         runs = torch.zeros(len(ranks), layout.run_numel, dtype=torch.float64)
         for run, leaves in zip(runs, ranks, strict=True):
-            for view, leaf in zip(views(layout, run), leaves[layer], strict=True):
-                if leaf.grad is not None:  # a rank without a cut of the sequence has no part in the norms
-                    view.copy_(leaf.grad)
+            fill_gradient(run, layout, leaves[layer])  # a rank without a cut of the sequence has no part in the norms
         flats.append(runs.flatten() if its.cut else runs.sum(0))
     return flats
-
-
-def batch(model: Blocks) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    tokens, targets = torch.randint(model.vocab_size, (2, 4, model.seq_len), generator=generator)
-    targets[0, :5] = -1
-    return tokens, targets
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -113,13 +103,9 @@ def batch(model: Blocks) -> tuple[Tensor, Tensor]:
 def test_sliced_half_blocks_equal_the_whole_model_in_loss_and_gradients(
     whole: Blocks, slices: int, sequence_parallel: bool
 ) -> None:
-    flats, (tokens, targets) = random_flats(whole), batch(whole)
-    parameters = [[v.requires_grad_() for v in views(whole.layout(i), flat.clone())] for i, flat in enumerate(flats)]
-    x = tokens
-    for block, layer in enumerate(layers_of(whole)):
-        x = layer(with_borrowed(whole, parameters)[block], x, Dropout(whole.dropout, 1, 2, block, (3, 5)))
-    expected = loss_of(x, targets)
-    expected.backward()
+    flats, (tokens, targets) = random_flats(whole), random_batch(whole, 4)
+    targets[0, :5] = -1
+    expected, theirs = whole_step(whole, flats, (tokens, targets))
 
     model = cut(whole, tp=slices)
     layers = to_layers(model, flats)
@@ -133,13 +119,9 @@ def test_sliced_half_blocks_equal_the_whole_model_in_loss_and_gradients(
         logits, [loss_gradient(its, stats, targets, first) for its, first in zip(logits, firsts, strict=True)]
     )
 
-    assert error(combined_loss(stats, targets), expected.detach()) <= 1e-12
+    assert error(combined_loss(stats, targets), expected) <= 1e-12
     ours = to_blocks(model, gradients_of(model, ranks))
-    for block, gradient in enumerate(ours):
-        theirs = torch.zeros_like(gradient)
-        for view, parameter in zip(views(whole.layout(block), theirs), parameters[block], strict=True):
-            view.copy_(parameter.grad)
-        assert error(gradient, theirs) <= 1e-12, f"block {block}"
+    assert all(error(a, b) <= 1e-12 for a, b in zip(ours, theirs, strict=True))
 
 
 GPT_CUT = GPT(heads=4, **SMALL)
@@ -149,19 +131,19 @@ GPT_CUT = GPT(heads=4, **SMALL)
 @pytest.mark.parametrize("layer", range(0, cut(GPT_CUT).layers - 1, 2))
 def test_a_bodys_result_is_the_sum_of_its_slices_results(layer: int, dropout: Dropout | None) -> None:
     flats, one, two = random_flats(GPT_CUT), cut(GPT_CUT), cut(GPT_CUT, tp=2)
-    x = batch(GPT_CUT)[0] if layer == 0 else torch.randn(4, 12, 16, dtype=torch.float64)
+    x = random_batch(GPT_CUT, 4)[0] if layer == 0 else torch.randn(4, 12, 16, dtype=torch.float64)
     (whole,) = layers_of(one)[layer].run(leaves_of(one, to_layers(one, flats), 0)[layer], (x,), Share(), dropout)
     layers = to_layers(two, flats)
     terms = [
         layers_of(two)[layer].run(leaves_of(two, layers, rank)[layer], (x,), piece_of(two, layer, rank), dropout)[0]
         for rank in range(2)
     ]
-    assert error(sum(terms), whole) <= 1e-12
+    assert error(torch.stack(terms).sum(0), whole) <= 1e-12
     assert all(error(term, whole) > 1e-3 for term in terms)
 
 
 def test_the_heads_slices_are_slices_of_the_logits_and_padding_is_minus_infinity() -> None:
-    whole = GPT(heads=4, **SMALL | {"vocab_size": 37})
+    whole = replace(GPT(heads=4, **SMALL), vocab_size=37)
     flats, one, four = random_flats(whole), cut(whole), cut(whole, tp=4)
     x, last = torch.randn(4, 12, 16, dtype=torch.float64), one.layers - 1
     logits = layers_of(one)[last](leaves_of(one, to_layers(one, flats), 0)[last], x)
@@ -185,10 +167,10 @@ def test_a_norm_on_slices_of_the_sequence_concatenates_and_its_gradients_sum(
     model = cut(GPT_CUT, tp=2)
     flats, compute = to_layers(model, random_flats(GPT_CUT)), layers_of(model)[layer]
     branch, residual, grad_residual, grad_normalised = torch.randn(4, 4, 12, 16, dtype=torch.float64)
-    results, totals = [], []
+    results, totals = list[Tensor](), list[Tensor]()
     for places in [(0, 12), (0, *ends, 12)]:
         cuts = [range(start, stop) for start, stop in pairwise(places)]
-        outputs, total = [], 0
+        outputs, total = list[Tensor](), torch.zeros((), dtype=torch.float64)
         for its in cuts:
             leaves = leaves_of(model, flats, 0)[layer]
             mine = slice(its.start, its.stop)
@@ -197,8 +179,7 @@ def test_a_norm_on_slices_of_the_sequence_concatenates_and_its_gradients_sum(
             assert len(made) == (1 if layer == model.layers - 2 else 2), "the last norm hands nothing on"
             torch.autograd.backward(made, [grad_normalised[:, mine], grad_residual[:, mine]][: len(made)])
             outputs.append(torch.stack([y.detach() for y in made]))
-            full = [leaf.grad.flatten() for leaf in leaves]
-            total = total + torch.cat(full)
+            total = total + torch.cat([gradient_of(leaf).flatten() for leaf in leaves])
         results.append(torch.cat(outputs, 2))
         totals.append(total)
     assert error(results[1], results[0]) <= 1e-12

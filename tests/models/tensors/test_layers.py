@@ -1,6 +1,7 @@
 """The layers' arithmetic: what each token sees, and dropout."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +9,10 @@ from torch import Tensor
 
 from shardlab.models import GPT, MLP, Model
 from shardlab.models.tensors import Dropout, initial_weights, layers_of, loss_of, views
+from tests.models.small import WithHeads
+from tests.models.tensors.comparing import error
 
-SMALL = {"hidden_size": 24, "heads": 3, "vocab_size": 40, "seq_len": 10}
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
+SMALL: WithHeads = {"layers": 2, "hidden_size": 24, "heads": 3, "vocab_size": 40, "seq_len": 10}
 
 
 def parameters_of(model: Model, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
@@ -39,7 +38,7 @@ def test_an_mlp_sees_one_token_only() -> None:
 
 
 def test_a_gpt_sees_no_later_token() -> None:
-    model = GPT(layers=2, **SMALL)
+    model = GPT(**SMALL)
     parameters, tokens = parameters_of(model), torch.randint(40, (3, 10))
     for dropout in (None, Dropout(1e-15, 0, 0, 0, (0,))):
         whole = run(model, parameters, tokens, [dropout] * 2)
@@ -48,15 +47,13 @@ def test_a_gpt_sees_no_later_token() -> None:
 
 
 def test_attention_step_by_step_equals_the_fused_one() -> None:
-    model = GPT(layers=2, **SMALL)
+    model = GPT(**SMALL)
     parameters, tokens = parameters_of(model), torch.randint(40, (3, 10))
     hardly = [Dropout(1e-15, 0, 0, layer, (0,)) for layer in range(2)]
     assert error(run(model, parameters, tokens, hardly), run(model, parameters, tokens, [None] * 2)) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    "model", [GPT(layers=2, **SMALL), MLP(layers=2, hidden_size=24, vocab_size=40, seq_len=10)], ids=str
-)
+@pytest.mark.parametrize("model", [GPT(**SMALL), MLP(layers=2, hidden_size=24, vocab_size=40, seq_len=10)], ids=str)
 def test_microbatches_together_equal_microbatches_apart(model: Model) -> None:
     parameters, tokens = parameters_of(model), torch.randint(40, (4, 10))
     together, first, second = (
@@ -68,7 +65,7 @@ def test_microbatches_together_equal_microbatches_apart(model: Model) -> None:
 
 
 def test_dropout_of_probability_zero_is_none() -> None:
-    model = GPT(layers=1, **SMALL)
+    model = replace(GPT(**SMALL), layers=1)
     parameters, tokens = parameters_of(model), torch.randint(40, (4, 10))
     zero = run(model, parameters, tokens, [Dropout(0.0, 0, 0, 0, (0,))])
     assert torch.equal(zero, run(model, parameters, tokens, [None]))

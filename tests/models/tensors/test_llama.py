@@ -1,7 +1,11 @@
 """Llama and Mixtral against independent ones, written as their papers and Llama's own code write them."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -13,8 +17,10 @@ from shardlab.models import GPT, Llama, Mixtral
 from shardlab.models.tensors import Share, layers_of, loss_of, views
 from shardlab.models.tensors.rms_norm import rms_norm
 from shardlab.models.tensors.rotary import rotated
+from tests.models.small import Dimensions
+from tests.models.tensors.comparing import error, gradient_of
 
-SMALL = {"layers": 2, "hidden_size": 24, "vocab_size": 40, "seq_len": 10}
+SMALL: Dimensions = {"layers": 2, "hidden_size": 24, "vocab_size": 40, "seq_len": 10}
 
 
 class RMSNorm(nn.Module):
@@ -42,6 +48,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
         self.config, size = config, config.hidden_size // config.heads
+        assert config.rope_theta is not None
+        self.rope_theta = config.rope_theta
         self.kv_heads = config.kv_heads or config.heads
         self.sections = [config.hidden_size, self.kv_heads * size, self.kv_heads * size]
         self.c_attn = nn.Linear(config.hidden_size, sum(self.sections), bias=False)
@@ -53,7 +61,7 @@ class Attention(nn.Module):
             part.view(rows, tokens, -1, hidden_size // config.heads).transpose(1, 2)
             for part in self.c_attn(x).split(self.sections, -1)
         )
-        q, k = turn(q, config.rope_theta), turn(k, config.rope_theta)
+        q, k = turn(q, self.rope_theta), turn(k, self.rope_theta)
         k, v = (each.repeat_interleave(config.heads // self.kv_heads, 1) for each in (k, v))
         scores = q @ k.mT / (hidden_size // config.heads) ** 0.5
         future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
@@ -125,13 +133,9 @@ class Transformer(nn.Module):
     def parameter(self, layer: int, name: str) -> nn.Parameter:
         """The parameter that Shardlab calls `name` in layer `layer`."""
         if name.startswith("mlp.experts"):
-            return self.h[layer].mlp.experts[name.split(".")[2]]
+            name = f"mlp.experts.{name.split('.')[2]}"
         outside = name.startswith(("wte", "ln_f", "lm_head"))
         return self.get_parameter(name if outside else f"h.{layer}.{name}")
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def error(a: Tensor, b: Tensor) -> float:
     [
         Llama(heads=4, **SMALL),
         Llama(heads=6, kv_heads=2, ffn_hidden_size=20, rope_theta=100.0, **SMALL),
-        Llama(heads=4, kv_heads=1, **SMALL | {"layers": 1}),
+        replace(Llama(heads=4, kv_heads=1, **SMALL), layers=1),
         Mixtral(heads=4, kv_heads=2, experts=4, capacity_factor=None, auxiliary=0.0, **SMALL),
     ],
     ids=str,
@@ -168,15 +172,18 @@ def test_logits_loss_and_gradients_are_an_independent_models(model: GPT) -> None
     assert error(logits.detach(), expected.detach()) <= 1e-12
     assert error(loss.detach(), expected_loss.detach()) <= 1e-12
     for mine, its in zip(ours, theirs, strict=True):
-        gradients = (torch.cat([p.grad.flatten() for p in parameters]) for parameters in (mine, its))
+        gradients = (torch.cat([gradient_of(p).flatten() for p in parameters]) for parameters in (mine, its))
         assert error(*gradients) <= 1e-12
 
 
 def test_what_is_written_out_has_the_right_gradients() -> None:
+    def turned(y: Tensor) -> Tensor:
+        return rotated(y, 2, 4, [0, 5, 6], 100.0)
+
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(12, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rms_norm, (x, weight))
-    assert torch.autograd.gradcheck(lambda y: rotated(y, 2, 4, [0, 5, 6], 100.0), (x,))
+    assert torch.autograd.gradcheck(turned, (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,8 @@
 """The GPT's layers against an independent GPT, written as nanoGPT writes it: modules, a mask and a plain softmax."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 import math
 from itertools import chain
 
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 
 from shardlab.models import GPT
 from shardlab.models.tensors import layers_of, loss_of, views, with_borrowed
+from tests.models.tensors.comparing import error, gradient_of
 
 
 class CausalSelfAttention(nn.Module):
@@ -82,10 +86,6 @@ class NanoGPT(nn.Module):
         return self.get_parameter(name if outside else f"h.{layer}.{name}")
 
 
-def error(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
 @pytest.mark.parametrize(
     "model",
     [
@@ -126,6 +126,6 @@ def test_a_gpt_equals_nanogpt_in_logits_loss_and_gradients(model: GPT) -> None:
     assert error(loss.detach(), expected_loss.detach()) <= 1e-12
     for layer in range(model.layers):
         our_gradient, their_gradient = (
-            torch.cat([p.grad.flatten() for p in parameters]) for parameters in (ours[layer], theirs[layer])
+            torch.cat([gradient_of(p).flatten() for p in parameters]) for parameters in (ours[layer], theirs[layer])
         )
         assert error(our_gradient, their_gradient) <= 1e-12
