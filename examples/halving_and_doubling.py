@@ -32,8 +32,8 @@ async def reduced(rank: Rank, l: int) -> Value:
         mine[l] = rank.slice(mine[l], half, 2)
         mine[l] += await swapped(rank, given, distance)
     for distance in distances:
-        came = await swapped(rank, mine[l], distance)
-        mine[l] = rank.concatenate([mine[l], came])
+        arrived = await swapped(rank, mine[l], distance)
+        mine[l] = rank.concatenate([mine[l], arrived])
     return mine.pop(l)
 
 

@@ -26,6 +26,6 @@ def leave_when_interrupted() -> None:
 
 
 def loaded() -> None:
-    """From now on Ctrl-C is an exception again, which the command itself catches."""
+    """Make Ctrl-C an exception again, which the command itself catches."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,7 +16,7 @@ from shardlab.cli.activity import Activity
 from shardlab.cli.strategy import checked
 from shardlab.cli.stretches import UNSEEN, Stretch, parts, steady_state, whole_stretches
 from shardlab.cli.timeline_rows import print_timeline
-from shardlab.cli.timeline_text import IDLE, MIXED, MOST, SAID, SIGNS, rank_row, unseen
+from shardlab.cli.timeline_text import IDLE, MIXED, MOST, NAMED_SHARE, SIGNS, rank_row, unseen
 from shardlab.program import OpKind
 from shardlab.program.ops import BOOKKEEPING, COMMUNICATION
 from shardlab.strategies import STRATEGIES
@@ -110,7 +110,7 @@ def test_no_kind_of_op_is_left_out_of_the_legend(name: str) -> None:
             within([(e.start, e.end) for e in events if e.kind is kind], 0, timeline.end) / timeline.end
             for events in timeline.events
         ]
-        if max(each) >= SAID:
+        if max(each) >= NAMED_SHARE:
             (percent,) = re.findall(
                 rf"(?:^| ){re.escape(sign)} {kind.value.replace('_', '-')} ((?:up to )?[\d<%-]+)", text, re.M
             )

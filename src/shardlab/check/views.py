@@ -9,7 +9,7 @@ from shardlab.rules.dealing import is_view
 
 
 def roots_of(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
-    """Each slice that is a view, by number, and the value whose memory it lies in: no slice itself."""
+    """Map each slice that is a view, by number, to the value whose memory it lies in, which is no slice itself."""
     roots: dict[int, int] = {}
     for op in tape:
         if op[0] is OpKind.SLICE:
@@ -20,7 +20,7 @@ def roots_of(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
 
 
 def ends_of(tape: Sequence[Op]) -> dict[int, int]:
-    """Each value that ends, and the index of the op that ends it."""
+    """Map each value that ends to the index of the op that ends it."""
     ends: dict[int, int] = {}
     for at, op in enumerate(tape):
         for place in op[0].row.ends:

@@ -31,7 +31,7 @@ class BenchCollectives(Measuring):
     """The largest size."""
 
     factor: Count = 4
-    """Each size is so many times the one before."""
+    """Ratio of each size to the one before."""
 
     kinds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND ...", help_behavior_hint="(default: all)")] = ()
     """Which: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, barrier,
@@ -72,7 +72,7 @@ class BenchCompute(Measuring):
     """Microbatches: so many sequences of so many tokens."""
 
     dtype: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DTYPE ...")] = ("float32",)
-    """Of weights and activations: float32, bfloat16, float16, float64."""
+    """Data types of weights and activations: float32, bfloat16, float16, float64."""
 
     vocab_size: Count = 256
     """Tokens that the head tells apart."""

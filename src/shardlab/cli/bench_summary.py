@@ -42,20 +42,20 @@ def print_collectives(points: Sequence[Point], verbose: bool = False, console: C
         for kind in dict.fromkeys(point.kind for point in measured if point.ranks == ranks):
             mine = [point for point in measured if (point.kind, point.ranks) == (kind, ranks)]
             hidden = [point.overlap for point in beside if (point.kind, point.ranks) == (kind, ranks)]
-            told = hidden_text(median(hidden)) if hidden else "-"
-            table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), told)
+            overlap = hidden_text(median(hidden)) if hidden else "-"
+            table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), overlap)
         console.print(table)
         console.print()
     print_fact(console, "us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
     print_fact(console, "latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
     print_fact(console, "error", "half of the sizes are nearer to that line than this")
     if beside:
-        said = "of what could be, beside compute (median over sizes); none: they slow each other down"
-        print_fact(console, "hidden", said)
+        text = "of what could be, beside compute (median over sizes); none: they slow each other down"
+        print_fact(console, "hidden", text)
     wrong = [point for point in measured if point.wrong]
     for point in wrong:
-        said = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
-        print_fact(console, "wrong", said, "bold red")
+        text = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
+        print_fact(console, "wrong", text, "bold red")
     if not wrong:
         print_fact(console, "results", "right at every size")
     _print_doubts(console, fits)
@@ -107,8 +107,8 @@ def print_compute(points: Sequence[Point], verbose: bool = False, console: Conso
         print_fact(console, "fit", f"{layers[0].processes} at once: {_errors_text(errors)}")
     over = [point for point in _with_flops(points) if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
     if over:
-        said = "faster than the peak; the machine was busy while that was measured: measure again"
-        print_fact(console, "doubtful", f"{len(over)} timings are {said}", "yellow")
+        text = "faster than the peak; the machine was busy while that was measured: measure again"
+        print_fact(console, "doubtful", f"{len(over)} timings are {text}", "yellow")
 
 
 def _errors_text(errors: FitErrors) -> str:

@@ -45,7 +45,7 @@ BOXES = {
 """The sign of a place from which lines go left, right, up and down."""
 
 ASCII = str.maketrans("─│▶┐┘┤┬┴┼┌└├", "-|>+++++++++")
-"""For a terminal or a pipe without Unicode."""
+"""ASCII characters in place of lines and arrows, for a terminal or a pipe without Unicode."""
 
 
 def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -> None:

@@ -13,7 +13,7 @@ from shardlab.cli.console import print_path, stdout_console, table_of
 from shardlab.recorded.compare import Comparison, KindRow, Pair
 
 SHOWN_RANKS = 8
-"""Of more ranks, only those are shown; --json has all."""
+"""Ranks that are shown at most; --json has all."""
 
 NOTE = (
     "exposed communication: a rank waits for it; idle: a rank waits for others; an op's time is that of all it counts "

@@ -69,4 +69,4 @@ class BatchRequest:
 
 
 AS_USUAL = BatchRequest()
-"""Nothing is said: a microbatch of one sequence for each device."""
+"""Default batch: a microbatch of one sequence for each device."""

@@ -77,7 +77,7 @@ class ModelOptions:
     """Dropout's probability."""
 
     no_bias: Flag = False
-    """No biases in linear maps and norms."""
+    """Leave out the biases of linear maps and norms."""
 
     tied: Flag = False
     """The head uses the token embedding; with more than one layer, under a plan."""

@@ -93,7 +93,7 @@ def _base(name: str | None, path: Path | None, ranks: int | None) -> Plan:
 
 
 def _flags() -> Iterator[tuple[str, Any, Any]]:
-    """Each option's name, its type for tyro, and its value if it is not given."""
+    """List each option's name, its type for tyro, and its value if it is not given."""
     types = dict.fromkeys(AXES, COUNT) | field_types(Plan)
     helps = field_helps(Mesh) | field_helps(Plan)
     for name, written in types.items():

@@ -122,7 +122,7 @@ def price(
 
 
 def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:
-    """Refuse what would take minutes before anything is said."""
+    """Refuse what would take minutes before the simulation begins."""
     mesh = workload.mesh
     axis, size = max(mesh.sizes().items(), key=lambda item: item[1])
     if entry.plan is not None:
@@ -142,7 +142,7 @@ def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -
 
 
 def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
-    """That selective recomputation saves nothing, if the same plan without it takes no more memory."""
+    """Note that selective recomputation saves nothing, if the same plan without it takes no more memory."""
     plan = workload.plan
     if not isinstance(plan, Plan) or plan.recompute != "selective":
         return []
@@ -156,15 +156,15 @@ def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
 
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
     """List what a reader of the figures should know."""
-    said = list(map(str, estimate.traced.drifts)) if isinstance(estimate.traced, Checked) else []
+    notes = list(map(str, estimate.traced.drifts)) if isinstance(estimate.traced, Checked) else []
     if idle := workload.cluster.size - workload.mesh.world:
-        said.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
+        notes.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
     if (mfu := workload.mfu(estimate.step)) > 1:
-        said.append(
+        notes.append(
             f"an MFU of {mfu:.0%} is more than the device can do: the profile or the efficiencies of {cluster} do not "
             "fit this step, so do not trust its time; measure again with shardlab bench compute"
         )
-    return said
+    return notes
 
 
 def _ops_on_all_ranks(workload: Workload) -> int:

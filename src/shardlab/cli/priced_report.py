@@ -18,11 +18,11 @@ from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_o
 if TYPE_CHECKING:
     from shardlab.predict.estimate import Peak
 
-SAID_STAGES = 4
-"""Of more stages of folded ranks the first ones and the last are named."""
+NAMED_STAGES = 4
+"""Stages of folded ranks that are named at most: the first ones and the last."""
 
 DRAWN_OPS = 200_000
-"""Of more ops no timeline is drawn in the terminal: it would take longer than the simulation."""
+"""Ops of which a timeline is drawn in the terminal at most; more would take longer than the simulation."""
 
 
 def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
@@ -49,7 +49,7 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
 
 
 def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
-    """Each with its label, and with what is to be said of it."""
+    """List the figures, each with its label and a remark."""
     workload, estimate = result.workload, result.estimate
     step, peak, device = estimate.step, estimate.peak, workload.cluster.device
     speed = workload.tokens / step
@@ -86,10 +86,10 @@ def _simulated(result: PricedStep) -> str:
     program, ranks = result.estimate.traced.program, result.workload.mesh.world
     if program.ranks == ranks:
         return counted(ranks, "rank")
-    said = [f"rank {rank_of(program, row)} for {_span(stands_for(program, row))}" for row in range(program.ranks)]
-    if len(said) > SAID_STAGES:
-        said[SAID_STAGES - 1 : -1] = ["..."]
-    return f"{program.ranks:,} of {ranks:,} ranks, which stand for those that are alike: {', '.join(said)}"
+    stages = [f"rank {rank_of(program, row)} for {_span(stands_for(program, row))}" for row in range(program.ranks)]
+    if len(stages) > NAMED_STAGES:
+        stages[NAMED_STAGES - 1 : -1] = ["..."]
+    return f"{program.ranks:,} of {ranks:,} ranks, which stand for those that are alike: {', '.join(stages)}"
 
 
 def _span(ranks: range) -> str:

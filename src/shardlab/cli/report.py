@@ -103,7 +103,8 @@ def _recomputed(timeline: Timeline, without: Timeline | None) -> list[tuple[str,
 
 
 def _layers(checked: Checked) -> list[tuple[str, str, str]]:
-    """Each layer takes a unit, however fine it is, so steps of finer and of whole layers are not to be compared."""
+    """Name the layers. Each takes a unit, however fine it is, so steps of finer and of whole layers are not to be
+    compared."""
     signatures = checked.program.sizes.signatures
     if not any(layer.sliced for layer in signatures):
         return []

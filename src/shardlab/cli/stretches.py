@@ -23,7 +23,7 @@ ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
 """Lengths of a part, times a power of ten."""
 
 FINEST = 1e-6
-"""No part is a smaller share of the step."""
+"""Smallest share of the step that a part has."""
 
 ALIKE = 0.01
 """Times of two periods may differ by this share of one: prices of the same op are seldom the same to the last digit."""
@@ -37,7 +37,7 @@ class Stretch(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """From `since` until `until`, all ranks do the same again after each `every`."""
+    """Period of a step: from `since` until `until`, all ranks do the same again after each `every`."""
 
     every: float
     since: float

@@ -15,7 +15,7 @@ from shardlab.timeline import Timeline
 from shardlab.timeline.units import moment_text
 
 SHOWN_ROWS, SHOWN_RANKS = 20, 16
-"""Of more ranks, evenly spaced ones are shown; fewer where a rank takes several rows."""
+"""Rows and ranks that are shown at most, evenly spaced; fewer ranks where one takes several rows."""
 
 WIDEST, NARROWEST = 120, 20
 """Characters of a row; a wider terminal is left empty on the right."""
@@ -61,8 +61,8 @@ def print_timeline(
         for row in range(0, len(ranks), every):
             cells = (f"  {texts[row]:>{len(heading)}}" for heading, texts in columns)
             signs = rank_row(ranks[row], *stretch, width)
-            told = "".join(cells) if stretch is shown[0] else ""
-            console.print(Text(f"{number_of(row):>{label}}  ") + signs + Text(told), no_wrap=True)
+            shares = "".join(cells) if stretch is shown[0] else ""
+            console.print(Text(f"{number_of(row):>{label}}  ") + signs + Text(shares), no_wrap=True)
             rows.append(signs)
     console.print(legend(rows, ranks, console.width))
     if every > 1:
@@ -73,11 +73,11 @@ def print_timeline(
 
 def _parts_text(timeline: Timeline, steady: Steady | None) -> str:
     """What is shown of a step that is not shown whole."""
-    said = "The beginning, the middle and the end of the step are shown"
+    text = "The beginning, the middle and the end of the step are shown"
     if steady is None:
-        return f"{said}."
+        return f"{text}."
     every, since, until = (_time_text(timeline, moment, steady.every) for moment in steady)
-    return f"{said}; from {since} to {until} it repeats itself every {every}."
+    return f"{text}; from {since} to {until} it repeats itself every {every}."
 
 
 def _time_text(timeline: Timeline, moment: float, length: float) -> str:

@@ -42,7 +42,7 @@ IDLE, MIXED = ".", "~"
 MOST = 0.5
 """A sign stands for what takes at least this share of its cell's time."""
 
-SAID = 0.01
+NAMED_SHARE = 0.01
 """The legend names every kind of op that takes at least this share of some rank's time, shown in a row or not."""
 
 GAP = 3
@@ -96,13 +96,13 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
     meanings: list[Text] = []
     for kind, (sign, color) in SIGNS.items():
         shares = [total.get(kind, 0.0) for total in totals]
-        if shown & {sign, sign.lower()} or max(shares, default=0) >= SAID:
+        if shown & {sign, sign.lower()} or max(shares, default=0) >= NAMED_SHARE:
             meanings.append(_meaning(sign, color, kind.value.replace("_", "-"), shares))
     hidden = [rank.hidden for rank in ranks]
-    if shown & {sign.lower() for sign, _ in SIGNS.values() if sign.isupper()} or max(hidden, default=0) >= SAID:
+    if shown & {sign.lower() for sign, _ in SIGNS.values() if sign.isupper()} or max(hidden, default=0) >= NAMED_SHARE:
         meanings.append(_meaning("small letter:", "dim", "communicates as well", hidden))
     idle = [rank.idle for rank in ranks]
-    if IDLE in shown or max(idle, default=0) >= SAID:
+    if IDLE in shown or max(idle, default=0) >= NAMED_SHARE:
         meanings.append(_meaning(IDLE, "dim", "waits", idle))
     if MIXED in shown:
         meanings.append(Text(f"{MIXED} several, none for half of it", "dim"))
@@ -119,8 +119,8 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
 
 def _meaning(sign: str, color: str, name: str, shares: Sequence[float]) -> Text:
     """`F forward 33%`, or `F forward 28-33%` or `F forward up to 1%` of ranks that differ."""
-    low, high = (f"{share:.0%}" if share >= SAID or not share else "<1%" for share in (min(shares), max(shares)))
-    said = high
+    low, high = (f"{share:.0%}" if share >= NAMED_SHARE or not share else "<1%" for share in (min(shares), max(shares)))
+    text = high
     if low != high:
-        said = f"{low.removesuffix('%')}-{high}" if min(shares) >= SAID else f"up to {high}"
-    return Text.assemble((sign, color), (f" {name} {said}", "dim"))
+        text = f"{low.removesuffix('%')}-{high}" if min(shares) >= NAMED_SHARE else f"up to {high}"
+    return Text.assemble((sign, color), (f" {name} {text}", "dim"))

@@ -60,7 +60,7 @@ class Train:
     """The largest norm of the whole model's gradient; for plans, which compute it."""
 
     seed: int = 0
-    """Of weights, batches, dropout and the sample."""
+    """Seed of weights, batches, dropout and the sample."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text to train on; without one, the source of Python's standard library."""

@@ -50,7 +50,7 @@ def print_tables(results: Sequence[CaseResult], seconds: float, console: Console
 
 
 def _table(results: Sequence[CaseResult], title: str) -> Table:
-    """For each strategy, sharding or pipeline how many cases there are, and the worst of them."""
+    """Tabulate for each strategy, sharding or pipeline how many cases there are, and the worst of them."""
     table = table_of(title, "cases", "largest error", gap=3)
     table.columns[0].style = "cyan"
     table.add_column("" if title == "strategy" else "where", style="dim", no_wrap=True)

@@ -26,11 +26,11 @@ def arrows(timeline: Timeline) -> Iterator[Arrow]:
 
     A join goes from the member for which the others of a collective waited (of several, the first) to each of them.
     """
-    came = [moments_of(timeline, row) for row in range(len(timeline.events))]
+    moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
     for communication in timeline.communications:
         places = [(row, at) for row, _, at in communication.participants]
         if communication.stream is Stream.MESSAGE:
             yield Arrow("message", *places)
         else:
-            last = max(places, key=lambda place: came[place[0]][place[1]])
+            last = max(places, key=lambda place: moments[place[0]][place[1]])
             yield from (Arrow("join", last, place) for place in places if place != last)

@@ -9,7 +9,7 @@ from shardlab.program import OpKind, Sizes
 from shardlab.timeline import Timeline
 
 Chunks = list[dict[int, int]]
-"""For each row of a timeline the chunk, counted from 0, of each layer that it computes."""
+"""Chunk, counted from 0, of each layer that a row of a timeline computes, for each row."""
 
 
 def chunks_of(timeline: Timeline) -> Chunks | None:

@@ -28,7 +28,7 @@ STRIPE = 0.3
 """Share of a box's height that a stripe along its edge takes."""
 
 LINKED_ROWS = 32
-"""Up to so many rows a line joins each send to its receive."""
+"""Rows up to which a line joins each send to its receive."""
 
 LOSS_WIDTH = 0.025
 """Inches; in unit costs the loss takes no time."""

@@ -21,7 +21,7 @@ SIZE = 8.0
 ROW = 0.24
 SWATCH = (0.26, 0.15)
 NAMED_LAYERS = 12
-"""Up to so many layers get a numbered swatch each."""
+"""Layers up to which each gets a numbered swatch."""
 
 
 class Item(NamedTuple):
@@ -51,7 +51,7 @@ def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
 
 
 def _whose(panel: Panel) -> str:
-    """Whose microbatches are named: folded ranks that share out the batch have others than the one that was traced."""
+    """Name the rank whose microbatches are shown, if folded ranks share out the batch: each has others."""
     mesh = panel.timeline.program.mesh
     shared = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
     return " of a row's first rank" if shared and mesh.world > panel.timeline.program.ranks else ""

@@ -20,7 +20,7 @@ from shardlab.timeline.counters import moments_of
 from shardlab.timeline.units import bytes_text, unit_of
 
 NAMED_CURVES = 8
-"""Up to so many different curves are named beside the panel."""
+"""Different curves up to which each is named beside the panel."""
 
 KEY = (10.0, 24.0, 29.0)
 """Points beside the panel at which a line of its key begins and ends, and its text begins."""
@@ -54,8 +54,8 @@ def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: floa
         axes.step(times, heights, where="post", color=color, linewidth=width_of_line, solid_joinstyle="miter")
     _write_key(axes, timeline, list(rows_of.values()), width)
     if len(drawn) < len(rows):
-        said = f"{len(drawn)} of {len(rows)} rows"
-        axes.text(1 + KEY[0] / width, 1.04, said, size=7, color=FAINT, transform=axes.transAxes)
+        text = f"{len(drawn)} of {len(rows)} rows"
+        axes.text(1 + KEY[0] / width, 1.04, text, size=7, color=FAINT, transform=axes.transAxes)
     first = min(_when_highest(steps) for steps, same in rows_of.items() if any(row in peaks for row in same))
     _mark_peak(axes, timeline, first, [rank for row in peaks for rank in row.ranks], size)
     if not timeline.in_seconds:
@@ -104,7 +104,7 @@ def curve(timeline: Timeline, rank: int) -> Curve:
 
 
 def _rising(moments: list[tuple[float, int]]) -> Curve:
-    """Of what happens at one moment only the last is kept, and what is higher than all that follows."""
+    """Keep of each moment the last value, and any that is higher than all that follows."""
     steps: list[tuple[float, int]] = []
     for time, live in reversed(moments):
         if not steps or steps[-1][0] > time or live > steps[-1][1]:

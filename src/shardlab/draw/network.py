@@ -37,7 +37,7 @@ NAMES = 1.0
 """Inches to the right of the network, for the names of what a layer's box shows."""
 
 NUMBERED_ROWS = 16
-"""Up to so many microbatches have their rows ruled and numbered."""
+"""Microbatches up to which their rows are ruled and numbered."""
 
 
 def value_svg(value: Value) -> str:

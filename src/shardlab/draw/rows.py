@@ -11,10 +11,10 @@ from shardlab.timeline import Event, Timeline
 from shardlab.timeline.traced import rank_of, stands_for
 
 UNFOLDED = 16
-"""Up to so many rows each rank has its own, even where ranks do the same at the same time."""
+"""Rows up to which each rank has its own, even where ranks do the same at the same time."""
 
 MOST_ROWS = 64
-"""Of more rows than this, evenly spaced ones are drawn."""
+"""Rows that are drawn at most, evenly spaced."""
 
 LONGEST_NAME = 24
 """Characters of a list of ranks; a longer one is counted."""

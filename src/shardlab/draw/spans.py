@@ -31,7 +31,7 @@ class Detail(Enum):
 
 
 MOST_BOXES = 6000
-"""Of more boxes than this, coarser ones are drawn."""
+"""Boxes that are drawn at most; otherwise they are coarser."""
 
 NARROWEST_OP, NARROWEST_STAGE_OP, NARROWEST_PASS = 1.5, 5.0, 3.5
 """Points that half of the forward passes have at least: ops where a colour tells the layer, ops of a pipeline, which
@@ -48,7 +48,7 @@ CLOSE = 2.0
 
 
 Shares = tuple[tuple[Paint, float], ...]
-"""Each look's share of a time."""
+"""Shares of a time, by look."""
 
 
 class Span(NamedTuple):
@@ -216,13 +216,13 @@ def _alike(shares: Shares, others: Shares) -> bool:
 
 
 def _time_before(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
-    """Of all events together the time that lies before each edge."""
+    """Sum over all events of the time that lies before each edge."""
     starts = np.sort(np.array([event.start for event in events]))
     ends = np.sort(np.array([event.end for event in events]))
     return _since(starts, edges) - _since(ends, edges)
 
 
 def _since(moments: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """For each edge the time since every moment before it, summed."""
+    """Sum for each edge the time since every moment before it."""
     count = np.searchsorted(moments, edges)
     return count * edges - np.concatenate([[0.0], np.cumsum(moments)])[count]

@@ -27,7 +27,7 @@ NOTE_SIZE, NOTE_LINE = 9.0, 0.19
 """Points, and inches."""
 MEMORY = 1.7
 RIGHT = 1.3
-"""At least; the key of the memory curves stands there."""
+"""Least margin on the right; the key of the memory curves stands there."""
 
 
 def timeline_svg(

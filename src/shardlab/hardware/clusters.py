@@ -108,7 +108,7 @@ def is_measured(name: str) -> bool:
 
 
 def cluster_of(device: Device, count: int) -> Cluster:
-    """So many devices on their usual nodes; fewer than a node's are part of one.
+    """Make a cluster of `count` devices on their usual nodes; fewer than a node's are part of one.
 
     Raises:
         UserError: they do not fill whole nodes.

@@ -120,8 +120,8 @@ COSTS: dict[str, Callable[[GroupSpan, float], float]] = {
     "scatter": _gathering,
     "barrier": _barrier,
 }
-"""By the collective's name. Bytes are those of the whole value: the tensor that is reduced or broadcast, the gathered
-result, the input that is scattered, one rank's whole input of an all_to_all."""
+"""Costs by the collective's name. Bytes are those of the whole value: the tensor that is reduced or broadcast, the
+gathered result, the input that is scattered, one rank's whole input of an all_to_all."""
 
 
 def collective_seconds(kind: str, bytes: float, span: GroupSpan) -> float:

@@ -58,7 +58,7 @@ class Rate:
     bytes: float
 
     def seconds(self, flops: float, bytes: float) -> float:
-        """Their sum: what a linear fit finds, and what a core does that waits for its memory."""
+        """Sum of the terms: what a linear fit finds, and what a core does that waits for its memory."""
         computing = flops / self.flops if self.flops else 0.0
         moving = bytes / self.bytes if self.bytes else 0.0
         return self.launch + computing + moving

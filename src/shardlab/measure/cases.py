@@ -45,7 +45,7 @@ class Team:
         return _pattern(elements, self.device) * (rank + 1)
 
     def sum(self, elements: int) -> Tensor:
-        """Of what all members give."""
+        """Sum of what all members give."""
         return _pattern(elements, self.device) * (self.size * (self.size + 1) // 2)
 
 

@@ -44,7 +44,7 @@ class Clock:
         return [second - first for first, second in pairwise(marks)]
 
     def seconds(self, run: Callable[[], Any], iterations: int) -> float:
-        """Of one call, as the mean over so many, one after the other."""
+        """Seconds of one call, as the mean over so many, one after the other."""
         self.mark()
         for _ in range(iterations):
             run()
@@ -58,6 +58,6 @@ def iterations_for(seconds: float, budget: float, at_least: int = 5, at_most: in
 
 
 def batches(iterations: int, count: int) -> Sequence[int]:
-    """So many iterations in `count` batches, as even as can be; fewer batches if there are fewer iterations."""
+    """Split iterations into `count` batches, as even as can be; fewer batches if there are fewer iterations."""
     count = min(count, iterations)
     return [iterations // count + (i < iterations % count) for i in range(count)]

@@ -69,7 +69,7 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
 
 
 def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench, file: Path) -> bool:
-    """One rank's part; rank 0 writes every point into the file at once.
+    """Run one rank's part of the measurement; rank 0 writes every point into the file at once.
 
     Returns:
         Whether this is rank 0.

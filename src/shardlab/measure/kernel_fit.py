@@ -16,7 +16,7 @@ from shardlab.measure.points import KernelWork, LayerPoint
 from shardlab.measure.regression import Array, FitErrors, fit_relative
 
 Rates = dict[tuple[str, str], Rate]
-"""By family and dtype, as in `hardware.Profile`."""
+"""Rates by family and dtype, as in `hardware.Profile`."""
 
 POINTWISE = "pointwise:"
 

@@ -54,7 +54,7 @@ class ComputeBench:
 
 
 def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: Path) -> bool:
-    """One rank's part; rank 0 writes every point into the file at once.
+    """Run one rank's part of the measurement; rank 0 writes every point into the file at once.
 
     Returns:
         Whether this is rank 0.

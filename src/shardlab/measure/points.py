@@ -57,7 +57,7 @@ class CollectivePoint:
 
     @property
     def cs336_bandwidth(self) -> float | None:
-        """As CS336 computes it, in 2^30 bytes per second; None if it does not."""
+        """Bandwidth as CS336 computes it, in 2^30 bytes per second; None if it does not."""
         return cs336_bandwidth(self.kind, self.bytes, self.ranks, self.seconds)
 
 

@@ -43,7 +43,7 @@ class Progress:
         self._bar.update(self._task, description=text)
 
     def step(self) -> None:
-        """That has been measured."""
+        """Count one thing that has been measured."""
         self._done += 1
         self._bar.update(self._task, completed=self._done)
         if self._pipe and (self._done % max(1, self._total // PIPE_LINES) == 0 or self._done == self._total):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 ROUNDS = 8
-"""Of reweighting. Fewer points change from round to round than a timing repeats."""
+"""Rounds of reweighting. Fewer points change from round to round than a timing repeats."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _processor() -> str:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

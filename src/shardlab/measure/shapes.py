@@ -31,7 +31,7 @@ MEASURED = (
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""That layers are computed in."""
+"""Data types that layers are computed in."""
 
 
 class Shape(NamedTuple):

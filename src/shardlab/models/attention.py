@@ -77,7 +77,7 @@ class Projection(GroupedHeads):
         return 2 * self.tokens * self.hidden_size * self.outputs
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """One product; queries and keys rotated."""
+        """Kernels of one product, then of the rotation of queries and keys."""
         rows = sequences * tokens
         made = Matmul(rows, piece(self.outputs, pieces, "head"), self.hidden_size, bias=self.bias)
         if self.rope_theta is None:
@@ -102,7 +102,7 @@ class Attend(GroupedHeads):
     drops: bool
 
     def heads_of(self, pieces: int) -> Attend:
-        """As if the heads of one piece of so many were all."""
+        """This primitive with the heads of one piece of so many alone."""
         return replace(
             self, hidden_size=self.hidden_size // pieces, heads=self.heads // pieces, kv_heads=self.kv_heads // pieces
         )

@@ -76,11 +76,12 @@ class Blocks(Model):
         return f"block {layer}"
 
     def borrowed(self, layer: int) -> tuple[str, ...]:
-        """As `Model.borrowed`, without making all layers: there may be more than any machine holds."""
+        """Name what a layer borrows, as `Model.borrowed` does, without making all layers: there may be more than memory
+        holds."""
         return ("wte.weight",) if self.has_tied_head and 0 < layer == self.layers - 1 else ()
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
-        """As `Model.sizes`.
+        """Sizes for programs of whole blocks, as `Model.sizes` gives them.
 
         Raises:
             UserError: when the last block computes with a weight of the first one, as no program of whole blocks can.

@@ -42,7 +42,7 @@ class SavedActivations:
 
 
 AUTOGRAD = SavedActivations()
-"""As measured on a CPU."""
+"""What autograd saves, as measured on a CPU."""
 
 
 def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:

@@ -113,7 +113,7 @@ class Pointwise(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """None that count: the memory is what takes the time."""
+        """Zero: memory is what takes the time."""
         return 0.0
 
     def backward_input(self) -> tuple[Kernel, ...]:

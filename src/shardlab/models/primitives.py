@@ -50,7 +50,8 @@ class Lookup(Primitive):
         return (("width", "width", self.hidden_size),)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """On the way back a gradient of the whole matrix is made, and the tokens' rows are added to it."""
+        """Kernels of the look-up. Its backward pass makes a gradient of the whole matrix and adds the tokens' rows to
+        it."""
         hidden_size = piece(self.hidden_size, pieces, "width")
         elements, matrix = sequences * tokens * hidden_size, piece(self.vocab_size, pieces, "vocab") * hidden_size
         return (Pointwise("embedding", 2 * elements, 3 * elements + matrix),)
@@ -275,7 +276,7 @@ class Add(Primitive):
         return "" if self.drops else "s"
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """On the way back also the sum of what norm and residual give to the gradient."""
+        """Kernels of the addition. Its backward pass also sums what norm and residual give to the gradient."""
         elements = sequences * tokens * self.hidden_size
         bias = (Pointwise("bias", 2 * elements, elements),) if self.bias else ()
         return (*bias, Pointwise("residual", (3 + self.drops) * elements, (3 + 3 * self.drops) * elements))

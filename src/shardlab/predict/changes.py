@@ -16,7 +16,7 @@ from shardlab.strategies.plan_fields import as_flags
 from shardlab.timeline.traced import Traced
 
 MOST_MICROBATCHES = 1024
-"""Of one data-parallel rank: nobody takes a batch in more pieces."""
+"""Microbatches of one data-parallel rank at most: nobody takes a batch in more."""
 
 ALL_AT_ONCE = {"gpipe": "1f1b", "breadth-first": "interleaved-1f1b"}
 """Schedules that hold every microbatch at a time, and those that hold as many as the pipeline is deep."""
@@ -54,7 +54,7 @@ def accumulating(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
 
 
 def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]:
-    """Those that cost little time first, then several at once, then other devices, then a smaller batch.
+    """List changes: those that cost little time first, then several at once, then other devices, then a smaller batch.
 
     Args:
         whole: the model as a plan would run it, if the program runs another one.
@@ -83,7 +83,7 @@ def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]
 
 
 def _here(workload: Workload, plan: Plan) -> Iterator[Change]:
-    """On the same mesh, with the same batch."""
+    """Changes on the same mesh, with the same batch."""
     yield from _of_plan(workload, plan)
     if (few := _in_small_microbatches(workload)) is not None:
         flags = _rows_flags(few)
@@ -149,7 +149,8 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
 
 
 def _in_small_microbatches(workload: Workload) -> Workload | None:
-    """The same batch with as few sequences in a microbatch as do not make too many of them; None if it is so."""
+    """Cut the same batch into microbatches of as few sequences as do not make too many; None if it is so cut
+    already."""
     most = MOST_MICROBATCHES * (workload.plan.data_ranks if isinstance(workload.plan, Plan) else 1)
     for times in range(min(workload.micro_batch_size, most // workload.microbatches), 1, -1):
         micro_batch_size, rest = divmod(workload.micro_batch_size, times)

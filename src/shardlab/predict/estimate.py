@@ -72,7 +72,8 @@ class Estimate:
 
     @cached_property
     def compute_share(self) -> float:
-        """Of the step, in which compute runs; the mean over ranks. With exposed communication and bubble it makes 1."""
+        """Share of the step in which compute runs; the mean over ranks. With exposed communication and bubble it makes
+        1."""
         busy = 0.0
         for row, tape in enumerate(self.traced.program.tapes):
             starts, ends = self.times.starts[row], self.times.ends[row]
@@ -106,7 +107,7 @@ class Estimate:
 
     @cached_property
     def peaks(self) -> list[Peak]:
-        """For each row."""
+        """Peak of each row's memory."""
         program = self.traced.program
         found = [peak_of(self.traced, row, memory, rank_of(program, row)) for row, memory in enumerate(self.memory)]
         return [replace(peak, part=self._part(peak)) for peak in found]

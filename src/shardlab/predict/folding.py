@@ -89,7 +89,7 @@ class FoldedRank(Rank):
             self._values[value.number] = FREED_SCALAR
 
     def specs(self) -> dict[int, Spec]:
-        """By number. The values themselves are gone."""
+        """Specs by the value's number. The values themselves are gone."""
         known = {n: value if isinstance(value, Spec) else value.spec for n, value in enumerate(self._values)}
         self._values.clear()  # each refers to this rank; in a circle they would stay until the collector comes
         return known

@@ -21,9 +21,9 @@ from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import Category
 
 KEPT_WHEN_FULL = 0.5
-"""Of what the allocator holds back while there is room, the share that it cannot give up when there is none: before it
-fails it frees the blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`, `release_cached_blocks`). An
-assumption; that it is neither 0 nor 1 follows from runs that ended and runs that did not."""
+"""Share of what the allocator holds back that it cannot give up when there is no room: before it fails it frees the
+blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`, `release_cached_blocks`). An assumption; that it is
+neither 0 nor 1 follows from runs that ended and runs that did not."""
 
 
 @dataclass(frozen=True)

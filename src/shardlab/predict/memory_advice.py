@@ -13,7 +13,7 @@ WORTH_SAYING = 0.99
 """A change that leaves more than this share of the peak is not named."""
 
 ROOM = 0.98
-"""Of a device's memory, what a change may take to be named: only some of its microbatches are traced."""
+"""Share of a device's memory that a change may take to be named: only some of its microbatches are traced."""
 
 
 def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None = None) -> None:

@@ -1,4 +1,4 @@
-"""In what numbers a model is trained, and so how many bytes each kind of value has."""
+"""Numbers that a model is trained in, and so how many bytes each kind of value has."""
 
 from __future__ import annotations
 

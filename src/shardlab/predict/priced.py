@@ -44,7 +44,7 @@ class ClusterPrices(Prices):
 
     @property
     def contention(self) -> float:
-        """As measured on the machine, or as the recipe says of GPUs."""
+        """Slowdown of what runs at once: as measured on the machine, or as the recipe says of GPUs."""
         return self.cluster.contention or self.recipe.contention
 
     @property

@@ -180,7 +180,7 @@ class Rotation:
 
     @cached_property
     def _orders(self) -> list[tuple[str, ...]]:
-        """By layer, the axes that cut its parameters, outermost first."""
+        """Axes that cut each layer's parameters, outermost first."""
         model = model_layers(self.sizes)
         return [(*model.cut_axes(layer), *self.plan.shard_optimizer) for layer in range(self.sizes.layers)]
 

@@ -116,7 +116,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.microbatches * self.micro_batch_size * self.model.seq_len
 
     @property

@@ -1,4 +1,4 @@
-"""A rank's place in its world, its stores, and its share of the work."""
+"""What a rank's verbs share: its number and groups, its stores, and its share of the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RankContext(Tracer):
-    """A rank's place in its world, and its stores.
+    """Context of a rank's verbs: its number, its groups and its stores.
 
     Attributes:
         index: this rank's number, from 0.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Moments(NamedTuple):
-    """Of one op, in seconds of its process's clock; None is what did not come before the step failed.
+    """Moments of one op, in seconds of its process's clock; None is what did not come before the step failed.
 
     Attributes:
         began: when the rank came to it.

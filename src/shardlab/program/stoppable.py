@@ -22,7 +22,7 @@ STOPPING_SECONDS = 3.0
 """How long a program is told to stop, before its thread is left to itself: a call into C does not listen."""
 
 AGAIN_SECONDS, CLOSING_SECONDS = 0.05, 0.5
-"""After what time it is told again: while its own lines run, and while none does."""
+"""Seconds after which it is told again: while its own lines run, and while none does."""
 
 LOOK_SECONDS = 0.1
 """How often it is seen whether a program gets on."""

@@ -195,7 +195,8 @@ def _schedule(record: RunRecord) -> str | None:
 
 
 def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
-    """In which numbers; FSDP's parameters are the optimizer's float32 copy, gathered in half of its width.
+    """Find the numbers that a run uses; FSDP's parameters are the optimizer's float32 copy, gathered in half of its
+    width.
 
     Raises:
         Incomplete: for a dtype that is unknown here.

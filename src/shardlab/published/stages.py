@@ -34,7 +34,7 @@ def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool
 
 
 def _even(count: int, stages: int) -> list[int]:
-    """So many in stages as alike as can be; those that have one more lie in the middle."""
+    """Deal blocks to stages as evenly as can be; stages that have one more lie in the middle."""
     each, more = divmod(count, stages)
     first = (stages - more + 1) // 2
     return [each + (first <= stage < first + more) for stage in range(stages)]

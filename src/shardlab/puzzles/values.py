@@ -104,7 +104,7 @@ class Sharded(PuzzleValue):
         return len(self.shards) == self.total
 
     def combine(self, other: Self) -> Self:
-        """Both put together: the shards of either.
+        """Put both together: the shards of either.
 
         Raises:
             PuzzleRefused: if they are not pieces of one value.
@@ -127,7 +127,7 @@ class Sharded(PuzzleValue):
             return derived(self.holding(Holds(mask_of([shard]), total)), self)
 
     def holding(self, holds: Holds) -> Self:
-        """The same value with other slices of the layer."""
+        """Copy the value with other slices of the layer."""
         return replace(cast(Any, self), shards=frozenset(bits(holds.mask)), total=holds.of)
 
 
@@ -179,7 +179,7 @@ class WeightGrad(Sharded):
         return derived(total, self, other)
 
     def summing(self, spec: Spec) -> WeightGrad:
-        """The same gradient with the microbatches of `spec` in it."""
+        """Copy the gradient with the microbatches of `spec` added."""
         return replace(self, batches=frozenset(bits(spec.cells)))
 
 

@@ -88,8 +88,8 @@ def _middle(lengths: Sequence[float]) -> list[int]:
 
 
 def _means(each: Sequence[Spans]) -> dict[int, float]:
-    """Of each op's durations. A communication is fast most times and slow at others: medians would add up to less than
-    a step has."""
+    """Mean of each op's durations. A communication is fast most times and slow at others: medians would add up to less
+    than a step has."""
     places = sorted({at for spans in each for at in spans})
     return {at: fmean(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
 

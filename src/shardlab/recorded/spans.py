@@ -14,7 +14,7 @@ Spans = dict[int, tuple[float, float]]
 
 
 def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> dict[int, Spans]:
-    """For each rank, the ops that it finished; in seconds since the first rank began.
+    """List for each rank the ops that it finished, in seconds since the first rank began.
 
     Compute is as it was seen. A communication ends when this rank's part was over, and starts when its last member had
     come, or when the one that was over just before it on the same communicator was, if that is later: what a group has

@@ -102,7 +102,7 @@ def read_trace(folder: Path) -> TraceFile:
 
 @contextmanager
 def _complaining(name: str) -> Generator[None, None, None]:
-    """Within this, a file that is not as it was written is named."""
+    """Name the file in any error about a file that is not as it was written."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -132,7 +132,7 @@ def _entries(records: Mapping[int, RankRecord]) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> TraceFile:
-    """One file, as far as its lines can be read.
+    """Read one file, as far as its lines can be read.
 
     Raises:
         OSError, JSONDecodeError, TooDeep: not even its first line can be.

@@ -73,7 +73,7 @@ def layers_of(written: Sequence[Written], *, tied: bool = False) -> tuple[Layer,
 
 
 CARRIED = {"s": Kind.RESIDUAL, "gates": Kind.ROUTING, "choices": Kind.ROUTING}
-"""In which kind of value a tensor is carried beside the activation."""
+"""Kind of value in which a tensor is carried beside the activation."""
 
 
 def carried_of(names: Sequence[str]) -> dict[Kind, tuple[str, ...]]:

@@ -53,7 +53,7 @@ def _split(form: Form, parts: int) -> list[Form]:
 
 
 MOST_SLICES = 1 << 20
-"""Of a layer or a batch, slices of slices counted together."""
+"""Slices of a layer or a batch at most, slices of slices counted together."""
 
 
 def slice_of(value: Spec, place: int, parts: int) -> Spec:

@@ -1,4 +1,4 @@
-"""By what a value is multiplied: a rational, and counts of tokens that are known only when a step runs."""
+"""Factors that values are multiplied by: a rational, and counts of tokens that are known only when a step runs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ KEY = ("key",)
 
 
 class Space(NamedTuple):
-    """In what pieces a program counts.
+    """Pieces in which a program counts.
 
     Attributes:
         microbatches: of the step.

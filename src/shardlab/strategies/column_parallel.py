@@ -5,7 +5,7 @@ from shardlab.program import Rank, Value
 
 
 async def column_parallel(rank: Rank) -> None:
-    """Each rank makes some features of every layer's output, and all are gathered for the next layer.
+    """Column parallelism: each rank makes some features of every layer's output, gathered for the next layer.
 
     Backward, each rank's columns tell a term of the gradient of the layer's input: the terms are summed, and of the sum
     each rank of the layer below reads its own features.

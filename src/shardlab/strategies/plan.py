@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def data_ranks(self) -> int:
-        """Among how many ranks the batch is dealt."""
+        """Number of ranks among which the batch is dealt."""
         sizes = self.mesh.sizes()
         return math.prod(sizes[axis] for axis in BATCH_AXES)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -42,8 +43,8 @@ def field_types(described: type) -> dict[str, FieldType]:
 
 def field_helps(described: type) -> dict[str, str]:
     """Texts that stand below the fields of a dataclass."""
-    (tree,) = ast.parse(inspect.getsource(described)).body
-    assert isinstance(tree, ast.ClassDef)
+    module = ast.parse(inspect.getsource(sys.modules[described.__module__]))  # getsource(class) is slow
+    tree = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == described.__name__)
     helps: dict[str, str] = {}
     for above, below in pairwise(tree.body):
         match above, below:

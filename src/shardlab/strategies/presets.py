@@ -69,7 +69,7 @@ def three_dimensional(ranks: int) -> Plan:
 
 
 def four_dimensional(ranks: int) -> Plan:
-    """The same, with sequences cut over the tensor-parallel ranks."""
+    """Three-dimensional parallelism with sequences cut over the tensor-parallel ranks."""
     return replace(three_dimensional(ranks), sequence_parallel=True)
 
 
@@ -93,6 +93,6 @@ def _two_replicas(ranks: int) -> Mesh:
 
 
 def _square(ranks: int) -> Mesh:
-    """As many pipeline stages as the largest divisor not above the root of the ranks."""
+    """Choose as many pipeline stages as the largest divisor not above the root of the ranks."""
     stages = max(n for n in range(1, math.isqrt(max(ranks, 1)) + 1) if ranks % n == 0)
     return Mesh(pp=stages, dp_shard=ranks // stages)

@@ -51,7 +51,7 @@ class GradientReducer:
         self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over
 
     def load(self) -> None:
-        """This rank's slices of the weights and of the optimizer's state."""
+        """Load this rank's slices of the weights and of the optimizer's state."""
         rank = self._rank
         for l, weight in self._plan.weights.items():
             rank.weights[l] = rank.load_weight(l, *weight.parameters)

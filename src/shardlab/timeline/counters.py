@@ -25,7 +25,7 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
 
 
 def counter_of(samples: Iterable[tuple[float, dict[str, int]]]) -> Counter:
-    """Of what was live at each op, in tape order, the changes: of one moment the last."""
+    """Changes of what was live at each op, in tape order; the last of each moment."""
     counter: Counter = []
     for time, live in samples:
         if counter and counter[-1][0] == time:

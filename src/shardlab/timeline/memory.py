@@ -66,7 +66,7 @@ class RankMemory:
 
 
 def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
-    """For each rank and op, the elements that are live when the op starts, before its own result is stored.
+    """Count for each rank and op the elements that are live when it starts, before its own result is stored.
 
     Only values of some kinds are counted, if `of` names them.
 
@@ -83,7 +83,7 @@ def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list
 
 
 def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
-    """The same in bytes as the executor holds them, with the peak; with all categories at every op for `counters`.
+    """Count bytes as the executor holds them, with the peak; with all categories at every op for `counters`.
 
     Args:
         kept: how large values are in memory, if not as traced.

@@ -54,8 +54,8 @@ class Prices(Protocol):
         ...
 
     def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
-        """From the moment the last member has come; `bytes` is the whole value's: what is reduced, scattered or
-        exchanged, the result of a gather."""
+        """Time of a collective from the moment the last member has come; `bytes` is the whole value's: what is reduced,
+        scattered or exchanged, the result of a gather."""
         ...
 
     def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:

@@ -24,7 +24,7 @@ def unit_of(bytes: float) -> tuple[str, int]:
 
 
 def share_text(share: float) -> str:
-    """In percent with one decimal, or as many as show two digits of a small share.
+    """Write a share in percent with one decimal, or as many as show two digits of a small one.
 
     >>> share_text(0.421), share_text(0.00012), share_text(0)
     ('42.1%', '0.012%', '0.0%')

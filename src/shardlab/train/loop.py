@@ -31,7 +31,7 @@ VALIDATION_BATCHES = 16
 
 
 def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | None:
-    """One rank's part of a run; rank 0 writes the output folder and gives the summary.
+    """Run one rank's part of a training; rank 0 writes the output folder and gives the summary.
 
     Raises:
         UserError: on rank 0, when a loss is not finite, or the folder cannot be made.

@@ -139,7 +139,7 @@ class OutputFolder:
 
     @contextmanager
     def _noted(self, name: str) -> Generator[Path, None, None]:
-        """Within this, that a file cannot be written is said once, and noted."""
+        """Tell once, and note, that a file cannot be written."""
         path = self.path / name
         try:
             with written(path):
@@ -153,7 +153,7 @@ class OutputFolder:
 
 @contextmanager
 def written(path: Path) -> Generator[Path, None, None]:
-    """Within this, that `path` cannot be written is the user's mistake.
+    """Make it the user's mistake that `path` cannot be written.
 
     Raises:
         UserError: with the path and the reason.

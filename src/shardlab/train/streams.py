@@ -26,7 +26,7 @@ class Unbroken:
             self._drop()
 
     def _drop(self) -> None:
-        """From now on all goes nowhere, also what is still in the buffer."""
+        """Send everything nowhere from now on, also what is still in the buffer."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._file.fileno())
         os.close(nowhere)

@@ -106,7 +106,7 @@ class TracedExecutor:
 
 
 def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:
-    """One rank's part of a run of no more steps than are recorded, on the default text; it leaves a trace."""
+    """Run one rank's part of a training of no more steps than are recorded, on the default text; it leaves a trace."""
     corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
     settings = Settings(job.seed, job.dtype, device, AdamW(steps=tracing.steps))

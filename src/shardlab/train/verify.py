@@ -26,7 +26,8 @@ from shardlab.train.launch import backend_of, run_ranks
 from shardlab.train.reference import train_reference
 
 TOLERANCE = 1e-12
-"""Of float64, whose rounding is 1e-16; sums in another order give gradients some 1e-15 of their largest element apart.
+"""Largest error of float64, whose rounding is 1e-16; sums in another order give gradients some 1e-15 of their largest
+element apart.
 
 AdamW can make that more: it divides by the gradient's size, so an error d of a gradient g near eps (1e-8) moves the
 weight by rate * d * eps / (|g| + eps)^2 in the first step. The small MLP on which `column-parallel` is verified has a
@@ -34,7 +35,7 @@ weight whose gradient is 3e-8 of a largest 2.5e-2: there 1.4e-18 becomes 3.5e-13
 """
 
 SMALL_NORM = 0.1
-"""So small that it clips every gradient, for programs that clip."""
+"""Norm so small that it clips every gradient, for programs that clip."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _verdict(rank: int, device: torch.device, job: Job, steps: int, clip: float 
 def verify_rank(
     rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None, clip: float | None = None
 ) -> Verdict | None:
-    """One rank's part: it compares every slice that it holds, so that replicas are judged as well."""
+    """Verify one rank's part: it compares every slice that it holds, so that replicas are judged as well."""
     batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, b"")

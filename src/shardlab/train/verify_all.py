@@ -51,7 +51,7 @@ def verify_all(cases: Sequence[Case], steps: int) -> list[CaseResult]:
 
 
 def verify_cases(rank: int, device: torch.device, cases: Sequence[Case], steps: int) -> list[CaseResult]:
-    """One rank's part of all cases, each on as many ranks as there are; rank 0 shows the progress."""
+    """Verify one rank's part of all cases, each on as many ranks as there are; rank 0 shows the progress."""
     results: list[CaseResult] = []
     groups: Groups = {}
     with CaseProgress(cases, shown=rank == 0) as progress:

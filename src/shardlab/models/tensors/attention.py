@@ -121,7 +121,7 @@ def _heads(primitive: Attend, x: Tensor, heads: int) -> Tensor:
 
 
 def _keys_and_values(primitive: Attend, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each (rows, kv heads, 1, T', size)."""
+    """Keys and values, each (rows, kv heads, 1, T', size)."""
     keys, values = keys_values.chunk(2, -1)
     return _heads(primitive, keys, primitive.kv_heads), _heads(primitive, values, primitive.kv_heads)
 

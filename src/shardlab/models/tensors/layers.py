@@ -62,7 +62,7 @@ class TensorLayer:
 
     @cached_property
     def _dropped(self) -> list[set[str]]:
-        """After each step, the tensors that it read and that nothing reads any more."""
+        """Names of the tensors that each step is the last to read."""
         needed, dropped = set(self.layer.outputs), list[set[str]]()
         for step in reversed(self.layer.steps):
             reads, makes = set(step.primitive.reads), set(step.primitive.makes)

@@ -22,7 +22,7 @@ def look_up(weight: Tensor, tokens: Tensor, first: int) -> Tensor:
 
 
 def indices_in(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Each token's index in the slice of `count` tokens from `first` (0 for others), and whether it is another."""
+    """Find each token's index in the slice of `count` tokens from `first` (0 for others), and whether it is another."""
     elsewhere = (tokens < first) | (tokens >= first + count)
     return (tokens - first).masked_fill(elsewhere, 0), elsewhere
 

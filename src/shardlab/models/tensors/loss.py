@@ -63,7 +63,7 @@ def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int) ->
 
 
 def _combined(stats: Tensor) -> tuple[Tensor, Tensor]:
-    """Of all slices together: the maximum, and the sum of exp(logit - maximum)."""
+    """Maximum over all slices, and the sum of exp(logit - maximum)."""
     maximum = stats[..., 0].amax(0)
     return maximum, (stats[..., 1] * (stats[..., 0] - maximum).exp()).sum(0)
 

@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def word(self) -> str:
-        """As it is written; within a file a word names the step."""
+        """Write the step as a cell has it; within a file a word names the step."""
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
     def step(self, ranks_of_stages: Sequence[int]) -> ShardedStep:

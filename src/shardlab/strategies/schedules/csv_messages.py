@@ -31,7 +31,7 @@ def check_neighbours(rows: Rows, ranks_of_stages: Sequence[int]) -> None:
 
 
 def check_messages(rows: Rows, ranks_of_stages: Sequence[int]) -> None:
-    """No send without its receive, no receive without its send, and all in one order at both ends.
+    """Refuse a send without its receive, a receive without its send, and another order at either end.
 
     Raises:
         UserError: naming the cell and the reason.

@@ -17,7 +17,7 @@ from shardlab.strategies.schedules.sharding import ShardedStep, with_sharding
 from shardlab.strategies.schedules.steps import Steps
 
 Form = Literal["compute_only", "compute_comms"]
-"""Only the actions, or also the messages between them and the steps of sharded stages, in torch's words."""
+"""Steps that a file has: the actions alone, or also messages and the steps of sharded stages, in torch's words."""
 
 
 def import_csv(source: str | Path) -> Steps:

@@ -11,7 +11,8 @@ from shardlab.strategies.schedules.phases import in_phases, passes
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """On a V as ZB-V, but a forward always meets a backward, for one to hide the other's communication.
+    """DualPipeV: stages in a V as in ZB-V, but a forward always meets a backward, so one hides the other's
+    communication.
 
     Backward passes are in halves only where somebody waits: before the first whole ones and after the last. The source
     wants 2 * ranks microbatches or more, one for each stage; of fewer, the order is what is left of that for 2 * ranks.

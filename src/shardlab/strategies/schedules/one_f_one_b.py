@@ -8,7 +8,7 @@ from shardlab.strategies.schedules.actions import Action, Backward, Forward
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """After a warm-up, one forward then one backward: at most ranks - rank microbatches are ever held."""
+    """1F1B: after a warm-up, one forward then one backward; at most ranks - rank microbatches are ever held."""
     warmup = min(ranks - rank - 1, microbatches)
     yield from (Forward(rank, i) for i in range(warmup))
     for i in range(microbatches - warmup):

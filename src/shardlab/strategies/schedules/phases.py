@@ -17,7 +17,7 @@ def passes(kind: Callable[[int, int], Action], stage: int, microbatches: Iterato
 
 
 def in_phases(*phases: tuple[int, list[Pass]]) -> Iterator[Action]:
-    """Each phase is how many times its passes are taken in turn."""
+    """Take the passes of each phase in turn, as many times as it says."""
     for times, turn in phases:
         for _ in range(times):
             yield from map(next, turn)

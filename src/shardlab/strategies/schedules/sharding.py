@@ -34,7 +34,7 @@ ShardedStep = Step | Unshard | Reshard | ReduceGrad
 
 
 def with_sharding(steps: Sequence[Step], whole: int = 3) -> list[ShardedStep]:
-    """One rank's steps with those of its sharded stages among them.
+    """Place the steps of sharded stages among a rank's steps.
 
     A rank holds the whole weights of the next `whole` stages it computes on: that of now, and the others come while it
     computes (torch's pipelining does so too, with 3: one for a forward, one for a backward, one on its way). A stage's
@@ -62,7 +62,7 @@ def with_sharding(steps: Sequence[Step], whole: int = 3) -> list[ShardedStep]:
 
 
 def _next_stages(steps: Sequence[Work], count: int) -> list[list[int]]:
-    """For each step, the first `count` stages that it and those after it compute on."""
+    """List for each step the first `count` stages that it and those after it compute on."""
     stages: list[int] = []
     found: list[list[int]] = []
     for step in reversed(steps):

@@ -8,7 +8,8 @@ from shardlab.strategies.schedules.actions import Action, BackwardInput, Backwar
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """On every rank what 1F1B holds on the first, and a third of its bubble where all three passes take as long."""
+    """ZB-H1: on every rank what 1F1B holds on the first, and a third of its bubble where all three passes take as
+    long."""
     return _late_weights(rank, microbatches, warmup=ranks - rank - 1, late=rank)
 
 
