@@ -94,7 +94,7 @@ def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: in
     Args:
         rank, op, met: the first member, the op on its tape, and what was said of it.
     """
-    about = About(f"{said(call, gives)} on {group}", -1 if gives is None else gives.layer)
+    about = About(f"{call_text(call, gives)} on {group}", -1 if gives is None else gives.layer)
     given = (
         f"rank {rank} meets it with {met} (its op {op}); all members of a group must issue its collectives in one "
         "order, of one kind and for one layer"

@@ -1,4 +1,4 @@
-"""Collectives: the k-th that each rank joins is one meeting of them all."""
+"""Collectives: the k-th that each rank joins is one for them all."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from shardlab.rules import update
 
 @dataclass(eq=False)
 class Brought(Blocked):
-    """What one rank brings to a meeting.
+    """What one rank brings to a collective.
 
     Attributes:
         name, layer, value: of the call.
         time: when the rank came.
-        meeting: every rank's part, None until the rank comes.
+        collective: every rank's part, None until the rank comes.
     """
 
     name: str
     layer: int
     value: Any
     time: float
-    meeting: dict[int, Brought | None]
+    collective: dict[int, Brought | None]
 
     def __str__(self) -> str:
         return f"{self.name}({self.value.spec if isinstance(self.value, PuzzleValue) else f'layer {self.layer}'})"
 
     def wait(self) -> Wait:
-        missing = [rank for rank, part in self.meeting.items() if part is None]
+        missing = [rank for rank, part in self.collective.items() if part is None]
         names = ", ".join(map(str, missing))
         return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}{at(self.line)}", missing)
 
 
-class Meetings:
+class PuzzleCollectives:
     """All collectives of a run."""
 
     def __init__(self, ranks: int) -> None:
-        self._turns: Counter[int] = Counter()
+        self._joined: Counter[int] = Counter()
         self._open: defaultdict[int, dict[int, Brought | None]] = defaultdict(lambda: dict.fromkeys(range(ranks)))
 
     def next_of(self, rank: int) -> dict[int, Brought | None]:
-        """The first meeting that this rank has not joined yet."""
-        self._turns[rank] += 1
-        return self._open[self._turns[rank]]
+        """The first collective that this rank has not joined yet."""
+        self._joined[rank] += 1
+        return self._open[self._joined[rank]]
 
     def advance(self) -> bool:
-        """Let the ranks of a meeting go on, the lowest first, if all have come or two do not fit; False if none may."""
-        for turn, meeting in self._open.items():
-            parts = [part for part in meeting.values() if part is not None]
+        """Let the ranks of a collective go on, the lowest first, if all are there or two do not fit; False if none may."""
+        for sequence_number, collective in self._open.items():
+            parts = [part for part in collective.values() if part is not None]
             waiting = [part for part in parts if not part.future.done()]
-            complete = len(parts) == len(meeting)
+            complete = len(parts) == len(collective)
             if not waiting or not (complete or any(part.name != parts[0].name for part in parts)):
                 continue
             if complete:
-                del self._open[turn]
+                del self._open[sequence_number]
             try:
                 results = combine(parts)
             except Exception as error:  # also one of a student's own objects

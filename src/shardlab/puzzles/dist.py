@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlab.program import UserError
 from shardlab.puzzles.asyncio_watch import AsyncioWatch
-from shardlab.puzzles.combining import Meetings
+from shardlab.puzzles.combining import PuzzleCollectives
 from shardlab.puzzles.mail import Mail
 
 
@@ -12,8 +12,8 @@ class PuzzleRun:
     """One run of a solution on all ranks: its collectives and its mail."""
 
     def __init__(self, ranks: int) -> None:
-        self.mail, self.meetings = Mail(), Meetings(ranks)
-        self.watch = AsyncioWatch(ranks, lambda: self.meetings.advance() or self.mail.advance())
+        self.mail, self.collectives = Mail(), PuzzleCollectives(ranks)
+        self.watch = AsyncioWatch(ranks, lambda: self.collectives.advance() or self.mail.advance())
         self.members: set[int] = set()
 
 

@@ -59,8 +59,8 @@ class PuzzleModel(PuzzleCompute):
         with judged(self, line):
             if isinstance(v, Weight):
                 rules.fresh(of_layer(name, layer), v.spec, self._updated)
-            meeting = self._run.meetings.next_of(self.rank)
-            meeting[self.rank] = mine = Brought(self.rank, line, name, layer, v, self.time, meeting)
+            collective = self._run.collectives.next_of(self.rank)
+            collective[self.rank] = mine = Brought(self.rank, line, name, layer, v, self.time, collective)
             result, time = await self._wait(mine)
         self.time = max(self.time, time)
         self.note(name, v, layer=layer)
