@@ -105,16 +105,14 @@ class Numbering:
 
     def _give(self, rank: int, op: Op, communication: int, number: int) -> None:
         """Give one member's value; the last one to do so wakes those that wait."""
-        given, members = self._given[communication], self.checked.communications[communication].participants
+        given, found = self._given[communication], self.checked.communications[communication]
         given[rank] = number
         if op.kind in _ONE_GIVES:
             self._made[communication] = number
-        elif len(given) == len(members):
+        elif len(given) == len(found.participants):
             if op.kind.row.combines is None and op.kind is not OpKind.ALL_TO_ALL:
                 self._apart.add(communication)
-            self._made[communication] = self._united(
-                op, self.checked.communications[communication], [given[m.rank] for m in members]
-            )
+            self._made[communication] = self._united(op, found, [given[each.rank] for each in found.participants])
         else:
             return
         self._runnable.extend(self._waiting.pop(communication, ()))

@@ -19,9 +19,9 @@ class Slot:
 
     __slots__ = ("batch", "open")
 
-    def __init__(self, batch: int, communication: int) -> None:
+    def __init__(self, batch: int, number: int) -> None:
         self.batch = batch
-        self.open = {communication}
+        self.open = {number}
 
 
 class Replay:
@@ -41,18 +41,14 @@ class Replay:
     """
 
     def __init__(
-        self,
-        program: Program,
-        communications: list[Communication],
-        communication_of: list[dict[int, int]],
-        model: ChannelModel,
+        self, program: Program, communications: list[Communication], numbers: list[dict[int, int]], model: ChannelModel
     ) -> None:
         self.program = program
         self.communications = communications
-        self.communication_of = communication_of
+        self.numbers = numbers
         self.queued = model is not ChannelModel.RENDEZVOUS
         self.per_pair = model is ChannelModel.QUEUED_PER_PAIR
-        self.size = [len(communication.participants) for communication in communications]
+        self.size = [len(each.participants) for each in communications]
         self.arrived = [0] * len(communications)
         self.done = bytearray(len(communications))
         self.runnable = deque(range(len(program.tapes)))
@@ -71,45 +67,45 @@ class Replay:
         at = [0] * len(tapes)
         while self.runnable:
             rank = self.runnable.popleft()
-            ops, communication_of = tapes[rank], self.communication_of[rank]
+            ops, numbers = tapes[rank], self.numbers[rank]
             for index in range(at[rank], len(ops)):
                 op = ops[index]
-                communication = communication_of[op[4]]
+                number = numbers[op[4]]
                 if op[0] is WAIT:
                     if op[4] in self.together[rank]:
-                        communication = next((m for m in self.together[rank][op[4]] if not self.done[m]), communication)
-                    if self.done[communication]:
+                        number = next((m for m in self.together[rank][op[4]] if not self.done[m]), number)
+                    if self.done[number]:
                         continue
                     self.stopped[rank] = op[4]
-                    self.waiters[communication].append(rank)
-                elif not self.per_pair or self._joins(rank, communication):
-                    self._issue(rank, communication, op.batch)
+                    self.waiters[number].append(rank)
+                elif not self.per_pair or self._joins(rank, number):
+                    self._issue(rank, number, op.batch)
                     continue
                 at[rank] = index
-                self.waiting[rank] = communication
+                self.waiting[rank] = number
                 break
         if not self.waiting:
             return None
-        return explain({rank: self._wait(rank, communication) for rank, communication in self.waiting.items()})
+        return explain({rank: self._wait(rank, number) for rank, number in self.waiting.items()})
 
     def _batches(self) -> list[dict[int, list[int]]]:
         """For each rank and handle of a batched message: the communications of its batch, which NCCL awaits as one."""
         found: list[dict[int, list[int]]] = []
-        for tape, communication_of in zip(self.program.tapes, self.communication_of, strict=True):
+        for tape, numbers in zip(self.program.tapes, self.numbers, strict=True):
             handles: dict[int, list[int]] = defaultdict(list)
             for op in tape:
                 if op.batch >= 0:
                     handles[op.batch].append(op.handle)
-            found.append({h: [communication_of[other] for other in batch] for batch in handles.values() for h in batch})
+            found.append({h: [numbers[other] for other in batch] for batch in handles.values() for h in batch})
         return found
 
-    def _joins(self, rank: int, communication: int) -> bool:
+    def _joins(self, rank: int, number: int) -> bool:
         """Whether an op's communicator is made; its ranks make it together, and the last one to come wakes the rest."""
-        lane = self.lanes[communication]
+        lane = self.lanes[number]
         if lane in self.made:
             return True
         others = self.joining[lane]
-        if len(others) + 1 < self.size[communication]:
+        if len(others) + 1 < self.size[number]:
             others.append(rank)
             return False
         for other in others:
@@ -119,50 +115,50 @@ class Replay:
         self.made.add(lane)
         return True
 
-    def _issue(self, rank: int, communication: int, batch: int) -> None:
+    def _issue(self, rank: int, number: int, batch: int) -> None:
         """Note that one member has come."""
-        self.arrived[communication] += 1
+        self.arrived[number] += 1
         if self.queued:
-            queue = self.queues[rank][self.lanes[communication]]
+            queue = self.queues[rank][self.lanes[number]]
             if batch >= 0 and queue and queue[-1].batch == batch:
-                queue[-1].open.add(communication)
+                queue[-1].open.add(number)
             else:
-                queue.append(Slot(batch, communication))
-        if self.arrived[communication] == self.size[communication]:
-            self._complete([communication])
+                queue.append(Slot(batch, number))
+        if self.arrived[number] == self.size[number]:
+            self._complete([number])
 
     def _complete(self, candidates: list[int]) -> None:
         """Complete what can be; a completion may bring others to the head of their queues."""
         while candidates:
-            communication = candidates.pop()
-            if self.arrived[communication] < self.size[communication] or self.done[communication]:
+            number = candidates.pop()
+            if self.arrived[number] < self.size[number] or self.done[number]:
                 continue
             if self.queued:
-                lane = self.lanes[communication]
-                queues = [self.queues[member.rank][lane] for member in self.communications[communication].participants]
-                if not all(communication in queue[0].open for queue in queues):
+                lane = self.lanes[number]
+                queues = [self.queues[member.rank][lane] for member in self.communications[number].participants]
+                if not all(number in queue[0].open for queue in queues):
                     continue
                 for queue in queues:
-                    queue[0].open.discard(communication)
+                    queue[0].open.discard(number)
                     if not queue[0].open:
                         queue.popleft()
                         if queue:
                             candidates.extend(queue[0].open)
-            self.done[communication] = 1
-            for rank in self.waiters.pop(communication, ()):
+            self.done[number] = 1
+            for rank in self.waiters.pop(number, ()):
                 del self.waiting[rank]
                 self.runnable.append(rank)
 
     # What is said of a deadlock.
 
-    def _wait(self, rank: int, communication: int) -> Wait:
+    def _wait(self, rank: int, number: int) -> Wait:
         """Say what a blocked rank waits for: absent members, or in the end the operations queued before its own."""
-        text = self._op(rank, communication)
-        joined = self.joining.get(self.lanes[communication], ())
+        text = self._op(rank, number)
+        joined = self.joining.get(self.lanes[number], ())
         if rank in joined:
-            absent = [m.rank for m in self.communications[communication].participants if m.rank not in joined]
+            absent = [m.rank for m in self.communications[number].participants if m.rank not in joined]
             return Wait(f"{text}, the first use of its communicator, which waits for rank {absent[0]}", absent)
-        behind = [communication]
+        behind = [number]
         while True:
             members = self.communications[behind[-1]].participants
             absent = [m.rank for m in members if not self._has_issued(m.rank, m.op)]
@@ -177,18 +173,16 @@ class Replay:
                 return Wait(text, [m.rank for m in members if m.rank != rank])
             behind.append(before)
 
-    def _op(self, rank: int, communication: int) -> str:
-        at = next(member.op for member in self.communications[communication].participants if member.rank == rank)
+    def _op(self, rank: int, number: int) -> str:
+        at = next(member.op for member in self.communications[number].participants if member.rank == rank)
         return f"{self.program.tapes[rank][at]} (its op {at})"
 
     def _has_issued(self, rank: int, op: int) -> bool:
         """Whether a blocked or ended rank has got past one of its ops."""
         if rank not in self.waiting:
             return True
-        communication = self.waiting[rank]
-        if rank in self.joining.get(self.lanes[communication], ()):
-            return op < next(
-                member.op for member in self.communications[communication].participants if member.rank == rank
-            )
+        number = self.waiting[rank]
+        if rank in self.joining.get(self.lanes[number], ()):
+            return op < next(member.op for member in self.communications[number].participants if member.rank == rank)
         tape, handle = self.program.tapes[rank], self.stopped[rank]
         return op < next(i for i, o in enumerate(tape) if o.kind is OpKind.WAIT and o.handle == handle)

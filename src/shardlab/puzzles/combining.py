@@ -56,7 +56,7 @@ class PuzzleCollectives:
         return self._open[self._joined[rank]]
 
     def advance(self) -> bool:
-        """Let the ranks of a collective go on, the lowest first, if all are there or two do not fit; False if none may."""
+        """Let the ranks of a collective go on if all are there or two do not fit; False if none may."""
         for sequence_number, collective in self._open.items():
             parts = [part for part in collective.values() if part is not None]
             waiting = [part for part in parts if not part.future.done()]

@@ -119,9 +119,8 @@ class Attention:
 
     async def _gathered_backward(self, layer: int, m: int) -> tuple[Value, Value]:
         rank = self._rank
-        grad_queries, gradients = self._attend_backward(
-            layer, m, await rank.all_gather(rank.keys_values[layer, m], axis="cp")
-        )
+        whole = await rank.all_gather(rank.keys_values[layer, m], axis="cp")
+        grad_queries, gradients = self._attend_backward(layer, m, whole)
         return grad_queries, await rank.reduce_scatter(gradients, axis="cp")
 
     def _attend_backward(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:

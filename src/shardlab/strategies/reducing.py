@@ -43,9 +43,8 @@ class GradientReducer:
         self._uses = {l: weight.users for l, weight in rank_plan.weights.items()}  # whose gradients are yet to come
         # Over each axis, oldest first; an axis comes after those whose results are reduced over it.
         reduced_over = (*(w.reduce_every_microbatch for w in weights), *(w.reduce_once for w in weights))
-        self._in_flight = {
-            axis: deque[PendingReduction]() for axis in dict.fromkeys(a for axes in reduced_over for a in axes)
-        }
+        axes = dict.fromkeys(axis for axes in reduced_over for axis in axes)
+        self._in_flight = {axis: deque[PendingReduction]() for axis in axes}
         self._coming = Counter[int]()  # of each layer, gradients that are being reduced
         self._complete: set[int] = set()  # layers whose last gradient is among those
         self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over

@@ -60,9 +60,8 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
         KeyboardInterrupt: when ranks that were started here were asked to end by a signal, and gave no result.
     """
     environment = find_launch_environment(os.environ)
-    if environment is None or (
-        environment.world == 1 and ranks > 1
-    ):  # an interactive shell under srun is a world of one
+    # An interactive shell under srun is a world of one.
+    if environment is None or environment.world == 1 < ranks:
         return _start_local(ranks, function, *arguments)
     if environment.world != ranks:
         raise UserError(

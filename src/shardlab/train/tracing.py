@@ -110,9 +110,8 @@ def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing:
     corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
     settings = Settings(job.seed, job.dtype, device, AdamW(steps=tracing.steps))
-    tracer = TracedExecutor(
-        Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device)), job, folder, tracing
-    )
+    executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
+    traced = TracedExecutor(executor, job, folder, tracing)
     for _ in range(tracing.steps):
-        tracer.step()
-    tracer.finish()
+        traced.step()
+    traced.finish()
