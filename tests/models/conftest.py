@@ -50,7 +50,7 @@ def inputs_of(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Sh
 
 def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype, share: Share = ALL) -> int:
     """Bytes of all storages kept between forward and backward, but those of the parameters and the inputs."""
-    owner = layer if model.layout(layer).parameters else 0  # a tied head has none of its own
+    owner = 0 if model.borrowed(layer) else layer  # a tied head has none of its own
     flat = initial_weights(model, owner, seed=0, dtype=dtype)
     parameters = [view.requires_grad_() for view in views(model.layout(owner), flat)]
     inputs = inputs_of(model, layer, rows, dtype, share)
