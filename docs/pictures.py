@@ -97,7 +97,7 @@ def layer(path: Path) -> None:
     space = Space(microbatches=1, pieces=(("slice", SLICES),))
     cut = {"slice": SLICE}
     held = derive.forward(MLP, {"x": Held({})}, cut, space)
-    gradients = derive.backward(MLP, held, {"y": Held({})}, cut, space)
+    gradients = derive.backward(MLP, held, {"y": Held({})}, cut, space).of_tensors
     indices = {"x": "in"} | {name: of for node in MLP.nodes for name, of in node.makes.items()}
     with style():
         page = Page(9.6, 3.9)

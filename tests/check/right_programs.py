@@ -58,15 +58,14 @@ async def experts_interleaved_batch(rank: Rank) -> None:
         cut = (rank.index, rank.world) if "expert" in rank.sizes.signatures[l].cut else (0, 1)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     rank.activations[0] = rank.load_batch([m for m in rank.microbatches if m % rank.world == rank.index])
+    carried = list[Value]()  # the residual stream and the routing, beside the activations
     for l in rank.layers:
         if "expert" in rank.sizes.signatures[l].cut:
             rank.activations[l] = await rank.all_to_all(rank.activations.pop(l))
             rank.activations[l + 1] = await rank.all_to_all(rank.forward(l, rank.activations[l], rank.weights[l]))
         else:
-            given = (rank.activations[l], rank.residuals.pop(l)) if l else (rank.activations[l],)
-            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
-            if residual:
-                (rank.residuals[l + 2],) = residual
+            given = (rank.activations[l], *carried)
+            rank.activations[l + 1], *carried = rank.forward(l, given, rank.weights[l])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
     for l in reversed(rank.layers):
         x, gradient = rank.activations.pop(l), rank.grad_activations.pop(l + 1)
@@ -75,10 +74,7 @@ async def experts_interleaved_batch(rank: Rank) -> None:
             rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
             rank.grad_activations[l] = await rank.all_to_all(gradient)
         else:
-            given = (gradient, rank.grad_residuals.pop(l + 2)) if l < last - 1 else (gradient,)
-            made, rank.grad_activations[l], *below = rank.backward(l, x, given, rank.weights[l])
-            if below:
-                (rank.grad_residuals[l],) = below
+            made, rank.grad_activations[l], *carried = rank.backward(l, x, (gradient, *carried), rank.weights[l])
             rank.grad_weights[l] = await rank.all_reduce(made)
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(

@@ -16,6 +16,9 @@ from tests.support.refusing import refuses
 
 BUFFERED, IN_ORDER, RENDEZVOUS, QUEUED_PER_PAIR, QUEUED = ChannelModel
 
+REMEDY = " Let every op come on all of its ranks, and in one order."
+"""How every deadlock's message ends."""
+
 
 def passed(program: Program) -> list[ChannelModel]:
     return [model for model, deadlock in check(program).models.items() if deadlock is None]
@@ -53,6 +56,7 @@ def test_two_ranks_that_both_receive_first_are_a_deadlock_while_tracing() -> Non
     assert str(deadlock.value) == (
         "deadlock: rank 0 waits in recv of grad_weights[0] of microbatch 1 from rank 1; "
         "rank 1 waits in recv of grad_weights[0] of microbatch 0 from rank 0."
+        f"{REMEDY}"
     )
 
 
@@ -74,6 +78,7 @@ def test_two_tapes_that_both_receive_first_are_a_deadlock_in_the_check() -> None
     assert str(deadlock.value) == (
         "deadlock: rank 0 waits in recv from rank 1 of grad_weights[0] of microbatch 1; "
         "rank 1 waits in recv from rank 0 of grad_weights[0] of microbatch 0."
+        f"{REMEDY}"
     )
 
 
@@ -87,7 +92,7 @@ def test_a_ring_of_receives_names_every_rank_of_the_cycle(ranks: int) -> None:
     with pytest.raises(Deadlock) as deadlock:
         trace(ring, ranks, 1, 1)
     waits = [f"rank {rank} waits in recv from rank {(rank + 1) % ranks}" for rank in range(ranks)]
-    assert str(deadlock.value) == f"deadlock: {'; '.join(waits)}."
+    assert str(deadlock.value) == f"deadlock: {'; '.join(waits)}.{REMEDY}"
 
 
 def test_a_collective_and_a_receive_that_wait_for_each_other_name_both() -> None:
@@ -105,6 +110,7 @@ def test_a_collective_and_a_receive_that_wait_for_each_other_name_both() -> None
     assert str(deadlock.value) == (
         "deadlock: rank 0 waits in all_gather(weights[0] (shard 0 of 2)) on world for rank 1; "
         "rank 1 waits in recv from rank 0."
+        f"{REMEDY}"
     )
 
 
@@ -269,6 +275,7 @@ def test_a_message_too_many_in_a_pipeline_of_64_ranks_and_256_microbatches_is_re
         trace(one_message_too_many, Mesh(pp=64), 64, 256)
     assert str(deadlock.value) == (
         "deadlock: rank 63 waits in recv of activations[63] of microbatch 0 from rank 62; rank 62 has ended without it."
+        f"{REMEDY}"
     )
 
 
@@ -280,4 +287,5 @@ def test_a_message_too_many_on_the_tapes_of_64_ranks_is_reported_by_the_check() 
         check(with_tape(program, 63, [*program.tapes[63], *more]))
     assert str(deadlock.value) == (
         "deadlock: rank 63 waits in recv from rank 62 of activations[63] of microbatch 0; rank 62 has ended without it."
+        f"{REMEDY}"
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from examples.parameter_server import parameter_server
@@ -53,7 +53,10 @@ def test_no_plan_at_random_drifts(shape: Planned) -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([random_attention, random_experts]))
 def test_attention_and_experts_dealt_at_random_do_not_drift(seed: int, random: Callable[[int], Program]) -> None:
-    assert check(random(seed)).drifts == []
+    """Where no ranks hold replicas: each rank adds its microbatches in an order of its own."""
+    program = random(seed)
+    assume(random is random_attention or program.mesh.tp == program.mesh.cp == 1)
+    assert check(program).drifts == []
 
 
 @settings(max_examples=150)

@@ -148,7 +148,7 @@ async def trained_squares_not_in_the_norm(rank: Rank) -> None:
             frozen_squares_in_the_norm,
             told("frozen in the norm", layer=1),
         ),
-        (trained_squares_not_in_the_norm, told("partial norm", layer=1, missing=(1,))),
+        (trained_squares_not_in_the_norm, told("partial norm", layer=0, missing=(1,))),
     ],
 )
 def test_what_is_wrong_about_freezing_is_refused(strategy: Strategy, said: Told) -> None:
