@@ -200,7 +200,7 @@ def backward_input(state: State, at: int, op: Op) -> Instruction:
 
 
 def _own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
-    """Of its output's complete gradient, a slice that takes its own reads what belongs to its slice of the output."""
+    """Take out of an output's complete gradient what belongs to a slice of it, for layers that take their own."""
     gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
     takes_own = any(node.takes_own for node in state.signatures[op.layer].nodes)
     if not takes_own or gradient.form.slices or not saved.form.slices:

@@ -10,16 +10,12 @@ from shardlab.check import Checked
 from shardlab.models import LayerLayout, Model
 from shardlab.program import Holds, Kind, Spec, UserError
 from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.layer import GRADIENT_OF
 from shardlab.rules.pieces import bits
 from shardlab.rules.spec import pieces_share, share_of
 
-CARRIED = {
-    Kind.RESIDUAL: Kind.RESIDUAL,
-    Kind.GRAD_RESIDUAL: Kind.RESIDUAL,
-    Kind.ROUTING: Kind.ROUTING,
-    Kind.GRAD_ROUTING: Kind.ROUTING,
-}
-"""Of which kind a value's shape is, that is carried beside the activations."""
+OF_GRADIENT = {gradient: kind for kind, gradient in GRADIENT_OF.items()}
+"""By the kind of a gradient, the kind of value whose gradient it is: both have one shape."""
 
 
 class Shapes:
@@ -55,8 +51,9 @@ class Shapes:
     def _row_shape(self, spec: Spec) -> tuple[int, ...]:
         microbatches = spec.microbatches.bit_count()
         rows = microbatches * self.rows
-        if (carried := CARRIED.get(spec.kind)) is not None:
-            return (rows, len(self.tokens(spec)), self.model.carried_features[carried])
+        carried = self.model.carried_features.get(OF_GRADIENT.get(spec.kind, spec.kind))
+        if carried is not None:
+            return (rows, len(self.tokens(spec)), carried)
         first, *others = self.model.activation_shape(spec.layer, self.rows)
         if self.model.is_buffers(spec.layer):
             return (int(microbatches * first * pieces_share(spec.form)), *others)

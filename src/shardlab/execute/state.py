@@ -168,7 +168,7 @@ class State:
         return Dropout(self.model.dropout, self.settings.seed, self.step, op.layer, microbatches)
 
     def first_token(self, logits: Spec) -> int:
-        """Of the vocabulary, the first token that a slice of the logits is about."""
+        """Find the first token of the vocabulary that a slice of the logits is about."""
         assert isinstance(self.model, CutModel), "only a cut model has slices of the logits"
         return self.model.first_token(logits.pieces(self.checked.program.sizes.scores_index).bit_length() - 1)
 
