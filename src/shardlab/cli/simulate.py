@@ -165,7 +165,7 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs) -> Ti
 def as_json(
     entry: StrategyEntry, proof: Checked, timeline: Timeline, without: Timeline | None = None
 ) -> dict[str, Any]:
-    """What is known of a strategy, for other programs; `without`: of the same plan without recomputation."""
+    """A strategy's figures as JSON has them; `without` is the same plan's step without recomputation."""
     program = proof.program
     return {
         "strategy": entry.name,

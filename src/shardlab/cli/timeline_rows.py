@@ -72,7 +72,7 @@ def print_timeline(
 
 
 def _parts_text(timeline: Timeline, steady: Steady | None) -> str:
-    """What is shown of a step that is not shown whole."""
+    """Name the stretches that are shown of a step too long to be shown whole."""
     text = "The beginning, the middle and the end of the step are shown"
     if steady is None:
         return f"{text}."

@@ -24,7 +24,7 @@ class FlatWeight:
 
 
 class Graph:
-    """What is kept between a layer's forward and backward."""
+    """Everything that is kept between a layer's forward and its backward pass."""
 
     def __init__(
         self,
