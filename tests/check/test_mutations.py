@@ -17,7 +17,7 @@ from shardlab.program import Mesh, Op, OpKind, Program, Rank, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
-from tests.check import slicing_programs
+from tests.check import casting_programs, slicing_programs
 from tests.check.programs import PLACE, built_in
 from tests.check.scaling_programs import sum_of_tokens
 from tests.support.interpreter import judge
@@ -90,7 +90,10 @@ def subjects() -> dict[str, Program]:
     programs = {name: built_in(name) for name in STRATEGIES}
     programs |= {user.__name__: trace(user, 2, 2, 2) for user in (zero_1, split_fsdp, split_pipeline)}
     programs |= {str(shape): random_program(shape) for shape in RANDOM_SHAPES}
-    programs |= {by_hand.__name__: trace(by_hand, 2, 1, 2) for by_hand in BY_HAND}
+    programs |= {
+        by_hand.__name__: trace(by_hand, 2, 2 if by_hand is casting_programs.messages_in_half else 1, 2)
+        for by_hand in BY_HAND
+    }
     programs |= {"attention at random": random_attention(36), "experts at random": random_experts(2)}
     programs |= {"heads exchanged at random": random_attention(22)}
     return programs | {name: plan.program for name, plan in PLANS.items()}
@@ -101,7 +104,10 @@ async def ring(rank: Rank) -> None:
     await load(str(Path(__file__).parents[2] / "examples" / "ring_all_reduce.py:ring_all_reduce")).program(rank)
 
 
-BY_HAND = (ring, slicing_programs.updates_in_chunks, slicing_programs.a_rank_without_a_microbatch, sum_of_tokens)
+BY_HAND = (
+    ring, slicing_programs.updates_in_chunks, slicing_programs.a_rank_without_a_microbatch, sum_of_tokens,
+    *casting_programs.RIGHT,
+)  # fmt: skip
 
 
 def mutants(kind: str, name: str) -> list[Program]:

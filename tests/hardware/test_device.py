@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.hardware import DEVICES, find_device
-from shardlab.hardware.device import Device, bytes_of
+from shardlab.hardware.device import Device
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.program import UserError
+from shardlab.rules.dtype import bytes_of
 
 DEVICE = st.sampled_from(list(DEVICES.values()))
 SIZE = st.integers(1, 40_000)

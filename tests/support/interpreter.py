@@ -13,6 +13,7 @@ from enum import Enum
 
 from shardlab.program import OpKind, Program
 from tests.support.judged_compute import COMPUTE, PLACE
+from tests.support.judged_dtypes import dtype_made
 from tests.support.judged_links import Links
 from tests.support.judged_rank import JudgedRank
 from tests.support.one_device import one_device
@@ -35,6 +36,7 @@ ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.ADD: ((2,), (1,)),
     OpKind.NORM: ((1,), (1,)),
     OpKind.SCALE: ((1,), (1,)),
+    OpKind.CAST: ((1,), (1,)),
     OpKind.ZERO_GRADIENT: ((0,), (1,)),
     OpKind.SLICE: ((1,), (1,)),
     OpKind.CONCATENATE: (tuple(range(1, 100)), (1,)),
@@ -108,7 +110,10 @@ class Interpreter:
                     if not rank.wait(op.handle):
                         break
                 elif op.kind in COMPUTE:
+                    dtype = dtype_made(rank, op)
                     COMPUTE[op.kind](rank, op, self.network, self.program.microbatches)
+                    if dtype is not None:
+                        rank.memory[op.outputs[0]].dtype = dtype
                 else:
                     self.links.start(rank, op)
             except ValueError as error:  # arrays of other shapes
@@ -134,7 +139,8 @@ class Interpreter:
             left = list(rank.memory.values())
             for kind, layer, where in rank.loaded:
                 expected = final[layer][PLACE[kind]][list(where)]
-                at = next((i for i, p in enumerate(left) if p.where == where and (p.data == expected).all()), None)
+                same = [p.where == where and not p.dtype and bool((p.data == expected).all()) for p in left]
+                at = next((i for i, equal in enumerate(same) if equal), None)
                 if at is None:
                     return Verdict(Outcome.WRONG, f"rank {rank.index} does not end with layer {layer} updated")
                 del left[at]

@@ -132,6 +132,12 @@ def scale(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None
     rank.write(op.outputs[0], replace(piece, data=piece.data * (number % PRIME) % PRIME))
 
 
+def cast(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    """Numbers are exact here; but a copy of a weight is no memory that is kept."""
+    piece = rank.read(op.inputs[0])
+    rank.write(op.outputs[0], replace(piece, data=piece.data.copy()))
+
+
 def zero_gradient(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
     where = elements_of(op)
     if op.layer not in network.weights or not where:
@@ -199,6 +205,7 @@ COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
     OpKind.ADD: add,
     OpKind.NORM: norm,
     OpKind.SCALE: scale,
+    OpKind.CAST: cast,
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import replace
 
 from shardlab.program import Op, OpKind
 from tests.support.judged_rank import JudgedRank
@@ -65,6 +66,9 @@ class Links:
         ordered = [members[index] for index in op.group.ranks]
         if len({(call.kind, call.root, call.reduction) for call, _ in ordered}) > 1:
             raise BrokenTape("the members of a collective disagree about what it does")
+        dtypes = {given.dtype for _, given in ordered if given is not None}
+        if len(dtypes) > 1:
+            raise BrokenTape("the members of a collective give other numbers")
         results = received(op, op.group.ranks, [given for _, given in ordered], self.sequence)
         for index, (call, _), result in zip(op.group.ranks, ordered, results, strict=True):
-            self.ranks[index].arrived[call.handle] = result
+            self.ranks[index].arrived[call.handle] = result and replace(result, dtype=max(dtypes))

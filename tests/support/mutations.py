@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.support import (
     mutations_of_attention,
     mutations_of_collectives,
+    mutations_of_dtypes,
     mutations_of_exchanges,
     mutations_of_halves,
     mutations_of_hops,
@@ -31,6 +32,7 @@ __all__ = [
     "moved",
     "mutations_of_attention",
     "mutations_of_collectives",
+    "mutations_of_dtypes",
     "mutations_of_exchanges",
     "mutations_of_halves",
     "mutations_of_hops",

@@ -30,13 +30,14 @@ class Piece:
     A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + place. Where the numbers of a row
     may be on several ranks, `columns` says which these are: logits, buffers of experts, keys and values of heads.
     Rows that were put together remember whose they were, in `owners`: what takes them apart gives each rank back what
-    it sent.
+    it sent. `dtype` names the numbers after a cast.
     """
 
     where: tuple[int, ...]
     data: Array
     columns: tuple[Column, ...] = ()
     owners: tuple[Owner, ...] = ()
+    dtype: str = ""
 
 
 Owner = tuple[tuple[int, ...], "tuple[Owner, ...]"]

@@ -37,6 +37,9 @@ SLICING = "tests/check/slicing_programs.py"
         ("tests/check/scaling_programs.py:mean_over_ranks", 2),
         ("tests/check/scaling_programs.py:sum_of_tokens", 2),
         ("tests/check/scaling_programs.py:means_weighted_by_tokens", 4),
+        ("tests/check/casting_programs.py:gradients_in_half", 2),
+        ("tests/check/casting_programs.py:weights_in_half", 2),
+        ("tests/check/casting_programs.py:messages_in_half", 2),
         (f"{SLICING}:microbatches_apart_and_together", 2),
         (f"{SLICING}:sequence_parallel", 2),
         (f"{SLICING}:context_parallel", 2),
@@ -47,3 +50,12 @@ def test_programs_by_hand_give_the_numbers_of_one_device(ranks: World, strategy:
     job = Job(f"{ROOT}/{strategy}", count, 4, model, 2, torch.float64)
     verdict = ranks(count).call(verify_rank, CPU, job, 3)[0]
     assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("program", ["gradients_in_half", "weights_in_half", "messages_in_half"])
+def test_what_is_cast_is_rounded_where_it_is(ranks: World, program: str) -> None:
+    """Half precision has 8 or 11 bits: errors are as large as its rounding, and no larger than some of them."""
+    model = GPT(layers=2, hidden_size=16, heads=4, seq_len=8)
+    job = Job(f"{ROOT}/tests/check/casting_programs.py:{program}", 2, 4, model, 2, torch.float32)
+    verdict = ranks(2).call(verify_rank, CPU, job, 1)[0]
+    assert 2**-13 < verdict.gradient_error < 2**-5, verdict

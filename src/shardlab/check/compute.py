@@ -175,6 +175,12 @@ def scale(state: RankState, op: Op) -> None:
     state.make(op[3][0], sums.scale(spec, op.factor))
 
 
+def cast(state: RankState, op: Op) -> None:
+    spec = state.live[op[2][0]]
+    state.want_layer(op, spec.layer)
+    state.make(op[3][0], sums.cast(spec, op.dtype))
+
+
 def zero_gradient(state: RankState, op: Op) -> None:
     holds = _slice_of_weights(state, op)
     state.make(op[3][0], Spec(form_of(Kind.GRAD_WEIGHT, op[1], 0, state.rules.space, holds)))
@@ -202,6 +208,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.RECOMPUTE: recompute,
     OpKind.ADD: add,
     OpKind.SCALE: scale,
+    OpKind.CAST: cast,
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,

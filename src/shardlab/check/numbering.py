@@ -70,8 +70,8 @@ class Numbering:
                 made = numbers.sum if plain else partial(numbers.of_all, ("merged", layer))
                 given = [live[number] for number in inputs]
                 live[outputs[0]] = numbers.element_wise(made, given, positions(specs[outputs[0]]))
-            elif kind is OpKind.SCALE:
-                made = partial(numbers.of_all, (kind, op.factor))
+            elif kind is OpKind.SCALE or kind is OpKind.CAST:
+                made = partial(numbers.of_all, (kind, op.factor, op.dtype))
                 live[outputs[0]] = numbers.element_wise(made, [live[inputs[0]]], positions(specs[inputs[0]]))
             elif kind is OpKind.SLICE:
                 made = live[inputs[0]]

@@ -16,7 +16,7 @@ from shardlab.rules.spec import Form, share_of
 
 OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combiner.UNION
 FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
-LOCAL = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.CONCATENATE})
+LOCAL = frozenset({OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE})
 LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 
 

@@ -12,7 +12,7 @@ from shardlab.program import Kind, OpKind
 from shardlab.program.ops import COMMUNICATION
 from shardlab.rules.kind import AUTOGRAD_KINDS
 
-_BUFFERED = COMMUNICATION | {OpKind.CONCATENATE}
+_BUFFERED = COMMUNICATION | {OpKind.CONCATENATE, OpKind.CAST}
 """Ops that make weights of which the memory is taken and given back again and again."""
 
 
@@ -60,14 +60,18 @@ class Analysis:
         """Give each weight that arrives the first buffer that is free while it lives."""
         ended = last_ends(ends_of(self.tape), self.roots)
         free_from: list[int] = []
+        dtypes: list[str] = []
         for at, op in enumerate(self.tape):
             if op.kind in _BUFFERED and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
                 number = op.outputs[0]
                 if number in self.kept.arrives:
                     continue
-                slot = next((i for i, free in enumerate(free_from) if free < at), len(free_from))
+                dtype = self.specs[number].form.dtype
+                fits = (i for i, free in enumerate(free_from) if free < at and dtypes[i] == dtype)
+                slot = next(fits, len(free_from))
                 if slot == len(free_from):
                     free_from.append(0)
+                    dtypes.append(dtype)
                 free_from[slot] = ended.get(number, len(self.tape))
                 self.slot[number] = slot
                 self.empties[free_from[slot]] = slot

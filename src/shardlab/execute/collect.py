@@ -30,7 +30,7 @@ def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor]) -> list[Te
             if flat is not None:
                 given = slices.get((layer, holds)) if source == 0 else None
                 if given is None:
-                    given = state.empty((sum(stop - start for start, stop in ranges),))
+                    given = flat.new_empty(sum(stop - start for start, stop in ranges))
                     dist.recv(given, source)
                 parts = torch.split(given.cpu(), [stop - start for start, stop in ranges])
                 for (start, stop), part in zip(ranges, parts, strict=True):

@@ -136,16 +136,8 @@ def _room(state: State, number: int) -> torch.Tensor:
     spec = state.specs[number]
     if number in state.analysis.kept.arrives:
         return state.kept[spec.layer, spec.holds]
-    shape, slot = state.shapes.shape(spec), state.analysis.slot.get(number)
-    if slot is not None:
-        return state.fill_buffer(slot, shape[0])
-    tokens = spec.kind is Kind.ACTIVATION and spec.layer == 0
-    exact = torch.promote_types(state.settings.dtype, torch.float32)
-    dtypes = {Kind.SCALAR: torch.float64, Kind.STATS: exact}
-    attended = spec.layer > 0 and state.signatures[spec.layer - 1].projects
-    if attended and spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION):
-        return state.empty(shape, exact)
-    return state.empty(shape, torch.int64 if tokens else dtypes.get(spec.kind))
+    slot = state.analysis.slot.get(number)
+    return state.empty(spec) if slot is None else state.fill_buffer(slot, *state.shapes.shape(spec))
 
 
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:

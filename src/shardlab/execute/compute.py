@@ -53,6 +53,20 @@ def scale(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
+def cast(state: State, at: int, op: Op) -> Instruction:
+    """The value in other numbers, always in memory of its own; a weight in a buffer."""
+    (given,), (output,), values = op.inputs, op.outputs, state.values
+    dtype, slot = state.dtype(state.specs[output]), state.analysis.slot.get(output)
+
+    def run() -> None:
+        tensor: Tensor = values[given]
+        values[output] = (
+            tensor.to(dtype, copy=True) if slot is None else state.fill_buffer(slot, len(tensor)).copy_(tensor)
+        )
+
+    return run
+
+
 def zero_gradient(state: State, at: int, op: Op) -> Instruction:
     output, values, settings = op.outputs[0], state.values, state.settings
     shape = state.shapes.shape(state.specs[output])
@@ -281,7 +295,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
         if state.observer is not None:
             state.observer(op.layer, holds, given)
         kept: Slice = values[opt_state]
-        kept.update(given, state.step, *(float(values[number]) for number in norms))
+        kept.update(given.to(state.settings.dtype), state.step, *(float(values[number]) for number in norms))
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept
         if slot is not None:  # the weight was received; the rank's own slice takes its place
@@ -321,6 +335,7 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
     OpKind.NORM: norm,
     OpKind.ADD: add,
     OpKind.SCALE: scale,
+    OpKind.CAST: cast,
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slicing.slice_,
     OpKind.CONCATENATE: slicing.concatenate,

@@ -16,7 +16,7 @@ from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
-from shardlab.program import Holds, Op, OpKind, Spec
+from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.rules.pieces import bits
 
 
@@ -43,7 +43,8 @@ class Settings:
 
     Attributes:
         seed: of the first weights and of dropout.
-        dtype: of weights, activations and gradients.
+        dtype: of weights, activations and gradients; in float64 casts are to float64 as well, so that the program is
+            compared with one device and not its rounding.
         device: where they are.
         optimizer: AdamW's settings.
     """
@@ -178,9 +179,24 @@ class State:
             if self.values[number].data_ptr() != self.kept[key].data_ptr():
                 self.kept[key].copy_(self.values[number])
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def dtype(self, spec: Spec) -> torch.dtype:
+        """The numbers that a value is in: what it was cast to, or those of its kind.
+
+        Scalars are exact; what softmax's statistics are merged with has at least 32 bits.
+        """
+        own, kind, layer = self.settings.dtype, spec.kind, spec.layer
+        if spec.form.dtype:
+            return own if own is torch.float64 else getattr(torch, spec.form.dtype)
+        if kind is Kind.SCALAR:
+            return torch.float64
+        if kind is Kind.ACTIVATION and layer == 0:
+            return torch.int64
+        attended = layer > 0 and self.signatures[layer - 1].projects and kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)
+        return torch.promote_types(own, torch.float32) if attended or kind is Kind.STATS else own
+
+    def empty(self, spec: Spec) -> Tensor:
         """Room for a value."""
-        return torch.empty(shape, dtype=dtype or self.settings.dtype, device=self.settings.device)
+        return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
 
     def fill_buffer(self, slot: int, length: int) -> Tensor:
         """Room for a weight of `length` elements in a buffer that held none."""
@@ -203,10 +219,10 @@ class State:
 
     def _make_buffers(self) -> list[Tensor]:
         """One buffer for each slot of arriving weights, without memory until one arrives."""
-        sizes = [0] * self.analysis.slots
+        largest: dict[int, Spec] = {}
         for number, slot in self.analysis.slot.items():
-            sizes[slot] = max(sizes[slot], *self.shapes.shape(self.specs[number]))
-        buffers = [self.empty((size,)) for size in sizes]
+            largest[slot] = max(largest.get(slot, self.specs[number]), self.specs[number], key=self.shapes.shape)
+        buffers = [self.empty(largest[slot]) for slot in range(self.analysis.slots)]
         for buffer in buffers:
             buffer.untyped_storage().resize_(0)
         return buffers

@@ -11,7 +11,6 @@ pipeline, and rows that are not whole 16-byte words are read slowly (the same gu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from math import ceil
 
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.program import UserError
+from shardlab.rules.dtype import bytes_of
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.7), (32, 32, 0.35))
 """Rows and columns of the tiles that a library chooses from, and how fast each is against the largest (CUTLASS's usual
@@ -148,17 +148,6 @@ class Device:
 
 
 @cache
-def bytes_of(dtype: str) -> float:
-    """Bytes of an element, which a dtype's name says.
-
-    >>> bytes_of("bfloat16"), bytes_of("float4")
-    (2.0, 0.5)
-    """
-    found = re.search(r"\d+", dtype)
-    assert found is not None, f"{dtype} does not say its bits"
-    return int(found[0]) / 8
-
-
 def alignment(kernel: Matmul, dtype: str) -> float:
     """The share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
     word = 16 // bytes_of(dtype)

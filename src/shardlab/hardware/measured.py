@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardlab.hardware.device import Device, Efficiency, bytes_of
+from shardlab.hardware.device import Device, Efficiency
 from shardlab.hardware.profile import AlphaBeta, Profile, Rate
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.program import UserError
+from shardlab.rules.dtype import bytes_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardlab.check import Checked, check
-from shardlab.hardware.device import bytes_of
 from shardlab.hardware.measured import families
 from shardlab.measure.points import KernelWork
 from shardlab.models import GPT, CutModel, Llama, Model, cut
 from shardlab.models.kernels import Kernel
 from shardlab.program import Mesh, Op, OpKind, UserError, trace
+from shardlab.rules.dtype import bytes_of
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardlab.hardware import Cluster
-from shardlab.hardware.device import bytes_of
 from shardlab.models import Model
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
 from shardlab.predict.precision import Precision
@@ -14,6 +13,7 @@ from shardlab.predict.recipe import OWN, Recipe
 from shardlab.program import Group, Kind, Mesh, Op, OpKind, Sizes, Spec
 from shardlab.program.ops import Price
 from shardlab.rules import attention
+from shardlab.rules.dtype import bytes_of
 from shardlab.rules.spec import share_of
 from shardlab.timeline.prices import Prices
 

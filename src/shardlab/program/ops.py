@@ -140,6 +140,7 @@ class OpKind(Enum):
     ADD = OpRow("add", (2,), (1,), "S", "grey", word="sum of gradients", combines=_SUM, in_place=True)
     NORM = OpRow("norm", (1,), (1,), "N", "grey", word="norm of the gradient")
     SCALE = OpRow("scale", (1,), (1,), "M", "grey", word="scaling", price=_BYTES, in_place=True)
+    CAST = OpRow("cast", (1,), (1,), "V", "light grey", price=_BYTES)
     CONCATENATE = OpRow("concatenate", (), (1,), "C", "grey", word="concatenation", price=_BYTES, combines=_UNION)
     SLICE = OpRow("slice", (1,), (1,), "P", "grey", price=_NOTHING)
     ZERO_GRADIENT = OpRow("zero_gradient", (0,), (1,), "O", "grey", price=_NOTHING)

@@ -1,4 +1,4 @@
-"""The verbs that weigh contributions: plain calls."""
+"""The verbs that change the numbers of a value: plain calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardlab.rules.pieces import mask_of
 
 
 class ScalingVerbs(RankContext):
-    """Gradients, and the loss's own, multiplied by numbers that are known, or cancel."""
+    """Gradients multiplied by numbers that are known, or cancel; values in numbers of fewer bytes, or of more."""
 
     def scale(self, value: Value, by: Factor | Fraction | int) -> Value:
         """A gradient times a rational, or times token counts: those of `tokens`, multiplied and divided.
@@ -37,6 +37,26 @@ class ScalingVerbs(RankContext):
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
         self.ops.append(Op(OpKind.SCALE, made.layer, (value.number,), (output.number,), factor=by))
+        self._done_with(value)
+        return output
+
+    def cast(self, value: Value, dtype: str = "") -> Value:
+        """A copy of a value in other numbers: in fewer bytes to be moved, in more of them to be summed.
+
+        Layers compute in the numbers of a kind, so what was cast is cast back before; a weight's gradient in any dtype
+        is good for a norm and an update.
+
+        Args:
+            value: a weight, an activation or a gradient.
+            dtype: torch's name of them, as `bfloat16`; nothing for those of its kind, as the run's precision says.
+        """
+        spec = self._read(value, "cast")
+        try:
+            made = update.cast(spec, dtype)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        self.ops.append(Op(OpKind.CAST, made.layer, (value.number,), (output.number,), dtype=dtype))
         self._done_with(value)
         return output
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from shardlab.program import toy_layers
 from shardlab.program.mesh import Mesh
+from shardlab.rules.dtype import bytes_of
 from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.node import Layer
 from shardlab.rules.spec import Space, Spec
@@ -186,7 +187,8 @@ class Sizes:
         return -(-elements // of)
 
     def bytes(self, spec: Spec) -> int:
-        return self.elements(spec) * self.element_bytes[spec.kind]
+        dtype = spec.form.dtype
+        return self.elements(spec) * (int(bytes_of(dtype)) if dtype else self.element_bytes[spec.kind])
 
 
 SQUARE, ROWS = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH

@@ -81,6 +81,7 @@ class Op(NamedTuple):
         root: the rank that alone gives or receives in a BROADCAST, SCATTER, GATHER or REDUCE (-1: none).
         reduction: what a REDUCE or an ALL_REDUCE makes of the members' values.
         factor: by what a SCALE multiplies.
+        dtype: what a CAST makes of its value ("": the numbers of its kind).
     """
 
     kind: OpKind
@@ -96,6 +97,7 @@ class Op(NamedTuple):
     root: int = -1
     reduction: Reduction = Reduction.SUM
     factor: Factor | None = None
+    dtype: str = ""
 
     @property
     def about(self) -> About:

@@ -13,7 +13,7 @@ from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.pieces import Holds, bits, common, listed
 from shardlab.rules.spec import Form, Joined, Spec, cells_text
-from shardlab.rules.wanted import ALIKE, no_slices
+from shardlab.rules.wanted import no_slices, want_alike
 
 
 def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -34,8 +34,7 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
             given = f"{names[0]} gave {first} and {name} {spec}"
             raise Refused("other values", op, given, "gather pieces of one value")
-        if spec.form.factor is not form.factor:
-            raise Refused("other factors", op, f"{names[0]} gave {first} and {name} {spec}", ALIKE)
+        want_alike(op, first, spec, names[0], name)
         if spec.form.term is not None:
             given = f"{name} gave {spec}, which is one term of a sum and no piece of the whole"
             remedy = "reduce before gathering (all_reduce, or reduce_scatter along the sequence)"

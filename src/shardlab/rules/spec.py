@@ -84,10 +84,12 @@ class Form:
         over: of a weight's gradient, (index, pieces) for what is summed beside cells and uses, outermost first.
         reduction: of a scalar, what was taken of several ranks' (SUM: a sum of squares).
         factor: of a gradient, by what its share of the step's mean is multiplied.
+        dtype: in which numbers, by torch's name, after a cast ("": those of its kind, as the run's precision says).
     """
 
     __slots__ = (
         "__weakref__",
+        "dtype",
         "factor",
         "holds",
         "kind",
@@ -112,15 +114,16 @@ class Form:
         over: Slices,
         reduction: Reduction,
         factor: Factor,
+        dtype: str,
     ) -> None:
         self.kind, self.layer, self.step, self.space = kind, layer, step, space
         self.holds, self.slices, self.term, self.over, self.reduction = holds, slices, term, over, reduction
-        self.factor = factor
+        self.factor, self.dtype = factor, dtype
 
     def key(self) -> tuple[object, ...]:
         return (
             self.kind, self.layer, self.step, self.space, self.holds, self.slices, self.term, self.over, self.reduction,
-            self.factor,
+            self.factor, self.dtype,
         )  # fmt: skip
 
     def but(self, **changes: object) -> Form:
@@ -135,7 +138,7 @@ class Form:
         return f"<{self.kind.value}[{self.layer}] {self.slices} {self.term}>"
 
 
-_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction", "factor")
+_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction", "factor", "dtype")
 _FORMS: WeakValueDictionary[tuple[object, ...], Form] = WeakValueDictionary()
 
 
@@ -150,9 +153,10 @@ def form_of(
     over: Slices = (),
     reduction: Reduction = Reduction.SUM,
     factor: Factor = ONE,
+    dtype: str = "",
 ) -> Form:
     """The one form with these fields."""
-    key = (kind, layer, step, space, holds, slices, term, over, reduction, factor)
+    key = (kind, layer, step, space, holds, slices, term, over, reduction, factor, dtype)
     form = _FORMS.get(key)
     if form is None:
         form = _FORMS[key] = Form(*key)
@@ -258,6 +262,8 @@ class Spec(NamedTuple):
             parts.append(f"the {form.reduction.value} of several ranks'")
         if form.factor is not ONE:
             parts.append(f"times {form.factor}")
+        if form.dtype:
+            parts.append(f"in {form.dtype}")
         if form.step:
             parts.append(f"step {form.step}")
         return self.name + (f" ({', '.join(parts)})" if parts else "")

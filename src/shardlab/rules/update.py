@@ -7,12 +7,13 @@ from typing import NoReturn
 
 from shardlab.errors import About, Refused, of_layer
 from shardlab.rules import attention
+from shardlab.rules.dtype import DTYPES
 from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
 from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of, without_term
-from shardlab.rules.wanted import ALIKE, want_kind
+from shardlab.rules.wanted import want_alike, want_kind
 
 GRAD_WEIGHT = Kind.GRAD_WEIGHT
 
@@ -91,7 +92,7 @@ def add_two(one: Spec, other: Spec) -> Spec:
 def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     first, total = specs[0], 0
     for spec, name in zip(specs, names, strict=True):
-        _want_alike(op, first, spec, names[0], name, "sum gradients of one layer")
+        _want_one_value(op, first, spec, names[0], name, "sum gradients of one layer")
         if spec.form is not first.form and not spec.form.holds.same(first.form.holds):
             given = f"{names[0]} gave slices {first.form.holds} and {name} {spec.form.holds}"
             raise Refused("other slices", op, given, "sum equal slices")
@@ -108,7 +109,7 @@ def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     first, total = specs[0], 0
     term = first.form.term
     for spec, name in zip(specs, names, strict=True):
-        _want_alike(op, first, spec, names[0], name, "put terms of one value together")
+        _want_one_value(op, first, spec, names[0], name, "put terms of one value together")
         if spec.form.term is None or term is None:
             _refuse_no_term(op, *((spec, name) if term is not None else (first, names[0])))
         if spec.cells != first.cells or without_term(spec.form) is not without_term(first.form):
@@ -181,9 +182,31 @@ def _want_unscaled(op: About, gradient: Spec) -> None:
         raise Refused("scaled gradient", op, given, "let what the program multiplies and divides by cancel")
 
 
-def _want_alike(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:
-    if spec.form.factor is not first.form.factor:
-        raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", ALIKE)
+_CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES, Kind.KEYS_VALUES}
+
+
+def cast(value: Spec, dtype: str) -> Spec:
+    """A value in other numbers, for the way or for a sum ("": in those of its kind again).
+
+    Raises:
+        Refused: for a dtype that there is not, for tokens, and for what is in numbers of its own: scalars, statistics
+            of the loss, routing, optimizer states; and for a weight that has been updated, which is kept as it is.
+    """
+    op, form = value.about("cast"), value.form
+    if dtype not in ("", *DTYPES):
+        remedy = f"give one of {', '.join(DTYPES)}, or none to cast back"
+        raise Refused("other dtypes", op, f"{dtype!r} was given", remedy)
+    if form.kind not in _CAST or (form.layer == 0 and form.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)):
+        given = f"{value} was given, which is in numbers of its own"
+        raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
+    if form.kind is Kind.WEIGHT and form.step:
+        given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
+        raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
+    return value._replace(form=form.but(dtype=dtype))
+
+
+def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:
+    want_alike(op, first, spec, one, other)
     if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
         raise Refused("other values", op, f"{one} gave {first} and {other} {spec}", remedy)
 

@@ -28,13 +28,30 @@ OWN = {
 
 
 def want_kind(op: About, what: str, spec: Spec, kind: Kind) -> None:
-    """Refuse a value of another kind than the op reads.
+    """Refuse a value of another kind than the op reads, or in other numbers than it computes in.
+
+    Norms and updates compute with a weight's gradient in any dtype, all others in that of the value's kind.
 
     Args:
         what: what the op takes it for.
     """
-    if spec.form.kind is not kind:
+    form = spec.form
+    if form.kind is not kind:
         raise Refused("wrong kind", op, f"the {what} given is {spec}", f"give a value of {kind.value}")
+    if form.dtype and kind is not Kind.GRAD_WEIGHT:
+        raise Refused("other dtypes", op, f"the {what} given is {spec}", "cast it back first, with no dtype named")
+
+
+def want_alike(op: About, first: Spec, spec: Spec, one: str, other: str) -> None:
+    """Refuse two values that are scaled by other factors, or are in other numbers.
+
+    Args:
+        one, other: who gave them.
+    """
+    if spec.form.factor is not first.form.factor:
+        raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", ALIKE)
+    if spec.form.dtype != first.form.dtype:
+        raise Refused("other dtypes", op, f"{one} gave {first} and {other} {spec}", "cast them alike first")
 
 
 def other_tokens(op: About, one: str, cells: str, other: str, other_cells: str) -> Refused:
