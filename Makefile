@@ -33,7 +33,7 @@ verify-all: .venv/installed
 	echo "Installing into .venv with $$("$$python" --version)"; \
 	rm -rf .venv && "$$python" -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[data,logging,test]'
 	@touch $@
 
 clean:
