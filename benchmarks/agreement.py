@@ -31,9 +31,9 @@ from shardlab.hardware import Cluster, Profile
 from shardlab.measure.saving import this_machine
 from shardlab.models import GPT, Llama
 from shardlab.predict.estimate import estimate
-from shardlab.predict.precision import PRECISIONS
 from shardlab.predict.priced import ClusterPrices
 from shardlab.program import Mesh
+from shardlab.program.precision import PRECISIONS
 from shardlab.recorded.compare import compare
 from shardlab.recorded.trace_file import read_trace
 from shardlab.strategies.plan import Plan

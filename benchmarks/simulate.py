@@ -19,10 +19,10 @@ from rich.table import Table
 from shardlab.hardware import find_cluster
 from shardlab.models import find_model
 from shardlab.predict.estimate import estimate
-from shardlab.predict.precision import find_precision
 from shardlab.predict.priced import ClusterPrices
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh
+from shardlab.program.precision import find_precision
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
 

@@ -54,7 +54,7 @@ def test_what_is_right_passes_and_is_judged_right(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_on_two_processes_its_numbers_are_those_of_one_device(ranks: World, name: str) -> None:
     strategy = f"{Path(right.__file__)}:{name}"
-    verdict = ranks(2).call(verify_rank, CPU, Job(strategy, 2, 4, PROGRAMS[name][-1], 2, torch.float64), 3)[0]
+    verdict = ranks(2).call(verify_rank, CPU, Job(strategy, 2, 4, PROGRAMS[name][-1], 2, "fp64"), 3)[0]
     assert verdict.ok, verdict
 
 

@@ -250,7 +250,7 @@ def test_a_tensor_with_a_name_of_its_own_is_read_in_the_layer_that_makes_it(
     assert model.sizes(1, 4).layers == 2  # whole blocks are layers
     with pytest.raises(UserError, match="block 0, feed-forward reads g, which is made in an earlier layer"):
         cut(model, tp=2)
-    job = Job(Plan(Mesh(tp=2)), 2, 2, with_fields(model, {"early": False}, "Gated"), 2, torch.float64)
+    job = Job(Plan(Mesh(tp=2)), 2, 2, with_fields(model, {"early": False}, "Gated"), 2, "fp64")
     assert ranks(2).call(verify_rank, torch.device("cpu"), job, 2)[0].ok
 
 
@@ -259,5 +259,5 @@ def test_what_comes_after_a_sum_over_slices_is_in_the_next_layer(file: Path, ran
     model = find_model(f"{file}:Squashed")
     of_mlp = [layer for layer in cut(model, tp=2).signatures if any(node.name == "squash" for node in layer.nodes)]
     assert [(layer.nodes[0].name, layer.sliced) for layer in of_mlp] == [("squash", False)] * model.layers
-    job = Job(Plan(Mesh(tp=2)), 2, 2, replace(model, layers=2, seq_len=8), 2, torch.float64)
+    job = Job(Plan(Mesh(tp=2)), 2, 2, replace(model, layers=2, seq_len=8), 2, "fp64")
     assert ranks(2).call(verify_rank, torch.device("cpu"), job, 2)[0].ok

@@ -8,8 +8,8 @@ import pytest
 
 from shardlab.check import check
 from shardlab.predict.folding import fold
-from shardlab.predict.precision import find_precision
 from shardlab.program import Kind, Mesh, OpKind, Rank, Sizes, trace
+from shardlab.program.precision import find_precision
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import CATEGORIES, RankMemory, live_memory, memory_in_bytes

@@ -12,9 +12,9 @@ from shardlab.hardware import Cluster, find_cluster
 from shardlab.models import GPT
 from shardlab.predict.changes import MOST_MICROBATCHES, changes
 from shardlab.predict.memory_advice import advice, require_memory
-from shardlab.predict.precision import find_precision
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
+from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 
 MODEL = GPT(layers=8, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)

@@ -9,10 +9,10 @@ import pytest
 from shardlab.check import Checked, check
 from shardlab.hardware import Cluster
 from shardlab.models import Model
-from shardlab.predict.precision import PRECISIONS, find_precision
 from shardlab.predict.priced import ClusterPrices
 from shardlab.program import Kind, Mesh, Op, OpKind, Sizes, UserError, trace
 from shardlab.program.mesh import group_of
+from shardlab.program.precision import PRECISIONS, find_precision
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import planned_entry
 from shardlab.strategies.plan import Plan

@@ -11,10 +11,10 @@ from shardlab.models import GPT, Llama
 from shardlab.models.kept import SavedActivations
 from shardlab.predict.estimate import Estimate
 from shardlab.predict.held import held_memory
-from shardlab.predict.precision import find_precision
 from shardlab.predict.recipe import OWN, Recipe, find_recipe, recipes
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
+from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 
 PLAN = Plan(Mesh(pp=2, dp_shard=4, tp=2), "1f1b", shard_optimizer=("dp_shard",))

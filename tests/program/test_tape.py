@@ -61,6 +61,7 @@ CHANGES: dict[str, Any] = {
     "batch": 77,
     "root": 77,
     "reduction": Reduction.MAX,
+    "dtype": "bfloat16",
     "factor": st.sampled_from([None, factor_of(1), factor_of(2), factor_of(1, ((1, 1),))]),
 }
 

@@ -46,7 +46,7 @@ def die_while_traced(rank: int, device: torch.device, job: Job, folder: Path) ->
 
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, 0)
-    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.dtype), observer=die)
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers), observer=die)
     tracer = TracedExecutor(executor, job, folder, Tracing(warm_up=1, timed=3, measured=1))
     for _ in range(5):
         tracer.step()

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from shardlab.execute import AdamW, Executor, Settings
@@ -28,7 +27,7 @@ def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
     """The bits of the weights that a rank keeps after some steps, by layer and slices."""
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
-    settings = Settings(job.seed, job.dtype, optimizer=AdamW(steps=STEPS, warmup=1))
+    settings = Settings(job.seed, job.numbers, optimizer=AdamW(steps=STEPS, warmup=1))
     executor = Executor(job.checked(), rank, job.cut, batches, settings)
     for _ in range(STEPS):
         executor.step()
@@ -54,7 +53,7 @@ def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
     ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else str(value),
 )
 def test_replicas_differ_bitwise_just_where_they_are_said_to_drift(ranks: World, strategy: str, count: int) -> None:
-    job = Job(strategy, count, count, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2, torch.float32)
+    job = Job(strategy, count, count, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2, "fp32")
     groups = [list(map(list, drift.groups)) for drift in job.checked().drifts for _ in drift.layers]
     found = ranks(count).call(kept, job)
     apart: list[list[list[int]]] = []

@@ -10,6 +10,7 @@ import torch
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import OpKind
+from shardlab.program.precision import FP64
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
@@ -25,7 +26,7 @@ def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> t
     checked = job.checked()
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, 0)
-    settings = Settings(0, torch.float64, optimizer=AdamW(steps=3, clip=1.0))
+    settings = Settings(0, FP64, optimizer=AdamW(steps=3, clip=1.0))
     executor = Executor(checked, rank, job.model, batches, settings)
     state = executor.state
 
@@ -60,7 +61,7 @@ def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> t
 def test_a_gradient_that_is_not_finite_on_one_rank_leaves_every_rank_as_it_was(
     ranks: World, function: str, poison: float
 ) -> None:
-    job = Job(f"{user_programs.__file__}:{function}", 2, 2, MODEL, 2, torch.float64)
+    job = Job(f"{user_programs.__file__}:{function}", 2, 2, MODEL, 2, "fp64")
     for unchanged, stuck, finite in ranks(2).call(after_a_gradient_that_is_not_finite, job, poison):
         assert unchanged, "the step was left out"
         assert not stuck, "the next one was not"

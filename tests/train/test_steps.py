@@ -13,6 +13,7 @@ from torch import Tensor
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import UserError
+from shardlab.program.precision import FP32
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
@@ -39,7 +40,7 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
             return loss
 
     optimizer = AdamW(steps=6)
-    executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, torch.float32, optimizer=optimizer))
+    executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = TrainingRun(JOB, optimizer, None, Path("nowhere"))
     return list(steps(executor, run, rank, torch.device("cpu"), StopRequest(None)))
 

@@ -183,7 +183,7 @@ def tracer_of(rank: int, job: Job, folder: Path) -> TracedExecutor:
     batches = Batches(
         Corpus.split(bytes(range(256)) * 8, job.model.seq_len), job.model.seq_len, job.micro_batch_size, 0
     )
-    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.dtype))
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers))
     return TracedExecutor(executor, job, folder, TRACING)
 
 

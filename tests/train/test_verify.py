@@ -154,7 +154,7 @@ small = partial(GPT, hidden_size=16, heads=2, seq_len=8)
 @on_ranks
 def test_before_adamw_divides_a_small_gradient_by_its_size_only_rounding_is_left(ranks: World) -> None:
     """After the first step weights are up to 3.5e-13 apart, for the reason that `TOLERANCE` gives."""
-    job = Job("column-parallel", 2, 4, MLP(layers=4, hidden_size=32, seq_len=16), 2, torch.float64)
+    job = Job("column-parallel", 2, 4, MLP(layers=4, hidden_size=32, seq_len=16), 2, "fp64")
     first, third = (ranks(2).call(verify_rank, CPU, job, steps)[0] for steps in (1, 3))
     assert first.gradient_error < 1e-14
     assert first.gradient_error < third.gradient_error < TOLERANCE
@@ -175,7 +175,7 @@ def without_clipping(rank: int, job: Job) -> Verdict | None:
 @on_ranks
 def test_clipping_left_out_is_noticed(ranks: World) -> None:
     """Adam divides a gradient's scale out, but not where it differs from step to step."""
-    job = Job(f"{BY_HAND}:zero_1", 2, 4, small(layers=2), 2, torch.float64)
+    job = Job(f"{BY_HAND}:zero_1", 2, 4, small(layers=2), 2, "fp64")
     verdict = ranks(2).call(without_clipping, job)[0]
     assert verdict.gradient_error > TOLERANCE
     assert verdict.weight_error > 1e-8
@@ -198,7 +198,7 @@ def wrong_on_one_replica(rank: int, job: Job) -> Verdict | None:
 
 @on_ranks
 def test_a_replica_that_drifts_is_noticed(ranks: World) -> None:
-    job = Job("ddp", 2, 2, small(layers=2), 2, torch.float64)
+    job = Job("ddp", 2, 2, small(layers=2), 2, "fp64")
     verdict = ranks(2).call(wrong_on_one_replica, job)[0]
     assert not verdict.ok
     assert verdict.weight_error > 1e-8

@@ -47,7 +47,7 @@ SLICING = "tests/check/slicing_programs.py"
 )
 def test_programs_by_hand_give_the_numbers_of_one_device(ranks: World, strategy: str, count: int) -> None:
     model = GPT(layers=2, hidden_size=16, heads=4, seq_len=8, dropout=0.1)
-    job = Job(f"{ROOT}/{strategy}", count, 4, model, 2, torch.float64)
+    job = Job(f"{ROOT}/{strategy}", count, 4, model, 2, "fp64")
     verdict = ranks(count).call(verify_rank, CPU, job, 3)[0]
     assert verdict.ok, verdict
 
@@ -56,6 +56,6 @@ def test_programs_by_hand_give_the_numbers_of_one_device(ranks: World, strategy:
 def test_what_is_cast_is_rounded_where_it_is(ranks: World, program: str) -> None:
     """Half precision has 8 or 11 bits: errors are as large as its rounding, and no larger than some of them."""
     model = GPT(layers=2, hidden_size=16, heads=4, seq_len=8)
-    job = Job(f"{ROOT}/tests/check/casting_programs.py:{program}", 2, 4, model, 2, torch.float32)
+    job = Job(f"{ROOT}/tests/check/casting_programs.py:{program}", 2, 4, model, 2, "fp32")
     verdict = ranks(2).call(verify_rank, CPU, job, 1)[0]
     assert 2**-13 < verdict.gradient_error < 2**-5, verdict

@@ -8,6 +8,7 @@ from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import Blocks, CutModel
 from shardlab.models.tensors import to_blocks
+from shardlab.program.precision import FP64
 from shardlab.strategies.plan import Plan
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 def verdict(rank: int, plan: Plan, microbatches: int, model: Blocks, steps: int = 2) -> Verdict | None:
     """A plan on a model against one device, in float64."""
-    return verify_rank(rank, CPU, Job(plan, plan.mesh.world, microbatches, model, 2, torch.float64), steps)
+    return verify_rank(rank, CPU, Job(plan, plan.mesh.world, microbatches, model, 2, "fp64"), steps)
 
 
 def batches_of(model: Blocks) -> Batches:
@@ -31,10 +32,10 @@ def trained(
     rank: int, plan: Plan, microbatches: int, model: Blocks
 ) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
     """After three steps that clip: this rank's copy of the embedding, and on rank 0 the model's blocks."""
-    job = Job(plan, plan.mesh.world, microbatches, model, 2, torch.float64)
+    job = Job(plan, plan.mesh.world, microbatches, model, 2, "fp64")
     checked, cut = job.checked(), job.cut
     assert isinstance(cut, CutModel)
-    settings = Settings(0, torch.float64, CPU, AdamW(clip=0.1))
+    settings = Settings(0, FP64, CPU, AdamW(clip=0.1))
     executor = Executor(checked, rank, cut, batches_of(model), settings)
     for _ in range(3):
         executor.step()

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
 from shardlab.program import Mesh
 from shardlab.strategies import Plan
@@ -56,7 +54,7 @@ class Verified:
         return self.strategy.mesh.world if isinstance(self.strategy, Plan) else self.ranks
 
     def job(self) -> Job:
-        return Job(self.strategy, self.world, self.microbatches, self.model, 2, torch.float64)
+        return Job(self.strategy, self.world, self.microbatches, self.model, 2, "fp64")
 
 
 small = partial(GPT, hidden_size=16, heads=2, seq_len=8)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardlab.errors import Refused
-from shardlab.program import Program, Spec
+from shardlab.program import OpKind, Program, Spec
 from shardlab.program.matching import Communication
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ class Checked:
     def backends(self) -> list[str]:
         """The torch.distributed backends on which the program runs."""
         return [backend for backend in BACKENDS if self.why_not(backend) is None]
+
+    @cached_property
+    def clips(self) -> bool:
+        """Whether updates are given the gradient's norm: all of a program's are, or none."""
+        ops = (op for tape in self.program.tapes for op in tape)
+        return any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for op in ops)
 
     def why_not(self, backend: str) -> Refused | None:
         """Why the program does not run on a backend; None if it does."""

@@ -16,9 +16,7 @@ from shardlab.cli.options import Flag
 from shardlab.cli.picture import NO_PICTURES, PictureFlags
 from shardlab.hardware.profile import default_path
 from shardlab.predict.estimate import Estimate, estimate
-from shardlab.predict.precision import PRECISIONS
 from shardlab.predict.priced import ClusterPrices
-from shardlab.program import UserError
 from shardlab.recorded.compare import Comparison, Pair, compare
 from shardlab.recorded.trace_file import read_trace
 from shardlab.rules.pieces import counted
@@ -83,12 +81,8 @@ class Compare:
             return None
         name = self.cluster or "local"
         cluster = cluster_called(name, force=self.pictures.forces(name))
-        dtype = str(job.dtype).removeprefix("torch.")
-        precision = next((each for each in PRECISIONS.values() if each.compute == dtype), None)
-        if precision is None:
-            raise UserError(f"the run computed in {dtype}, which has no prices; leave out --cluster")
         cluster.require(job.ranks)
-        return estimate(checked, ClusterPrices(job.cut, job.micro_batch_size, cluster.at_work(job.ranks), precision))
+        return estimate(checked, ClusterPrices(job.cut, job.micro_batch_size, cluster.at_work(job.ranks), job.numbers))
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
         if self.pictures.svg is None:

@@ -81,8 +81,8 @@ def price(
     """
     from shardlab.models import GPT, find_model
     from shardlab.predict.memory_advice import require_memory
-    from shardlab.predict.precision import find_precision
     from shardlab.predict.workload import Workload
+    from shardlab.program.precision import find_precision
 
     cluster = cluster_called(cluster_name, force=force)
     model = find_model(model_name)

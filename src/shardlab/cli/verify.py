@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
+import tyro
 from rich.markup import escape
 
 from shardlab.cli.console import print_fact, print_figures, print_json, stdout_console
@@ -22,7 +24,8 @@ from shardlab.train.launch_environment import require_port
 class Verify:
     """Train a few steps under a strategy and on one device, in float64, and compare loss, gradients and weights.
 
-    An error is max|a - b| / max|b| over all parameters of a layer; the worst layer counts. Up to 1e-12 is ok.
+    An error is max|a - b| / max|b| over all parameters of a layer; the worst layer counts. Up to 1e-12 is ok. In
+    another precision the strategy may be twice as far from one device in float64 as one device in that precision is.
     """
 
     strategy: StrategyName = None
@@ -40,6 +43,9 @@ class Verify:
     clip: Norm = None
     """The largest norm of the whole model's gradient, on both; for plans, which compute it and are otherwise clipped
     so hard (0.1) that it shows."""
+
+    precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
+    """fp64, fp32, bf16, bf16-fp32-grads or fp16."""
 
     all: Flag = False
     """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
@@ -61,10 +67,10 @@ class Verify:
         if self.all:
             return self._all()
         require_port(os.environ)
-        import torch
 
         from shardlab.cli.ranks import checked_to_run, failures_as_exit
         from shardlab.execute import AdamW
+        from shardlab.execute.executor import want_norm
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here
         from shardlab.train.verify import TOLERANCE, clip_for, verify
@@ -73,10 +79,11 @@ class Verify:
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         model = self.model.make(layers, kind, hidden_size=32, heads=4, seq_len=16, experts=max(4, 2 * ep))
-        job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, torch.float64, name=chosen.name)
+        job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, self.precision, name=chosen.name)
         proof = checked_to_run(chosen, job, self.clip)
         clip = clip_for(proof, self.clip)
         AdamW(clip=clip)  # refuses what is no norm
+        want_norm(job.numbers, proof)
         with failures_as_exit():
             verdict = verify(job, self.steps, clip)
         if verdict is None:  # a rank of an existing world, but not the one that reports
@@ -93,19 +100,18 @@ class Verify:
             print_json({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok})
         else:
             console = stdout_console()
-            console.print(
-                f"[bold cyan]{escape(chosen.name)}[/] on {counted(ranks, 'rank')} against one device, float64, "
-                f"{counted(self.steps, 'step')}"
-            )
+            where = f"on {counted(ranks, 'rank')} against one device, {job.numbers.compute}"
+            console.print(f"[bold cyan]{escape(chosen.name)}[/] {where}, {counted(self.steps, 'step')}")
             clipped = [] if clip is None else [("clip", f"{clip:g}", "the largest norm of the gradient")]
-            figures = [
-                *clipped,
-                ("loss_error", f"{verdict.loss_error:.2e}", ""),
-                ("gradient_error", f"{verdict.gradient_error:.2e}", f"worst in layer {verdict.gradient_layer}"),
-                ("weight_error", f"{verdict.weight_error:.2e}", f"worst in layer {verdict.weight_layer}"),
-            ]
-            print_figures(console, figures)
+            worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]
             limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"
+            if verdict.exact is not None and verdict.one_device is not None:
+                pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
+                worst = [f"from float64 {ours:.2e}, one device {its:.2e}" for ours, its in pairs]
+                limit = f"is at most twice as far from float64 as one device, and {verdict.rounding:.0e}"
+            names = ("loss_error", "gradient_error", "weight_error")
+            errors = zip(names, [f"{error:.2e}" for error in verdict.all], worst, strict=True)
+            print_figures(console, [*clipped, *errors])
             if verdict.ok:
                 print_fact(console, "ok", f"yes, each {limit}", "green")
             else:

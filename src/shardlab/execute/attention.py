@@ -67,7 +67,7 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
     count = _heads(state, op.layer, queries).heads
     pieces = queries.pieces("head")  # neighbours, of which the first says where these heads begin
     first = whole.heads * ((pieces & -pieces).bit_length() - 1) // queries.form.space.count("head")
-    like = torch.empty(0, dtype=torch.promote_types(state.settings.dtype, torch.float32), device=state.settings.device)
+    like = torch.empty(0, dtype=state.exact, device=state.settings.device)
 
     def mask() -> Tensor | None:
         dropout = state.dropout(op)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.state import State
+from shardlab.execute.state import State, torch_dtype
 from shardlab.program import Holds, OpKind, Program
 from shardlab.rules.pieces import bits
 
@@ -22,7 +22,8 @@ def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor]) -> list[Te
     """
     whole: list[Tensor] = []
     for layer in range(state.checked.program.layers):
-        flat = torch.empty(state.shapes.flat[layer], dtype=state.settings.dtype) if state.rank == 0 else None
+        dtype = torch_dtype(state.settings.precision.parameters)
+        flat = torch.empty(state.shapes.flat[layer], dtype=dtype) if state.rank == 0 else None
         for source, holds in _owners(state.checked.program, layer):
             ranges = state.shapes.ranges(layer, holds)
             if state.rank == source != 0:

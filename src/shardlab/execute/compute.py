@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -68,9 +69,9 @@ def cast(state: State, at: int, op: Op) -> Instruction:
 
 
 def zero_gradient(state: State, at: int, op: Op) -> Instruction:
-    output, values, settings = op.outputs[0], state.values, state.settings
-    shape = state.shapes.shape(state.specs[output])
-    return lambda: values.__setitem__(output, torch.zeros(shape, dtype=settings.dtype, device=settings.device))
+    (output,), values = op.outputs, state.values
+    spec = state.specs[output]
+    return lambda: values.__setitem__(output, state.empty(spec).zero_())
 
 
 def load_batch(state: State, at: int, op: Op) -> Instruction:
@@ -102,7 +103,9 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
-        graph = Graph(layer, inputs(), flat, share, state.dropout(op), Saved(flat.flat) if hooked else None)
+        graph = Graph(
+            layer, inputs(), flat, state.scaled(share), state.dropout(op), Saved(flat.flat) if hooked else None
+        )
         for number, made in zip(outputs, graph.take_outputs(), strict=True):
             values[number] = made
         values[op.outputs[-1]] = graph
@@ -124,7 +127,9 @@ def recompute(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         flat = state.flat_weight(op.layer, weight)
-        graph = Graph(layer, [values[x]], flat, share, state.dropout(op), Saved(flat.flat) if hooked else None)
+        graph = Graph(
+            layer, [values[x]], flat, state.scaled(share), state.dropout(op), Saved(flat.flat) if hooked else None
+        )
         graph.take_outputs()
         values[saved] = graph
 
@@ -165,14 +170,16 @@ def loss(state: State, at: int, op: Op) -> Instruction:
         logits: Tensor = values[x].detach().requires_grad_()
         targets = apart(_rows(state, spec, 1))
         losses = [loss_of(part, its) for part, its in zip(apart(logits), targets, strict=True)]
-        (values[output],) = torch.autograd.grad(torch.stack(losses).sum() / state.tokens, logits)
+        (values[output],) = torch.autograd.grad(
+            torch.stack(losses).sum() / (state.tokens / state.loss_scale.scale), logits
+        )
         report(losses, targets)
 
     def run_on_slices() -> None:
         logits: Tensor = values[x]
         whole = _rows(state, spec, 1)
         gathered = values[stats[0]].view(-1, *whole.shape, 3)  # (slices, rows, T, 3)
-        values[output] = tensors.loss_gradient(logits, gathered, whole, first) / state.tokens
+        values[output] = tensors.loss_gradient(logits, gathered, whole, first, state.loss_scale.scale / state.tokens)
         parts, targets = apart(gathered, 1), apart(whole)
         report([tensors.combined_loss(part, its) for part, its in zip(parts, targets, strict=True)], targets)
 
@@ -242,10 +249,9 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
 def _gradient_room(state: State, at: int, op: Op) -> Callable[[], Tensor]:
     """Where a layer's gradient goes: into zeros, or the older gradient that it is added to."""
     total = state.analysis.in_place.accumulates.get(at)
-    (length,) = state.shapes.shape(state.specs[op.outputs[0]])
-    settings, values = state.settings, state.values
+    spec, values = state.specs[op.outputs[0]], state.values
     if total is None:
-        return lambda: torch.zeros(length, dtype=settings.dtype, device=settings.device)
+        return lambda: state.empty(spec).zero_()
     return lambda: values[total]
 
 
@@ -292,10 +298,13 @@ def update(state: State, at: int, op: Op) -> Instruction:
         whole: Tensor = values[gradient]
         parts = [whole[start:stop] for start, stop in places]
         given = parts[0] if len(parts) == 1 else torch.cat(parts)
+        scale = state.loss_scale.scale
         if state.observer is not None:
-            state.observer(op.layer, holds, given)
+            state.observer(op.layer, holds, given if scale == 1 else given.float() / scale)
         kept: Slice = values[opt_state]
-        kept.update(given.to(state.settings.dtype), state.step, *(float(values[number]) for number in norms))
+        squared = [float(values[number]) / scale**2 for number in norms]
+        state.finite = state.finite and all(map(math.isfinite, squared))
+        kept.update(given, state.step, *squared, scale=scale)
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept
         if slot is not None:  # the weight was received; the rank's own slice takes its place

@@ -15,7 +15,8 @@ from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compute import COMPUTE, Instruction
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
-from shardlab.program import Op, OpKind
+from shardlab.program import Op, OpKind, UserError
+from shardlab.program.precision import Precision
 
 
 class Executor:
@@ -38,6 +39,7 @@ class Executor:
 
     Raises:
         Refused: when the program cannot run on this backend.
+        UserError: in float16, when the program computes no norm.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Executor:
         why_not = checked.why_not(backend)
         if why_not is not None:
             raise why_not
+        want_norm(settings.precision, checked)
         self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer)
         self.batches = batches
         self._microbatches = checked.program.microbatches
@@ -71,10 +74,12 @@ class Executor:
         state = self.state
         state.batch = {m: self.batches.microbatch(state.step, m) for m in state.microbatches}
         state.tokens = self.batches.counted(state.step, self._microbatches)
-        state.loss = torch.zeros(2, dtype=torch.float64)
+        state.loss, state.finite = torch.zeros(2, dtype=torch.float64), True
         for instruction in self.instructions:
             instruction()
         state.keep()
+        if state.settings.precision.scaled:
+            state.loss_scale.after(state.finite)
         state.step += 1
         return state.loss
 
@@ -86,3 +91,16 @@ class Executor:
             return COMPUTE[op.kind](self.state, at, op)
         start = START[op.kind](self.state, self.links, at, op)
         return lambda: waits.__setitem__(handle, start())
+
+
+def want_norm(precision: Precision, checked: Checked) -> None:
+    """Refuse float16 for a program by which ranks would not know of one another's overflows.
+
+    Raises:
+        UserError: with what to do.
+    """
+    if precision.scaled and not checked.clips:
+        raise UserError(
+            f"{precision.name} needs a program that gives updates the gradient's norm, which tells all ranks of an "
+            "overflow; take a plan, such as zero-3, or bf16"
+        )

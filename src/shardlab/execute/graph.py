@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence, Set
+from collections.abc import Generator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -111,10 +111,12 @@ class Graph:
 
 
 @contextmanager
-def _gradients_into(leaves: Sequence[Tensor], into: Iterable[Tensor]) -> Generator[None, None, None]:
-    """Autograd adds the leaves' gradients to these tensors."""
+def _gradients_into(leaves: Sequence[Tensor], into: Sequence[Tensor]) -> Generator[None, None, None]:
+    """Autograd adds the leaves' gradients to these tensors; what is summed in other numbers is added afterwards."""
     for leaf, view in zip(leaves, into, strict=True):
-        leaf.grad = view
+        leaf.grad = view if view.dtype == leaf.dtype else None
     yield
-    for leaf in leaves:
+    for leaf, view in zip(leaves, into, strict=True):
+        if leaf.grad is not None and view.dtype != leaf.dtype:
+            view.add_(leaf.grad)
         leaf.grad = None

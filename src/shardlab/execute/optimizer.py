@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -66,18 +67,27 @@ class AdamW:
 class Slice:
     """An optimizer's state for a slice of a layer's flat weights: what a rank keeps from step to step."""
 
-    def __init__(self, weights: list[Tensor], starts: list[int], decayed: list[tuple[int, int]], config: AdamW) -> None:
+    def __init__(
+        self,
+        weights: list[Tensor],
+        starts: list[int],
+        decayed: list[tuple[int, int]],
+        config: AdamW,
+        exact: Tensor | None = None,
+    ) -> None:
         """`weights` are the slice's runs, updated in place; run i begins at element `starts[i]` of the layer's buffer.
 
-        Of that buffer the runs `decayed` (start, stop) decay.
+        Of that buffer the runs `decayed` (start, stop) decay. With `exact`, (elements,), a copy of the weights in more
+        bits, the copy is updated and the weights are rounded from it.
         """
         self.weights = weights
+        self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])
         self._config = config
         self._parts: list[tuple[Tensor, int, int]] = []
         decaying: list[Tensor] = []
         others: list[Tensor] = []
         at = 0
-        for run, start in zip(weights, starts, strict=True):
+        for run, start in zip(self.exact or weights, starts, strict=True):
             stop = start + len(run)
             cuts = {place for runs in decayed for place in runs if start < place < stop}
             for begin, end in pairwise(sorted({start, stop} | cuts)):
@@ -93,13 +103,17 @@ class Slice:
         """The slice's weights now, (elements,); itself where the slice is one run, else a copy."""
         return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
 
-    def update(self, gradient: Tensor, step: int, squared_norm: float | None = None) -> None:
+    def update(self, gradient: Tensor, step: int, squared_norm: float | None = None, *, scale: float = 1.0) -> None:
         """One step with a gradient of the same length.
 
         Args:
             squared_norm: of the whole model's gradient. The gradient is clipped by it (Pascanu et al. 2013, arXiv
                 1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_), and dropped if it is not finite.
+            scale: by what the gradient was multiplied on its way; the norm was not.
         """
+        gradient = gradient.to(self._parts[0][0].dtype)
+        if scale != 1.0:
+            gradient = gradient / scale
         if squared_norm is not None:
             if not math.isfinite(squared_norm):
                 return
@@ -113,3 +127,6 @@ class Slice:
         self.optimizer.step()
         for part, _, _ in self._parts:
             part.grad = None
+        if self.exact:
+            for run, exact in zip(self.weights, self.exact, strict=True):
+                run.copy_(exact)

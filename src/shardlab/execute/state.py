@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor
 from shardlab.check import Checked
 from shardlab.execute.analysis import Analysis
 from shardlab.execute.graph import FlatWeight
+from shardlab.execute.loss_scale import FIRST, LossScale
 from shardlab.execute.optimizer import AdamW, Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
+from shardlab.program.precision import FP32, FP64, Precision
 from shardlab.rules.pieces import bits
 
 
@@ -43,14 +45,14 @@ class Settings:
 
     Attributes:
         seed: of the first weights and of dropout.
-        dtype: of weights, activations and gradients; in float64 casts are to float64 as well, so that the program is
-            compared with one device and not its rounding.
+        precision: of weights, gradients, activations and optimizer states; in float64 casts are to float64 as well, so
+            that the program is compared with one device and not its rounding.
         device: where they are.
         optimizer: AdamW's settings.
     """
 
     seed: int = 0
-    dtype: torch.dtype = torch.float32
+    precision: Precision = FP32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     optimizer: AdamW = field(default_factory=AdamW)
 
@@ -73,6 +75,8 @@ class State:
         tokens: this step's targets that count, of all microbatches.
         loss_owners: piece of the batch to (rank, op) of the first LOSS on it, which reports it for all.
         reads: layer to the numbers of the saved tensors that its BACKWARD_WEIGHT reads, once that is known.
+        loss_scale: by what losses are multiplied, in float16.
+        finite: whether the gradient of the step has been so far, as its norm says.
         loss: (2,) float64: the loss summed over the tokens that this rank reports, and their number.
     """
 
@@ -108,13 +112,18 @@ class State:
         self.microbatches = sorted({m for mask in held for m in bits(mask)})
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens = 0
+        self.loss_scale = LossScale(FIRST if settings.precision.scaled else 1.0)
+        self.finite = True
         self.loss = torch.zeros(2, dtype=torch.float64)
         self.reads: dict[int, Set[int]] = {}
         self._weights: dict[tuple[int, int, int], FlatWeight] = {}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """The first weights of some slices, from the seed alone."""
-        whole = initial_weights(self.model, layer, self.settings.seed, self.settings.dtype)
+        return self._drawn(layer, holds, torch_dtype(self.settings.precision.parameters))
+
+    def _drawn(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
+        whole = initial_weights(self.model, layer, self.settings.seed, dtype)
         padded = lengthened(self.shapes.layouts[layer], whole, self.shapes.flat[layer])
         return torch.cat([padded[a:b] for a, b in self.shapes.ranges(layer, holds)]).to(self.settings.device)
 
@@ -125,7 +134,9 @@ class State:
         runs = [flat[a:b] for a, b in self.shapes.places(layer, owner[1] if owner else holds, holds)]
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
-        return Slice(runs, starts, decayed, self.settings.optimizer)
+        precision = self.settings.precision
+        exact = self._drawn(layer, holds, torch_dtype(precision.state)) if precision.copy else None
+        return Slice(runs, starts, decayed, self.settings.optimizer, exact)
 
     def optimizer(self, spec: Spec) -> Slice:
         """The optimizer of a slice, or of slices together: each element is stepped by one of them, always the same."""
@@ -149,6 +160,10 @@ class State:
             spec.microbatches.bit_count(),
             self.checked.program.microbatches,
         )
+
+    def scaled(self, share: Share) -> Share:
+        """A share of a layer with this step's scale of losses."""
+        return replace(share, loss_scale=self.loss_scale.scale) if self.settings.precision.scaled else share
 
     def _experts(self, op: Op) -> dict[str, tuple[int, int]]:
         """Which part of the experts an op dispatches tokens to, or combines the buffers of, where it has no weights."""
@@ -182,17 +197,22 @@ class State:
     def dtype(self, spec: Spec) -> torch.dtype:
         """The numbers that a value is in: what it was cast to, or those of its kind.
 
-        Scalars are exact; what softmax's statistics are merged with has at least 32 bits.
+        Scalars are exact; what attention merges by its softmax's statistics has at least 32 bits.
         """
-        own, kind, layer = self.settings.dtype, spec.kind, spec.layer
+        precision, kind, layer = self.settings.precision, spec.kind, spec.layer
         if spec.form.dtype:
-            return own if own is torch.float64 else getattr(torch, spec.form.dtype)
+            return torch_dtype(spec.form.dtype if precision is not FP64 else "float64")
         if kind is Kind.SCALAR:
             return torch.float64
         if kind is Kind.ACTIVATION and layer == 0:
             return torch.int64
         attended = layer > 0 and self.signatures[layer - 1].projects and kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)
-        return torch.promote_types(own, torch.float32) if attended or kind is Kind.STATS else own
+        return self.exact if attended else torch_dtype(precision.dtype(kind))
+
+    @property
+    def exact(self) -> torch.dtype:
+        """What activations are computed in where their own numbers would be too coarse."""
+        return torch.promote_types(torch_dtype(self.settings.precision.activations), torch.float32)
 
     def empty(self, spec: Spec) -> Tensor:
         """Room for a value."""
@@ -226,6 +246,11 @@ class State:
         for buffer in buffers:
             buffer.untyped_storage().resize_(0)
         return buffers
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that torch calls so."""
+    return getattr(torch, name)
 
 
 def _opt_states(tape: list[Op]) -> list[tuple[int, Holds]]:

@@ -22,6 +22,7 @@ from shardlab.measure.shapes import MEASURED, MICROBATCHES, Shape, Subject, subj
 from shardlab.measure.world import MeasuringRanks
 from shardlab.models.tensors import generator_of
 from shardlab.program import OpKind
+from shardlab.program.precision import precision_in
 
 PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 """Rows and columns of the matrices whose fastest product is called the peak."""
@@ -149,7 +150,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     """Run steps, with a mark between any two ops."""
     model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
     batches = RandomBatches(subject.rows, model.seq_len, model.vocab_size)
-    settings = Settings(dtype=getattr(torch, subject.dtype), device=device)
+    settings = Settings(precision=precision_in(subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
     executor.instructions = [clock.mark, *(_marked(run, clock) for run in executor.instructions)]
     tape, shapes = executor.state.tape, executor.state.shapes

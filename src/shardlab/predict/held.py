@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from shardlab.predict.estimate import Peak
 from shardlab.predict.workload import Workload
+from shardlab.program import Kind
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import Category
@@ -63,7 +64,7 @@ def standing_gradients(workload: Workload, peak: Peak) -> float:
     if plan.shard_gradients or plan.shard_parameters:
         return 0.0
     precision = workload.precision
-    each = workload.recipe.held_gradient_bytes(precision.gradients) / precision.parameters
+    each = workload.recipe.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT)) / precision.bytes(Kind.WEIGHT)
     all = each * peak.by_category[Category.PARAMETERS.value]
     return max(0.0, all - peak.by_category[Category.GRADIENTS.value])
 
@@ -75,8 +76,8 @@ def standing_streams(workload: Workload, peak: Peak) -> float:
     if not plan.shard_parameters:
         return 0.0
     mesh = plan.mesh
-    gradients = precision.gradients / precision.optimizer * peak.by_category[Category.OPTIMIZER.value]
-    embedding = precision.parameters * model.vocab_size * model.hidden_size / mesh.tp
+    gradients = precision.bytes(Kind.GRAD_WEIGHT) / precision.optimizer * peak.by_category[Category.OPTIMIZER.value]
+    embedding = precision.bytes(Kind.WEIGHT) * model.vocab_size * model.hidden_size / mesh.tp
     if mesh.pp == 1:
         summed = peak.by_category[Category.GRADIENTS.value]
         return max(0.0, gradients - summed) + 3 * embedding  # the embedding's own, and the root group's gather
@@ -97,4 +98,4 @@ def _kept_for_messages(workload: Workload, plan: Plan, *, last: bool) -> float:
     logits = tokens * model.vocab_size / mesh.tp
     stages = plan.stages_of_a_rank(model_layers(workload.traced.program.sizes).pipeline_units)
     elements = 2 * stages * residual + last * 2 * logits
-    return each * elements * workload.precision.activations
+    return each * elements * workload.precision.bytes(Kind.ACTIVATION)

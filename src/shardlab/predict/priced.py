@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from shardlab.hardware import Cluster
 from shardlab.models import Model
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
-from shardlab.predict.precision import Precision
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.program import Group, Kind, Mesh, Op, OpKind, Sizes, Spec
 from shardlab.program.ops import Price
+from shardlab.program.precision import Precision
 from shardlab.rules import attention
 from shardlab.rules.dtype import bytes_of
 from shardlab.rules.spec import share_of
@@ -119,7 +119,7 @@ class ClusterPrices(Prices):
         if self.recipe.fused_accumulation:
             return 0.0
         made = max(2, bytes_of(self.precision.compute))  # no gradient is made in less than two bytes
-        moved = elements * (made + 2 * self.precision.gradients)
+        moved = elements * (made + 2 * self.precision.bytes(Kind.GRAD_WEIGHT))
         return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
 
     def _sum(self, kernels: Iterable[Kernel]) -> float:

@@ -10,10 +10,10 @@ from shardlab.hardware import Cluster
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.predict.estimate import Estimate, estimate
 from shardlab.predict.folding import fold
-from shardlab.predict.precision import Precision
 from shardlab.predict.priced import ClusterPrices
 from shardlab.predict.recipe import OWN, Recipe
-from shardlab.program import Mesh, Sizes
+from shardlab.program import Kind, Mesh, Sizes
+from shardlab.program.precision import Precision
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import memory_in_bytes
@@ -76,7 +76,7 @@ class Workload:
         """
         if isinstance(self.plan, Plan):
             self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
-        sizes = self.precision.sizes(self.cut.sizes(self.micro_batch_size, self.precision.activations))
+        sizes = self.precision.sizes(self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION)))
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, sizes, self.microbatches)

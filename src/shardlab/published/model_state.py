@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardlab.predict.folding import fold
-from shardlab.predict.precision import find_precision
 from shardlab.program import Mesh, OpKind, Sizes
+from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import CATEGORIES, Category, memory_in_bytes
 

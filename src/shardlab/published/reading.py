@@ -9,10 +9,10 @@ from typing import Any
 from shardlab.hardware import Cluster, find_device, find_link
 from shardlab.hardware.clusters import NODES
 from shardlab.models import GPT, Blocks, Llama
-from shardlab.predict.precision import Precision
 from shardlab.predict.recipe import Recipe, find_recipe
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
+from shardlab.program.precision import Precision
 from shardlab.published import words
 from shardlab.published.assumed import assumptions
 from shardlab.published.records import HardwareRecord, Incomplete, RunRecord, record_of
@@ -207,5 +207,7 @@ def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
         raise Incomplete(f"computes in {text}, which is unknown here")
     usual = (compute == "bfloat16" and recipe.bf16_gradient_bytes) or recipe.gradient_bytes
     gradients = words.read("gradients", text, record.facts).get("bytes", usual)
+    dtype = "float32" if gradients == 4 else "bfloat16"
     optimizer = 10 if zero == 3 else 12
-    return Precision(text or "unknown", compute, 2, gradients, optimizer, 2, True, "the run's own row")
+    half, name = "bfloat16", text or "unknown"
+    return Precision(name, compute, half, dtype, half, "float32", True, optimizer, "the run's own row")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from shardlab.models import GPT, MLP, MoE
 from shardlab.program import Mesh
 from shardlab.strategies import STRATEGIES, find
@@ -76,7 +74,7 @@ class Case:
             experts = self.column.startswith("ep") or self.strategy == "expert-parallel"
             kind = MoE if experts else GPT
             model = kind(layers=self.layers, hidden_size=16, heads=2, seq_len=8, dropout=self.dropout)
-        return Job(self.strategy, self.ranks, self.microbatches, model, 2, torch.float64, name=str(self))
+        return Job(self.strategy, self.ranks, self.microbatches, model, 2, "fp64", name=str(self))
 
 
 def alone() -> Iterator[Case]:

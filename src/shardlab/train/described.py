@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from shardlab.models.named import find_model, name_of, with_fields
 from shardlab.program import UserError
 from shardlab.program.user_file import file_and_name
@@ -23,7 +21,7 @@ def described(job: Job) -> dict[str, Any]:
         "microbatches": job.microbatches,
         "model": {"kind": name_of(type(job.model)), **asdict(job.model)},
         "micro_batch_size": job.micro_batch_size,
-        "dtype": str(job.dtype).removeprefix("torch."),
+        "precision": job.precision,
         "seed": job.seed,
         "name": job.name,
     }
@@ -33,7 +31,7 @@ def job_of(words: Mapping[str, Any]) -> Job:
     """The job that was described.
 
     Raises:
-        UserError: when this version of Shardlab has no such model, plan or dtype, or the file of a model is not here.
+        UserError: when this version of Shardlab has no such model, plan or precision, or a model's file is not here.
     """
     if (path := file_and_name(str(words.get("model", {}).get("kind")))[0]) is not None and not path.is_file():
         raise UserError(
@@ -48,7 +46,7 @@ def job_of(words: Mapping[str, Any]) -> Job:
             words["microbatches"],
             with_fields(find_model(kind), model, kind),
             words["micro_batch_size"],
-            getattr(torch, words["dtype"]),
+            words["precision"],
             words["seed"],
             words["name"],
         )

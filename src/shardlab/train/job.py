@@ -10,13 +10,13 @@ import math
 import sys
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from shardlab.check import Checked, check
 from shardlab.models import Blocks, Model, cut_for
-from shardlab.program import Sizes, trace
+from shardlab.program import Kind, Sizes, trace
 from shardlab.program.bounds import bounded
+from shardlab.program.precision import Precision, find_precision
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 from shardlab.train.checksum import COMPARED, checksum
@@ -33,7 +33,7 @@ class Job:
         microbatches: of the global batch.
         model: what is trained; its blocks are the program's layers (see `cut`).
         rows: sequences of a microbatch.
-        dtype: of weights, activations and gradients.
+        precision: in which numbers, by name (see `shardlab.program.precision`).
         seed: of weights, data and dropout.
         name: what to call the strategy (nothing: its own name).
     """
@@ -43,7 +43,7 @@ class Job:
     microbatches: int
     model: Blocks
     micro_batch_size: int
-    dtype: torch.dtype = torch.float32
+    precision: str = "fp32"
     seed: int = 0
     name: str = ""
 
@@ -81,7 +81,17 @@ class Job:
     @property
     def sizes(self) -> Sizes:
         """Elements of the program's values."""
-        return self.cut.sizes(self.micro_batch_size, self.dtype.itemsize)
+        numbers = self.numbers
+        return numbers.sizes(self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION)))
+
+    @property
+    def numbers(self) -> Precision:
+        """The dtypes of its values.
+
+        Raises:
+            UserError: when there is no such precision.
+        """
+        return find_precision(self.precision)
 
     @property
     def tokens(self) -> int:

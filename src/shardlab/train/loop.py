@@ -13,6 +13,7 @@ from shardlab.execute import Executor, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import initial_weights, layers_of, loss_of, to_blocks, views, with_borrowed
+from shardlab.program import Kind
 from shardlab.rules.pieces import counted, listed
 from shardlab.train.data import Batches
 from shardlab.train.heartbeat import say
@@ -45,12 +46,12 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     batches = Batches(run.corpus(text), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, text)
-    settings = Settings(job.seed, job.dtype, device, run.optimizer)
+    settings = Settings(job.seed, job.numbers, device, run.optimizer)
     executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
     tracer = TracedExecutor(executor, job, run.out, run.tracing) if run.tracing else None
     training = steps(tracer or executor, run, rank, device, stop)
     if rank == 0:
-        folder = OutputFolder(run.out, job.model.parameter_count * job.dtype.itemsize)
+        folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
         with TrainingProgress(run.optimizer.steps) as progress:
             folder.begin(run.record(text, checked, str(device)), checked, job.title)
             return _first_rank(run, batches, executor, tracer, training, folder, progress)
@@ -73,7 +74,7 @@ def _first_rank(
     """What rank 0 does, from the first validation to the sample."""
     job, state = run.job, executor.state
     progress.begin("validation before training")
-    first = [initial_weights(job.model, layer, job.seed, job.dtype) for layer in range(job.model.layers)]
+    first = [initial_weights(job.model, layer, job.seed, torch.float32) for layer in range(job.model.layers)]
     before = validate(job.model, batches, first)
     ops = sum(map(len, state.checked.program.tapes))
     say(f"{job.title} on {counted(job.ranks, 'rank')}: {ops} ops checked, drawn in {run.out}/strategy.svg")

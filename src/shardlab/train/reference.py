@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from shardlab.execute import AdamW, Sampler
-from shardlab.models import LayerLayout, Model
+from shardlab.execute.state import torch_dtype
+from shardlab.models import Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views, with_borrowed
+from shardlab.program.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Reference:
     gradients: list[list[Tensor]]
     weights: list[Tensor]
 
+    @property
+    def all(self) -> list[list[Tensor]]:
+        """The gradients of each step, then the weights."""
+        return [*self.gradients, self.weights]
+
 
 def train_reference(
     model: Model,
@@ -37,32 +44,39 @@ def train_reference(
     microbatches: int,
     steps: int,
     seed: int,
-    dtype: torch.dtype,
+    precision: Precision,
     config: AdamW,
     trained: Sequence[Tensor] | None = None,
 ) -> Reference:
     """Plain autograd through all layers, one AdamW over all parameters, one microbatch after the other.
 
     Args:
+        precision: of the parameters, their gradients, and the optimizer's copy of the parameters if it has one.
         trained: for each layer, like its flat weights, 1 where parameters are trained and 0 where they are frozen
             (None: all are trained).
     """
     layouts = [model.layout(layer) for layer in range(model.layers)]
-    flats = [initial_weights(model, layer, seed, dtype) for layer in range(model.layers)]
+    flats = [initial_weights(model, layer, seed, torch_dtype(precision.parameters)) for layer in range(model.layers)]
+    exact = flats
+    if precision.copy:
+        exact = [initial_weights(model, layer, seed, torch_dtype(precision.state)) for layer in range(model.layers)]
     parameters = [
         [view.detach().requires_grad_() for view in views(layout, flat)]
         for layout, flat in zip(layouts, flats, strict=True)
     ]
-    named = [
-        (tensor, parameter.decayed)
-        for layout, tensors, moves in zip(layouts, parameters, trained or map(torch.ones_like, flats), strict=True)
-        for parameter, tensor, its in zip(layout.parameters, tensors, views(layout, moves), strict=True)
+    sums = [torch.zeros_like(flat, dtype=torch_dtype(precision.gradients)) for flat in flats]
+    stepped = [
+        (tensor, gradient, parameter.decayed)
+        for layout, copy, total, moves in zip(layouts, exact, sums, trained or map(torch.ones_like, flats), strict=True)
+        for parameter, tensor, gradient, its in zip(
+            layout.parameters, views(layout, copy), views(layout, total), views(layout, moves), strict=True
+        )
         if its.any()
     ]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [t for t, decayed in named if decayed], "weight_decay": config.weight_decay},
-            {"params": [t for t, decayed in named if not decayed], "weight_decay": 0.0},
+            {"params": [tensor for tensor, _, decayed in stepped if decayed], "weight_decay": config.weight_decay},
+            {"params": [tensor for tensor, _, decayed in stepped if not decayed], "weight_decay": 0.0},
         ],
         betas=config.betas,
         eps=config.eps,
@@ -70,7 +84,8 @@ def train_reference(
     losses: list[float] = []
     gradients: list[list[Tensor]] = []
     for step in range(steps):
-        optimizer.zero_grad()
+        for total in sums:
+            total.zero_()
         mean = torch.zeros((), dtype=torch.float64)
         for microbatch in range(microbatches):
             x, targets = batches.microbatch(step, microbatch)
@@ -81,19 +96,25 @@ def train_reference(
             loss = loss_of(x, targets) / batches.counted(step, microbatches)
             loss.backward()
             mean += loss.detach()
-        gradients.append([_flat_gradient(layout, ps) for layout, ps in zip(layouts, parameters, strict=True)])
+            for layout, total, its in zip(layouts, sums, parameters, strict=True):
+                _add_gradients(views(layout, total), its)
+        gradients.append([total.clone() for total in sums])
         losses.append(float(mean))
+        for tensor, gradient, _ in stepped:
+            tensor.grad = gradient.to(tensor.dtype, copy=True)
         if config.clip is not None:
-            torch.nn.utils.clip_grad_norm_([tensor for tensor, _ in named], config.clip)
+            torch.nn.utils.clip_grad_norm_([tensor for tensor, _, _ in stepped], config.clip)
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step)
         optimizer.step()
+        for flat, copy in zip(flats, exact, strict=True):
+            flat.copy_(copy)
     return Reference(losses, gradients, flats)
 
 
-def _flat_gradient(layout: LayerLayout, parameters: list[Tensor]) -> Tensor:
-    flat = torch.zeros(layout.numel, dtype=parameters[0].dtype)
-    for view, parameter in zip(views(layout, flat), parameters, strict=True):
+def _add_gradients(sums: list[Tensor], parameters: list[Tensor]) -> None:
+    """Add a microbatch's gradients to those of others."""
+    for total, parameter in zip(sums, parameters, strict=True):
         assert parameter.grad is not None
-        view.copy_(parameter.grad)
-    return flat
+        total.add_(parameter.grad)
+        parameter.grad = None

@@ -48,18 +48,19 @@ def combined_loss(stats: Tensor, targets: Tensor) -> Tensor:
     return losses.masked_fill(targets == -1, 0).sum()
 
 
-def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int) -> Tensor:
+def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int, weight: float = 1.0) -> Tensor:
     """The gradient of `combined_loss` with respect to one slice's logits: softmax less 1 at the target.
 
     Args:
         logits, targets, first: as for `loss_stats`; the gradient has the logits' shape and dtype.
         stats: of all slices, (slices, rows, T, 3).
+        weight: of the loss; it is multiplied before anything is rounded.
     """
     maximum, total = _combined(stats)
     gradient = (_exact(logits.detach()) - maximum[..., None]).exp_().div_(total[..., None])
     indices, elsewhere = indices_in(targets, first, logits.shape[-1])
     gradient.scatter_add_(-1, indices[..., None], (elsewhere.to(gradient.dtype) - 1)[..., None])
-    return gradient.masked_fill_((targets == -1)[..., None], 0).to(logits.dtype)
+    return gradient.masked_fill_((targets == -1)[..., None], 0).mul_(weight).to(logits.dtype)
 
 
 def _combined(stats: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> Routed:
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     scores = F.linear(x.to(exact), weight.to(exact))
-    auxiliary, here = router.auxiliary / share.of_step, experts_here(router, share)
+    auxiliary, here = router.auxiliary * share.loss_scale / share.of_step, experts_here(router, share)
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", _Choose.apply)
     return Routed(*apply(scores, router.top_k, auxiliary, share.microbatches, here))
 

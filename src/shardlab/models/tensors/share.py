@@ -15,12 +15,14 @@ class Share:
         tokens: which of the sequence's tokens the inputs are of, ascending (None: all).
         microbatches: how many the input's rows are, with equally many rows each; each is routed by itself.
         of_step: how many the step has; each has an equal share of the tokens that are routed.
+        loss_scale: by what gradients are multiplied on their way.
     """
 
     pieces: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     tokens: Sequence[int] | None = None
     microbatches: int = 1
     of_step: int = 1
+    loss_scale: float = 1.0
 
     def piece(self, index: str) -> tuple[int, int]:
         """(number of the piece, how many there are) of an index."""

@@ -1,0 +1,33 @@
+"""Loss scaling: gradients in float16 are made larger, so that small ones are not lost, and smaller again in updates."""
+
+from __future__ import annotations
+
+FIRST = 2.0**16
+"""As torch.amp.GradScaler begins."""
+
+CALM = 2000
+"""Steps without an overflow after which the scale doubles, as torch.amp.GradScaler's."""
+
+
+class LossScale:
+    """By what a run's losses are multiplied: one number on all ranks, since all see the same norm of the gradient.
+
+    A step whose gradient overflows is left out everywhere, and the scale is halved; after 2,000 without it is doubled
+    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; the numbers are torch.amp.GradScaler's).
+
+    Attributes:
+        scale: of the next step.
+        calm: steps since the last overflow or doubling.
+    """
+
+    def __init__(self, scale: float = FIRST) -> None:
+        self.scale = scale
+        self.calm = 0
+
+    def after(self, finite: bool) -> None:
+        """A step has ended, with a gradient that was finite or not."""
+        self.calm += 1
+        if not finite:
+            self.scale, self.calm = self.scale / 2, 0
+        elif self.calm == CALM:
+            self.scale, self.calm = self.scale * 2, 0

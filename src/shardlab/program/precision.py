@@ -1,0 +1,104 @@
+"""Numbers that a model is trained in: the dtype of each kind of value, and so its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardlab.errors import find
+from shardlab.program.sizes import Sizes
+from shardlab.rules.dtype import bytes_of
+from shardlab.rules.kind import Kind
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of what a rank keeps and computes, by torch's names.
+
+    Attributes:
+        name: how it is asked for.
+        compute: of products of matrices.
+        parameters, gradients: of weights and their gradients; gathers move the ones, reductions the others.
+        activations: also of what autograd keeps.
+        state: of each of the optimizer's two moments, and of its copy of the parameters, if it has one.
+        copy: whether it has: the parameters are rounded from it, and an update does not read them.
+        optimizer: bytes of a parameter's optimizer state, with the copy.
+        source: where it is described.
+    """
+
+    name: str
+    compute: str
+    parameters: str
+    gradients: str
+    activations: str
+    state: str
+    copy: bool
+    optimizer: int
+    source: str
+
+    def dtype(self, kind: Kind) -> str:
+        """The dtype of a kind of value; statistics, and scalars as they travel, are exact to 32 bits at least."""
+        if kind is Kind.WEIGHT:
+            return self.parameters
+        if kind is Kind.GRAD_WEIGHT:
+            return self.gradients
+        return self.state if kind in (Kind.OPT_STATE, Kind.STATS, Kind.SCALAR) else self.activations
+
+    def bytes(self, kind: Kind) -> int:
+        """Bytes of an element; of the optimizer's state, of which a parameter has two, half of those of a parameter."""
+        return self.optimizer // 2 if kind is Kind.OPT_STATE else int(bytes_of(self.dtype(kind)))
+
+    def sizes(self, sizes: Sizes) -> Sizes:
+        """A model's sizes with these bytes."""
+        return replace(sizes, element_bytes={kind: self.bytes(kind) for kind in Kind})
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients are so narrow in range that losses are scaled."""
+        return self.gradients == "float16"
+
+    @property
+    def moved_by_update(self) -> int:
+        """Bytes that AdamW moves for each parameter: gradient in, state in and out, parameter out (in, if no copy)."""
+        read_and_written = (1 if self.copy else 2) * self.bytes(Kind.WEIGHT)
+        return self.bytes(Kind.GRAD_WEIGHT) + 2 * self.optimizer + read_and_written
+
+
+_MIXED = "Micikevicius et al. 2018, arXiv 1710.03740; bytes: Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1"
+
+
+def _alone(name: str, dtype: str) -> Precision:
+    return Precision(name, dtype, dtype, dtype, dtype, dtype, False, int(2 * bytes_of(dtype)), "one dtype for all")
+
+
+def _mixed(name: str, compute: str, gradients: str, source: str = _MIXED) -> Precision:
+    return Precision(name, compute, compute, gradients, compute, "float32", True, 12, source)
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        _alone("fp32", "float32"),
+        _mixed("bf16", "bfloat16", "bfloat16"),
+        _mixed("bf16-fp32-grads", "bfloat16", "float32", f"{_MIXED}; gradients summed in float32"),
+        _mixed("fp16", "float16", "float16"),
+        _alone("fp64", "float64"),
+    )
+}
+"""Every precision by name."""
+
+
+def find_precision(name: str) -> Precision:
+    """The precision of that name, in any case of letters.
+
+    Raises:
+        UserError: there is none; the nearest name is suggested.
+    """
+    return find(PRECISIONS, name, "precision")
+
+
+def precision_in(compute: str) -> Precision:
+    """The first precision whose products of matrices are in a dtype, by torch's name."""
+    return next(precision for precision in PRECISIONS.values() if precision.compute == compute)
+
+
+FP32, FP64 = PRECISIONS["fp32"], PRECISIONS["fp64"]
