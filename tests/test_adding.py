@@ -180,6 +180,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of the package, into which all the page's additions are put, and the page's programs."""
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(ROOT / "src" / "shardlab", folder / "shardlab", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "shardlab" / "strategies" / "my_strategy.py").write_text(SAVED["my_strategy.py"].text)
     for block in INTO:
         put(folder / "shardlab", block)
     (ring,) = [block.text for block in ON_PAGE if block.comment == "built with it: ring.py:ring_ddp"]
@@ -189,13 +190,19 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def built(line: str, changed: Path) -> dict[str, Any]:
+def built(line: str, changed: Path) -> Any:
     """What a command of the changed package says, as JSON."""
     env = {**os.environ, "PYTHONPATH": str(changed), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardlab", *line.split(), "--json"]
     done = subprocess.run(command, cwd=changed, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_a_strategy_is_built_in_by_its_own_file(changed: Path) -> None:
+    assert built("simulate in-two-steps", changed)["backends"] == ["gloo", "nccl"]
+    listed = [row["name"] for row in built("strategies", changed)]
+    assert listed == [*listed[: listed.index("zero-1") - 1], "in-two-steps", *listed[listed.index("zero-1") :]]
 
 
 def test_a_collective_and_an_op_are_checked_and_run(changed: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from shardlab.check import check
 from shardlab.program import Mesh, Op, OpKind, Program, Refused, Sizes, Strategy, trace
-from shardlab.strategies import column_parallel
+from shardlab.strategies.column_parallel import column_parallel
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
 from tests.support.refusing import refuses

@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.check import check
 from shardlab.program import Holds, Mesh, Op, OpKind, Program, Rank, Value, trace
-from shardlab.strategies import expert_parallel
+from shardlab.strategies.expert_parallel import expert_parallel
 from tests.support.refusing import Told, refuses, told
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardlab.check import check
 from shardlab.draw import comparison_svg, save_comparison
 from shardlab.program import trace
-from shardlab.strategies import fsdp
+from shardlab.strategies.fsdp import fsdp
 from shardlab.timeline import Costs, simulate
 
 CHECKED = check(trace(fsdp, ranks=2, layers=3, microbatches=2))

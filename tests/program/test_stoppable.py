@@ -12,7 +12,7 @@ import pytest
 from shardlab.program import Rank, trace
 from shardlab.program.bounds import bounded
 from shardlab.program.stoppable import Stalled, run_stoppable
-from shardlab.strategies import ddp
+from shardlab.strategies.ddp import ddp
 from tests.support.refusing import refuses
 
 

@@ -20,7 +20,7 @@ from shardlab.program import (
     World,
     trace,
 )
-from shardlab.strategies import ddp
+from shardlab.strategies.ddp import ddp
 from tests.program.tapes import refusal, says
 from tests.support.random_programs import Shape, program_of, shapes
 from tests.support.refusing import tells

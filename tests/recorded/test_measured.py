@@ -15,7 +15,8 @@ from shardlab.program.record import MemoryRecord, Moments, RankRecord, StepRecor
 from shardlab.recorded.compare import compare
 from shardlab.recorded.measured import measured
 from shardlab.recorded.trace_file import read_trace, write_rank, write_trace
-from shardlab.strategies import ddp, fsdp
+from shardlab.strategies.ddp import ddp
+from shardlab.strategies.fsdp import fsdp
 from shardlab.timeline import simulate
 from shardlab.timeline.exposed import covered, rank_times
 

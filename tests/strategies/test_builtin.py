@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardlab.check import check
 from shardlab.program import Kind, OpKind, Program, UserError, trace
 from shardlab.strategies import STRATEGIES, find
+from shardlab.strategies.entry import DECLARED
 from shardlab.timeline import simulate
 
 WEIGHT_HALF = OpKind.BACKWARD_WEIGHT
@@ -19,6 +20,10 @@ WEIGHT_HALF = OpKind.BACKWARD_WEIGHT
 def traced(name: str, ranks: int, layers: int, microbatches: int) -> Program:
     entry = STRATEGIES[name]
     return trace(entry.program, entry.mesh(ranks), entry.puzzle(ranks, layers), microbatches)
+
+
+def test_every_declaration_has_a_name_of_its_own() -> None:
+    assert len(DECLARED) == len(STRATEGIES)
 
 
 def count(program: Program, kind: OpKind) -> int:

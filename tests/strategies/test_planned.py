@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shardlab.check import check
 from shardlab.program import Mesh, OpKind, Program, Sizes, UserError, trace
-from shardlab.strategies import STRATEGIES, Plan, planned
+from shardlab.strategies import STRATEGIES, Plan
+from shardlab.strategies.planned import planned
 from shardlab.strategies.schedules import SCHEDULES, Action, Backward, Forward, Schedule
 from shardlab.strategies.schedules.csv_schedule import Form
 from shardlab.train.cases import SHARDINGS

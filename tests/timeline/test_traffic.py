@@ -6,7 +6,8 @@ import pytest
 
 from shardlab.check import check
 from shardlab.program import Mesh, trace
-from shardlab.strategies import STRATEGIES, Plan, planned
+from shardlab.strategies import STRATEGIES, Plan
+from shardlab.strategies.planned import planned
 from shardlab.timeline import Traffic, traffic
 
 

@@ -2,8 +2,18 @@
 github.com/stanford-cs336/spring2025-lectures lecture_08.py, whose backward pass is "homework exercise")."""
 
 from shardlab.program import Rank, Value
+from shardlab.strategies.entry import built_in, tensor_parallel_mesh
 
 
+@built_in(
+    "the columns of every matrix",
+    keeps="(W + G + O)/t",
+    source="Stanford CS336, spring 2025, lecture 8",
+    mesh=tensor_parallel_mesh,
+    ranks=2,
+    columns=True,
+    order=6,
+)
 async def column_parallel(rank: Rank) -> None:
     """Column parallelism: each rank makes some features of every layer's output, gathered for the next layer.
 

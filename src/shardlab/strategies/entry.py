@@ -1,4 +1,4 @@
-"""A row of the table of strategies, and the grids that rows use."""
+"""What is known of a strategy, the grids that strategies use, and the declarations of those that are built in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from shardlab.program.bounds import require_ops
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.planned import planned
-from shardlab.strategies.presets import Preset
+
+Preset = Callable[[int], Plan]
+"""A number of ranks to a plan for that many."""
 
 
 def data_parallel_mesh(ranks: int) -> Mesh:
@@ -22,6 +24,17 @@ def data_parallel_mesh(ranks: int) -> Mesh:
 def pipeline_mesh(ranks: int) -> Mesh:
     """Put all ranks on the pipeline axis."""
     return Mesh(pp=ranks)
+
+
+def tensor_parallel_mesh(ranks: int) -> Mesh:
+    """Put all ranks on the axis that cuts layers.
+
+    Raises:
+        UserError: for one rank, which has nothing to cut.
+    """
+    if ranks < 2:
+        raise UserError(f"tensor parallelism cuts layers over 2 or more ranks, but {ranks} was asked for")
+    return Mesh(tp=ranks)
 
 
 def expert_parallel_mesh(ranks: int) -> Mesh:
@@ -63,6 +76,7 @@ class StrategyEntry:
             ranks, p of them along the pipeline with v stages each, s along dp_shard and t along tp; of a mixture, what
             it keeps of the dense layers D and of the experts E. Activations come on top, and for a while a layer or two
             that are whole.
+        order: where listings have it: programs to read from 1 on, then others, at 50, and from 100 on plans.
     """
 
     name: str
@@ -74,6 +88,7 @@ class StrategyEntry:
     plan: Preset | None = None
     memory: str = ""
     columns: bool = False
+    order: int = 0
 
     def for_job(self, ranks: int) -> str | Plan:
         """A description from which every process can make this strategy."""
@@ -133,13 +148,47 @@ class StrategyEntry:
         return mesh
 
 
-def preset_entry(name: str, plan: Preset, splits: str, memory: str, source: str, ranks: int = 4) -> StrategyEntry:
-    """A plan by name."""
+DECLARED: list[StrategyEntry] = []
+"""Every built-in strategy, as its module declares it."""
 
-    async def strategy(rank: Rank) -> None:
-        await planned(plan(rank.world))(rank)
 
-    return StrategyEntry(name, strategy, splits, source, lambda count: plan(count).mesh, ranks, plan, memory)
+def built_in(
+    splits: str,
+    *,
+    keeps: str,
+    source: str,
+    mesh: Callable[[int], Mesh] = data_parallel_mesh,
+    ranks: int = 4,
+    columns: bool = False,
+    order: int = 50,
+) -> Callable[[Strategy], Strategy]:
+    """Declare a program as a built-in strategy, by the name of its function with `-` in place of `_`.
+
+    Args:
+        keeps: the `memory` of its `StrategyEntry`; the others are as there.
+    """
+
+    def declare(program: Strategy) -> Strategy:
+        name = program.__name__.replace("_", "-")
+        DECLARED.append(StrategyEntry(name, program, splits, source, mesh, ranks, None, keeps, columns, order))
+        return program
+
+    return declare
+
+
+def preset(splits: str, keeps: str, source: str, *, ranks: int = 4, name: str = "") -> Callable[[Preset], Preset]:
+    """Declare a plan for any number of ranks as a built-in strategy, by `name` or that of its function."""
+
+    def declare(plan: Preset) -> Preset:
+        async def strategy(rank: Rank) -> None:
+            await planned(plan(rank.world))(rank)
+
+        called = name or plan.__name__.replace("_", "-")
+        entry = StrategyEntry(called, strategy, splits, source, lambda n: plan(n).mesh, ranks, plan, keeps, order=100)
+        DECLARED.append(entry)
+        return plan
+
+    return declare
 
 
 def planned_entry(plan: Plan, name: str) -> StrategyEntry:

@@ -2,8 +2,16 @@
 section 3.2)."""
 
 from shardlab.program import Rank, Value
+from shardlab.strategies.entry import built_in, expert_parallel_mesh
 
 
+@built_in(
+    "the batch and the experts",
+    keeps="D + E/n of W, G and O",
+    source="Lepikhin et al. 2020, GShard, arXiv 2006.16668",
+    mesh=expert_parallel_mesh,
+    order=8,
+)
 async def expert_parallel(rank: Rank) -> None:
     """Data parallel but for the experts: their tokens travel to them and back, in both directions.
 

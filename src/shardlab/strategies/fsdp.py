@@ -1,8 +1,15 @@
 """Fully sharded data parallel: every rank holds 1/world of every layer (ZeRO stage 3, Rajbhandari et al. 2020)."""
 
 from shardlab.program import Rank
+from shardlab.strategies.entry import built_in
 
 
+@built_in(
+    "the batch, weights, gradients and optimizer state",
+    keeps="(W + G + O)/n",
+    source="Rajbhandari et al. 2020, arXiv 1910.02054, stage 3",
+    order=5,
+)
 async def fsdp(rank: Rank) -> None:
     """Gather each layer just before it is used, free it right after, and keep only one's slice of the gradient."""
     last = len(rank.layers)

@@ -1,8 +1,17 @@
 """Gradient accumulation: one microbatch at a time, so that only one microbatch's activations are ever held."""
 
 from shardlab.program import Rank
+from shardlab.strategies.entry import built_in, one_device_mesh
 
 
+@built_in(
+    "nothing; the batch over time",
+    keeps="W + G + O",
+    source="LLM Training Puzzles, puzzle 1",
+    mesh=one_device_mesh,
+    ranks=1,
+    order=2,
+)
 async def grad_accum(rank: Rank) -> None:
     """Forward and backward per microbatch; the gradients add up, and one update ends the step."""
     last = len(rank.layers)

@@ -1,8 +1,10 @@
 """Pipeline parallelism without microbatches: each rank owns consecutive layers, and the whole batch passes through."""
 
 from shardlab.program import Rank
+from shardlab.strategies.entry import built_in, pipeline_mesh
 
 
+@built_in("the layers", keeps="(W + G + O)/p", source="LLM Training Puzzles, puzzle 5", mesh=pipeline_mesh, order=9)
 async def pipeline(rank: Rank) -> None:
     """Activations go up the ranks, their gradients come down again; one rank works at a time."""
     stage = rank.stage_layers()

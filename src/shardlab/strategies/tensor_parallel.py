@@ -1,19 +1,17 @@
 """Tensor parallelism: matrices are cut over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, fig. 3)."""
 
-from shardlab.program import Mesh, Rank, UserError, Value
+from shardlab.program import Rank, Value
+from shardlab.strategies.entry import built_in, tensor_parallel_mesh
 
 
-def tensor_parallel_mesh(ranks: int) -> Mesh:
-    """Put all ranks on the axis that cuts layers.
-
-    Raises:
-        UserError: for one rank, which has nothing to cut.
-    """
-    if ranks < 2:
-        raise UserError(f"tensor parallelism cuts layers over 2 or more ranks, but {ranks} was asked for")
-    return Mesh(tp=ranks)
-
-
+@built_in(
+    "the matrices of every layer",
+    keeps="(W + G + O)/t",
+    source="Shoeybi et al. 2019, arXiv 1909.08053",
+    mesh=tensor_parallel_mesh,
+    ranks=2,
+    order=7,
+)
 async def tensor_parallel(rank: Rank) -> None:
     """A body makes its slice's terms of a sum: one all-reduce for each body and direction. Norms run on every rank."""
     last = rank.layers[-1]

@@ -1,8 +1,12 @@
 """Weight-sharded data parallel: weights and optimizer state are sharded, gradients stay whole until reduced."""
 
 from shardlab.program import Rank
+from shardlab.strategies.entry import built_in
 
 
+@built_in(
+    "the batch, weights and optimizer state", keeps="G + (W + O)/n", source="LLM Training Puzzles, puzzle 3", order=4
+)
 async def wsdp(rank: Rank) -> None:
     """Gather each layer just before it is used and free it right after; all-reduce gradients, update one's slice."""
     last = len(rank.layers)
