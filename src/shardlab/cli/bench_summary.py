@@ -7,15 +7,7 @@ from statistics import median
 
 from rich.console import Console
 
-from shardlab.cli.bench_tables import (
-    GIGA,
-    MICRO,
-    hidden_text,
-    print_layers,
-    print_overlap,
-    print_rates,
-    print_sizes,
-)
+from shardlab.cli.bench_tables import GIGA, MICRO, hidden_text, print_layers, print_overlap, print_rates, print_sizes
 from shardlab.cli.console import print_fact, stdout_console, table_of
 from shardlab.measure.kernel_fit import errors_of, fit_kernels
 from shardlab.measure.lines import FittedLine, fit_lines

@@ -115,21 +115,11 @@ class Collectives:
             "root": self.root,
             "reduction": self.reduction,
             "collectives": [
-                {
-                    "name": name,
-                    "says": self._says(name),
-                    "before": found[name,].before,
-                    "after": found[name,].after,
-                }
+                {"name": name, "says": self._says(name), "before": found[name,].before, "after": found[name,].after}
                 for name in names
             ],
             "same": [
-                {
-                    "name": name,
-                    "steps": SAME[name],
-                    "tensors": found[SAME[name]].tensors,
-                    "same": same_as(found, name),
-                }
+                {"name": name, "steps": SAME[name], "tensors": found[SAME[name]].tensors, "same": same_as(found, name)}
                 for name in names
                 if same_as(found, name) is not None
             ],

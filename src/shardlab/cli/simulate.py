@@ -8,16 +8,7 @@ from typing import Any
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.console import print_json
 from shardlab.cli.costs import CostsText, costs_of
-from shardlab.cli.options import (
-    Flag,
-    Layers,
-    MaxOps,
-    MaxSeconds,
-    Name,
-    OptionalCount,
-    Ranks,
-    StrategyName,
-)
+from shardlab.cli.options import Flag, Layers, MaxOps, MaxSeconds, Name, OptionalCount, Ranks, StrategyName
 from shardlab.cli.picture import NO_PICTURES, PictureFlags
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report

@@ -38,13 +38,7 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
 def collective_fits(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Alpha and beta of every collective and group size, how well they tell the points, and why not to rely on it."""
     return [
-        {
-            "kind": kind,
-            "ranks": ranks,
-            **asdict(fitted.line),
-            "errors": asdict(fitted.errors),
-            "doubt": fitted.doubt,
-        }
+        {"kind": kind, "ranks": ranks, **asdict(fitted.line), "errors": asdict(fitted.errors), "doubt": fitted.doubt}
         for (kind, ranks), fitted in fit_lines(points).items()
     ]
 

@@ -14,19 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from shardlab.predict.rotation import Rotation
-from shardlab.program import (
-    Group,
-    Mesh,
-    Op,
-    OpKind,
-    Program,
-    Rank,
-    Refused,
-    Sizes,
-    Spec,
-    UserError,
-    World,
-)
+from shardlab.program import Group, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Spec, UserError, World
 from shardlab.program.bounds import MAX_FOLDED
 from shardlab.program.communications import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
 from shardlab.program.matching import Channel, Communication, channel_of, communications_of

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from shardlab.program import OpKind
 from shardlab.timeline.costs import UNIT_COSTS
 
-COLLECTIVES = {
-    "allreduce": OpKind.ALL_REDUCE,
-    "allgather": OpKind.ALL_GATHER,
-    "scatterreduce": OpKind.REDUCE_SCATTER,
-}
+COLLECTIVES = {"allreduce": OpKind.ALL_REDUCE, "allgather": OpKind.ALL_GATHER, "scatterreduce": OpKind.REDUCE_SCATTER}
 """The kind of op that each collective is in the vocabulary of `shardlab.program`."""
 
 

@@ -14,14 +14,7 @@ from shardlab.program import UserError
 from shardlab.program.bounds import require_ops
 from shardlab.program.stoppable import Stalled, run_stepwise
 from shardlab.rules.pieces import counted
-from shardlab.strategies.schedules.actions import (
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Schedule,
-)
+from shardlab.strategies.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
 from shardlab.strategies.schedules.messages import with_messages
 from shardlab.strategies.schedules.sharding import ShardedStep
 
