@@ -7,20 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardlab.hardware.collectives import COSTS
 from shardlab.hardware.formulas import algorithm_bandwidth, bus_bandwidth, cs336_bandwidth
 
-KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "barrier",
-    "send_recv",
-)
+KINDS = (*COSTS, "send_recv")
 """What is measured; the last is one message from one rank to another."""
 
 

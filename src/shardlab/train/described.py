@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from shardlab.models.named import find_model, name_of, with_fields
@@ -15,15 +15,9 @@ from shardlab.train.job import Job
 
 def described(job: Job) -> dict[str, Any]:
     """All that a job is."""
-    return {
+    return vars(job) | {
         "strategy": job.strategy if isinstance(job.strategy, str) else job.strategy.as_dict(),
-        "ranks": job.ranks,
-        "microbatches": job.microbatches,
         "model": {"kind": name_of(type(job.model)), **asdict(job.model)},
-        "micro_batch_size": job.micro_batch_size,
-        "precision": job.precision,
-        "seed": job.seed,
-        "name": job.name,
     }
 
 
@@ -40,16 +34,11 @@ def job_of(words: Mapping[str, Any]) -> Job:
     try:
         strategy, model = words["strategy"], dict(words["model"])
         kind = model.pop("kind")
-        return Job(
-            strategy if isinstance(strategy, str) else Plan.from_dict(strategy),
-            words["ranks"],
-            words["microbatches"],
-            with_fields(find_model(kind), model, kind),
-            words["micro_batch_size"],
-            words["precision"],
-            words["seed"],
-            words["name"],
-        )
+        found: dict[str, Any] = {
+            "strategy": strategy if isinstance(strategy, str) else Plan.from_dict(strategy),
+            "model": with_fields(find_model(kind), model, kind),
+        }
+        return Job(**({field.name: words[field.name] for field in fields(Job)} | found))
     except (KeyError, AttributeError, TypeError, UserError) as error:
         raise UserError(
             f"the job in this trace is none that this version of Shardlab knows ({type(error).__name__}: {error}); "
