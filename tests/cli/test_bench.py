@@ -17,8 +17,7 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.bench_summary import print_collectives, print_compute
-from shardlab.cli.bench_tables import hidden_text
+from shardlab.cli.bench_summary import hidden_text, print_collectives, print_compute
 from shardlab.hardware import Profile
 from shardlab.measure.points import KINDS, CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point, append
 

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab.published.outcomes import outcome_of
+from shardlab.published.outcomes import outcome_of, outcomes_of
 from shardlab.published.rows import read_rows
-from shardlab.published.side_by_side import outcomes_of
 
 RUNS = Path(__file__).parent / "published_runs.json"
 

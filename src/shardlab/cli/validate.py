@@ -14,10 +14,9 @@ from rich.table import Table
 
 from shardlab.cli.console import print_json, stdout_console, table_of
 from shardlab.cli.options import Flag
-from shardlab.published.outcomes import Figure, Outcome
+from shardlab.published.outcomes import Figure, Outcome, outcomes_of
 from shardlab.published.report import ErrorSummary, assumed_by, by_source, misjudged, worst_of
 from shardlab.published.rows import GIB, read_rows
-from shardlab.published.side_by_side import outcomes_of
 from shardlab.timeline.units import seconds_text
 
 WORST = 5

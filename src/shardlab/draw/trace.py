@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab.draw.arrows import Arrow, arrows
 from shardlab.draw.chunks import model_layer
 from shardlab.draw.memory import curve
 from shardlab.draw.rows import rank_name
@@ -25,8 +24,35 @@ from shardlab.program.files import whole_file
 from shardlab.program.ops import Color, Stream
 from shardlab.rules.pieces import bits, listed
 from shardlab.timeline import Event, Timeline
-from shardlab.timeline.counters import Counter
+from shardlab.timeline.counters import Counter, moments_of
 from shardlab.timeline.traced import rank_of
+
+Place = tuple[int, int]
+"""A row and the place of an op on its tape."""
+
+
+class Arrow(NamedTuple):
+    """An arrow from the event at one place to that at another; a `message` or a `join`."""
+
+    name: str
+    source: Place
+    target: Place
+
+
+def arrows(timeline: Timeline) -> Iterator[Arrow]:
+    """List all arrows between the rows of a timeline; of folded ranks, those whose peers have rows of their own.
+
+    A join goes from the member for which the others of a collective waited (of several, the first) to each of them.
+    """
+    moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
+    for communication in timeline.communications:
+        places = [(row, at) for row, _, at in communication.participants]
+        if communication.stream is Stream.MESSAGE:
+            yield Arrow("message", *places)
+        else:
+            last = max(places, key=lambda place: moments[place[0]][place[1]])
+            yield from (Arrow("join", last, place) for place in places if place != last)
+
 
 NANO = 1e9
 """Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""

@@ -6,17 +6,16 @@ a machine without devices of its own is seldom quiet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 from shardlab.measure.cases import CollectiveCase, Team, exchange, make_case
 from shardlab.measure.clock import Clock, batches, iterations_for
-from shardlab.measure.overlap import overlap
-from shardlab.measure.points import CollectivePoint, append
+from shardlab.measure.points import CollectivePoint, OverlapPoint, append
 from shardlab.measure.progress import Progress
 from shardlab.measure.world import MeasuringRanks
 
@@ -28,14 +27,14 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class CollectiveBench:
-    """What is to be measured.
+    """Collectives to be timed: each kind at every size, among groups of every size.
 
     Attributes:
-        kinds: of `points.KINDS`.
+        kinds: names of collectives, of `points.KINDS`.
         sizes: bytes of the whole value, ascending.
-        groups: sizes of the groups that meet; each divides the number of ranks.
-        seconds: how long each point is measured for in all, about.
-        overlap: whether it is measured between and beside computations, too, for three quarters of that time.
+        groups: ranks of the groups that meet; each number divides that of all ranks.
+        seconds: time for each point in all, about.
+        overlap: whether each is timed between and beside computations, too, for three quarters of that time.
     """
 
     kinds: tuple[str, ...]
@@ -115,3 +114,63 @@ def time_case(
         times.append(world.mean(clock.seconds(call, count)))
     calls = 2 if kind == "send_recv" else 1
     return CollectivePoint(kind, team.size, case.bytes, median(times) / calls, iterations, int(wrong))
+
+
+WIDTH = {"cpu": 384, "cuda": 4096}
+"""Rows and columns of the product that is computed: about a millisecond."""
+
+LENGTHS = (1, 5, 2, 8, 3)
+"""How many products (or times as many) come between two collectives: as those of layers, they are not all alike."""
+
+
+def overlap(
+    world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, alone: float, seconds: float
+) -> OverlapPoint:
+    """Measure rounds of products of matrices alone, of products and then a collective that is waited for at once, and
+    of products between its start and the wait, as an executor does both.
+
+    Alone, again and again, a collective finds its threads awake and a core for each. In a step the ranks compute
+    between two of them, and a rank that has what it waited for computes at once, on a core that the other one's
+    communication may still need: the system's scheduler decides who waits, often for milliseconds.
+
+    On a GPU the collective has a stream of its own. Products take about as long as the collective, or longer: there has
+    to be something to hide it behind.
+
+    Args:
+        alone: seconds of the collective, called again and again; between computations it takes no less.
+        seconds: how long each of the three is measured for, about.
+    """
+    clock = Clock(world.device)
+    width = WIDTH[world.device.type]
+    a = torch.ones(width, width, device=world.device)
+    into = torch.empty_like(a)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=into)
+
+    def between(count: int) -> None:
+        compute(count)
+        case.start()()
+
+    def beside(count: int) -> None:
+        wait = case.start()
+        compute(count)
+        wait()
+
+    def of_round(what: Callable[[int], None], cycles: int) -> float:
+        world.meet()
+        clock.mark()
+        for count in counts * cycles:
+            what(count)
+        clock.mark()
+        return world.mean(clock.gaps()[0]) / (len(counts) * cycles)
+
+    compute(2)
+    product = world.most(clock.seconds(lambda: compute(1), 5))
+    usual = fmean(LENGTHS) * product
+    counts = [length * max(1, round(alone / usual)) for length in LENGTHS]
+    cycles = iterations_for(sum(counts) * product + len(counts) * alone, seconds, at_least=1)
+    found = [[of_round(what, each) for what in (compute, between, beside)] for each in batches(cycles, BATCHES)]
+    computing, waiting, together = (median(times) for times in zip(*found, strict=True))
+    return OverlapPoint(kind, team.size, case.bytes, computing, max(alone, waiting - computing), together)

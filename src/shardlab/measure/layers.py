@@ -30,12 +30,12 @@ PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 
 @dataclass(frozen=True)
 class ComputeBench:
-    """What is to be measured.
+    """Layers to be timed: models of every shape, in every dtype.
 
     Attributes:
         shapes: widths and microbatches.
-        dtypes: torch's names.
-        vocabulary: of the head.
+        dtypes: torch's names of them.
+        vocab_size: tokens that the head tells apart.
         seconds: how long each step is repeated for, about.
     """
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any, Literal
 
 from shardlab.program import Refused, UserError
@@ -57,3 +62,17 @@ def _state(row: dict[str, Any]) -> Prediction:
     """The memory of a row that gives nothing but the state of a model of so many parameters."""
     state = made(StateRecord, section(row, "model") | section(row, "parallelism"))
     return Prediction(None, model_state_bytes(state.params, state.dp, state.zero_stage), True)
+
+
+def outcomes_of(rows: Sequence[dict[str, Any]]) -> Iterator[Outcome]:
+    """What came of every row, in the order of the rows, each as soon as it and those before it are known.
+
+    Processes are spawned, since a progress bar's thread would not survive a fork; when the user interrupts, they end
+    with the command and say nothing of their own.
+    """
+    processes = min(len(rows), os.cpu_count() or 1)
+    if processes < 2:
+        yield from map(outcome_of, rows)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
+        yield from pool.map(outcome_of, rows)
