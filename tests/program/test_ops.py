@@ -9,11 +9,10 @@ import pytest
 
 from shardlab.check import check
 from shardlab.check.compute import COMPUTE_RULES
-from shardlab.cli.timeline_text import STYLES
-from shardlab.draw.palette import COLORS, SHADES
 from shardlab.execute.communication import START
 from shardlab.execute.compute import COMPUTE
 from shardlab.program import OpKind, Refused, trace
+from shardlab.program.colors import HUES
 from shardlab.program.ops import BOOKKEEPING, COLLECTIVES, COMMUNICATION, POINT_TO_POINT, Combiner, Price
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.strategies import STRATEGIES
@@ -29,8 +28,7 @@ def test_every_op_has_a_rule_and_a_function_that_runs_it() -> None:
 
 def test_every_colour_is_known_where_it_is_drawn() -> None:
     for kind in set(OpKind) - BOOKKEEPING:
-        assert kind.row.color in (SHADES if kind.row.part_of else COLORS), kind
-        assert kind.row.color in STYLES, kind
+        assert bool(HUES[kind.row.color].lightest) == bool(kind.row.part_of), kind
 
 
 def test_every_op_that_takes_time_has_a_unit_cost() -> None:

@@ -9,32 +9,10 @@ from rich.text import Text
 
 from shardlab.cli.activity import Activity, Shares
 from shardlab.program import OpKind
-from shardlab.program.ops import BOOKKEEPING, Color
+from shardlab.program.colors import HUES
+from shardlab.program.ops import BOOKKEEPING
 
-STYLES: dict[Color, str] = {
-    "blue": "dodger_blue2",
-    "light blue": "dodger_blue2",
-    "orange": "dark_orange",
-    "teal": "dark_cyan",
-    "green": "green",
-    "black": "bold",
-    "brown": "bold",
-    "grey": "bold",
-    "light grey": "dim",
-    "yellow": "yellow",
-    "magenta": "magenta",
-    "red": "red",
-    "violet": "cyan",
-    "lilac": "yellow",
-    "pink": "magenta",
-    "cream": "yellow",
-    "rose": "red",
-    "slate": "yellow",
-    "light slate": "magenta",
-}
-"""The colours that ops name, as a terminal has them; signs tell those apart that have one style."""
-
-SIGNS = {kind: (kind.row.sign, STYLES[kind.row.color]) for kind in OpKind if kind not in BOOKKEEPING}
+SIGNS = {kind: (kind.row.sign, HUES[kind.row.color].terminal) for kind in OpKind if kind not in BOOKKEEPING}
 """Capital letters are compute, and small ones compute beside communication; other signs are communication."""
 
 IDLE, MIXED = ".", "~"

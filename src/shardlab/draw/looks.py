@@ -65,8 +65,8 @@ class Looks:
             of = self.chunks or self.layers
             return Paint(shade(family, place / (of - 1) if of > 1 else 0.2), hatch)
         color = layer_color(place, self.layers)
-        if family is FORWARD:
+        if family == FORWARD:
             return Paint(color, hatch)
-        top = color if family is not BACKWARD_WEIGHT else ""
-        bottom = color if family is not BACKWARD_INPUT else ""
+        top = color if family != BACKWARD_WEIGHT else ""
+        bottom = color if family != BACKWARD_INPUT else ""
         return Paint(pale(color), hatch, top, bottom)

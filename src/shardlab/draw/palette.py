@@ -10,47 +10,25 @@ from functools import cache
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
+from shardlab.program.colors import HUES
 from shardlab.program.ops import Color
 
-LOSS = "#9a6700"
 PEAK = "#d55e00"
-OTHER = "#8c959f"
-"""Compute that is not a pass: sums of gradients, norms."""
 
 Family = tuple[str, str]
 """The darkest and the lightest of a pass's shades."""
 
-FORWARD: Family = ("#2a62b8", "#a9cbf5")
-BACKWARD: Family = ("#e0761b", "#fad0a0")
-BACKWARD_INPUT: Family = ("#10908f", "#98dcd6")
-BACKWARD_WEIGHT: Family = ("#5d9c1f", "#c5e39a")
-
-SHADES: dict[Color, Family] = {
-    "blue": FORWARD,
-    "light blue": FORWARD,
-    "orange": BACKWARD,
-    "teal": BACKWARD_INPUT,
-    "green": BACKWARD_WEIGHT,
-}
+SHADES: dict[Color, Family] = {name: (hue.drawn, hue.lightest) for name, hue in HUES.items() if hue.lightest}
 """The passes' colours."""
 
-COLORS: dict[Color, str] = {
-    "black": "#24292f",
-    "brown": LOSS,
-    "grey": OTHER,
-    "light grey": OTHER,
-    "yellow": "#f2c811",
-    "magenta": "#c763a5",
-    "red": "#b3243f",
-    "violet": "#8a63c7",
-    "lilac": "#c3b1e1",
-    "pink": "#ecc3de",
-    "cream": "#f8e79b",
-    "rose": "#dc98a3",
-    "slate": "#57606a",
-    "light slate": "#a4adb6",
-}
+FORWARD, BACKWARD = SHADES["blue"], SHADES["orange"]
+BACKWARD_INPUT, BACKWARD_WEIGHT = SHADES["teal"], SHADES["green"]
+
+COLORS: dict[Color, str] = {name: hue.drawn for name, hue in HUES.items() if not hue.lightest}
 """The colours of all other ops."""
+
+LOSS, OTHER = COLORS["brown"], COLORS["grey"]
+"""The loss, and compute that is no pass: sums of gradients, norms."""
 
 
 @cache

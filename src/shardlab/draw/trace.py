@@ -20,8 +20,9 @@ from shardlab.draw.chunks import model_layer
 from shardlab.draw.memory import curve
 from shardlab.draw.rows import rank_name
 from shardlab.program import Op, OpKind
+from shardlab.program.colors import HUES
 from shardlab.program.files import whole_file
-from shardlab.program.ops import Color, Stream
+from shardlab.program.ops import Stream
 from shardlab.rules.pieces import bits, listed
 from shardlab.timeline import Event, Timeline
 from shardlab.timeline.counters import Counter, moments_of
@@ -57,17 +58,6 @@ def arrows(timeline: Timeline) -> Iterator[Arrow]:
 NANO = 1e9
 """Nanoseconds of a second, or of a unit: the finest that viewers know, so times are compared when they are rounded."""
 
-
-COLORS: dict[Color, str] = {
-    "blue": "rail_response",
-    "light blue": "thread_state_runnable",
-    "orange": "rail_idle",
-    "teal": "background_memory_dump",
-    "green": "rail_load",
-    "black": "black",
-}
-"""The colours among those that Chrome's viewer has names for (catapult's color_scheme.html); the other ops take its
-own."""
 
 Shown = tuple[Timeline, Sequence[Counter] | None]
 """What happened when, and for each row its memory by category; None to show memory as one number."""
@@ -160,10 +150,9 @@ def _complete(event: Event, span: TraceSpan, layer: int) -> dict[str, Any]:
         name += f" {args['microbatches']}"
     if event.layer >= 0:
         name += f" (layer {layer})"
-    named = event.kind.row.color
-    color = {"cname": COLORS[named]} if named in COLORS else {}
+    color = HUES[event.kind.row.color].chrome
     return {
-        **color,
+        **({"cname": color} if color else {}),
         "ph": "X",
         "name": name,
         "cat": event.kind.value,
