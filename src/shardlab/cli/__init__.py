@@ -32,7 +32,7 @@ from shardlab.train.streams import unbroken
 
 
 class Command(Protocol):
-    """What a subcommand is."""
+    """A subcommand."""
 
     def run(self) -> int:
         """Do it; the exit status.

@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 
 class Shares(NamedTuple):
-    """What a rank does in each of some equally long cells of time, as shares of a cell.
+    """Shares of equally long cells of time that a rank spends on each thing.
 
     Attributes:
         compute: of each kind of compute, (cells,).
@@ -32,7 +32,7 @@ class Shares(NamedTuple):
 
 
 class Activity:
-    """What one rank does at every moment.
+    """Work of one rank at every moment of a step.
 
     Args:
         events: the rank's events, in any order; those that take no time count for nothing.

@@ -32,14 +32,14 @@ NAMES = {
 """Every collective, and a message between two ranks, with what each rank then has."""
 
 REDUCING = {"reduce", "all_reduce"}
-"""What --reduction is for."""
+"""Collectives that take --reduction."""
 
 SAME = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "broadcast": ("scatter", "all_gather"),
     "reduce": ("reduce_scatter", "gather"),
 }
-"""What does the same in two steps, if it sums."""
+"""By collective, two others that in a row do the same, if it sums."""
 
 
 @dataclass(frozen=True)

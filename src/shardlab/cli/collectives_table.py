@@ -24,7 +24,7 @@ LABELS = {
     "barrier": "wait",
     "send": "send",
 }
-"""What happens between who gives and who receives; a reduction says which it is."""
+"""Labels of what happens between those who give and those who receive; a reduction's is its own name."""
 
 BOXES = {
     "": " ",

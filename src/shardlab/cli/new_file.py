@@ -14,7 +14,7 @@ OWN_MARKS = (
     b"Creator\0shardlab",  # PNG
     b"/Creator (shardlab)",  # PDF
 )
-"""What stands near the beginning or the end of every file that Shardlab writes."""
+"""Marks of the files that Shardlab writes; one stands near the beginning or the end of each."""
 
 NEAR = 4096
 """Bytes."""

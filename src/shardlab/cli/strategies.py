@@ -51,7 +51,7 @@ class Strategies:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the rank that sends most sends in a step.
+    """Traffic of the rank that sends most in a step.
 
     Attributes:
         traffic: its bytes, collectives and messages.

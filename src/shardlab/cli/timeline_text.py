@@ -62,12 +62,12 @@ def _row(shares: Shares) -> Text:
 
 
 def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
-    """What the signs of some rows mean, and which share of the ranks' time each takes, in lines of at most `width`.
+    """Legend of some rows: what their signs mean, and the share of the ranks' time that each takes.
 
     Args:
         rows: what is printed.
         ranks: all ranks, shown or not.
-        width: of the terminal.
+        width: of the terminal, in characters; no line is longer.
     """
     shown = {character for row in rows for character in row.plain}
     totals = [rank.totals() for rank in ranks]

@@ -26,7 +26,7 @@ FIGURES: dict[Figure, tuple[str, Callable[[float], str]]] = {
     "seconds": ("step time", seconds_text),
     "bytes": ("memory", lambda bytes: f"{bytes / GIB:.1f} GiB"),
 }
-"""A quantity that is compared, seconds or bytes: its title, and how a figure of it is written."""
+"""Quantities that are compared: the title of each, and a function that writes one of its figures."""
 
 NOTE = "error: predicted over measured, less 1; mean, median and worst are of its size, bias is the mean with signs"
 

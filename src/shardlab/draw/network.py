@@ -26,10 +26,10 @@ COLORS = {
 """The palette of Okabe and Ito 2008, made to be told apart with every kind of colour vision."""
 
 BANDS = {Kind.WEIGHT: (0.0, 0.3), Kind.GRAD_WEIGHT: (0.34, 0.78), Kind.OPT_STATE: (0.82, 1.0)}
-"""What part of a layer's box, from its top, each kind takes."""
+"""Begin and end of each kind's part of a layer's box, from its top, as shares of its height."""
 
 HALVES = {Kind.ACTIVATION: (0.0, 0.48), Kind.GRAD_ACTIVATION: (0.52, 1.0)}
-"""What part of an activation's column, from its left, each kind takes."""
+"""Begin and end of each kind's part of an activation's column, from its left, as shares of its width."""
 
 EMPTY = "#f3f5f7"
 MARGIN, LEFT, TOP, HEIGHT = 0.2, 0.5, 1.02, 1.1

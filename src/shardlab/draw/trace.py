@@ -60,7 +60,7 @@ NANO = 1e9
 
 
 Shown = tuple[Timeline, Sequence[Counter] | None]
-"""What happened when, and for each row its memory by category; None to show memory as one number."""
+"""A timeline to be shown, and for each row its memory by category (None: memory is shown as one number)."""
 
 
 class TraceSpan(NamedTuple):

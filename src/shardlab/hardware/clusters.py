@@ -189,7 +189,7 @@ def changed(path: Path, row: T, given: Any) -> T:
 
 
 def what_else(key: str, value: float) -> str | None:
-    """What a number of a device or a link should be, if it is none that can be."""
+    """Say what a number of a device or a link should be; None if it may be as it is."""
     if key == "sms":
         return None if isinstance(value, int) and value >= 1 else "a whole number of at least 1"
     if key == "efficiency":

@@ -34,7 +34,7 @@ of 108 or 150 features made the steps of bigscience's chronicles-prequel.md 31 t
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What a device reaches of its data sheet, one set for each type of device.
+    """Shares of its data sheet that a device reaches, one set for each type of device.
 
     Attributes:
         matmul: of the peak FLOP/s, by dtype, in a large product of matrices (clocks sag under that load).
@@ -122,7 +122,7 @@ class Device:
         return False
 
     def overhead(self, op: str, dtype: str) -> float:
-        """What an op of the tape takes beside its kernels, in seconds: on a device that is kept busy, nothing."""
+        """Seconds that an op of the tape takes beside its kernels: on a device that is kept busy, nothing."""
         return 0.0
 
     def _matmul(self, kernel: Matmul, dtype: str) -> float:

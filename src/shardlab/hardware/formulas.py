@@ -14,7 +14,7 @@ def algorithm_bandwidth(bytes: float, seconds: float) -> float:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """What makes algorithm bandwidth comparable to a link's (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Summary").
+    """Factor that makes algorithm bandwidth comparable to a link's (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Summary").
 
     All_reduce 2(n - 1)/n; reduce_scatter, all_gather and all_to_all (n - 1)/n; broadcast and reduce 1. Gather and
     scatter, which that page leaves out, are (n - 1)/n in nccl-tests' own code (src/gather.cu, src/scatter.cu), and a
@@ -31,7 +31,7 @@ def bus_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float:
 
 
 def cs336_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float | None:
-    """What CS336 (lecture 8, spring 2025) prints as "GB/s", in 2^30 bytes/s; None for what it does not measure.
+    """Bandwidth that CS336 (lecture 8, spring 2025) prints as "GB/s", in 2^30 bytes/s (None: it does not measure it).
 
     Of an all_reduce: bytes of the tensor times 2 (n - 1), over n times the duration; that is bus bandwidth. Of a
     reduce_scatter: bytes of the OUTPUT times (n - 1), over n times the duration. Bus bandwidth counts the whole input,

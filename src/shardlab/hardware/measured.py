@@ -27,7 +27,7 @@ class MeasuredDevice(Device):
 
     @property
     def adds_in_backward(self) -> bool:
-        """It was measured with its additions."""
+        """True: the backward pass was measured with its additions."""
         return True
 
     def overhead(self, op: str, dtype: str) -> float:

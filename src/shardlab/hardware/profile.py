@@ -23,7 +23,7 @@ Measured = TypeVar("Measured", "AlphaBeta", "Rate")
 
 @dataclass(frozen=True)
 class Machine:
-    """What tells machines apart, without a name of the host.
+    """Marks that tell machines apart, without a name of the host.
 
     Attributes:
         processor: the CPU's or the GPU's model.
@@ -51,7 +51,7 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Rate:
-    """What a family of kernels reaches: seconds to start, FLOP/s, and bytes/s of memory; 0 where it does not matter."""
+    """Rate of a family of kernels: seconds to start, FLOP/s, and bytes/s of memory; 0 where it does not matter."""
 
     launch: float
     flops: float
@@ -66,7 +66,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """Measurements of one machine.
 
     Attributes:
         machine: on what.

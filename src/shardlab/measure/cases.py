@@ -41,11 +41,11 @@ class Team:
         return len(self.ranks)
 
     def values(self, rank: int, elements: int) -> Tensor:
-        """What the member `rank` gives: small whole numbers, whose sums are exact."""
+        """Make the tensor (elements,) that the member `rank` gives: small whole numbers, whose sums are exact."""
         return _pattern(elements, self.device) * (rank + 1)
 
     def sum(self, elements: int) -> Tensor:
-        """Sum of what all members give."""
+        """Sum the tensors (elements,) that all members give."""
         return _pattern(elements, self.device) * (self.size * (self.size + 1) // 2)
 
 

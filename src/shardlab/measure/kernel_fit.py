@@ -1,4 +1,4 @@
-"""From the times of layers to the rates of kernels: a layer takes the sum of what its kernels take.
+"""Fits the rates of kernels to the times of layers: a layer takes the sum of what its kernels take.
 
 time = (what the op takes beside its kernels) + sum over kernels of (launch + FLOPs / rate + bytes / bandwidth), all of
 them 0 or more; one equation for every measured layer, solved by least squares of the relative error.

@@ -31,8 +31,8 @@ class FittedLine:
 
 
 def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
-    """What a collective takes in a step, by (kind, ranks) and then by bytes: between computations if that was measured,
-    or else alone."""
+    """Seconds that a collective adds to a step, by (kind, ranks) and then by bytes: between computations if that was
+    measured, or else alone."""
     found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
         if isinstance(point, CollectivePoint):

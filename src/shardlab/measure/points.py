@@ -11,7 +11,7 @@ from shardlab.hardware.collectives import COSTS
 from shardlab.hardware.formulas import algorithm_bandwidth, bus_bandwidth, cs336_bandwidth
 
 KINDS = (*COSTS, "send_recv")
-"""What is measured; the last is one message from one rank to another."""
+"""Collectives that are measured; the last is one message from one rank to another."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def append(path: Path, point: Point) -> None:
 
 
 def read_points(path: Path) -> list[Point]:
-    """All that is in a file; nothing, if there is none. A last line that was cut off is left out."""
+    """Read all points of a file; none if there is no file. A last line that was cut off is left out."""
     if not path.exists():
         return []
     points: list[Point] = []

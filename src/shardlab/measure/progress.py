@@ -38,7 +38,7 @@ class Progress:
         self._bar.start()
 
     def say(self, text: str) -> None:
-        """What is measured next."""
+        """Name the thing that is measured next."""
         self._text = text
         self._bar.update(self._task, description=text)
 

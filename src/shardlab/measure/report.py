@@ -1,4 +1,4 @@
-"""All that was measured and what follows from it, for other programs."""
+"""JSON of a bench: all points that were measured, and the fits that follow from them."""
 
 from __future__ import annotations
 

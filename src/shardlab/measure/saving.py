@@ -23,7 +23,7 @@ from shardlab.program import UserError
 
 
 def this_machine() -> Machine:
-    """What tells this machine from others."""
+    """Describe this machine, as far as that tells it from others."""
     if torch.cuda.is_available():
         return Machine(torch.cuda.get_device_name(0), torch.cuda.device_count(), torch.__version__, "nccl")
     return Machine(_processor(), _cores(), torch.__version__, "gloo")
@@ -67,7 +67,7 @@ def save(points: Sequence[Point], path: Path | None = None) -> Path:
 
 
 def profile_to_update(path: Path | None = None) -> Profile | None:
-    """What a file has of this machine already, if anything.
+    """Read the profile that a file has of this machine already, if it has one.
 
     Raises:
         UserError: a file that was named holds something else.

@@ -80,7 +80,7 @@ class Subject:
         return check(trace(load(plan).program, Mesh(), sizes, MICROBATCHES))
 
     def layer_name(self, op: Op) -> str:
-        """What an op computes on."""
+        """Name the layer that an op computes on, as "norm", "attention", "first block" or "loss"."""
         if op.kind is OpKind.LOSS:
             return "loss"
         if op.kind is OpKind.LOAD_BATCH:
@@ -122,8 +122,8 @@ UPDATE_MOVES = 7
 
 
 def subjects(shape: Shape, dtype: str, vocab_size: int) -> list[Subject]:
-    """What is measured of a shape: GPT's whole blocks (first, middle, last), halves of blocks, and these with a split
-    backward; of Llama, whose kernels are others but whose ops are the same, halves."""
+    """Models that are measured for a shape: GPT's whole blocks (first, middle, last), halves of blocks, and these with
+    a split backward; of Llama, whose kernels are others but whose ops are the same, halves."""
     heads = heads_of(shape.width)
     gpt = GPT(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
     llama = Llama(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)

@@ -33,19 +33,19 @@ class MeasuringRanks:
         return Team(group, ranks, self.rank - first, self.device)
 
     def most(self, number: float) -> float:
-        """The largest that any rank has."""
+        """Find the largest of all ranks' numbers."""
         return self._reduced(number, dist.ReduceOp.MAX)
 
     def sum(self, number: float) -> float:
-        """Over all ranks."""
+        """Add up all ranks' numbers."""
         return self._reduced(number, dist.ReduceOp.SUM)
 
     def mean(self, number: float) -> float:
-        """Over all ranks."""
+        """Find the mean of all ranks' numbers."""
         return self.sum(number) / self.size
 
     def meet(self) -> None:
-        """Wait for all."""
+        """Wait until all ranks have come, and their devices have done what they were given."""
         self.sum(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize()

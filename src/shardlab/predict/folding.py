@@ -40,7 +40,7 @@ FREED_SCALAR = Spec(form_of(SCALAR, 0, 0, Space(0)))
 
 @dataclass(frozen=True)
 class Folded:
-    """What was traced of a plan: the tape of one rank of each pipeline stage, ready to be simulated.
+    """A folded trace of a plan: the tape of one rank of each pipeline stage, ready to be simulated.
 
     Attributes:
         program: as many tapes as there are pipeline ranks, on the whole mesh.

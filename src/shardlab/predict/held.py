@@ -1,4 +1,4 @@
-"""What a GPU holds beyond what a replay counts at its peak: buffers that stand whether or not something lies in them.
+"""Memory that a GPU holds beyond a replay's count at its peak: buffers that stand, even with nothing in them.
 
 Megatron-LM allocates the buffer of all gradients once (`param_and_grad_buffer.py`; `DDP-impl local` before).
 
@@ -45,7 +45,7 @@ class HeldMemory:
 
 
 def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
-    """What the workload's recipe makes of the peaks of its replay."""
+    """Reckon, as the workload's recipe says, what the fullest GPU holds at the peaks of its replay."""
     recipe, room = workload.recipe, workload.cluster.device.memory
     allocated = max(peak.bytes + recipe.gradient_buffer * standing_gradients(workload, peak) for peak in peaks)
     taken = allocated

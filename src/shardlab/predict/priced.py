@@ -20,7 +20,7 @@ from shardlab.timeline.prices import Prices
 
 @dataclass(frozen=True)
 class ClusterPrices(Prices):
-    """What a program's ops take on a cluster, in seconds.
+    """Prices of a program's ops on a cluster, in seconds.
 
     Attributes:
         model: whose layers are the program's.

@@ -45,7 +45,7 @@ class Rotation:
         return self.sizes.space(self.mesh, self.microbatches)
 
     def rotated(self, spec: Spec, axis: str, by: int) -> Spec:
-        """What the rank has that stands `by` further along an axis."""
+        """Make the value of the rank that stands `by` further along an axis."""
         form, cells, joined = spec
         if by == 0:
             return spec

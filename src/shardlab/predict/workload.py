@@ -102,7 +102,7 @@ class Workload:
 
     @property
     def prices(self) -> ClusterPrices:
-        """What its ops take."""
+        """Prices of its ops, in seconds."""
         cluster = self.cluster.at_work(self.mesh.world)
         if self.recipe.single_nic:
             cluster = replace(cluster, nics=1)

@@ -1,4 +1,4 @@
-"""What a prediction takes for granted because a run does not say it."""
+"""Assumptions of a prediction: what it takes for granted because a run does not say it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ZeRO leaves of a model's state on each rank: a plan on a model that is nothing but parameters."""
+"""Bytes of a model's state that ZeRO leaves on each rank: a plan on a model that is nothing but parameters."""
 
 from __future__ import annotations
 

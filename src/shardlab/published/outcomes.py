@@ -1,4 +1,4 @@
-"""What came of every run of a file: its prediction, or why there is none."""
+"""Outcomes of the runs of a file: the prediction of each, or why there is none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardlab.published.records import Incomplete, StateRecord, made, section
 from shardlab.published.rows import Measurement, measured_of
 
 Figure = Literal["seconds", "bytes"]
-"""What predictions are compared in: the time of a step, and memory."""
+"""Figures in which predictions are compared: the time of a step, and memory."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Outcome:
     assumed: tuple[str, ...] = ()
 
     def error(self, figure: Figure) -> float | None:
-        """What was predicted over what was measured, less 1; None without both."""
+        """Relative error: predicted over measured, less 1 (None: one of them is unknown)."""
         predicted, measured = self.prediction and getattr(self.prediction, figure), getattr(self.measured, figure)
         return predicted / measured - 1 if predicted and measured else None
 
@@ -65,7 +65,7 @@ def _state(row: dict[str, Any]) -> Prediction:
 
 
 def outcomes_of(rows: Sequence[dict[str, Any]]) -> Iterator[Outcome]:
-    """What came of every row, in the order of the rows, each as soon as it and those before it are known.
+    """Predict all rows, on every core; give outcomes in the order of the rows, each as soon as it is known.
 
     Processes are spawned, since a progress bar's thread would not survive a fork; when the user interrupts, they end
     with the command and say nothing of their own.

@@ -13,7 +13,7 @@ from shardlab.strategies.plan import Plan
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run should have taken.
+    """Predicted figures of a run.
 
     Attributes:
         seconds: of a step (None: there was none).

@@ -1,4 +1,4 @@
-"""From a published run's record to what the simulator takes: a model, a plan, a cluster, a batch and a recipe."""
+"""Reads a published run's record as what the simulator takes: a model, a plan, a cluster, a batch and a recipe."""
 
 from __future__ import annotations
 

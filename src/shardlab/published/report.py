@@ -66,7 +66,7 @@ def misjudged(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def assumed_by(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
-    """What predictions take for granted, with the ids of the runs that leave it open."""
+    """List what predictions take for granted, with the ids of the runs that leave it open."""
     runs: dict[str, list[str]] = {}
     for outcome in outcomes:
         for phrase in outcome.assumed:

@@ -12,7 +12,7 @@ from shardlab.published import words
 from shardlab.published.records import number, section
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
-"""What a measured figure includes: what tensors take at their peak; what the allocator has reserved for them; all that
+"""Content of a measured figure: what tensors take at their peak; what the allocator has reserved for them; all that
 the GPU holds; or parameters, gradients and optimizer state alone."""
 
 GB, GIB = 1e9, 2.0**30
@@ -32,7 +32,7 @@ STATUS = ("status", "result", "outcome", "error")
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a run measured.
+    """Measured figures of a run.
 
     Attributes:
         seconds: of a step (None: not given).
@@ -70,7 +70,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def measured_of(row: dict[str, Any]) -> Measurement:
-    """What a run measured; seconds come from tokens/s where only these are given."""
+    """Find the measured figures of a row; seconds come from tokens/s where only these are given."""
     measured, out = section(row, "measured"), ran_out_of_memory(row)
     seconds = number(measured.get("iteration_s")) or number(section(row, "derived").get("iteration_s"))
     seconds = seconds or _from_tokens(row, measured)

@@ -1,1 +1,1 @@
-"""What a real run measured, in the form that simulation produces, and how the two compare."""
+"""Measurements of a real run, in the form that simulation produces, and how the two compare."""

@@ -22,7 +22,7 @@ class Pair:
 
     @property
     def ratio(self) -> float | None:
-        """What was predicted over what was measured: 1 is right, less is too little."""
+        """Predicted over measured: 1 is right, less is too little (None: one of them is unknown)."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured

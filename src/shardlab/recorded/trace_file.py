@@ -28,7 +28,7 @@ MEASURED = "measured.jsonl"
 
 @dataclass(frozen=True)
 class TraceFile:
-    """What a run's folder has of its trace.
+    """Trace of a run, as much as its folder has of it.
 
     Attributes:
         job: what was trained, in words (see `shardlab.train.described`).
@@ -43,7 +43,7 @@ class TraceFile:
     lost: list[str]
 
     def measured(self, checked: Checked) -> Measured:
-        """What was measured, of the tapes that the job stands for.
+        """Put together what was measured, for the tapes that the job stands for.
 
         Raises:
             UserError: when these are not the tapes that ran.
@@ -64,7 +64,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: RankRecord) -> None:
-    """What one rank has seen so far; the file is whole at any moment."""
+    """Write what one rank has seen so far; the file is whole at any moment."""
     _write(rank_file(folder, record.rank), job, fingerprint, {record.rank: record})
 
 

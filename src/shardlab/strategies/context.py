@@ -29,7 +29,7 @@ def balanced(place: int, ranks: int, pieces: int = 1) -> tuple[int, ...]:
 
 
 class Attention:
-    """From normalised tokens to what the queries have mixed, and back; keys are (layer, microbatch).
+    """Attention of one rank, from queries, keys and values to what they mix, and back; keys are (layer, microbatch).
 
     In a ring, each block of keys and values is passed on while queries meet it; on the way back its gradient follows
     it, a hop behind, and comes home when all ranks have added to it (Liu et al. 2023, arXiv 2310.01889, section 3).

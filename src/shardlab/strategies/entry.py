@@ -1,4 +1,4 @@
-"""What is known of a strategy, the grids that strategies use, and the declarations of those that are built in."""
+"""Entries of the table of strategies, the grids that they use, and the declarations of those that are built in."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StrategyEntry:
         return self.name if self.plan is None else self.plan(ranks)
 
     def title(self, ranks: int) -> str:
-        """What a picture of it is called: its name, and of a plan by flags in brackets the pipeline's schedule."""
+        """Title of a picture of it: its name, and of a plan by flags in brackets the pipeline's schedule."""
         plan = self.plan and self.plan(ranks)
         schedule = str(plan.as_dict()["schedule"]) if plan is not None and plan.mesh.pp > 1 else ""
         return self.name if schedule in self.name else f"{self.name} ({schedule})"

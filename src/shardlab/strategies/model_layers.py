@@ -33,7 +33,7 @@ class ModelLayers:
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:
-        """By each weight's layer, the layers that compute with it."""
+        """Layers that compute with each weight, by the layer that has it."""
         users: dict[int, tuple[int, ...]] = {}
         for number, layer in enumerate(self.layers):
             users[layer.weight] = (*users.get(layer.weight, ()), number)

@@ -15,7 +15,7 @@ from shardlab.timeline.traced import Traced
 
 
 class Category(Enum):
-    """What memory is for.
+    """Purposes of memory.
 
     GATHERED: weights put together for a use. COMMUNICATION: results that are on their way.
     """
@@ -44,7 +44,7 @@ _PLACE_OF_KIND = dict.fromkeys(Kind, _PLACE[Category.ACTIVATIONS]) | {
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds in a step.
+    """Memory of one rank in a step.
 
     Attributes:
         before: for each op what is live when it starts, before its own result is stored.

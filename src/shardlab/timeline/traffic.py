@@ -12,7 +12,7 @@ from shardlab.rules.kind import ROW_KINDS
 
 @dataclass
 class Traffic:
-    """What one rank sends in a step.
+    """Traffic of one rank in a step.
 
     Attributes:
         collectives: how many it takes part in with others.
@@ -34,7 +34,7 @@ class Traffic:
 
 
 def traffic(checked: Checked) -> list[Traffic]:
-    """What each rank sends.
+    """Count what each rank sends in a step.
 
     Collectives are counted as rings move them, which is the least that is possible: of the whole value a rank sends
     (n - 1) / n in an all-gather or a reduce-scatter, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md;

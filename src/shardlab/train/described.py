@@ -14,7 +14,7 @@ from shardlab.train.job import Job
 
 
 def described(job: Job) -> dict[str, Any]:
-    """All that a job is."""
+    """Describe a job in words and numbers, from which `job_of` makes it again."""
     return vars(job) | {
         "strategy": job.strategy if isinstance(job.strategy, str) else job.strategy.as_dict(),
         "model": {"kind": name_of(type(job.model)), **asdict(job.model)},

@@ -1,4 +1,4 @@
-"""Whether this process already belongs to a world, torchrun's, SLURM's or mpiexec's, and whether it can meet there."""
+"""The world that torchrun, SLURM or mpiexec has put this process into, if any, and whether it can meet there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardlab.program import UserError
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What a launcher told this process of its world.
+    """A launcher's world, as its variables tell this process.
 
     Attributes:
         rank, world: its number among all processes, and how many there are.
@@ -82,7 +82,7 @@ def require_port(environment: Mapping[str, str]) -> None:
 
 
 def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
-    """What rank 0 says when it cannot listen."""
+    """Make the error that rank 0 raises when it cannot listen."""
     return UserError(
         f"rank 0 could not meet the others at {environment.address}:{environment.port}: is the port in use? "
         f"Choose another in MASTER_PORT ({reason})"

@@ -20,7 +20,7 @@ from shardlab.program.precision import Precision
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device computed.
+    """Results of one device.
 
     Attributes:
         losses: mean loss of each step.

@@ -79,7 +79,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to.
+    """Results of a run.
 
     Attributes:
         steps: optimizer steps taken, fewer than asked for if the run was interrupted.

@@ -24,7 +24,7 @@ from shardlab.train.tracing import TracedExecutor
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know of a step.
+    """Result of a step, as all ranks know it.
 
     Attributes:
         metrics: number, loss in nats per token, and the rest of a line of metrics.jsonl.

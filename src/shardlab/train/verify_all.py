@@ -20,7 +20,7 @@ from shardlab.train.verify import TOLERANCE, verify_rank
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What came of a case.
+    """Result of a case.
 
     Attributes:
         case: what was verified.

@@ -60,7 +60,7 @@ class Cell:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
     def step(self, ranks_of_stages: Sequence[int]) -> ShardedStep:
-        """What the word means; every stage that it speaks of must have a rank."""
+        """Make the step that the word means; every stage that it speaks of must have a rank."""
         if self.microbatch is None:
             return SHARDING[self.kind](self.stage)
         if self.kind in ACTIONS:
