@@ -191,19 +191,14 @@ def print_compute(points: Sequence[Point], verbose: bool = False, console: Conso
         print_fact(console, "peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
     for layers in groups:
         errors = errors_of(layers, fit_kernels(layers))
-        print_fact(console, "fit", f"{layers[0].processes} at once: {_errors_text(errors)}")
-    over = [point for point in _with_flops(points) if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
+        half = f"of {errors.points} timings half are within {errors.median:.0%} of it"
+        text = f"{layers[0].processes} at once: {half}, the worst is {errors.worst:.0%} off"
+        print_fact(console, "fit", text)
+    counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
+    over = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
     if over:
         text = "faster than the peak; the machine was busy while that was measured: measure again"
         print_fact(console, "doubtful", f"{len(over)} timings are {text}", "yellow")
-
-
-def _errors_text(errors: FitErrors) -> str:
-    return f"of {errors.points} timings half are within {errors.median:.0%} of it, the worst is {errors.worst:.0%} off"
-
-
-def _with_flops(points: Sequence[Point]) -> list[LayerPoint]:
-    return [point for point in points if isinstance(point, LayerPoint) and point.flops]
 
 
 def _peak_of(point: LayerPoint, peaks: dict[tuple[str, int], PeakPoint]) -> float:

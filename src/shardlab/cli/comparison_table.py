@@ -84,12 +84,9 @@ def _step_table(comparison: Comparison) -> Table:
     pairs = _Pairs("", "rank", predicted=comparison.step.predicted is not None)
     pairs.add("step", "all", pair=comparison.step)
     rows = comparison.ranks[:SHOWN_RANKS]
-    for row in rows:
-        pairs.add("computes", str(row.rank), pair=row.computing)
-    for row in rows:
-        pairs.add("exposed communication", str(row.rank), pair=row.exposed)
-    for row in rows:
-        pairs.add("idle", str(row.rank), pair=row.idle)
+    for words, name in (("computes", "computing"), ("exposed communication", "exposed"), ("idle", "idle")):
+        for row in rows:
+            pairs.add(words, str(row.rank), pair=getattr(row, name))
     for row in rows:
         pairs.add("peak memory", str(row.rank), pair=row.memory, times=2**-20, unit="MiB")
     return pairs.table

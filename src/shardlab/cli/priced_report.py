@@ -86,14 +86,11 @@ def _simulated(result: PricedStep) -> str:
     program, ranks = result.estimate.traced.program, result.workload.mesh.world
     if program.ranks == ranks:
         return counted(ranks, "rank")
-    stages = [f"rank {rank_of(program, row)} for {_span(stands_for(program, row))}" for row in range(program.ranks)]
+    stood = [stands_for(program, row) for row in range(program.ranks)]
+    stages = [f"rank {rank_of(program, row)} for {alike[0]}-{alike[-1]}" for row, alike in enumerate(stood)]
     if len(stages) > NAMED_STAGES:
         stages[NAMED_STAGES - 1 : -1] = ["..."]
     return f"{program.ranks:,} of {ranks:,} ranks, which stand for those that are alike: {', '.join(stages)}"
-
-
-def _span(ranks: range) -> str:
-    return f"{ranks[0]}-{ranks[-1]}"
 
 
 def _checked(result: PricedStep) -> str:

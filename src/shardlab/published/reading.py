@@ -106,15 +106,10 @@ def mesh_of(record: RunRecord) -> Mesh:
     return mesh
 
 
-def device_name(gpu: str) -> str | None:
-    """The device of that description; None: unknown."""
-    return words.read("gpu", gpu).get("device")
-
-
 def cluster_of(record: RunRecord) -> Cluster:
     """The devices that a run used, on nodes joined by their links."""
     hardware: HardwareRecord = record.hardware
-    name = device_name(hardware.gpu)
+    name = words.read("gpu", hardware.gpu).get("device")
     if name is None:
         raise Incomplete(f"ran on a GPU that is unknown here, {hardware.gpu}")
     usual, network = NODES[name], words.read("network", hardware.interconnect)

@@ -84,10 +84,6 @@ def as_flags(values: Mapping[str, Any]) -> str:
     return " ".join(flags)
 
 
-def _of_type(words: type, wanted: str) -> Callable[[Any], str]:
-    return lambda value: "" if type(value) is words else wanted
-
-
 def _numbers(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(number) is int for number in cast(tuple[Any, ...], value))
 
@@ -98,7 +94,7 @@ def _count(value: Any) -> str:
 
 COUNT = FieldType(int, "N", _count)
 NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
-SWITCH = FieldType(bool, "", _of_type(bool, "true or false"))
+SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")
 
 
 def word(*objects: type) -> FieldType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from shardlab.program import Sizes, UserError
@@ -46,11 +46,6 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
     chosen = blocks if plan.recompute == "full" else [blocks[number] for number in named]
     runs = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in chosen for stage in stages]
     return {run[-1]: run for run in runs if run}
-
-
-def largest_block(elements: Mapping[int, int]) -> int:
-    """Elements of a rank's largest block, of its gradients by block: so many may be on their way over each axis."""
-    return max(elements.values())
 
 
 class _Resolver:
@@ -105,7 +100,7 @@ class _Resolver:
             update_axes=self.among_several(
                 axis for axis in reversed(plan.shard_optimizer) if axis not in plan.shard_parameters
             ),
-            room=largest_block(blocks),
+            room=max(blocks.values()),
         )
 
     def among_several(self, axes: Iterable[str]) -> tuple[str, ...]:
