@@ -2,12 +2,10 @@
 
 from shardlab.strategies.schedules.actions import (
     Action,
-    Actions,
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
-    Placement,
     Schedule,
     loop,
     vee,
@@ -35,16 +33,4 @@ SCHEDULES = {
 }
 """Every built-in schedule by name."""
 
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Actions",
-    "Backward",
-    "BackwardInput",
-    "BackwardWeight",
-    "Forward",
-    "Placement",
-    "Schedule",
-    "loop",
-    "vee",
-]
+__all__ = ["SCHEDULES", "Action", "Backward", "BackwardInput", "BackwardWeight", "Forward", "Schedule", "loop", "vee"]
