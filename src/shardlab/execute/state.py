@@ -155,26 +155,16 @@ class State:
         run = self.model.run(op.layer)
         numbers = run.numbers(holds.refined(run.slices).mask.bit_length() - 1) if holds.of > 1 else {}
         return Share(
-            {index: (number, run.pieces[index]) for index, number in numbers.items()} | self._experts(op),
+            {index: (number, run.pieces[index]) for index, number in numbers.items()},
             self.shapes.tokens(spec),
             spec.microbatches.bit_count(),
             self.checked.program.microbatches,
+            op.holds or Holds(spec.pieces("expert"), spec.form.space.count("expert")),
         )
 
     def scaled(self, share: Share) -> Share:
         """A share of a layer with this step's scale of losses."""
         return replace(share, loss_scale=self.loss_scale.scale) if self.settings.precision.scaled else share
-
-    def _experts(self, op: Op) -> dict[str, tuple[int, int]]:
-        """Which part of the experts an op dispatches tokens to, or combines the buffers of, where it has no weights."""
-        if op.kind is OpKind.FORWARD and op.holds is not None:
-            return {"expert": (op.holds.mask.bit_length() - 1, op.holds.of)}
-        if not self.signatures[op.layer].routes:
-            return {}
-        spec = self.specs[op.inputs[0]]
-        pieces, count = spec.pieces("expert"), spec.form.space.count("expert")
-        held = pieces.bit_count()
-        return {} if held == count else {"expert": (pieces.bit_length() // held - 1, count // held)}
 
     def dropout(self, op: Op) -> Dropout | None:
         """This step's masks of a layer, for the microbatches that an op reads."""

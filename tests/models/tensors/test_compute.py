@@ -18,6 +18,7 @@ from shardlab.rules import derive
 from shardlab.rules.derive import Held
 from shardlab.rules.index import INDICES
 from shardlab.rules.node import Layer
+from shardlab.rules.pieces import WHOLE, Holds
 from shardlab.rules.spec import Space
 from tests.models.tensors.alone import PRIMITIVES, ROWS, T, Whole, gradients, inputs_of, made_by, parameters_of
 from tests.models.tensors.comparing import error
@@ -75,7 +76,8 @@ class Slices:
         for name, x in whole.tensors.items():
             mine = whole.piece(name, x.detach(), primitive.reads[name], index, number, of)
             given[name] = mine.requires_grad_(x.requires_grad)
-        made = made_by(primitive, own, given, Share({index: (number, of)}))
+        experts = Holds(1 << number, of) if index == "expert" else WHOLE
+        made = made_by(primitive, own, given, Share({index: (number, of)}, experts=experts))
         cut = {index: 1 << number} if parameters or index in primitive.deals else {}
         reads = {name: Held({index: 1 << number} if index in its.split() else {}) for name, its in node.reads.items()}
         held = derive.forward(layer, reads, cut, space)

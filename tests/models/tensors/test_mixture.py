@@ -19,7 +19,8 @@ from shardlab.models.mixture import Router, mixture
 from shardlab.models.primitive import Primitive
 from shardlab.models.tensors import Share
 from shardlab.models.tensors.compute import Given, compute
-from shardlab.models.tensors.mixture import dispatch, route, slots_of
+from shardlab.models.tensors.mixture import combine, dispatch, route, slots_of
+from shardlab.rules.pieces import Holds
 from tests.models.tensors.comparing import error, gradient_of
 
 ROUTER = Router(hidden_size=8, experts=4, top_k=2, capacity_factor=1.25, auxiliary=0.5)
@@ -118,6 +119,20 @@ def test_slots_are_given_in_turn_until_an_experts_capacity_is_used_up(
     buffers = dispatch(router, x, slots, Share(microbatches=microbatches))
     assert buffers.shape == (microbatches * 4, capacity, 8)
     assert buffers.untyped_storage().nbytes() == 4 * buffers.numel()
+
+
+@pytest.mark.parametrize("parts", [(0b0011, 0b1100), (0b0110, 0b1001), (0b0100, 0b1010, 0b0001)])
+def test_any_parts_of_the_experts_make_terms_of_each_tokens_result(parts: tuple[int, ...]) -> None:
+    weight, x = parameters_of(ROUTER)["mlp.router.weight"], torch.randn(6, 6, 8, dtype=torch.float64)
+    shares = [Share(microbatches=3, experts=Holds(part, 4)) for part in (0b1111, *parts)]
+    whole, *terms = (
+        combine(dispatch(ROUTER, x, slots, share).square(), routed.gates, slots)
+        for share in shares
+        for routed in [route(ROUTER, weight, x, share)]
+        for slots in [slots_of(ROUTER, routed.choices, share)]
+    )
+    assert error(sum(terms, torch.zeros_like(whole)), whole) <= 1e-12
+    assert all(error(term, whole) > 0.1 for term in terms)
 
 
 def test_equal_scores_go_to_the_lower_expert() -> None:

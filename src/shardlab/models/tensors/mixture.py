@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardlab.models.mixture import Router
 from shardlab.models.tensors.share import Share
+from shardlab.rules.pieces import bits
 
 
 class Routed(NamedTuple):
@@ -43,11 +44,10 @@ def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> Routed:
     return Routed(*apply(scores, router.top_k, auxiliary, share.microbatches, here))
 
 
-def experts_here(router: Router, share: Share) -> range:
-    """The experts that a rank sends tokens to: all, or its part of them."""
-    number, of = share.piece("expert")
-    each = router.experts // of
-    return range(number * each, (number + 1) * each)
+def experts_here(router: Router, share: Share) -> list[int]:
+    """The experts that a rank sends tokens to, or has the results of: all, or some parts of them."""
+    each = router.experts // share.experts.of
+    return [part * each + expert for part in bits(share.experts.mask) for expert in range(each)]
 
 
 def _shares(choices: Tensor, like: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, top_k: int, weight: float, microbatches: int, here: range
+        ctx: Any, scores: Tensor, top_k: int, weight: float, microbatches: int, here: list[int]
     ) -> tuple[Tensor, Tensor]:
         probabilities = scores.softmax(-1)
         choices = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
@@ -70,7 +70,7 @@ class _Choose(torch.autograd.Function):
         kept = choices.to(torch.int32)
         ctx.mark_non_differentiable(kept)
         ctx.save_for_backward(probabilities, kept)
-        ctx.weight, ctx.microbatches, ctx.here = weight, microbatches, slice(here.start, here.stop)
+        ctx.weight, ctx.microbatches, ctx.here = weight, microbatches, here
         return gates, kept
 
     @staticmethod
@@ -96,13 +96,15 @@ def slots_of(router: Router, choices: Tensor, share: Share) -> Tensor:
     """
     slots: list[Tensor] = []
     here = experts_here(router, share)
+    places = torch.full((router.experts,), -1, device=choices.device)
+    places[here] = torch.arange(len(here), device=choices.device)
     for microbatch, its in enumerate(choices.long().chunk(share.microbatches)):
         capacity = router.capacity(its[..., 0].numel())
         in_turn = its.flatten(0, -2).t().flatten()  # first choices of all tokens, then second ones
         earlier = F.one_hot(in_turn, router.experts).cumsum(0).gather(1, in_turn[:, None])[:, 0] - 1
-        slot = (microbatch * len(here) + in_turn - here.start) * capacity + earlier
-        elsewhere = (in_turn < here.start) | (in_turn >= here.stop)
-        slot = slot.masked_fill((earlier >= capacity) | elsewhere, -1)
+        place = places[in_turn]
+        slot = (microbatch * len(here) + place) * capacity + earlier
+        slot = slot.masked_fill((earlier >= capacity) | (place < 0), -1)
         slots.append(slot.view(router.top_k, -1).t().reshape(its.shape))
     return torch.cat(slots).to(torch.int32)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardlab.rules.pieces import WHOLE, Holds
+
 
 @dataclass(frozen=True)
 class Share:
@@ -15,6 +17,7 @@ class Share:
         tokens: which of the sequence's tokens the inputs are of, ascending (None: all).
         microbatches: how many the input's rows are, with equally many rows each; each is routed by itself.
         of_step: how many the step has; each has an equal share of the tokens that are routed.
+        experts: the experts that tokens are sent to, or come back from: any of so many equal parts of all.
         loss_scale: by what gradients are multiplied on their way.
     """
 
@@ -22,6 +25,7 @@ class Share:
     tokens: Sequence[int] | None = None
     microbatches: int = 1
     of_step: int = 1
+    experts: Holds = WHOLE
     loss_scale: float = 1.0
 
     def piece(self, index: str) -> tuple[int, int]:
