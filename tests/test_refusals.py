@@ -8,10 +8,11 @@ import pytest
 
 from shardlab.errors import Rule
 from tests.rules import test_refusals as of_rules
-from tests.support.refused_calls import PROGRAMS, PUZZLES, RULES, TAPES
+from tests.support.refused_calls import PROGRAMS, PUZZLES
+from tests.support.refused_tapes import TAPES
 from tests.support.refusing import refusal_of, sentence_of
 
-CALLS = {"programs": PROGRAMS, "tapes": TAPES, "rules": RULES, "puzzles": PUZZLES}
+CALLS = {"programs": PROGRAMS, "puzzles": PUZZLES}
 
 SENTENCES = {
     ("programs", "another rank's value"): (
@@ -173,8 +174,8 @@ SENTENCES = {
         "it there, or leave it out."
     ),
     ("programs", "not loaded"): (
-        "weights[0]: no rank loads slice 0 of 1, so it is never updated; load and update every slice of every"
-        " layer on at least one rank."
+        "weights[0]: no rank loads slice 0 of 1, so nobody updates what is there; load and update every slice of "
+        "every layer on at least one rank."
     ),
     ("programs", "not runnable"): (
         "rank 0, op 14 broadcast(layer 0) on world: an optimizer state stays where it was loaded; load it "
@@ -206,98 +207,28 @@ SENTENCES = {
         "rank 0, op 0 load_weight(layer 0): the step ends without weights[0]; no rank loads an optimizer "
         "state of layer 0, so it is frozen. Keep the weight that is loaded in a store."
     ),
-    ("tapes", "autograd's own"): (
-        "rank 0, op 4 free(value 4): value 4 is what autograd saved; leave it to the backward of its activation."
+    ("programs", "batch of messages, with a collective"): (
+        "rank 0, op 1 batch_p2p: barrier on world stands in a batch of messages, which are issued when its block "
+        "ends; put it before or after the block."
     ),
-    ("tapes", "freed, not made"): "rank 0, op 3 forward(layer 0): value 77 has not been made yet; make it before.",
-    ("tapes", "freed, on a tape"): (
-        "rank 0, op 11 update(layer 0): value 0, weights[0], was freed or replaced before this op; free it "
-        "after its last use."
+    ("programs", "batch of messages, with an exchange"): (
+        "rank 0, op 1 exchange: a batch of messages is open; send and receive in it, or end its block first."
     ),
-    ("tapes", "in flight"): (
-        "rank 0, op 10 free(value 6): grad_weights[0] (microbatch 0) is still read by a communication in "
-        "flight; wait for it first."
+    ("programs", "other message, from a root"): (
+        "rank 1, op 0 broadcast with root 0: expected weights[1], but rank 0 gave weights[0]; make both mean the same."
     ),
-    ("tapes", "left over"): (
-        "rank 0, op 13: the step ends with value 70, activations[0] (microbatch 0), still live; a step leaves"
-        " only the slices it loaded. Free it."
+    ("programs", "unknown slice, of the experts"): (
+        "rank 0, op 6 forward(layer 0): part 2 of 2 was asked for; count parts from 0, below their number."
     ),
-    ("tapes", "loaded twice, on a tape"): (
-        "rank 0, op 1 load_weight(layer 0): the same slice was loaded by op 0 already; load each slice once."
+    ("programs", "wrong number, of outputs"): (
+        "rank 0, op 22 forward(layer 1): this layer makes 2 values; give its inputs as a tuple."
     ),
-    ("tapes", "malformed tape"): (
-        "rank 0, op 4 loss(layer 1): has 0 inputs and 1 outputs, which it never has; give what it reads and makes."
+    ("programs", "wrong number, of gradients"): (
+        "rank 0, op 21 backward(layer 5): this layer read 2 values; give the gradients as a tuple."
     ),
-    ("tapes", "malformed tape, a handle"): (
-        "rank 0, op 4 loss(layer 1): has handle 3, but only a collective or a message has one; leave it out."
-    ),
-    ("tapes", "unknown group, none"): (
-        "rank 0, op 9 all_reduce(layer 0): no group is given for this collective; give one."
-    ),
-    ("tapes", "number in use"): (
-        "rank 0, op 4 loss(layer 1): makes value 0, which must be a new one; number values from 0."
-    ),
-    ("tapes", "number in use, of a handle"): (
-        "rank 0, op 9 all_reduce(layer 0) on world: issues handle -1, which must be a new one; number handles from 0."
-    ),
-    ("tapes", "nothing to wait for"): (
-        "rank 0, op 10 wait(handle 9): handle 9 is not in flight; wait for each communication once."
-    ),
-    ("tapes", "not kept"): (
-        "rank 0, op 0 load_weight(layer 0): the step ends without weights[0] (step 1); update every slice "
-        "that is loaded once, and keep the result in a store."
-    ),
-    ("tapes", "no forward, on a tape"): (
-        "rank 0, op 6 backward(layer 0): value 0 is not what autograd saved from this activation's forward; "
-        "read what that saved, once."
-    ),
-    ("tapes", "unknown layer, on a tape"): (
-        "rank 0, op 3 forward(layer 5): layer 5 does not exist; the model has layers 0-0, name one of these."
-    ),
-    ("tapes", "unknown microbatch, on a tape"): (
-        "rank 0, op 2 load_batch(batch): None is not a set of the step's 2 microbatches; name some of them."
-    ),
-    ("tapes", "unknown slice, on a tape"): (
-        "rank 0, op 0 load_weight(layer 0): there is no slice None of layer 0; name slices that it has."
-    ),
-    ("tapes", "wrong layer, on a tape"): (
-        "rank 0, op 2 load_batch(batch): the op says layer 3, but it acts on layer 0; say that one."
-    ),
-    ("tapes", "unknown group, made by hand"): (
-        "rank 0, op 9 all_reduce(layer 0) on world: the group world was not made by group_of, so its members "
-        "would not find each other; make it by group_of."
-    ),
-    ("rules", "masked keys"): (
-        "attend(layer 1): all of keys_values[1] (sequence slice 1 of microbatch 0) comes after queries[1] "
-        "(sequence slice 0 of microbatch 0), which do not see it; leave this op out."
-    ),
-    ("rules", "merged terms"): (
-        "all_reduce(activations[2]): activations[2] (sequence slice 1 of microbatch 0, keys and values 0 of 2"
-        " alone) is no term of a sum, since each rank has its own queries; add what one rank's queries have "
-        "met."
-    ),
-    ("rules", "not exchanged"): (
-        "all_to_all(activations[0]): activations[0] (microbatch 0) was given; exchange what may be cut along "
-        "another index than the batch, as experts' buffers are: what goes into experts or comes out of them."
-    ),
-    ("rules", "not gathered"): (
-        "all_gather(activations[1]): activations[1] (microbatch 0, head slice 0 of 2) was given, which does "
-        "not lie beside others to be gathered; heads stay where they are, since attention and the layer after"
-        " it take their own."
-    ),
-    ("rules", "other indices"): (
-        "all_gather(activations[1]): rank 0 gave activations[1] (microbatch 0, feed-forward slice 0 of 2, "
-        "head slice 0 of 2) and rank 1 activations[1] (microbatch 0, feed-forward slice 1 of 2, head slice 1 "
-        "of 2), which differ in more than one index; put together along one index, then along the other."
-    ),
-    ("rules", "other factors"): (
-        "add(grad_weights[1]): the first value gave grad_weights[1] (sequence slice 0 of microbatch 0) and "
-        "the second value grad_weights[1] (sequence slice 1 of microbatch 0, times 2); scale them alike "
-        "first, since values that are scaled by different factors do not belong together."
-    ),
-    ("rules", "frozen in the norm"): (
-        "update(layer 1): the norm given has parts 1 of 2 of the model's parameters, which are frozen, since "
-        "no rank loads their optimizer state; leave frozen layers out of the norm."
+    ("programs", "no forward, saved"): (
+        "rank 0, op 21 backward(layer 5): no forward has come before it for activations[5] (microbatch 0), and a "
+        "layer of several values is not recomputed; call forward before it, with save=True."
     ),
     ("puzzles", "made up"): (
         "rank 0, op 0 fake_grad(layer 0): grad_weights[0] (microbatch 0) was made up; let a solution compute "
@@ -342,7 +273,11 @@ def test_what_is_refused_is_said_in_a_sentence(case: tuple[str, str]) -> None:
 
 
 def test_every_rule_is_broken_in_a_table_and_says_what_to_do() -> None:
-    calls = [CALLS[table][name] for table, name in SENTENCES]
-    refused = [refusal_of(call) for call in calls + [of_rules.CALLS[table][name] for table, name in of_rules.SENTENCES]]
+    calls = [
+        of[table][name]
+        for of, pinned in ((CALLS, SENTENCES), (of_rules.CALLS, of_rules.SENTENCES))
+        for table, name in pinned
+    ]
+    refused = [refusal_of(call) for call in (*calls, *TAPES.values())]
     assert {each.rule for each in refused} == set(get_args(Rule))
     assert all(each.remedy for each in refused)

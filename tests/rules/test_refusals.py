@@ -8,7 +8,8 @@ import pytest
 
 from tests.program import test_rooted
 from tests.rules import test_collectives, test_half_blocks, test_layer, test_update
-from tests.support.refusing import Told, sentence_of
+from tests.support.refused_rules import RULES
+from tests.support.refusing import Told, refusal_of, sentence_of
 
 Table = Mapping[str, tuple[Callable[[], object], Told]]
 
@@ -20,6 +21,7 @@ TABLES: dict[str, Table] = {
     "collectives by call": test_rooted.REFUSALS,
 }
 CALLS = {name: {case: call for case, (call, _) in table.items()} for name, table in TABLES.items()}
+CALLS["rules"] = RULES
 
 SENTENCES = {
     ("update", "loss, kind"): (
@@ -82,8 +84,8 @@ SENTENCES = {
         "grad_weights[1] (microbatches 0-3); sum scalars of one step."
     ),
     ("update", "add, a replica's squares"): (
-        "add(scalars): parts 1 of 4 of the model come from the second value and from an earlier one as well; "
-        "each parameter's square counts once. Sum replicas on one of them."
+        "add(scalars): part 1 of 4 of the model would come from the second value and from an earlier one as well;"
+        " each parameter's square counts once. Sum replicas on one of them."
     ),
     ("update", "add, the mean of norms"): (
         "add(scalars): the second value gave scalars (parts 1 of 4 of the model, the mean of several ranks'),"
@@ -92,7 +94,7 @@ SENTENCES = {
     ("collectives", "all_gather, scalars"): "all_gather(scalars): a scalar has no slices; all_reduce it.",
     ("collectives", "reduce_scatter, scalars"): "reduce_scatter(scalars): a scalar has no slices; all_reduce it.",
     ("collectives", "all_gather, slices overlap"): (
-        "all_gather(weights[1]): slice 1 of 2 comes from rank 1 and from an earlier rank as well; gather "
+        "all_gather(weights[1]): slice 1 of 2 would come from rank 1 and from an earlier rank as well; gather "
         "pieces that do not overlap."
     ),
     ("collectives", "all_gather, rows overlap"): (
@@ -233,8 +235,8 @@ SENTENCES = {
         "activations and their gradients."
     ),
     ("collectives by call", "four microbatches among three"): (
-        "scatter(activations[0]): activations[0] (microbatches 0-3) has 4 microbatches, which do not divide "
-        "among 3 ranks; let it deal whole microbatches, equally many to each."
+        "scatter(activations[0]): activations[0] (microbatches 0-3) has 4 microbatches, no multiple of 3; let it "
+        "deal whole microbatches, equally many to each."
     ),
     ("collectives by call", "a root outside"): (
         "reduce: the root is rank 3, but the group has the ranks 4, 5, 6; name one of them."
@@ -242,6 +244,141 @@ SENTENCES = {
     ("collectives by call", "a root too many"): "barrier: names root 4, but it has none; name no root.",
     ("collectives by call", "a gather by max"): (
         "gather: is by max; take reduce or all_reduce for anything but a sum."
+    ),
+    ("rules", "masked keys"): (
+        "attend(layer 1): all of keys_values[1] (sequence slice 1 of microbatch 0) comes after queries[1] "
+        "(sequence slice 0 of microbatch 0), which do not see it; leave this op out."
+    ),
+    ("rules", "merged terms"): (
+        "all_reduce(activations[2]): activations[2] (sequence slice 1 of microbatch 0, keys and values 0 of 2 "
+        "alone) is no term of a sum, since each rank has its own queries; add what one rank's queries have met."
+    ),
+    ("rules", "not exchanged"): (
+        "all_to_all(activations[0]): activations[0] (microbatch 0) was given; exchange what may be cut along "
+        "another index than the batch, as experts' buffers are: what goes into experts or comes out of them."
+    ),
+    ("rules", "not gathered"): (
+        "all_gather(activations[1]): activations[1] (microbatch 0, head slice 0 of 2) was given, which does not "
+        "lie beside others to be gathered; heads stay where they are, since attention and the layer after it take"
+        " their own."
+    ),
+    ("rules", "other indices"): (
+        "all_gather(activations[1]): rank 0 gave activations[1] (microbatch 0, feed-forward slice 0 of 2, head "
+        "slice 0 of 2) and rank 1 activations[1] (microbatch 0, feed-forward slice 1 of 2, head slice 1 of 2), "
+        "which differ in more than one index; put together along one index, then along the other."
+    ),
+    ("rules", "other factors"): (
+        "add(grad_weights[1]): the first value gave grad_weights[1] (sequence slice 0 of microbatch 0) and the "
+        "second value grad_weights[1] (sequence slice 1 of microbatch 0, times 2); scale them alike first, since "
+        "values that are scaled by different factors do not belong together."
+    ),
+    ("rules", "frozen in the norm"): (
+        "update(layer 1): the norm given has parts 1 of 2 of the model's parameters, which are frozen, since no "
+        "rank loads their optimizer state; leave frozen layers out of the norm."
+    ),
+    ("rules", "missing terms, of keys"): (
+        "attend_backward(layer 1): the activation given is activations[2] (sequence slice 1 of microbatch 0, keys"
+        " and values 0 of 2 alone); the keys and values of slice 1 of the sequence are missing in it. Let it meet"
+        " them, and add the parts."
+    ),
+    ("rules", "other tokens, of keys"): (
+        "attend(layer 1): queries[1] (microbatch 0) cannot meet keys_values[1] (microbatch 1); give both of the "
+        "same microbatches and step."
+    ),
+    ("rules", "other tokens, of one microbatch"): (
+        "attend(layer 1): queries[1] (sequence slice 1 of microbatch 0 and sequence slice 0 of microbatch 1) was "
+        "given; give the same slices of each microbatch."
+    ),
+    ("rules", "wrong layer, of queries"): (
+        "attend(layer 2): the queries given are queries[1] (sequence slice 0 of microbatch 0); this op reads "
+        "queries[2], give that."
+    ),
+    ("rules", "other pieces, of keys"): (
+        "attend(layer 1): the keys and values given are keys_values[1] (sequence slice 0 of microbatch 0, head "
+        "slice 0 of 2) and the queries queries[1] (sequence slice 0 of microbatch 0); give the same heads of "
+        "queries, keys and values, of one step."
+    ),
+    ("rules", "unknown slice"): (
+        "slice(weights[1]): slice 3 of 2 was asked for; count slices from 0, below their number, which is "
+        "1,048,576 at most."
+    ),
+    ("rules", "unknown slice, of a layer that deals nothing"): (
+        "forward(layer 5): part 0 of 2 was asked for, but this experts layer makes its output whole; ask for no part."
+    ),
+    ("rules", "wrong kind, sliced"): (
+        "slice(scalars): scalars was given; slice weights, optimizer states, activations or gradients."
+    ),
+    ("rules", "wrong kind, scaled"): (
+        "scale(weights[1]): weights[1] was given; scale gradients alone, and so the loss's own."
+    ),
+    ("rules", "wrong factor"): "scale(grad_weights[1]): the factor is 0; give zero_gradient instead.",
+    ("rules", "does not divide, sliced"): (
+        "slice(activations[1]): activations[1] (microbatch 0) has 1 microbatch, no multiple of 2; take a number "
+        "of parts that divides them."
+    ),
+    ("rules", "does not divide, slices of sequences"): (
+        "slice(activations[1]): activations[1] (sequence slice 0 of microbatch 0) has 1 sequence slice, no "
+        "multiple of 2; take a number of parts that divides them."
+    ),
+    ("rules", "does not divide, into parts of the experts"): (
+        "forward(layer 4): part 0 of 3 was asked for, but there are 2 experts; ask for a number of parts that "
+        "divides them."
+    ),
+    ("rules", "does not divide, experts"): (
+        "all_to_all(activations[5]): 2 experts cannot be dealt evenly to 3 ranks; let ranks meet that divide them."
+    ),
+    ("rules", "does not divide, one expert"): (
+        "all_to_all(activations[5]): 1 expert cannot be dealt evenly to 2 ranks; let ranks meet that divide them."
+    ),
+    ("rules", "does not divide, microbatches"): (
+        "all_to_all(activations[5]): activations[5] (microbatch 0, expert 0 of 2) does not divide among 2 ranks; "
+        "let each take equally many microbatches."
+    ),
+    ("rules", "other order, of experts"): (
+        "all_to_all(activations[5]): the ranks have their experts in another order than the group's; let them "
+        "meet in its order."
+    ),
+    ("rules", "other tokens, of experts"): (
+        "all_to_all(activations[5]): rank 0 gave activations[5] (microbatches 0-1, expert 0 of 2) and rank 1 "
+        "activations[5] (microbatches 2-3, expert 1 of 2); give the same microbatches."
+    ),
+    ("rules", "other tokens, more of them"): (
+        "all_to_all(activations[5]): rank 0 gave activations[5] (microbatch 0) and rank 1 activations[5] "
+        "(microbatches 1-2); give equally many microbatches."
+    ),
+    ("rules", "other values, exchanged"): (
+        "all_to_all(activations[5]): rank 0 gave activations[5] (microbatch 0) and rank 1 activations[5] "
+        "(microbatch 0, expert 0 of 2); let all give buffers of all experts, or all give some experts' buffers, "
+        "of one layer."
+    ),
+    ("rules", "other values, gathered"): (
+        "all_gather(activations[1]): rank 0 gave activations[1] (sequence slice 0 of microbatch 0, feed-forward "
+        "slice 0 of 2) and rank 1 activations[1] (sequence slice 1 of microbatch 0, feed-forward slice 1 of 2); "
+        "put pieces of one value together, for the same tokens."
+    ),
+    ("rules", "other factors, gathered"): (
+        "all_gather(grad_weights[1]): rank 0 gave grad_weights[1] (sequence slice 0 of microbatch 0) and rank 1 "
+        "grad_weights[1] (sequence slice 1 of microbatch 0, times 2); scale them alike first, since values that "
+        "are scaled by different factors do not belong together."
+    ),
+    ("rules", "other factors, of one pass"): (
+        "backward(layer 1): grad_activations[2] (sequence slice 0 of microbatch 0) and grad_residuals[3] "
+        "(sequence slice 0 of microbatch 0, times 2) were given; scale them alike first, since values that are "
+        "scaled by different factors do not belong together."
+    ),
+    ("rules", "other sums"): (
+        "add(activations[1]): the first value gave activations[1] (sequence slice 0 of microbatch 0, the term of "
+        "feed-forward slice 0 of 2) and the second value activations[1] (sequence slice 0 of microbatch 0, the "
+        "term of head slice 0 of 2); sum terms of one sum."
+    ),
+    ("rules", "other pieces, of experts"): (
+        "forward(layer 5): the activation given is activations[5] (microbatch 0, expert 0 of 2) and the weight "
+        "weights[5] (shard 1 of 2); experts compute on their own buffers and on no others. Exchange the buffers "
+        "by all_to_all, and give the weight of the slice that came."
+    ),
+    ("rules", "other pieces, of the routing"): (
+        "backward(layer 4): the routing's gradient given is grad_routing[6] (microbatch 0, the term of expert 1 "
+        "of 2); give that of 0 alone, as was dealt."
     ),
 }
 """Of a call, by its table and its name there, the whole sentence without the line of the user's file."""
@@ -251,3 +388,8 @@ SENTENCES = {
 def test_what_is_refused_is_said_in_a_sentence(case: tuple[str, str]) -> None:
     table, name = case
     assert sentence_of(CALLS[table][name]) == SENTENCES[case]
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_a_refusal_is_by_the_rule_that_its_case_is_named_for(case: str) -> None:
+    assert refusal_of(RULES[case]).rule == case.split(", ")[0]

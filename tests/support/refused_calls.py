@@ -6,18 +6,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from shardlab.check import check
-from shardlab.errors import of_layer
-from shardlab.program import Holds, Kind, Mesh, Op, OpKind, Rank, Sizes, Spec, Strategy, Value, trace
+from shardlab.program import Mesh, Rank, Sizes, Strategy, Value, trace
 from shardlab.program.bounds import bounded
-from shardlab.program.mesh import Group
-from shardlab.program.rooted import Call, collective
 from shardlab.puzzles import Model, Weight, WeightGrad
 from shardlab.puzzles.native import timeline_of
 from shardlab.puzzles.statements import find
-from shardlab.rules import attention, update
-from shardlab.rules.factor import factor_of
-from shardlab.rules.layers import rules_of
-from shardlab.rules.spec import Space, form_of
 from tests.check import unsound_programs as unsound
 
 Calls = dict[str, Callable[[], object]]
@@ -63,34 +56,6 @@ async def reducing(rank: Rank) -> None:
     made, _ = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])
     total = await rank.all_reduce(made)
     rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
-
-
-def tape(
-    kind: OpKind, change: Callable[[Op], list[Op]], strategy: Strategy = single, ranks: int = 1
-) -> Callable[[], object]:
-    """A right program in which the first op of a kind on rank 0 is changed."""
-
-    def call() -> object:
-        program = trace(strategy, ranks, 1, 2)
-        ops = program.tapes[0]
-        at = next(at for at, op in enumerate(ops) if op.kind is kind)
-        ops[at : at + 1] = change(ops[at])
-        return check(program)
-
-    return call
-
-
-def fields(kind: OpKind, strategy: Strategy = single, ranks: int = 1, **changes: object) -> Callable[[], object]:
-    """The same with some fields of that op changed."""
-    return tape(kind, lambda op: [op._replace(**changes)], strategy, ranks)  # pyright: ignore[reportArgumentType]
-
-
-def rows(cells: int, layer: int = 0, slices: int = 1, **form: Any) -> Spec:
-    return Spec(form_of(Kind.ACTIVATION, layer, 0, Space(2, slices), **form), cells)
-
-
-def meet(kind: OpKind, *given: Spec) -> object:
-    return collective(Call(kind), given, range(len(given)), rules_of(Sizes.puzzle(1).signatures, Space(2)))
 
 
 async def clipped(rank: Rank, with_norm: bool) -> None:
@@ -271,6 +236,22 @@ PROGRAMS: Calls = {
 }
 
 
+async def collective_in_a_batch(rank: Rank) -> None:
+    with rank.batch_p2p():
+        rank.barrier()
+
+
+async def exchange_in_a_batch(rank: Rank) -> None:
+    weight = rank.load_weight(0)
+    with rank.batch_p2p():
+        rank.exchange(weight, to=1 - rank.index, source=1 - rank.index)
+
+
+async def root_gives_another(rank: Rank) -> None:
+    weight = rank.load_weight(0) if rank.index == 0 else None
+    await rank.broadcast(weight, root=0, expect=("weights", 1, None))
+
+
 async def written_over(rank: Rank) -> None:
     """The update is given a gathered copy of the weight, and then what was loaded is read."""
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.index, 2)
@@ -304,81 +285,63 @@ async def parted(rank: Rank, part: tuple[int, int]) -> None:
     rank.forward(0, rank.load_batch([0]), rank.load_weight(0), part=part)
 
 
-async def other_half(rank: Rank) -> None:
-    """The forward pass is by whole weights, and a backward pass by half of one."""
+def to_the_last_norm(rank: Rank, *, save: bool = True) -> Value:
+    """The gradient of what norm 5 makes, after a forward pass of half-blocks; perhaps that norm's saves nothing."""
     for l in rank.layers:
         rank.weights[l] = rank.load_weight(l)
-    rank.weights["half"] = rank.load_weight(4, 0, 2)
     rank.activations[0] = rank.load_batch([0])
     branch = rank.forward(0, rank.activations[0], rank.weights[0])
     residual: list[Value] = []
     for l in (1, 3, 5):
         rank.activations[l] = branch
-        rank.activations[l + 1], *residual = rank.forward(l, (branch, *residual), rank.weights[l])
+        given = branch, *residual
+        rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l], save=save or l < 5)
         branch = rank.forward(l + 1, rank.activations[l + 1], rank.weights[l + 1])
-    _, gradient = rank.backward(6, rank.activations[6], rank.loss(branch), rank.weights[6])
+    return rank.backward(6, rank.activations[6], rank.loss(branch), rank.weights[6])[1]
+
+
+async def other_half(rank: Rank) -> None:
+    """The forward pass is by whole weights, and a backward pass by half of one."""
+    gradient = to_the_last_norm(rank)
+    rank.weights["half"] = rank.load_weight(4, 0, 2)
     _, gradient, _ = rank.backward(5, rank.activations[5], (gradient,), rank.weights[5])
     rank.backward(4, rank.activations[4], gradient, rank.weights["half"])
 
 
+async def one_gradient(rank: Rank) -> None:
+    gradient = to_the_last_norm(rank)
+    rank.backward(5, rank.activations[5], gradient, rank.weights[5])
+
+
+async def nothing_saved(rank: Rank) -> None:
+    gradient = to_the_last_norm(rank, save=False)
+    rank.backward(5, rank.activations[5], (gradient,), rank.weights[5])
+
+
+def in_half_blocks(strategy: Strategy) -> Callable[[], object]:
+    return lambda: trace(strategy, Mesh(tp=2), Sizes.half_blocks(1), 1)
+
+
+async def one_output(rank: Rank) -> None:
+    to_the_last_norm(rank)
+    rank.forward(1, rank.activations[1], rank.weights[1])
+
+
 PROGRAMS.update(
     {
-        "other forward": lambda: trace(other_half, Mesh(tp=2), Sizes.half_blocks(1), 1),
+        "batch of messages, with a collective": two(collective_in_a_batch),
+        "batch of messages, with an exchange": two(exchange_in_a_batch),
+        "other message, from a root": two(root_gives_another),
+        "unknown slice, of the experts": alone(lambda rank: rank.forward(0, *begun(rank)[:2], part=(2, 2))),
+        "wrong number, of outputs": in_half_blocks(one_output),
+        "wrong number, of gradients": in_half_blocks(one_gradient),
+        "no forward, saved": in_half_blocks(nothing_saved),
+        "other forward": in_half_blocks(other_half),
         "written over": lambda: check(trace(written_over, 2, 1, 2)),
         "norm on some ranks": lambda: check(trace(clipped_on_rank_1, 2, 1, 1)),
         "norm for some": lambda: check(trace(clipped_twice, 1, 1, 1)),
     }
 )
-
-
-TAPES: Calls = {
-    "autograd's own": tape(OpKind.FORWARD, lambda op: [op, Op(OpKind.FREE, -1, op.outputs[1:])]),
-    "freed, not made": fields(OpKind.FORWARD, inputs=(77, 0)),
-    "freed, on a tape": tape(OpKind.UPDATE, lambda op: [op, op._replace(outputs=(70, 71))]),
-    "in flight": tape(OpKind.ALL_REDUCE, lambda op: [op, Op(OpKind.FREE, -1, op.inputs)], reducing, 2),
-    "left over": tape(OpKind.LOSS, lambda op: [op, Op(OpKind.LOAD_BATCH, 0, (), (70,), holds=Holds(1, 2))]),
-    "loaded twice, on a tape": tape(OpKind.LOAD_WEIGHT, lambda op: [op, op._replace(outputs=(70,))]),
-    "malformed tape": fields(OpKind.LOSS, inputs=()),
-    "malformed tape, a handle": fields(OpKind.LOSS, handle=3),
-    "unknown group, none": fields(OpKind.ALL_REDUCE, reducing, 2, group=None),
-    "number in use": fields(OpKind.LOSS, outputs=(0,)),
-    "number in use, of a handle": fields(OpKind.ALL_REDUCE, reducing, 2, handle=-1),
-    "nothing to wait for": fields(OpKind.WAIT, reducing, 2, handle=9),
-    "not kept": tape(OpKind.UPDATE, lambda op: [op, Op(OpKind.FREE, -1, op.outputs[:1])]),
-    "no forward, on a tape": tape(OpKind.BACKWARD, lambda op: [op._replace(inputs=(*op.inputs[:3], 0))]),
-    "unknown layer, on a tape": fields(OpKind.FORWARD, layer=5),
-    "unknown microbatch, on a tape": fields(OpKind.LOAD_BATCH, holds=None),
-    "unknown slice, on a tape": fields(OpKind.LOAD_WEIGHT, holds=None),
-    "wrong layer, on a tape": fields(OpKind.LOAD_BATCH, layer=3),
-    "unknown group, made by hand": fields(OpKind.ALL_REDUCE, reducing, 2, group=Group("world", (0, 1))),
-}
-
-SPACE = Space(2, 2, (("ffn", 2), ("head", 2)))
-
-
-def value(kind: Kind, cells: int, **form: Any) -> Spec:
-    return Spec(form_of(kind, 1, 0, SPACE, **form), cells)
-
-
-def scaled(by: int) -> Spec:
-    return update.scale(value(Kind.GRAD_WEIGHT, by), factor_of(by))
-
-
-ATTENDED = attention.attend(1, value(Kind.QUERIES, 0b10), value(Kind.KEYS_VALUES, 0b01))
-
-RULES: Calls = {
-    "masked keys": lambda: attention.attend(1, value(Kind.QUERIES, 0b01), value(Kind.KEYS_VALUES, 0b10)),
-    "merged terms": lambda: meet(OpKind.ALL_REDUCE, ATTENDED, ATTENDED),
-    "not exchanged": lambda: meet(OpKind.ALL_TO_ALL, rows(0b01), rows(0b10)),
-    "not gathered": lambda: meet(
-        OpKind.ALL_GATHER, *[value(Kind.ACTIVATION, 0b11, slices=(("head", piece),)) for piece in (1, 2)]
-    ),
-    "other indices": lambda: meet(
-        OpKind.ALL_GATHER, *[value(Kind.ACTIVATION, 0b11, slices=(("ffn", n), ("head", n))) for n in (1, 2)]
-    ),
-    "other factors": lambda: update.add_two(scaled(1), scaled(2)),
-    "frozen in the norm": lambda: update.want_no_frozen(of_layer("update", 1), value(Kind.SCALAR, 0), Holds(0b01, 2)),
-}
 
 
 async def frozen_but_kept(rank: Rank) -> None:

@@ -16,7 +16,7 @@ from shardlab.check import Checked, check
 from shardlab.program import Deadlock, Mesh, Op, Rank, Refused, Sizes, Strategy, World, trace
 from shardlab.program.bounds import Endless
 from shardlab.program.stoppable import Stalled
-from shardlab.rules.pieces import listed
+from shardlab.rules.pieces import listed, plural
 
 
 class Blame:
@@ -104,7 +104,7 @@ class Retrace:
         for rank, line in sorted(self.stopped.items()):
             ranks_at[line].append(rank)
         rows = [
-            f"\n  rank{'s' * (len(ranks) > 1)} {listed(ranks)} wait{'s' * (len(ranks) == 1)} at {self.file}:{line}"
+            f"\n  {plural('rank', len(ranks))} {listed(ranks)} wait{'s' * (len(ranks) == 1)} at {self.file}:{line}"
             for line, ranks in sorted(ranks_at.items())
         ]
         return "".join(rows)

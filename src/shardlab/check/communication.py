@@ -15,6 +15,7 @@ from shardlab.program.mesh import group_of
 from shardlab.program.ops import COLLECTIVES, Stream
 from shardlab.program.rooted import Call, call_of, call_text
 from shardlab.program.waiting import Wait
+from shardlab.rules.pieces import counted, plural
 
 COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
 
@@ -76,7 +77,7 @@ class CommunicationCheck:
         missing = [rank for rank in op.group.ranks if rank not in arrived]
         names = ", ".join(map(str, missing))
         spec = arrived[state.index][1]
-        return Wait(f"{call_text(_call(op), spec)} on {op.group} for rank{'s' * (len(missing) > 1)} {names}", missing)
+        return Wait(f"{call_text(_call(op), spec)} on {op.group} for {plural('rank', len(missing))} {names}", missing)
 
     def finish(self) -> None:
         """Refuse a message that nobody has received.
@@ -204,7 +205,7 @@ def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
     rooted.want_sound(call, group.ranks)
     reads, makes = rooted.values_of(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):
-        given = f"has {len(op[2])} inputs and {len(op[3])} outputs"
+        given = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
         remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
         state.refuse("malformed tape", given, remedy)
     if reads:

@@ -12,6 +12,7 @@ from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT
 from shardlab.rules import attention, dealing, gathers
 from shardlab.rules import update as sums
 from shardlab.rules.layer import BackwardResult
+from shardlab.rules.pieces import counted
 from shardlab.rules.spec import form_of
 
 Rule = Callable[[RankState, Op], None]
@@ -28,7 +29,7 @@ def forward(state: RankState, op: Op) -> None:
     if len(outputs) == len(made) + 1:
         _save(state, outputs[-1], activation, saved)
     elif len(outputs) > len(made):
-        given = f"has {len(outputs)} outputs, but this layer makes {len(made)} values"
+        given = f"has {counted(len(outputs), 'output')}, but this layer makes {counted(len(made), 'value')}"
         state.refuse("malformed tape", given, "number these, and what is saved")
 
 
@@ -36,7 +37,7 @@ def recompute(state: RankState, op: Op) -> None:
     (activation, weight), (saved,) = op[2], op[3]
     rules, spec = state.layer(op), state.live[activation]
     if not rules.layer.recomputed:
-        given = f"a {rules.layer.name} layer takes or makes several values, and is not recomputed"
+        given = f"this {rules.layer.name} layer takes or makes several values, and is not recomputed"
         state.refuse("no forward", given, "save what its forward makes")
     _save(state, saved, activation, rules.forward([spec], state.live[weight], "recompute")[1])
 

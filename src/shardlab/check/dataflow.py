@@ -18,6 +18,7 @@ from shardlab.program import Op, OpKind, Program, Refused
 from shardlab.program.ops import COMMUNICATION
 from shardlab.program.waiting import deadlock
 from shardlab.rules.kind import ROW_KINDS
+from shardlab.rules.pieces import counted
 
 
 class Dataflow:
@@ -32,7 +33,7 @@ class Dataflow:
     def __init__(self, program: Program) -> None:
         ranks = program.mesh.world
         if ranks != program.ranks:
-            given = f"the mesh has {ranks} ranks, but there are {program.ranks} tapes"
+            given = f"the mesh has {counted(ranks, 'rank')}, but the program has {counted(program.ranks, 'tape')}"
             raise Refused("malformed tape", "", given, "give one for each rank")
         self.trained = trained = trained_layers(program)
         self.states = [RankState(index, program, trained) for index in range(ranks)]
@@ -126,5 +127,5 @@ def _refuse_shape(state: RankState, op: Op) -> NoReturn:
     if op.handle >= 0 and op.kind not in COMMUNICATION:
         given = f"has handle {op.handle}, but only a collective or a message has one"
         state.refuse("malformed tape", given, "leave it out")
-    given = f"has {len(op.inputs)} inputs and {len(op.outputs)} outputs, which it never has"
-    state.refuse("malformed tape", given, "give what it reads and makes")
+    has = f"has {counted(len(op.inputs), 'input')} and {counted(len(op.outputs), 'output')}"
+    state.refuse("malformed tape", f"{has}, which it never has", "give what it reads and makes")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardlab.check.rank_state import RankState
 from shardlab.errors import About
 from shardlab.program import Holds, Kind, OpKind, Program, Refused, Spec
-from shardlab.rules.pieces import bits, common, listed
+from shardlab.rules.pieces import bits, common, numbered
 from shardlab.rules.spec import form_of
 
 LOAD_OPT_STATE = OpKind.LOAD_OPT_STATE
@@ -81,7 +81,7 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     weight_of = states[0].program.sizes.weight_of
     for layer, (mask, of) in enumerate(held):
         if weight_of(layer) == layer and not held[layer].complete:
-            missing = list(bits(~mask & ((1 << of) - 1)))
-            given = f"no rank loads slice {listed(missing)} of {of}, so it is never updated"
+            missing = ~mask & (1 << of) - 1
+            given = f"no rank loads {numbered('slice', missing)} of {of}, so nobody updates what is there"
             remedy = "load and update every slice of every layer on at least one rank"
-            raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=missing)
+            raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=bits(missing))

@@ -10,6 +10,7 @@ from shardlab.errors import Refused, Rule
 from shardlab.program import Group, Holds, Kind, Op, Program, Spec
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.rules.layer import LayerRules
+from shardlab.rules.pieces import counted
 
 
 class RankState:
@@ -69,8 +70,8 @@ class RankState:
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
         """Values come to life, as many as the op says."""
         if len(numbers) != len(specs):
-            outputs = len(self.ops[self.at].outputs)
-            self.refuse("malformed tape", f"has {outputs} outputs", f"it makes {len(specs)} values, number these")
+            given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what autograd keeps"
+            self.refuse("malformed tape", given, "number what it makes")
         for place, number in enumerate(numbers):
             self.make(number, specs[place])
 

@@ -17,6 +17,7 @@ from shardlab.program.value import Value
 from shardlab.program.waiting import Wait
 from shardlab.rules.kind import Kind
 from shardlab.rules.layers import Rules
+from shardlab.rules.pieces import plural
 from shardlab.rules.spec import Space, Spec, form_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class CollectiveHandle(Handle[Value | None]):
     def wait(self) -> Wait:
         missing = [rank for rank in self.group.ranks if rank not in self.arrived]
         names = ", ".join(str(rank) for rank in missing)
-        return Wait(f"{self} for rank{'s' * (len(missing) > 1)} {names}", missing)
+        return Wait(f"{self} for {plural('rank', len(missing))} {names}", missing)
 
     def __str__(self) -> str:
         return f"{call_text(self.call, self.spec)} on {self.group}"

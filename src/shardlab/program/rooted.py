@@ -18,7 +18,7 @@ from shardlab.program.tape import ExpectedValue
 from shardlab.rules import dealing, exchanges, gathers, reductions
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.layers import Rules
-from shardlab.rules.pieces import bits, mask_of
+from shardlab.rules.pieces import bits, counted, mask_of
 from shardlab.rules.spec import Spec
 
 _CUT = frozenset({Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT})
@@ -187,7 +187,7 @@ def _scattered(spec: Spec, parts: int) -> list[Spec]:
     microbatches, slices = list(bits(spec.microbatches)), spec.form.space.sequence
     each, rest = divmod(len(microbatches), parts)
     if rest:
-        given = f"{spec} has {len(microbatches)} microbatches, which do not divide among {parts} ranks"
+        given = f"{spec} has {counted(len(microbatches), 'microbatch')}, no multiple of {parts}"
         raise Refused("does not divide", op, given, "let it deal whole microbatches, equally many to each")
     runs = [mask_of(microbatches[place * each : (place + 1) * each]) for place in range(parts)]
     return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]

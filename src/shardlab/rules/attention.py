@@ -13,9 +13,9 @@ from functools import lru_cache
 from shardlab.errors import About, Refused, of_layer
 from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.kind import WORDS, Kind
-from shardlab.rules.pieces import bits, listed
+from shardlab.rules.pieces import bits, numbered
 from shardlab.rules.spec import KEY, Form, Space, Spec, Term, cells_text, form_of
-from shardlab.rules.wanted import other_tokens, want_kind
+from shardlab.rules.wanted import other_tokens, said_of, want_kind
 
 # named once: on Python 3.11 an enum's member is ten times as slow to look up as a global
 ACTIVATION, GRAD_ACTIVATION = Kind.ACTIVATION, Kind.GRAD_ACTIVATION
@@ -144,14 +144,12 @@ def _want(op: About, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
     what = WORDS[kind]
     want_kind(op, what, spec, kind)
     if form.layer != layer:
-        raise Refused(
-            "wrong layer", op, f"the {what} given is {spec}", f"this op reads {kind.value}[{layer}], give that"
-        )
+        raise Refused("wrong layer", op, said_of(what, spec), f"this op reads {kind.value}[{layer}], give that")
     if form.term is not None:
         raise unmet(op, what, spec)
     if form.slices != queries.form.slices or form.step != queries.form.step:
         remedy = "give the same heads of queries, keys and values, of one step"
-        raise Refused("other pieces", op, f"the {what} given is {spec} and the queries {queries}", remedy)
+        raise Refused("other pieces", op, f"{said_of(what, spec)} and the queries {queries}", remedy)
 
 
 def unmet(op: About, what: str, spec: Spec) -> Refused:
@@ -161,6 +159,5 @@ def unmet(op: About, what: str, spec: Spec) -> Refused:
     _, held = pattern(spec.cells, space.sequence)
     missing = needed(spec.form.kind, held, space) & ~term.bits
     who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
-    slices = f"slice{'s' * (missing.bit_count() > 1)} {listed(bits(missing))} of the sequence"
-    lacks = f"the {what} given is {spec}; the {who} of {slices} are missing in it"
+    lacks = f"{said_of(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
     return Refused("missing terms", op, lacks, "let it meet them, and add the parts", missing=bits(missing))

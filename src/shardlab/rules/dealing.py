@@ -10,7 +10,7 @@ from itertools import islice
 
 from shardlab.errors import About, Refused
 from shardlab.rules.kind import ROW_KINDS, Kind
-from shardlab.rules.pieces import bits, mask_of
+from shardlab.rules.pieces import bits, counted, mask_of
 from shardlab.rules.spec import Form, Joined, Spec
 from shardlab.rules.wanted import no_slices
 
@@ -65,7 +65,7 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
     op = value.about("slice")
     if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
         most = MOST_SLICES // value.holds.of
-        remedy = f"there are {most:,} at most, counted from 0, name one of them"
+        remedy = f"count slices from 0, below their number, which is {most:,} at most"
         raise Refused("unknown slice", op, f"slice {place} of {parts} was asked for", remedy)
     if value.kind in (Kind.SCALAR, Kind.STATS):
         remedy = "slice weights, optimizer states, activations or gradients"
@@ -74,9 +74,8 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
         return Spec(_slice(value[0], place, parts), value[1])
     dealt = deal(value, parts)
     if dealt is None:
-        held = value.cells.bit_count() if value.form.space.sequence > 1 else value.microbatches.bit_count()
-        what = "slices of its sequences" if value.form.space.sequence > 1 else "microbatches"
-        given = f"{value} has {held} {what}, which do not divide into {parts} equal parts"
+        what = "sequence slice" if value.form.space.sequence > 1 else "microbatch"
+        given = f"{value} has {counted(value.cells.bit_count(), what)}, no multiple of {parts}"
         raise Refused("does not divide", op, given, "take a number of parts that divides them")
     cells, joined = dealt[place]
     return Spec(value[0], cells, joined)

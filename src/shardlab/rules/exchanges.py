@@ -13,7 +13,7 @@ from shardlab.errors import About, Refused
 from shardlab.rules.dealing import deal
 from shardlab.rules.gathers import index_apart, united_cells, united_pieces, with_pieces
 from shardlab.rules.index import INDICES, piece_of
-from shardlab.rules.pieces import bits, mask_of
+from shardlab.rules.pieces import bits, counted, mask_of
 from shardlab.rules.spec import Form, Spec
 
 
@@ -51,8 +51,8 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
     if all(spec.form is form for spec in specs):
         runs = _runs(form, index, count)
         if runs is None:
-            held = first.pieces(index).bit_count()
-            given = f"{held} {piece_of(index)}{'s' * (held > 1)} held do not divide among {count} ranks"
+            held = counted(first.pieces(index).bit_count(), piece_of(index))
+            given = f"{held} cannot be dealt evenly to {count} ranks"
             raise Refused("does not divide", op, given, "let ranks meet that divide them")
         cells, joined = united_cells(op, specs, names)
         return [Spec(run, cells, joined) for run in runs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from fractions import Fraction
 
-from shardlab.rules.pieces import bits, listed
+from shardlab.rules.pieces import microbatches_text
 
 Tokens = tuple[tuple[int, int], ...]
 """(microbatches as a bit set, power): how often the number of their tokens is multiplied (below 0: divided by)."""
@@ -50,7 +50,7 @@ class Factor:
 
 
 def _text(mask: int, power: int) -> str:
-    text = f"tokens of microbatch{'es' * (mask.bit_count() > 1)} {listed(bits(mask))}"
+    text = f"tokens of {microbatches_text(mask)}"
     return text if power == 1 else f"({text})^{power}"
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from shardlab.errors import About, Refused
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind
-from shardlab.rules.pieces import Holds, bits, common, listed
+from shardlab.rules.pieces import Holds, bits, common, numbered
 from shardlab.rules.spec import Form, Joined, Spec, cells_text
 from shardlab.rules.wanted import no_slices, want_alike
 
@@ -75,7 +75,7 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
             raise Refused("other sums", op, given, "reduce before gathering")
         mine, theirs = common(Holds(mask, of), spec.form.holds)
         if twice := mine.mask & theirs.mask:
-            given = f"slice {listed(bits(twice))} of {mine.of} comes from {name} and from {_earlier(name)} as well"
+            given = f"{numbered('slice', twice)} of {mine.of} would come from {name} and from {_earlier(name)} as well"
             raise Refused("pieces overlap", op, given, APART, doubled=bits(twice))
         mask, of = mine.mask | theirs.mask, mine.of
     raise AssertionError("slices that fit are put together")
@@ -122,7 +122,7 @@ def united_pieces(op: About, specs: Sequence[Spec], names: Sequence[str], index:
         pieces = spec.pieces(index)
         if twice := mask & pieces:
             noun = piece_of(index)
-            given = f"{noun} {listed(bits(twice))} would be counted twice ({name} and {_earlier(name)} both have it)"
+            given = f"{numbered(noun, twice)} would be counted twice ({name} and {_earlier(name)} both have it)"
             raise Refused("pieces overlap", op, given, f"give each {noun} once", doubled=bits(twice))
         mask |= pieces
     return mask

@@ -12,7 +12,7 @@ from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import WORDS, Kind
 from shardlab.rules.node import Layer, Port
-from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of
+from shardlab.rules.pieces import WHOLE, Holds, bits, counted, listed, mask_of, numbered
 from shardlab.rules.spec import (
     KEY,
     Form,
@@ -26,7 +26,7 @@ from shardlab.rules.spec import (
     terms_of,
     whole_sequences,
 )
-from shardlab.rules.wanted import ALIKE, OWN, OWN_PIECES, REDUCE_TERMS, other_tokens, want_kind
+from shardlab.rules.wanted import ALIKE, OWN, OWN_PIECES, REDUCE_TERMS, other_tokens, said_of, want_kind
 
 GRADIENT_OF = {
     Kind.ACTIVATION: Kind.GRAD_ACTIVATION,
@@ -189,12 +189,14 @@ class LayerRules:
         if part is None:
             return {}
         if not self.layer.deals:
-            given = f"part {part} was asked for, but a {self.layer.name} layer makes its output whole"
+            given = f"part {part} was asked for, but this {self.layer.name} layer makes its output whole"
             raise Refused("unknown slice", op, given, "ask for no part")
         (index,) = self.layer.deals
         count = self.space.count(index)
         if count % part.of:
-            given = f"{count} {piece_of(index)}s do not divide into {part.of} parts, as was asked for"
+            given = (
+                f"part {part} was asked for, but there {'are' if count > 1 else 'is'} {counted(count, piece_of(index))}"
+            )
             raise Refused("does not divide", op, given, "ask for a number of parts that divides them")
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
@@ -276,9 +278,12 @@ class LayerRules:
             of *= self.space.count(index)
         holds = form.holds if of % form.holds.of == 0 else form.holds.simplified()
         if of == 1:
-            missing = [i for i in range(form.holds.of) if not form.holds.mask >> i & 1]
-            given = f"the weight given is partial, {weight}; slices {listed(missing)} of {form.holds.of} are missing"
-            raise Refused("partial weight", op, given, "gather the whole layer first (all_gather)", missing=missing)
+            missing = ~form.holds.mask & (1 << form.holds.of) - 1
+            lacks = missing_text("slice", missing, f" of {form.holds.of}")
+            given = f"the weight given is partial, {weight}; {lacks}"
+            raise Refused(
+                "partial weight", op, given, "gather the whole layer first (all_gather)", missing=bits(missing)
+            )
         cut = None if of % holds.of else self._unflat(holds.refined(of))
         if cut is None:
             given = f"{given}, which is not made of whole slices of {of}"
@@ -318,7 +323,7 @@ class LayerRules:
         """Refuse what is not the port's, or not complete; `term` is the term of a sum that it must be, if any."""
         form = spec.form
         want_kind(op, WORDS[kind], spec, kind)
-        given = f"the {WORDS[kind]} given is {spec}"
+        given = said_of(WORDS[kind], spec)
         if form.layer != port.layer:
             number, wanted = self.layer_number, f"{kind.value}[{port.layer}]"
             reads = "reads" if op.text.startswith(("forward", "recompute")) else "was fed"
@@ -344,7 +349,8 @@ class LayerRules:
         what = f"{len(given)} values were given"
         if len(given) < len(wanted):
             what = f"the {WORDS[wanted[len(given)][0]]} is missing"
-        remedy = f"this {self.layer.name} layer {verb} {names}{' alone' * (len(wanted) == 1)}, give that"
+        end = " alone, give that" if len(wanted) == 1 else ", give these"
+        remedy = f"this {self.layer.name} layer {verb} {names}{end}"
         raise Refused("wrong number", op, what, remedy)
 
     def _want_step(self, op: About, specs: Sequence[Spec], step: int) -> None:
@@ -359,13 +365,13 @@ class LayerRules:
         given, ports = (gradients, self.layer.outputs) if misfit.of_gradient else (inputs, self.layer.inputs)
         spec = next(spec for spec, port in zip(given, ports, strict=False) if port.tensor == misfit.tensor)
         index, word = misfit.index, WORDS[spec.kind]
-        given = f"the {word} given is {spec}"
+        given = said_of(word, spec)
         if misfit.wanted is None:
             assert misfit.given is not None
             missing = self.space.full(index) & ~misfit.given
             given, remedy = f"{given}; {missing_text(piece_of(index), missing)}", INDICES[index].together
             return Refused("missing pieces", op, given, f"put all together first: {remedy}", missing=bits(missing))
-        wanted = f"{piece_of(index)}{'s' * (misfit.wanted.bit_count() > 1)} {listed(bits(misfit.wanted))}"
+        wanted = numbered(piece_of(index), misfit.wanted)
         if misfit.of_gradient:
             remedy = f"give {wanted} of {self.space.count(index)} alone, as the weight has"
             return Refused("other pieces", op, given, remedy)

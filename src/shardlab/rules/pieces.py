@@ -117,11 +117,21 @@ def listed(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
+def plural(noun: str, count: int) -> str:
+    """`microbatch` or `microbatches`."""
+    return noun if count == 1 else f"{noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def counted(count: int, noun: str) -> str:
     """`1 microbatch` or `2 microbatches`."""
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+    return f"{count:,} {plural(noun, count)}"
+
+
+def numbered(noun: str, mask: int) -> str:
+    """`slice 3` or `slices 0-2`."""
+    return f"{plural(noun, mask.bit_count())} {listed(bits(mask))}"
 
 
 def microbatches_text(mask: int) -> str:
     """`microbatch 3` or `microbatches 0-2`."""
-    return f"microbatch{'es' if mask.bit_count() > 1 else ''} {listed(bits(mask))}"
+    return numbered("microbatch", mask)

@@ -19,7 +19,7 @@ from shardlab.errors import About
 from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
-from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of, microbatches_text, repeated
+from shardlab.rules.pieces import WHOLE, Holds, bits, listed, mask_of, microbatches_text, numbered, plural, repeated
 
 Slices = tuple[tuple[str, int], ...]
 """(index, its pieces as a bit set) for each index that is not held whole, by name."""
@@ -315,7 +315,7 @@ def cells_text(cells: int, space: Space) -> str:
     texts = [microbatches_text(whole)] if whole else []
     for m, mask in held.items():
         if mask != full:
-            texts.append(f"sequence slice{'s' * (mask.bit_count() > 1)} {listed(bits(mask))} of microbatch {m}")
+            texts.append(f"{numbered('sequence slice', mask)} of microbatch {m}")
     return " and ".join(texts) or "no microbatch"
 
 
@@ -343,8 +343,8 @@ def term_text(form: Form, term: Term) -> str:
     if term.over == KEY:
         of_keys = form.kind is Kind.GRAD_KEYS_VALUES
         return f"{'queries' if of_keys else 'keys and values'} {numbers} of {form.space.sequence} alone"
-    many = "s" * (term.bits.bit_count() > 1)
-    return f"the term{many} of {' x '.join(map(piece_of, term.over))} {numbers} of {terms_of(form, term)}"
+    terms = plural("term", term.bits.bit_count())
+    return f"the {terms} of {' x '.join(map(piece_of, term.over))} {numbers} of {terms_of(form, term)}"
 
 
 def terms_of(form: Form, term: Term) -> int:
@@ -352,7 +352,12 @@ def terms_of(form: Form, term: Term) -> int:
     return math.prod(form.space.count(index) for index in term.over)
 
 
-def missing_text(noun: str, missing: int) -> str:
+def are_missing(what: str) -> str:
+    """What `cells_text` or `summed_text` says is missing."""
+    several = " and " in what or what.startswith(("microbatches", "sequence slices"))
+    return f"{what} {'are' if several else 'is'} missing"
+
+
+def missing_text(noun: str, missing: int, of: str = "") -> str:
     """`slice 1 is missing`, `experts 0, 2-3 are missing`."""
-    many = missing.bit_count() > 1
-    return f"{noun}{'s' * many} {listed(bits(missing))} {'are' if many else 'is'} missing"
+    return f"{numbered(noun, missing)}{of} {'are' if missing.bit_count() > 1 else 'is'} missing"

@@ -11,8 +11,19 @@ from shardlab.rules.dtype import DTYPES
 from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
-from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
-from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of, without_term
+from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed, numbered
+from shardlab.rules.spec import (
+    KEY,
+    Form,
+    Spec,
+    Term,
+    are_missing,
+    form_of,
+    summed_text,
+    term_text,
+    terms_of,
+    without_term,
+)
 from shardlab.rules.wanted import want_alike, want_kind
 
 GRAD_WEIGHT = Kind.GRAD_WEIGHT
@@ -226,8 +237,8 @@ def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec
         mine, theirs = common(Holds(mask, of), form.holds)
         if twice := mine.mask & theirs.mask:
             given = (
-                f"parts {listed(bits(twice))} of {mine.of} of the model come from {name} and from an earlier one as "
-                "well; each parameter's square counts once"
+                f"{numbered('part', twice)} of {mine.of} of the model would come from {name} and from an earlier one "
+                "as well; each parameter's square counts once"
             )
             raise Refused("counted twice", op, given, "sum replicas on one of them", doubled=bits(twice))
         mask, of = mine.mask | theirs.mask, mine.of
@@ -270,8 +281,7 @@ def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
 
 
 def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
-    verb = "are" if missing.bit_count() > 1 else "is"
-    given = f"{summed_text(gradient.form, missing)} {verb} missing from {gradient}; {why}"
+    given = f"{are_missing(summed_text(gradient.form, missing))} from {gradient}; {why}"
     remedy = "add or reduce the missing gradients first"
     return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
 

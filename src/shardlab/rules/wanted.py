@@ -37,9 +37,9 @@ def want_kind(op: About, what: str, spec: Spec, kind: Kind) -> None:
     """
     form = spec.form
     if form.kind is not kind:
-        raise Refused("wrong kind", op, f"the {what} given is {spec}", f"give a value of {kind.value}")
+        raise Refused("wrong kind", op, said_of(what, spec), f"give a value of {kind.value}")
     if form.dtype and kind is not Kind.GRAD_WEIGHT:
-        raise Refused("other dtypes", op, f"the {what} given is {spec}", "cast it back first, with no dtype named")
+        raise Refused("other dtypes", op, said_of(what, spec), "cast it back first, with no dtype named")
 
 
 def want_alike(op: About, first: Spec, spec: Spec, one: str, other: str) -> None:
@@ -52,6 +52,11 @@ def want_alike(op: About, first: Spec, spec: Spec, one: str, other: str) -> None
         raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", ALIKE)
     if spec.form.dtype != first.form.dtype:
         raise Refused("other dtypes", op, f"{one} gave {first} and {other} {spec}", "cast them alike first")
+
+
+def said_of(what: str, spec: Spec) -> str:
+    """`the weight given is weights[3]`."""
+    return f"the {what} given {'are' if what.startswith(('queries', 'keys')) else 'is'} {spec}"
 
 
 def other_tokens(op: About, one: str, cells: str, other: str, other_cells: str) -> Refused:
