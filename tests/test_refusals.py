@@ -76,9 +76,7 @@ SENTENCES = {
         "rank 0, op 0: axis 'rows' is not an axis of a mesh; the axes are pp, dp_replicate, dp_shard, cp, tp,"
         " ep, name one of these."
     ),
-    ("programs", "unknown key"): (
-        "rank 0, op 0: weights[3] does not exist; the store has the keys none, use one of these."
-    ),
+    ("programs", "unknown key"): "rank 0, op 0: weights[3] does not exist; the store is empty, keep the value in it.",
     ("programs", "unknown layer"): (
         "rank 0, op 0 load_weight: layer 7 does not exist; the model has layers 0-0, name one of these."
     ),

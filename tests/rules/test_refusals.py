@@ -159,6 +159,10 @@ SENTENCES = {
         " slice 1 is missing. Put all together first: heads stay where they are, since attention and the "
         "layer after it take their own."
     ),
+    ("half blocks", "backward, head's gradient of all"): (
+        "backward(layer 6): the gradient given is grad_activations[7] (microbatch 0); give vocabulary slice 0 of "
+        "2 alone, as the weight has."
+    ),
     ("half blocks", "loss_stats, all logits"): (
         "loss_stats: activations[7] (microbatch 0) was given; give slices of the logits, activations[7]."
     ),

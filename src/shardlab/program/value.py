@@ -86,8 +86,10 @@ class Store(MutableMapping[Hashable, Value]):
             raise self._missing(key) from None
 
     def _missing(self, key: Hashable) -> Refused:
-        have = ", ".join(map(repr, self._values)) or "none"
-        remedy = f"the store has the keys {have}, use one of these"
+        have = ", ".join(map(repr, self._values))
+        remedy = (
+            f"the store has the keys {have}, use one of these" if have else "the store is empty, keep the value in it"
+        )
         missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", remedy)
         return missing.at(self._rank.index, len(self._rank.ops))
 
