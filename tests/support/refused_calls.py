@@ -322,6 +322,11 @@ def in_half_blocks(strategy: Strategy) -> Callable[[], object]:
     return lambda: trace(strategy, Mesh(tp=2), Sizes.half_blocks(1), 1)
 
 
+def beyond_the_experts(rank: Rank) -> None:
+    activation, _, weight = begun(rank)
+    rank.forward(0, activation, weight, part=(2, 2))
+
+
 async def one_output(rank: Rank) -> None:
     to_the_last_norm(rank)
     rank.forward(1, rank.activations[1], rank.weights[1])
@@ -332,7 +337,7 @@ PROGRAMS.update(
         "batch of messages, with a collective": two(collective_in_a_batch),
         "batch of messages, with an exchange": two(exchange_in_a_batch),
         "other message, from a root": two(root_gives_another),
-        "unknown slice, of the experts": alone(lambda rank: rank.forward(0, *begun(rank)[:2], part=(2, 2))),
+        "unknown slice, of the experts": alone(beyond_the_experts),
         "wrong number, of outputs": in_half_blocks(one_output),
         "wrong number, of gradients": in_half_blocks(one_gradient),
         "no forward, saved": in_half_blocks(nothing_saved),
