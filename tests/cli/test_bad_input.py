@@ -13,7 +13,7 @@ from shardlab.cli import main
 Captured = pytest.CaptureFixture[str]
 
 USER = """
-async def right(rank):
+def gradients(rank):
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     rank.activations[0] = rank.load_batch(rank.share())
@@ -22,6 +22,11 @@ async def right(rank):
     grad = rank.loss(rank.activations.pop(len(rank.layers)))
     for l in reversed(rank.layers):
         grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        yield l, grad_weight
+
+
+async def right(rank):
+    for l, grad_weight in gradients(rank):
         total = await rank.all_reduce(grad_weight)
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
@@ -53,14 +58,7 @@ async def waits_in_a_circle(rank):
 
 
 async def reduces_twice(rank):
-    for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, grad_weight in gradients(rank):
         total = await rank.all_reduce(grad_weight)
         total = await rank.all_reduce(total)  # again
 
@@ -147,7 +145,7 @@ def refused(capsys: Captured, *arguments: str) -> tuple[int, str]:
         ("simulate --pp 2 --schedule none.csv", "none.csv cannot be read as a pipeline CSV: No such file"),
         ("simulate --pp 2 --schedule none.py:mine", "none.py is not a file"),
         ("simulate --pp 2 --schedule user.py:right", "right in user.py is not a schedule; write it as a generator of"),
-        ("simulate --pp 2 --schedule user.py:rigth", "user.py has no function 'rigth'; its generators are: none"),
+        ("simulate --pp 2 --schedule user.py:rigth", "user.py has no function 'rigth'; its generators are: gradients"),
         ("simulate zb-v --pp 2 --stages-per-rank 3", "zb-v has 2 stages on each rank, but stages_per_rank is 3"),
         ("simulate --pp 2 --layers-per-stage 1 2 3", "layers_per_stage is 1, 2, 3, but 6 layers are to be cut into 2"),
         ("simulate --pp 2 --layers-per-stage 3 -1", "give 2 numbers of 1 or more that add up to 2"),

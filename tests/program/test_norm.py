@@ -6,23 +6,18 @@ import pytest
 
 from shardlab.program import OpKind, Rank, Strategy, Value, trace
 from tests.program.tapes import live_at_end, refusal, sentence, together, words
+from tests.support.passes import gradients
 from tests.support.refusing import refuses, tells
 
 
-def gradients(rank: Rank, microbatches: range) -> None:
+def keep_gradients(rank: Rank, microbatches: range) -> None:
     """Every layer's, of some microbatches, in rank.grad_weights."""
-    for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-    rank.activations[0] = rank.load_batch(microbatches)
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    gradient = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        rank.grad_weights[l], gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+    for l, made in gradients(rank, microbatches):
+        rank.grad_weights[l] = made
 
 
 async def reduced(rank: Rank) -> None:
-    gradients(rank, rank.share())
+    keep_gradients(rank, rank.share())
     for l in rank.layers:
         rank.grad_weights[l] = await rank.all_reduce(rank.grad_weights[l])
 
@@ -42,7 +37,7 @@ async def clips(rank: Rank) -> None:
 
 async def clips_by_slices(rank: Rank) -> None:
     """Each rank has the squares of its slices; their sum is all-reduced."""
-    gradients(rank, rank.share())
+    keep_gradients(rank, rank.share())
     for l in rank.layers:
         rank.grad_weights["slice", l] = await rank.reduce_scatter(rank.grad_weights[l])
     part = rank.norm(0, rank.grad_weights["slice", 0]) + rank.norm(1, rank.grad_weights["slice", 1])
@@ -70,7 +65,7 @@ def test_no_scalar_outlives_the_step(strategy: Strategy) -> None:
 
 def test_a_scalar_never_stored_lives_until_the_update_that_takes_it() -> None:
     async def strategy(rank: Rank) -> None:
-        gradients(rank, rank.microbatches)
+        keep_gradients(rank, rank.microbatches)
         update(rank, rank.norm(0, rank.grad_weights[0]))
 
     (tape,) = together(strategy, ranks=1, layers=1)
@@ -96,7 +91,7 @@ def test_a_scalar_travels_by_message() -> None:
 
 def test_the_norm_of_an_unfinished_gradient_is_refused() -> None:
     async def strategy(rank: Rank) -> None:
-        gradients(rank, rank.share())
+        keep_gradients(rank, rank.share())
         rank.norm(0, rank.grad_weights[0])
 
     error = refusal(strategy)
@@ -114,7 +109,7 @@ def test_a_norm_that_lacks_a_layer_is_refused() -> None:
 
 def test_a_norm_that_lacks_the_other_ranks_slices_is_refused() -> None:
     async def strategy(rank: Rank) -> None:
-        gradients(rank, rank.share())
+        keep_gradients(rank, rank.share())
         rank.grad_weights["slice"] = await rank.reduce_scatter(rank.grad_weights[0])
         update(rank, rank.norm(0, rank.grad_weights["slice"]))
 
@@ -142,7 +137,7 @@ def test_a_layers_squares_count_once() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_scalars_are_reduced_and_nothing_else(verb: str, ranks: int) -> None:
     async def strategy(rank: Rank) -> None:
-        gradients(rank, rank.share())
+        keep_gradients(rank, rank.share())
         rank.grad_weights["slice"] = await rank.reduce_scatter(rank.grad_weights[0])
         await getattr(rank, verb)(rank.norm(0, rank.grad_weights["slice"]))
 

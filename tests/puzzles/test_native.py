@@ -9,6 +9,7 @@ from shardlab.program import Mesh, Rank
 from shardlab.puzzles import PUZZLES, grade
 from shardlab.strategies import find
 from tests.check.right_programs import fine_tuned
+from tests.support.passes import gradients
 
 BUILT_IN = ("single", "grad-accum", "ddp", "wsdp", "fsdp", "pipeline")
 
@@ -71,14 +72,7 @@ def test_a_grid_is_what_the_function_beside_a_strategy_says() -> None:
 
 
 async def without_reducing(rank: Rank) -> None:
-    for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, grad_weight in gradients(rank):
         rank.weights[l], rank.opt_states[l] = rank.update(l, grad_weight, rank.weights[l], rank.opt_states[l])
 
 

@@ -133,4 +133,13 @@ RULES: Calls = {
         [buffers(0b1, 0b01)], weight_of(EXPERTS, 5, Holds(0b10, 2))
     ),
     "other pieces, of the routing": lambda: routed_back(0b10),
+    "other dtypes": lambda: update.cast(rows(Kind.GRAD_WEIGHT, 0b1), "float7"),
+    "other dtypes, of one sum": lambda: update.add_two(
+        rows(Kind.GRAD_WEIGHT, 0b1), update.cast(rows(Kind.GRAD_WEIGHT, 0b10), "bfloat16")
+    ),
+    "other dtypes, of what is computed with": lambda: layer_of(WHOLE_BLOCKS, 0).forward(
+        [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], update.cast(weight_of(WHOLE_BLOCKS, 0), "bfloat16")
+    ),
+    "wrong kind, cast": lambda: update.cast(rows(Kind.SCALAR, 0), "bfloat16"),
+    "wrong step, cast": lambda: update.cast(rows(Kind.WEIGHT, 0, step=1), "bfloat16"),
 }

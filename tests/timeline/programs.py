@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from shardlab.program import Rank
+from tests.support.passes import gradients
 
 
 async def uneven(rank: Rank) -> None:
     """Data parallel; rank 0 has one microbatch, rank 1 all others."""
     mine = [0] if rank.index == 0 else list(rank.microbatches)[1:]
-    for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-    rank.activations[0] = rank.load_batch(mine)
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, grad_weight in gradients(rank, mine):
         total = await rank.all_reduce(grad_weight)
         rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
 
 async def reductions_at_once(rank: Rank) -> None:
     """Data parallel; all gradients are computed first, and then reduced by collectives that are all issued at once."""
-    for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        rank.grad_weights[l], grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, made in gradients(rank):
+        rank.grad_weights[l] = made
     handles = {l: rank.all_reduce(rank.grad_weights.pop(l)) for l in rank.layers}
     for l, handle in handles.items():
         rank.weights[l], rank.opt_states[l] = rank.update(l, await handle, rank.weights[l], rank.opt_states[l])

@@ -16,19 +16,14 @@ from shardlab.timeline import Costs
 from shardlab.timeline.clocks import Clocks
 from shardlab.timeline.prices import Bytes, PriceList
 from tests.recorded.runs import SQUARE
+from tests.support.passes import gradients
 from tests.timeline.fakes import FakePrices
 
 
 async def reduces_twice(rank: Rank) -> None:
     """Two reductions at once, each on a group of its own."""
-    for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
-    rank.activations[0] = rank.load_batch(rank.share())
-    for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
-    grad = rank.loss(rank.activations.pop(len(rank.layers)))
-    for l in reversed(rank.layers):
-        rank.grad_weights[l], grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+    for l, made in gradients(rank):
+        rank.grad_weights[l] = made
     first = [rank.all_reduce(rank.grad_weights.pop(l), axis=axis) for l, axis in AXES_OF.items()]
     half = [await handle for handle in first]
     for (l, axis), gradient in zip(AXES_OF.items(), half, strict=True):

@@ -1,0 +1,20 @@
+"""A data-parallel step up to its gradients, for programs that do something of their own with these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shardlab.program import Rank, Value
+
+
+def gradients(rank: Rank, microbatches: Iterable[int] | None = None) -> Iterator[tuple[int, Value]]:
+    """Each layer and its weight's gradient, of some microbatches (None: the rank's share), the last layer first."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share() if microbatches is None else microbatches)
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    gradient = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        made, gradient = rank.backward(l, rank.activations.pop(l), gradient, rank.weights[l])
+        yield l, made
