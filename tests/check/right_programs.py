@@ -41,6 +41,10 @@ async def terms_added_by_hand(rank: Rank) -> None:
         else:
             rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
             gradient = await summed(rank, rank.grad_activations, terms) if l else terms
+    _update(rank)
+
+
+def _update(rank: Rank) -> None:
     for l in rank.layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
@@ -76,10 +80,7 @@ async def experts_interleaved_batch(rank: Rank) -> None:
         else:
             made, rank.grad_activations[l], *carried = rank.backward(l, x, (gradient, *carried), rank.weights[l])
             rank.grad_weights[l] = await rank.all_reduce(made)
-    for l in rank.layers:
-        rank.weights[l], rank.opt_states[l] = rank.update(
-            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
-        )
+    _update(rank)
 
 
 def striped_context_mesh(ranks: int) -> Mesh:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardlab.check import ChannelModel, check
 from shardlab.program import OpKind
-from tests.support.interpreter import judge
+from tests.support.passing import is_right, is_right_everywhere
 from tests.support.random_attention import random_attention
 from tests.support.random_experts import random_experts
 from tests.support.random_plans import Planned, plans
@@ -17,10 +17,7 @@ from tests.support.random_programs import Shape, random_program, shapes
 @settings(max_examples=300)
 @given(shapes())
 def test_right_programs_pass_and_compute_the_right_numbers(shape: Shape) -> None:
-    program = random_program(shape)
-    checked = check(program)
-    verdict = judge(program)
-    assert verdict.right, verdict.reason
+    checked = is_right(random_program(shape))
     assert checked.models[ChannelModel.BUFFERED] is None
     assert checked.models[ChannelModel.IN_ORDER] is None
 
@@ -29,22 +26,14 @@ def test_right_programs_pass_and_compute_the_right_numbers(shape: Shape) -> None
 @given(plans())
 def test_any_plan_is_right_on_any_channel(shape: Planned) -> None:
     """Whole layers and half-blocks, every mapping of shards to axes, every schedule."""
-    program = shape.program
-    checked = check(program)
-    verdict = judge(program)
-    assert verdict.right, verdict.reason
-    assert set(checked.models.values()) == {None}
-    assert checked.not_runnable is None
+    is_right_everywhere(shape.program)
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 10**6))
 def test_queries_may_meet_blocks_in_any_way_that_is_right(seed: int) -> None:
     """Slices dealt to any rank, blocks sent straight to where they are seen, gradients added up in any order."""
-    program = random_attention(seed)
-    checked = check(program)
-    verdict = judge(program)
-    assert verdict.right, verdict.reason
+    checked = is_right(random_attention(seed))
     assert checked.models[ChannelModel.RENDEZVOUS] is None
 
 
@@ -52,12 +41,7 @@ def test_queries_may_meet_blocks_in_any_way_that_is_right(seed: int) -> None:
 @given(st.integers(0, 10**6))
 def test_buffers_of_any_number_of_microbatches_may_travel_together(seed: int) -> None:
     """Any dealing of microbatches, recomputed experts, halves of backward passes as late as may be."""
-    program = random_experts(seed)
-    checked = check(program)
-    verdict = judge(program)
-    assert verdict.right, verdict.reason
-    assert set(checked.models.values()) == {None}
-    assert checked.not_runnable is None
+    is_right_everywhere(random_experts(seed))
 
 
 @settings(max_examples=60)

@@ -15,6 +15,7 @@ from shardlab.train.job import Job
 from shardlab.train.verify import verify_rank
 from tests.check import right_programs as right
 from tests.support.interpreter import judge
+from tests.support.passing import is_right_everywhere
 from tests.support.ranks import Ranks
 from tests.support.refusing import Told, refusal, refuses, tells, told
 
@@ -42,12 +43,7 @@ def traced(name: str) -> Program:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_right_passes_and_is_judged_right(name: str) -> None:
-    program = traced(name)
-    checked = check(program)
-    verdict = judge(program)
-    assert verdict.right, verdict.reason
-    assert set(checked.models.values()) == {None}
-    assert checked.not_runnable is None
+    is_right_everywhere(traced(name))
 
 
 @pytest.mark.xdist_group("ranks")

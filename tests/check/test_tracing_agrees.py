@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from shardlab.check import check
 from shardlab.program import Spec, World
-from tests.support.interpreter import judge
+from tests.support.passing import is_right
 from tests.support.random_programs import Shape, program_of, random_program, shapes
 
 
@@ -27,6 +27,4 @@ def test_tracing_and_the_check_give_every_value_one_spec(shape: Shape) -> None:
 def test_programs_of_8_to_16_ranks_pass_and_are_right(mesh: tuple[int, int, int], seed: int) -> None:
     pp, replicate, shard = mesh
     program = random_program(Shape(pp, replicate, shard, pp + seed, replicate * shard * 2 + seed, seed))
-    check(program)
-    verdict = judge(program)
-    assert verdict.right, verdict.reason
+    is_right(program)
