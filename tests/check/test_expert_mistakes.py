@@ -10,6 +10,9 @@ import pytest
 from shardlab.check import check
 from shardlab.program import Holds, Mesh, Op, OpKind, Program, Rank, Value, trace
 from shardlab.strategies.expert_parallel import expert_parallel
+from tests.check.expert_programs import combined_apart, combined_apart_mesh
+from tests.support.passing import is_right_everywhere
+from tests.support.random_plans import routed
 from tests.support.refusing import Told, refuses, told
 
 
@@ -98,3 +101,7 @@ def test_a_tape_that_exchanges_the_wrong_buffers_is_refused(
     check(program_of())
     with refuses(said):
         check(changed(change))
+
+
+def test_parts_of_the_experts_that_lie_apart_may_be_combined() -> None:
+    is_right_everywhere(trace(combined_apart, combined_apart_mesh(4), routed(2), 4))

@@ -139,6 +139,7 @@ PROGRAMS = [
              small(layers=2, heads=4, dropout=0.1), 4, 2, steps=3),
     Verified("gathered microbatches meet a slice of one head", f"{CHECK}/sliced_programs.py:microbatches_together",
              small(layers=1, heads=4, dropout=0.1), 4, 4, steps=3),
+    Verified("parts of the experts that lie apart", f"{CHECK}/expert_programs.py:combined_apart", DROPPING, 4, 4),
 ]  # fmt: skip
 
 SCHEDULES_OF_ONES_OWN = [
