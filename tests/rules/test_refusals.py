@@ -325,8 +325,8 @@ SENTENCES = {
         "multiple of 2; take a number of parts that divides them."
     ),
     ("rules", "does not divide, into parts of the experts"): (
-        "forward(layer 4): part 0 of 3 was asked for, but there are 2 experts; ask for a number of parts that "
-        "divides them."
+        "forward(layer 4): part 0 of 3 was asked for, but the layer has 2 experts; ask for a number of parts that"
+        " divides them."
     ),
     ("rules", "does not divide, experts"): (
         "all_to_all(activations[5]): 2 experts cannot be dealt evenly to 3 ranks; let ranks meet that divide them."
@@ -383,6 +383,28 @@ SENTENCES = {
     ("rules", "other pieces, of the routing"): (
         "backward(layer 4): the routing's gradient given is grad_routing[6] (microbatch 0, the term of expert 1 "
         "of 2); give that of 0 alone, as was dealt."
+    ),
+    ("rules", "missing microbatches, of cut sequences"): (
+        "norm(layer 1): microbatch 1 is missing from grad_weights[1] (microbatch 0); squares do not add up over "
+        "microbatches. Add or reduce the missing gradients first."
+    ),
+    ("rules", "other dtypes"): (
+        "cast(grad_weights[1]): 'float7' was given; give one of float64, float32, bfloat16, float16, or none to "
+        "cast back."
+    ),
+    ("rules", "other dtypes, of one sum"): (
+        "add(grad_weights[1]): the first value gave grad_weights[1] (sequence slice 0 of microbatch 0) and the "
+        "second value grad_weights[1] (sequence slice 1 of microbatch 0, in bfloat16); cast them alike first."
+    ),
+    ("rules", "other dtypes, of what is computed with"): (
+        "forward(layer 0): the weight given is weights[0] (in bfloat16); cast it back first, with no dtype named."
+    ),
+    ("rules", "wrong kind, cast"): (
+        "cast(scalars): scalars was given, which is in numbers of its own; cast weights, activations or gradients."
+    ),
+    ("rules", "wrong step, cast"): (
+        "cast(weights[1]): weights[1] (step 1) was given, which this step has updated; what is rounded now would "
+        "be lost for ever. Leave it as it is, and cast it where it is used in the next step."
     ),
 }
 """Of a call, by its table and its name there, the whole sentence without the line of the user's file."""

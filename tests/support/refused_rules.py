@@ -101,6 +101,7 @@ RULES: Calls = {
     ),
     "other factors": lambda: update.add_two(scaled(1), scaled(2)),
     "frozen in the norm": lambda: update.want_no_frozen(of_layer("update", 1), rows(Kind.SCALAR, 0), Holds(0b01, 2)),
+    "missing microbatches, of cut sequences": lambda: update.norm(7, 1, rows(Kind.GRAD_WEIGHT, 0b0011)),
     "missing terms, of keys": lambda: attention.attend_backward(
         1, queries(0b10), keys(0b01), ATTENDED, rows(Kind.GRAD_ACTIVATION, 0b10, layer=2)
     ),

@@ -87,10 +87,8 @@ class Store(MutableMapping[Hashable, Value]):
 
     def _missing(self, key: Hashable) -> Refused:
         have = ", ".join(map(repr, self._values))
-        remedy = (
-            f"the store has the keys {have}, use one of these" if have else "the store is empty, keep the value in it"
-        )
-        missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", remedy)
+        has = f"has the keys {have}, use one of these" if have else "is empty, keep the value in it"
+        missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", f"the store {has}")
         return missing.at(self._rank.index, len(self._rank.ops))
 
     def __setitem__(self, key: Hashable, value: Value) -> None:

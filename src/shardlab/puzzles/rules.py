@@ -9,7 +9,8 @@ from shardlab.errors import About, Refused, of_layer
 from shardlab.program import Holds, Kind, Spec
 from shardlab.rules import update as sums
 from shardlab.rules.kind import ROW_KINDS
-from shardlab.rules.pieces import bits, common, listed, microbatches_text
+from shardlab.rules.pieces import bits, common, listed, microbatches_text, plural
+from shardlab.rules.spec import missing_text
 
 
 def spec_of(op: About, what: str, value: Any) -> Spec:
@@ -82,9 +83,7 @@ def updated_once(layer: int, given: Mapping[int, Any]) -> None:
         specs.append(spec)
     holds = gather(op, specs, [f"rank {rank}" for rank in given]).holds
     if not holds.complete:
-        missing = list(bits(~holds.mask & ((1 << holds.of) - 1)))
-        partial = (
-            f"the final weights[{layer}] of ranks {listed(given)} are not complete; slice {listed(missing)} of "
-            f"{holds.of} is missing"
-        )
-        raise Refused("missing slices", op, partial, "let some rank update it", missing=missing)
+        missing = ~holds.mask & (1 << holds.of) - 1
+        lacks = missing_text("slice", missing, f" of {holds.of}")
+        partial = f"the final weights[{layer}] of {plural('rank', len(given))} {listed(given)} lack a part; {lacks}"
+        raise Refused("missing slices", op, partial, "let some rank update it", missing=bits(missing))

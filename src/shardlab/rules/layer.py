@@ -194,9 +194,7 @@ class LayerRules:
         (index,) = self.layer.deals
         count = self.space.count(index)
         if count % part.of:
-            given = (
-                f"part {part} was asked for, but there {'are' if count > 1 else 'is'} {counted(count, piece_of(index))}"
-            )
+            given = f"part {part} was asked for, but the layer has {counted(count, piece_of(index))}"
             raise Refused("does not divide", op, given, "ask for a number of parts that divides them")
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
@@ -281,9 +279,8 @@ class LayerRules:
             missing = ~form.holds.mask & (1 << form.holds.of) - 1
             lacks = missing_text("slice", missing, f" of {form.holds.of}")
             given = f"the weight given is partial, {weight}; {lacks}"
-            raise Refused(
-                "partial weight", op, given, "gather the whole layer first (all_gather)", missing=bits(missing)
-            )
+            remedy = "gather the whole layer first (all_gather)"
+            raise Refused("partial weight", op, given, remedy, missing=bits(missing))
         cut = None if of % holds.of else self._unflat(holds.refined(of))
         if cut is None:
             given = f"{given}, which is not made of whole slices of {of}"

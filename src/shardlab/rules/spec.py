@@ -352,12 +352,6 @@ def terms_of(form: Form, term: Term) -> int:
     return math.prod(form.space.count(index) for index in term.over)
 
 
-def are_missing(what: str) -> str:
-    """What `cells_text` or `summed_text` says is missing."""
-    several = " and " in what or what.startswith(("microbatches", "sequence slices"))
-    return f"{what} {'are' if several else 'is'} missing"
-
-
 def missing_text(noun: str, missing: int, of: str = "") -> str:
     """`slice 1 is missing`, `experts 0, 2-3 are missing`."""
     return f"{numbered(noun, missing)}{of} {'are' if missing.bit_count() > 1 else 'is'} missing"

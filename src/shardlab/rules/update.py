@@ -12,19 +12,8 @@ from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed, numbered
-from shardlab.rules.spec import (
-    KEY,
-    Form,
-    Spec,
-    Term,
-    are_missing,
-    form_of,
-    summed_text,
-    term_text,
-    terms_of,
-    without_term,
-)
-from shardlab.rules.wanted import want_alike, want_kind
+from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of, without_term
+from shardlab.rules.wanted import are_missing, want_alike, want_kind
 
 GRAD_WEIGHT = Kind.GRAD_WEIGHT
 

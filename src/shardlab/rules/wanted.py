@@ -59,6 +59,12 @@ def said_of(what: str, spec: Spec) -> str:
     return f"the {what} given {'are' if what.startswith(('queries', 'keys')) else 'is'} {spec}"
 
 
+def are_missing(what: str) -> str:
+    """What `cells_text` or `summed_text` says is missing."""
+    several = " and " in what or what.startswith(("microbatches", "sequence slices"))
+    return f"{what} {'are' if several else 'is'} missing"
+
+
 def other_tokens(op: About, one: str, cells: str, other: str, other_cells: str) -> Refused:
     """The refusal of two values that are of these unequal cells."""
     given = f"the {one} is of {cells} and the {other} of {other_cells}"
