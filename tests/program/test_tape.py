@@ -63,7 +63,6 @@ CHANGES: dict[str, Any] = {
     "reduction": Reduction.MAX,
     "dtype": "bfloat16",
     "factor": st.sampled_from([None, factor_of(1), factor_of(2), factor_of(1, ((1, 1),))]),
-    "dtype": "bfloat16",
 }
 
 
