@@ -113,6 +113,7 @@ def test_any_plan_folded_is_what_it_is_unfolded(plan: Plan, each: int) -> None:
         Plan(Mesh(pp=2, dp_replicate=2, ep=2, tp=2), "zb-h1", shard_optimizer=("dp_replicate",), recompute="selective"),
         Plan(Mesh(cp=2, ep=2), shard_optimizer=SHARD),
         Plan(Mesh(dp_shard=2, cp=2, ep=2), context="ulysses", shard_optimizer=SHARD, recompute="full"),
+        Plan(Mesh(cp=4), ulysses_degree=2, shard_optimizer=SHARD),
         Plan(Mesh(cp=2, tp=2, ep=2), sequence_parallel=True),
         Plan(Mesh(ep=2, tp=2), sequence_parallel=True, recompute="full"),
     ],
@@ -120,7 +121,7 @@ def test_any_plan_folded_is_what_it_is_unfolded(plan: Plan, each: int) -> None:
 def test_a_mixture_folded_is_what_it_is_unfolded(plan: Plan) -> None:
     """As it is cut for a plan: its experts and its other layers along different axes."""
     model = MoE(vocab_size=16, hidden_size=8, heads=4, seq_len=8, layers=2, experts=4)
-    cut = cut_for(model, plan.mesh, planned=True, attention_apart=plan.attention_apart, heads_dealt=plan.heads_dealt)
+    cut = cut_for(model, plan.mesh, planned=True, attention_apart=plan.attention_apart, ulysses=plan.ulysses)
     sizes, microbatches = cut.sizes(1, 4), 2 * plan.data_ranks
     compare(fold(plan, sizes, microbatches), check(trace(planned(plan), plan.mesh, sizes, microbatches)))
 
@@ -141,6 +142,8 @@ def test_a_tied_model_folds(sequence_parallel: bool) -> None:
         Plan(Mesh(cp=3), context="all_gather"),
         Plan(Mesh(dp_shard=2, cp=2, tp=3), shard_optimizer=SHARD, sequence_parallel=True, recompute="full"),
         Plan(Mesh(cp=3, tp=2), context="all_gather"),
+        Plan(Mesh(cp=6, tp=2), ulysses_degree=3, sequence_parallel=True),
+        Plan(Mesh(cp=6), context="all_gather", ulysses_degree=2, shard_optimizer=("cp",)),
     ],
 )
 def test_what_a_rank_has_rotated_is_what_its_neighbour_has(plan: Plan) -> None:

@@ -34,7 +34,7 @@ def test_every_combination_of_axes_passes_the_check(sizes: tuple[int, int, int, 
         sequence_parallel=tp > 1,
         context="ulysses" if ep > 1 else "ring",
     )
-    cut = cut_for(MODEL, plan.mesh, planned=True, heads_dealt=plan.heads_dealt)
+    cut = cut_for(MODEL, plan.mesh, planned=True, ulysses=plan.ulysses)
     checked = check(trace(planned(plan), plan.mesh, cut.sizes(1, 4), plan.data_ranks))
     assert checked.frozen == ()
 

@@ -35,6 +35,9 @@ PLANS = [
     Plan(Mesh(cp=2, tp=2), context="all_gather", sequence_parallel=True, recompute="selective"),
     Plan(Mesh(pp=2, cp=3, tp=2), "zb-h1", sequence_parallel=True, recompute="full"),
     Plan(Mesh(cp=2, tp=2, dp_shard=2), shard_parameters=CUT, shard_gradients=CUT, shard_optimizer=CUT),
+    Plan(Mesh(cp=4), context="ulysses", ulysses_degree=2),
+    Plan(Mesh(cp=6, tp=2), "zb-h1", sequence_parallel=True, recompute="full", ulysses_degree=2),
+    Plan(Mesh(pp=2, cp=4), "interleaved-1f1b", context="all_gather", ulysses_degree=2),
 ]
 
 
@@ -60,10 +63,27 @@ def test_gathered_blocks_take_one_collective_in_each_direction_and_one_back() ->
     assert met[OpKind.REDUCE_SCATTER, Kind.GRAD_KEYS_VALUES] == BLOCKS
 
 
+def test_neighbours_exchange_heads_and_the_others_keys_go_round() -> None:
+    done = checked(Plan(Mesh(cp=6), context="ulysses", ulysses_degree=2))
+    tape, specs = done.program.tapes[3], done.specs[3]
+    met = {op.group.ranks for op in tape if op.kind is OpKind.ALL_TO_ALL and op.group is not None}
+    asked = {op.peer for op in tape if op.kind is OpKind.SEND and specs[op.inputs[0]].kind is Kind.KEYS_VALUES}
+    assert (met, asked) == ({(2, 3)}, {5})
+    assert {specs[op.inputs[0]].cells.bit_count() for op in tape if op.kind is OpKind.ATTEND} == {4}
+
+
+@pytest.mark.parametrize("degree", [3, 8])
+def test_a_degree_that_does_not_divide_cp_is_refused(degree: int) -> None:
+    with pytest.raises(UserError, match=f"ulysses_degree is {degree}, but the mesh has cp 4; give a number that"):
+        Plan(Mesh(cp=4), ulysses_degree=degree)
+
+
 @pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(tp=4)])
 @pytest.mark.parametrize("context", ["ring", "all_gather"])
-def test_every_rank_computes_as_much_attention(context: Context, mesh: Mesh) -> None:
-    timeline = simulate(checked(Plan(mesh, context=context, recompute="selective")))
+@pytest.mark.parametrize("degree", [1, 2])
+def test_every_rank_computes_as_much_attention(context: Context, mesh: Mesh, degree: int) -> None:
+    degree = min(degree, mesh.cp)
+    timeline = simulate(checked(Plan(mesh, context=context, recompute="selective", ulysses_degree=degree)))
     for kind in (OpKind.ATTEND, OpKind.ATTEND_BACKWARD):
         spent = [sum(e.end - e.start for e in events if e.kind is kind) for events in timeline.events]
         assert spent == pytest.approx([BLOCKS / 4] * 4)

@@ -103,6 +103,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
     contexts: list[Context] = ["ring", "all_gather"]
     if WIDTH % (mesh.cp * mesh.tp) == 0:  # the judge's heads
         contexts.append("ulysses")
+    degrees = [None, *(each for each in range(1, mesh.cp + 1) if mesh.cp % each == 0 and contexts[2:])]
     plan = Plan(
         mesh,
         schedule.name,
@@ -118,6 +119,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         sequence_parallel=mesh.tp > 1 and random.random() < 0.5,
         recompute=recompute,
         context=random.choice(contexts),
+        ulysses_degree=random.choice(degrees),
         reduce_at=random.choice(["layer", "step"]),
     )
     microbatches = plan.data_ranks * random.randint(most, max(3, most))

@@ -71,14 +71,18 @@ def _places(shapes: Shapes, spec: Spec, part: Spec) -> Places:
 
 
 def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
-    """Where the features of some pieces of heads lie among those of the pieces that a value holds."""
+    """Where the features of some pieces of heads lie among those of the pieces that a value holds.
+
+    Both hold runs of whole heads; a piece alone may be finer than a head.
+    """
     of = spec.form.space.count("head")
-    held = list(bits(spec.pieces("head")))
-    wanted = [held.index(piece) for piece in bits(part.pieces("head"))]
+    held, wanted = (list(bits(each.pieces("head"))) for each in (spec, part))
     places: list[int] = []
     start = 0
     for section in shapes.sections(spec):
-        size = section // of
-        places += [start + piece * size + feature for piece in wanted for feature in range(size)]
-        start += len(held) * size
+        first, last, begin, end = (
+            piece * section // of for piece in (held[0], held[-1] + 1, wanted[0], wanted[-1] + 1)
+        )
+        places += range(start + begin - first, start + end - first)
+        start += last - first
     return places

@@ -224,14 +224,15 @@ def _name(run: Run, before: Run | None, cut: bool) -> str:
     return "output" if before is not None and before.attend is not None else run.steps[-1].place.split(", ")[-1]
 
 
-def _want_heads(model: Blocks, mesh: Mesh) -> None:
+def _want_heads(model: Blocks, tp: int, ulysses: int) -> None:
     """Refuse heads that do not divide among the ranks that exchange them."""
     for step in model.steps:
         for index, name, count in step.primitive.divides():
-            if index == "head" and count % (mesh.tp * mesh.cp):
+            if index == "head" and count % (tp * ulysses):
                 raise UserError(
-                    f"{count} {name} do not divide among tp {mesh.tp} x cp {mesh.cp} ranks, which exchange slices of "
-                    f"sequences for heads; choose {name} that are a multiple of {mesh.tp * mesh.cp}, or context ring"
+                    f"{count} {name} do not divide among tp {tp} x cp {ulysses} ranks, which exchange slices of "
+                    f"sequences for heads; choose {name} that are a multiple of {tp * ulysses}, context ring, or a "
+                    "smaller ulysses_degree"
                 )
 
 
@@ -241,7 +242,7 @@ def cut_for(
     *,
     planned: bool = False,
     attention_apart: bool = False,
-    heads_dealt: bool = False,
+    ulysses: int = 1,
     columns: bool = False,
 ) -> Model:
     """The model as a program's layers are: cut finer where the mesh slices layers, or the plan or a tie says so.
@@ -249,7 +250,7 @@ def cut_for(
     Args:
         planned: whether a plan is followed, which shares a tied weight where a program of whole blocks cannot.
         attention_apart: whether that plan wants attention to be a step of its own.
-        heads_dealt: whether that plan exchanges slices of sequences for heads over `cp`.
+        ulysses: how many neighbours of `cp` exchange slices of sequences for heads in that plan.
         columns: whether the program wants every matrix cut by columns.
 
     Raises:
@@ -262,8 +263,8 @@ def cut_for(
         )
     tied = planned and bool(model.borrowed(model.layers - 1))
     apart = mesh.cp > 1 or attention_apart
-    if heads_dealt:
-        _want_heads(model, mesh)
+    if ulysses > 1:
+        _want_heads(model, mesh.tp, ulysses)
     if mesh.ep > 1 or mesh.tp > 1 or apart or tied or columns:
         return cut(model, tp=mesh.tp, ep=mesh.ep * mesh.cp, attention_apart=apart, columns=columns)
     return model

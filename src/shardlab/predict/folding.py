@@ -138,13 +138,12 @@ class FoldedCollectives(OpenCollectives):
         """What the first member receives; layers of a kind are alike, so each is worked out once."""
         form, cells, joined = spec
         layer = form.layer
-        key = (kind, group.axis, self._alike[layer], of_layer(form, 0), cells, joined)
+        apart = _apart(self._rotation.mesh, group)
+        key = (kind, group.axis, apart, self._alike[layer], of_layer(form, 0), cells, joined)
         made = self._results.get(key)
         if made is None:
-            if group.axis not in self._rotation.mesh.sizes():
-                raise UserError(f"ranks that meet on {group} do not behave alike, so they cannot be folded")
             if spec.kind in ROW_KINDS:
-                rotated = [self._rotation.rotated(spec, group.axis, by) for by in range(len(group.ranks))]
+                rotated = [self._rotation.rotated(spec, group.axis, by) for by in apart]
                 made = collective(Call(kind), rotated, group.ranks, self._rules)[0]
                 assert made is not None, "all members receive"
             else:
@@ -187,6 +186,15 @@ class FoldedChannels(Channels):
             axis, by = _along(self._rotation.mesh, rank.index, to)
             handle.spec = self._rotation.rotated(value.spec, axis, -by % self._rotation.mesh.sizes()[axis])
         return handle
+
+
+@cache
+def _apart(mesh: Mesh, group: Group) -> tuple[int, ...]:
+    """How far each of a group's ranks is from the first one, along its axis."""
+    if group.axis not in mesh.sizes():
+        raise UserError(f"ranks that meet on {group} do not behave alike, so they cannot be folded")
+    first, *others = (mesh.coordinate(rank, group.axis) for rank in group.ranks)
+    return 0, *(other - first for other in others)
 
 
 @cache

@@ -49,6 +49,9 @@ class Rotation:
         form, cells, joined = spec
         if by == 0:
             return spec
+        neighbours = self.plan.ulysses
+        if axis == "cp" and form.kind in ROW_KINDS and 0 < by % neighbours < by:
+            return self.rotated(self.rotated(spec, axis, by % neighbours), axis, by - by % neighbours)
         if form.kind in ROW_KINDS:
             return Spec(self._row_form(spec, axis, by), self._rows(cells, axis, by), self._joined(joined, axis, by))
         if form.kind is Kind.SCALAR:
@@ -78,6 +81,8 @@ class Rotation:
         if axis not in cuts:
             return mask
         outer, size = self._digit(cuts, axis)
+        if axis == "cp" and "head" in indices:  # those who exchange have several pieces each
+            by = by % self.plan.ulysses * (size // self.plan.ulysses)
         count = math.prod(self.space.count(index) for index in indices)
         return cycled(mask, count, count // outer, size, by)
 
@@ -89,13 +94,16 @@ class Rotation:
         """
         sequence = self.space.sequence
         ranks = {self._owner(slice) for slice in range(sequence // 2, sequence) if kv_done >> slice & 1}
-        moved = {(rank + by) % self.mesh.cp for rank in ranks}
+        moved = {self._neighbour(rank, by, self.plan.ulysses) for rank in ranks}
         first = self._rows(spec.cells, "cp", by)
         lowest = ((first & -first).bit_length() - 1) % sequence
         return sum(1 << slice for slice in range(sequence) if self._owner(slice) in moved and slice >= lowest)
 
-    def _rows(self, mask: int, axis: str, by: int) -> int:
-        """Pieces of the batch: microbatch by microbatch, each in slices of its sequence."""
+    def _rows(self, mask: int, axis: str, by: int, neighbours: int | None = None) -> int:
+        """Pieces of the batch: microbatch by microbatch, each in slices of its sequence.
+
+        Neighbours of `cp` may have put theirs together (None: those who exchange them for heads).
+        """
         sequence, total = self.space.sequence, self.space.cells
         sizes = self.axes
         if axis in BATCH_AXES:
@@ -107,12 +115,12 @@ class Rotation:
             return mask
         moved = 0
         for slice in range(sequence):
-            there = self._slice(slice, axis, by) - slice
+            there = self._slice(slice, axis, by, neighbours or self.plan.ulysses) - slice
             some = mask & repeated(1 << slice, sequence, total)
             moved |= some << there if there > 0 else some >> -there
         return moved
 
-    def _slice(self, slice: int, axis: str, by: int) -> int:
+    def _slice(self, slice: int, axis: str, by: int, neighbours: int) -> int:
         """Which slice of the sequence the rank `by` further has in the place of this one.
 
         A context-parallel rank has an early and a late run of slices; its tensor-parallel ranks share them in order.
@@ -122,11 +130,16 @@ class Rotation:
         rank = self._owner(slice)
         position += run if place >= cp else 0
         if axis == "cp":
-            rank = (rank + by) % cp
+            rank = self._neighbour(rank, by, neighbours)
         else:
             position = (position + by * 2 * run // self.mesh.tp) % (2 * run)
         late, offset = divmod(position, run)
         return (2 * cp - 1 - rank if late else rank) * run + offset
+
+    def _neighbour(self, rank: int, by: int, neighbours: int) -> int:
+        """The context-parallel rank `by` further: its place among so many neighbours, and theirs, each by itself."""
+        outer, inner = divmod(rank, neighbours)
+        return (outer + by // neighbours) * neighbours % self.mesh.cp + (inner + by) % neighbours
 
     def _owner(self, slice: int) -> int:
         """The context-parallel rank that has a slice."""
@@ -140,7 +153,7 @@ class Rotation:
             cells = sums >> place * total & (1 << total) - 1
             if cells and form.over:
                 place = self._cycled([index for index, _ in form.over], 1 << place, axis, by).bit_length() - 1
-            moved |= self._rows(cells, axis, by) << place * total
+            moved |= self._rows(cells, axis, by, neighbours=1) << place * total
         return moved
 
     def _slices(self, layer: int, holds: Holds, axis: str, by: int) -> Holds:

@@ -63,7 +63,7 @@ class Workload:
             self.mesh,
             planned=True,
             attention_apart=self.plan.attention_apart,
-            heads_dealt=self.plan.heads_dealt,
+            ulysses=self.plan.ulysses,
         )
 
     @cached_property

@@ -10,7 +10,7 @@ from shardlab.errors import Refused, of_layer
 from shardlab.program import rooted
 from shardlab.program.communications import RecvHandle, SendHandle
 from shardlab.program.handle import Handle
-from shardlab.program.mesh import Group, group_among
+from shardlab.program.mesh import Group
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.rooted import Call, call_of
@@ -77,35 +77,35 @@ class CommunicationVerbs(RankContext):
                 of different gradients.
         """
         call = call_of(_ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
-        return self._collective(
-            call, value, self.group(axis) if among is None else self._among("all_reduce", axis, among)
-        )
+        return self._collective(call, value, self._members("all_reduce", axis, among))
 
-    def all_gather(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
+    def all_gather(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
         """Put the members' pieces side by side; every member receives the whole.
 
         Args:
             value: a slice of parameters, some microbatches, or some slices of an index.
-            axis: the mesh axis along which the members lie (None: all ranks).
+            axis, among: as in `all_reduce`.
 
         Raises:
             Refused: when two members hold the same piece, for pieces of different values, and for a term of a sum.
         """
-        return self._collective(_ALL_GATHER, value, self.group(axis))
+        return self._collective(_ALL_GATHER, value, self._members("all_gather", axis, among))
 
-    def reduce_scatter(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
+    def reduce_scatter(
+        self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None
+    ) -> Handle[Value]:
         """Sum the members' values; the group's i-th member receives slice i of the sum.
 
         Args:
             value: a weight's gradient, or a term of an activation.
-            axis: the mesh axis along which the members lie (None: all ranks).
+            axis, among: as in `all_reduce`.
 
         Raises:
             Refused: as `all_reduce` does, and when the sum does not divide among the members.
         """
-        return self._collective(_REDUCE_SCATTER, value, self.group(axis))
+        return self._collective(_REDUCE_SCATTER, value, self._members("reduce_scatter", axis, among))
 
-    def all_to_all(self, value: Value, *, axis: str | None = None) -> Handle[Value]:
+    def all_to_all(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
         """Exchange the members' pieces: each sends every other one its share.
 
         The value says which way. Buffers of all experts for a rank's microbatches become buffers of its own experts for
@@ -113,12 +113,12 @@ class CommunicationVerbs(RankContext):
 
         Args:
             value: an activation or its gradient.
-            axis: the mesh axis along which the members lie (None: all ranks).
+            axis, among: as in `all_reduce`.
 
         Raises:
             Refused: when the pieces do not divide among the members, or do not belong together.
         """
-        return self._collective(_ALL_TO_ALL, value, self.group(axis))
+        return self._collective(_ALL_TO_ALL, value, self._members("all_to_all", axis, among))
 
     def broadcast(
         self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
@@ -214,8 +214,10 @@ class CommunicationVerbs(RankContext):
             self.refuse("no reduction", op, f"there is no reduction {by!r}", remedy)
         return reduction
 
-    def _among(self, op: str, axis: str | None, ranks: Sequence[int]) -> Group:
-        """Find the group of the ranks named."""
+    def _members(self, op: str, axis: str | None, ranks: Sequence[int] | None) -> Group:
+        """Find the group along an axis, or of the ranks named."""
+        if ranks is None:
+            return self.group(axis)
         if axis is not None:
             given = f"both axis {axis!r} and among={ranks!r} were given"
             self.refuse("unknown group", op, given, "give one of them")
@@ -226,7 +228,7 @@ class CommunicationVerbs(RankContext):
         if not set(named) <= set(range(self.world)) or self.index not in named or len(set(named)) < len(named):
             remedy = f"name rank {self.index} itself and others of 0-{self.world - 1}, each once"
             self.refuse("unknown group", op, f"among={ranks!r} was given", remedy)
-        return group_among(named)
+        return self.mesh.group_among(named)
 
     def send(self, value: Value, *, to: int) -> Handle[None]:
         """Send a value to another rank.

@@ -35,27 +35,32 @@ class Attention:
     it, a hop behind, and comes home when all ranks have added to it (Liu et al. 2023, arXiv 2310.01889, section 3).
     Or all blocks are gathered, in both directions, and the gradients of all are reduce-scattered.
     Or, with DeepSpeed-Ulysses, ranks exchange slices of sequences for heads: each has whole sequences of some heads
-    while they meet, and everything is exchanged back (Jacobs et al. 2023, arXiv 2309.14509, section 3).
+    while they meet, and everything is exchanged back (Jacobs et al. 2023, arXiv 2309.14509, section 3). If neighbours
+    alone do so, each has their tokens of some heads, and meets those of the others in one of the first two ways (USP:
+    Fang and Zhao 2024, arXiv 2405.07719).
     """
 
     def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
-        ring, here = rank.group("cp").ranks, rank.coordinate("cp")
+        ranks, dealt = rank.group("cp").ranks, rank_plan.plan.ulysses
+        here, inner = divmod(rank.coordinate("cp"), dealt)
+        ring = self._ring_ranks = ranks[inner::dealt]
+        self._neighbours = ranks[here * dealt : (here + 1) * dealt]
         self._rank = rank
         self._hops = len(ring)
         self._next, self._previous = ring[(here + 1) % len(ring)], ring[here - 1]
-        self._in_ring = rank_plan.plan.context == "ring"
-        self._by_heads = rank_plan.plan.context == "ulysses" and self._hops > 1
+        self._gathers = rank_plan.plan.context == "all_gather"
+        self._by_heads = dealt > 1
 
     async def forward(self, layer: int, m: int, *, keeps: bool) -> None:
         """Mix keys and values by a layer's queries; all three stay for the backward pass if it `keeps` them."""
         rank = self._rank
         if self._by_heads:
             for store in (rank.queries, rank.keys_values):
-                store[layer, m] = await rank.all_to_all(store.pop((layer, m)), axis="cp")
+                store[layer, m] = await self._exchanged(store.pop((layer, m)))
         attention_output = await self._attend(layer, m)
         if self._by_heads:
             rank.activations["attention_output", layer, m] = attention_output
-            attention_output = await rank.all_to_all(attention_output, axis="cp")
+            attention_output = await self._exchanged(attention_output)
         rank.activations[layer + 1, m] = attention_output
         if not keeps:
             del rank.queries[layer, m], rank.keys_values[layer, m]
@@ -71,21 +76,25 @@ class Attention:
         """The gradients of a layer's queries, and of its keys and values."""
         rank, grads = self._rank, self._rank.grad_activations
         if self._by_heads:
-            grads[layer + 1, m] = await rank.all_to_all(grads.pop((layer + 1, m)), axis="cp")
-        if self._hops == 1 or self._by_heads:
+            grads[layer + 1, m] = await self._exchanged(grads.pop((layer + 1, m)))
+        if self._hops == 1:
             made = self._attend_backward(layer, m, rank.keys_values[layer, m])
         else:
-            made = await (self._ring_backward if self._in_ring else self._gathered_backward)(layer, m)
+            made = await (self._gathered_backward if self._gathers else self._ring_backward)(layer, m)
         if self._by_heads:
-            made = await rank.all_to_all(made[0], axis="cp"), await rank.all_to_all(made[1], axis="cp")
+            made = await self._exchanged(made[0]), await self._exchanged(made[1])
         rank.grad_queries[layer, m], rank.grad_keys_values[layer, m] = made
         del rank.queries[layer, m], rank.keys_values[layer, m]
         del rank.activations["attention_output", layer, m], rank.grad_activations[layer + 1, m]
 
+    def _exchanged(self, value: Value) -> Handle[Value]:
+        """Slices of sequences for heads, or heads for slices of sequences."""
+        return self._rank.all_to_all(value, among=self._neighbours)
+
     async def _attend(self, layer: int, m: int) -> Value:
-        if self._hops == 1 or self._by_heads:
+        if self._hops == 1:
             return self._rank.attend(layer, self._rank.queries[layer, m], self._rank.keys_values[layer, m])
-        return await (self._ring if self._in_ring else self._gathered)(layer, m)
+        return await (self._gathered if self._gathers else self._ring)(layer, m)
 
     async def _ring(self, layer: int, m: int) -> Value:
         rank, queries, block = self._rank, self._rank.queries[layer, m], self._rank.keys_values[layer, m]
@@ -114,14 +123,14 @@ class Attention:
 
     async def _gathered(self, layer: int, m: int) -> Value:
         rank = self._rank
-        blocks = await rank.all_gather(rank.keys_values[layer, m], axis="cp")
+        blocks = await rank.all_gather(rank.keys_values[layer, m], among=self._ring_ranks)
         return rank.attend(layer, rank.queries[layer, m], blocks)
 
     async def _gathered_backward(self, layer: int, m: int) -> tuple[Value, Value]:
         rank = self._rank
-        whole = await rank.all_gather(rank.keys_values[layer, m], axis="cp")
+        whole = await rank.all_gather(rank.keys_values[layer, m], among=self._ring_ranks)
         grad_queries, gradients = self._attend_backward(layer, m, whole)
-        return grad_queries, await rank.reduce_scatter(gradients, axis="cp")
+        return grad_queries, await rank.reduce_scatter(gradients, among=self._ring_ranks)
 
     def _attend_backward(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
         """What a block gives to the queries' gradient, and they to its."""

@@ -117,6 +117,10 @@ class Plan:
     """How queries meet the keys and values of other context-parallel ranks: these go round, or are gathered; or, by
     ulysses, ranks exchange slices of sequences for heads."""
 
+    ulysses_degree: Annotated[int | None, COUNT] = None
+    """How many neighbouring ranks of cp exchange slices of sequences for heads; without it all by ulysses, else none.
+    Keys and values of the others are gathered by all_gather, and else go round."""
+
     def __post_init__(self) -> None:
         for name, written in field_types(Plan).items():
             check_field(name, getattr(self, name), written, getattr(Plan, name))
@@ -129,6 +133,10 @@ class Plan:
                 )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
+        if self.mesh.cp % self.ulysses:
+            raise UserError(
+                f"ulysses_degree is {self.ulysses}, but the mesh has cp {self.mesh.cp}; give a number that divides it"
+            )
         if not set(self.shard_gradients) <= set(self.axes_of_every_microbatch):
             raise UserError(
                 f"shard_gradients is {as_text(self.shard_gradients)} but reduce_every_microbatch is "
@@ -142,9 +150,9 @@ class Plan:
         return self.mesh.cp > 1 or self.recompute == "selective"
 
     @property
-    def heads_dealt(self) -> bool:
-        """Whether ranks exchange slices of sequences for heads."""
-        return self.mesh.cp > 1 and self.context == "ulysses"
+    def ulysses(self) -> int:
+        """Number of neighbouring ranks of `cp` that exchange slices of sequences for heads (1: none do)."""
+        return self.ulysses_degree or (self.mesh.cp if self.context == "ulysses" else 1)
 
     @property
     def axes_of_every_microbatch(self) -> tuple[str, ...]:

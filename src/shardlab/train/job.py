@@ -74,9 +74,7 @@ class Job:
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)
         if plan is None:
             return cut_for(self.model, mesh, columns=entry.columns)
-        return cut_for(
-            self.model, mesh, planned=True, attention_apart=plan.attention_apart, heads_dealt=plan.heads_dealt
-        )
+        return cut_for(self.model, mesh, planned=True, attention_apart=plan.attention_apart, ulysses=plan.ulysses)
 
     @property
     def sizes(self) -> Sizes:
