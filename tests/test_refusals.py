@@ -113,8 +113,8 @@ SENTENCES = {
     ("programs", "unknown group"): (
         "rank 0, op 1 all_reduce: among=[4] was given; name rank 0 itself and others of 0-0, each once."
     ),
-    ("programs", "unknown group, two of them"): (
-        "rank 0, op 1 all_reduce: both axis 'tp' and among=[0] were given; give one of them."
+    ("programs", "unknown group along an axis"): (
+        "rank 0, op 1 all_reduce: among=[0, 1] was given; name rank 0 itself and others of 0, along tp, each once."
     ),
     ("programs", "wrong expectation"): (
         "rank 0, op 0 recv: 'weight' is not a store; expect one of weights, opt_states, activations, "

@@ -184,12 +184,12 @@ def test_a_group_has_its_own_rank_and_others_each_once(among: object) -> None:
         trace(strategy, 2, 1, 2)
 
 
-def test_an_axis_and_named_ranks_are_two_groups() -> None:
+def test_ranks_named_beside_an_axis_lie_along_it() -> None:
     async def strategy(rank: Rank) -> None:
-        await rank.all_reduce(rank.load_weight(0), axis="dp_shard", among=[0, 1])
+        await rank.all_reduce(rank.load_weight(0), axis="dp_shard", among=[0, 2])
 
     with refuses("unknown group"):
-        trace(strategy, 2, 1, 2)
+        trace(strategy, Mesh(pp=2, dp_shard=2), 1, 2)
 
 
 def test_a_changed_use_on_the_tape_is_noticed() -> None:

@@ -215,7 +215,7 @@ PROGRAMS: Calls = {
     "unknown rank, itself": alone(lambda rank: rank.recv(source=0)),
     "unknown rank, no number": alone(lambda rank: rank.recv(source=cast(int, "0"))),
     "unknown group": alone(lambda rank: rank.all_reduce(rank.load_weight(0), among=[4])),
-    "unknown group, two of them": alone(lambda rank: rank.all_reduce(rank.load_weight(0), axis="tp", among=[0])),
+    "unknown group along an axis": alone(lambda rank: rank.all_reduce(rank.load_weight(0), axis="tp", among=[0, 1])),
     "wrong expectation": expecting(("weight", 0, 0)),
     "wrong expectation, of one word": expecting("weight"),
     "wrong factor": alone(lambda rank: rank.scale(begun(rank)[1], 0)),

@@ -10,7 +10,7 @@ from shardlab.errors import Refused, of_layer
 from shardlab.program import rooted
 from shardlab.program.communications import RecvHandle, SendHandle
 from shardlab.program.handle import Handle
-from shardlab.program.mesh import Group
+from shardlab.program.mesh import Group, group_among, group_of
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.rooted import Call, call_of
@@ -69,7 +69,7 @@ class CommunicationVerbs(RankContext):
         Args:
             value: a gradient, a term of an activation, or a scalar.
             axis: the mesh axis along which the members lie (None: all ranks).
-            among: the members' numbers, in place of an axis; all of them name the same ones in the same order.
+            among: the members' numbers, of those along the axis; all of them name the same ones in the same order.
             reduction: how the values are combined (see `By`).
 
         Raises:
@@ -215,20 +215,19 @@ class CommunicationVerbs(RankContext):
         return reduction
 
     def _members(self, op: str, axis: str | None, ranks: Sequence[int] | None) -> Group:
-        """Find the group along an axis, or of the ranks named."""
+        """Find the group along an axis, or of the ranks named among these."""
+        along = self.group(axis)
         if ranks is None:
-            return self.group(axis)
-        if axis is not None:
-            given = f"both axis {axis!r} and among={ranks!r} were given"
-            self.refuse("unknown group", op, given, "give one of them")
+            return along
         try:
             named = tuple(ranks)
         except TypeError:
             named = ()
-        if not set(named) <= set(range(self.world)) or self.index not in named or len(set(named)) < len(named):
-            remedy = f"name rank {self.index} itself and others of 0-{self.world - 1}, each once"
+        if not set(named) <= set(along.ranks) or self.index not in named or len(set(named)) < len(named):
+            others = f"0-{self.world - 1}" if axis is None else f"{', '.join(map(str, along.ranks))}, along {axis}"
+            remedy = f"name rank {self.index} itself and others of {others}, each once"
             self.refuse("unknown group", op, f"among={ranks!r} was given", remedy)
-        return self.mesh.group_among(named)
+        return group_among(named) if axis is None else group_of(axis, named)
 
     def send(self, value: Value, *, to: int) -> Handle[None]:
         """Send a value to another rank.

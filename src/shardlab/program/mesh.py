@@ -37,6 +37,11 @@ def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
     return Group(axis, ranks)
 
 
+def group_among(ranks: tuple[int, ...]) -> Group:
+    """Find the group of some ranks that lie along no axis."""
+    return group_of(f"ranks {', '.join(map(str, ranks))}", ranks)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """How many ranks each axis has; rank numbers count through the grid with the last axis fastest.
@@ -92,11 +97,6 @@ class Mesh:
         stride = self._stride(axis)
         first = rank - self.coordinate(rank, axis) * stride
         return group_of(axis, tuple(range(first, first + stride * getattr(self, axis), stride)))
-
-    def group_among(self, ranks: tuple[int, ...]) -> Group:
-        """Find the group of some ranks: a part of an axis, if they lie along one."""
-        along = (axis for axis in AXES if set(ranks) <= set(self.group(ranks[0], axis).ranks))
-        return group_of(next(along, f"ranks {', '.join(map(str, ranks))}"), ranks)
 
     def _stride(self, axis: str) -> int:
         if axis not in AXES:

@@ -89,7 +89,7 @@ class Attention:
 
     def _exchanged(self, value: Value) -> Handle[Value]:
         """Slices of sequences for heads, or heads for slices of sequences."""
-        return self._rank.all_to_all(value, among=self._neighbours)
+        return self._rank.all_to_all(value, axis="cp", among=self._neighbours)
 
     async def _attend(self, layer: int, m: int) -> Value:
         if self._hops == 1:
@@ -123,14 +123,14 @@ class Attention:
 
     async def _gathered(self, layer: int, m: int) -> Value:
         rank = self._rank
-        blocks = await rank.all_gather(rank.keys_values[layer, m], among=self._ring_ranks)
+        blocks = await rank.all_gather(rank.keys_values[layer, m], axis="cp", among=self._ring_ranks)
         return rank.attend(layer, rank.queries[layer, m], blocks)
 
     async def _gathered_backward(self, layer: int, m: int) -> tuple[Value, Value]:
         rank = self._rank
-        whole = await rank.all_gather(rank.keys_values[layer, m], among=self._ring_ranks)
+        whole = await rank.all_gather(rank.keys_values[layer, m], axis="cp", among=self._ring_ranks)
         grad_queries, gradients = self._attend_backward(layer, m, whole)
-        return grad_queries, await rank.reduce_scatter(gradients, among=self._ring_ranks)
+        return grad_queries, await rank.reduce_scatter(gradients, axis="cp", among=self._ring_ranks)
 
     def _attend_backward(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
         """What a block gives to the queries' gradient, and they to its."""
