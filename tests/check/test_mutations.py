@@ -68,6 +68,7 @@ PLANS = {  # half-blocks: with and without slices of sequences, states, pipeline
         Plan(Mesh(cp=2, tp=2), context="ulysses", sequence_parallel=True, recompute="full"), 2, "context", 1
     ),
     "heads exchanged in a ring": Planned(Plan(Mesh(cp=4), ulysses_degree=2), 2, "context", 1),
+    "stripes": Planned(Plan(Mesh(cp=2), "zb-h1", stripes=3), 2, "context", 1),
     # experts, whole and in slices
     "experts pipeline": Planned(Plan(Mesh(pp=2, ep=2), "zb-h1"), 3, "mixture", 4),
     "experts zero_1": Planned(Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD, recompute="full"), 2, "mixture", 4),

@@ -96,6 +96,7 @@ def plans(draw: st.DrawFn) -> Plan:
         sequence_parallel="tp" in cut and draw(st.booleans()),
         recompute=draw(st.sampled_from(again)),
         context=draw(st.sampled_from(["ring", "all_gather"])),
+        stripes=draw(st.sampled_from([None, 2, 3])) if "cp" in cut else None,
     )
 
 
@@ -143,6 +144,7 @@ def test_a_tied_model_folds(sequence_parallel: bool) -> None:
         Plan(Mesh(dp_shard=2, cp=2, tp=3), shard_optimizer=SHARD, sequence_parallel=True, recompute="full"),
         Plan(Mesh(cp=3, tp=2), context="all_gather"),
         Plan(Mesh(cp=6, tp=2), ulysses_degree=3, sequence_parallel=True),
+        Plan(Mesh(cp=4, tp=2), ulysses_degree=2, sequence_parallel=True, stripes=3),
         Plan(Mesh(cp=6), context="all_gather", ulysses_degree=2, shard_optimizer=("cp",)),
     ],
 )

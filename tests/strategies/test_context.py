@@ -9,6 +9,7 @@ import pytest
 
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.program import Deadlock, Kind, Mesh, Op, OpKind, Program, Refused, Sizes, UserError, trace
+from shardlab.rules.pieces import bits
 from shardlab.strategies.plan import Context, Plan
 from shardlab.strategies.planned import planned
 from shardlab.timeline import simulate
@@ -17,7 +18,7 @@ BLOCKS = 2
 
 
 def checked(plan: Plan, microbatches: int = 1) -> Checked:
-    sizes = Sizes.context_blocks(BLOCKS * plan.mesh.pp)
+    sizes = plan.counted(Sizes.context_blocks(BLOCKS * plan.mesh.pp))
     return check(trace(planned(plan), plan.mesh, sizes, microbatches * plan.data_ranks))
 
 
@@ -36,6 +37,9 @@ PLANS = [
     Plan(Mesh(pp=2, cp=3, tp=2), "zb-h1", sequence_parallel=True, recompute="full"),
     Plan(Mesh(cp=2, tp=2, dp_shard=2), shard_parameters=CUT, shard_gradients=CUT, shard_optimizer=CUT),
     Plan(Mesh(cp=4), context="ulysses", ulysses_degree=2),
+    Plan(Mesh(cp=2, tp=2), "zb-h1", sequence_parallel=True, stripes=3),
+    Plan(Mesh(cp=3), context="all_gather", stripes=2, recompute="full"),
+    Plan(Mesh(pp=2, cp=4), stripes=4, ulysses_degree=2),
     Plan(Mesh(cp=6, tp=2), "zb-h1", sequence_parallel=True, recompute="full", ulysses_degree=2),
     Plan(Mesh(pp=2, cp=4), "interleaved-1f1b", context="all_gather", ulysses_degree=2),
 ]
@@ -70,6 +74,27 @@ def test_neighbours_exchange_heads_and_the_others_keys_go_round() -> None:
     asked = {op.peer for op in tape if op.kind is OpKind.SEND and specs[op.inputs[0]].kind is Kind.KEYS_VALUES}
     assert (met, asked) == ({(2, 3)}, {5})
     assert {specs[op.inputs[0]].cells.bit_count() for op in tape if op.kind is OpKind.ATTEND} == {4}
+
+
+def test_stripes_are_every_cp_th_slice_and_nearly_as_much_work_at_every_hop() -> None:
+    done = checked(Plan(Mesh(cp=4), stripes=8))
+    loaded = [next(op.holds for op in tape if op.kind is OpKind.LOAD_BATCH) for tape in done.program.tapes]
+    assert [holds and list(bits(holds.mask)) for holds in loaded] == [list(range(rank, 32, 4)) for rank in range(4)]
+    events = simulate(done).events
+    hops = [[e.end - e.start for e in mine if e.kind is OpKind.ATTEND] for mine in events]
+    assert max(max(hop) for hop in hops) == pytest.approx((1 + 1 / 8) / 4**2)
+
+
+@pytest.mark.parametrize(("mesh", "stripes"), [(Mesh(cp=2), 1), (Mesh(dp_shard=2), 4)])
+def test_stripes_that_deal_nothing_are_refused(mesh: Mesh, stripes: int) -> None:
+    with pytest.raises(UserError, match="sequences are dealt in 2 stripes or more, over 2 ranks of cp or more"):
+        Plan(mesh, stripes=stripes)
+
+
+def test_sizes_that_count_other_slices_than_the_plan_deals_are_refused() -> None:
+    plan = Plan(Mesh(cp=2), stripes=4)
+    with pytest.raises(UserError, match=r"deals 4 slices .* these sizes count 2; give plan.counted\(sizes\)"):
+        trace(planned(plan), plan.mesh, Sizes.context_blocks(2), 1)
 
 
 @pytest.mark.parametrize("degree", [3, 8])

@@ -57,7 +57,8 @@ class Planned:
 
     @property
     def program(self) -> Program:
-        return trace(planned(self.plan), self.plan.mesh, MODELS[self.model](self.layers), self.microbatches)
+        sizes = self.plan.counted(MODELS[self.model](self.layers))
+        return trace(planned(self.plan), self.plan.mesh, sizes, self.microbatches)
 
 
 def random_mesh(random: Random, model: str, ranks: int) -> Mesh:
@@ -120,6 +121,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         recompute=recompute,
         context=random.choice(contexts),
         ulysses_degree=random.choice(degrees),
+        stripes=random.choice([None, None, 2, 3]) if mesh.cp > 1 else None,
         reduce_at=random.choice(["layer", "step"]),
     )
     microbatches = plan.data_ranks * random.randint(most, max(3, most))

@@ -88,8 +88,8 @@ class Shapes:
         if block % slices:
             raise UserError(
                 f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
-                f"a block that is a multiple of {slices} (two slices for each context-parallel rank, times the "
-                "tensor-parallel ranks)"
+                f"a block that is a multiple of {slices} ({self._sizes.slices_per_rank} slices for each "
+                "context-parallel rank, times the tensor-parallel ranks)"
             )
         held = self.slices(spec)
         first, last = held[0] * block // slices, (held[-1] + 1) * block // slices

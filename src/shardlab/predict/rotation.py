@@ -15,6 +15,7 @@ from shardlab.program import Holds, Kind, Mesh, Sizes, Spec
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import repeated
 from shardlab.rules.spec import KEY, Form, Joined, Space
+from shardlab.strategies.context import dealt
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import BATCH_AXES, Plan
 
@@ -89,15 +90,16 @@ class Rotation:
     def _rotated_kv_done(self, spec: Spec, kv_done: int, by: int) -> int:
         """Which slices of the sequence the neighbour's value has met.
 
-        Whose slices have been met tells more than which: of the masked ones nothing is noted, and late ones are never
-        masked in what travels.
+        Whose slices have been met tells more than which: of the masked ones nothing is noted, and each rank's last ones
+        are never masked in what travels.
         """
         sequence = self.space.sequence
-        ranks = {self._owner(slice) for slice in range(sequence // 2, sequence) if kv_done >> slice & 1}
+        last = sequence - self.mesh.cp * self.mesh.tp
+        ranks = {self._places[slice][0] for slice in range(last, sequence) if kv_done >> slice & 1}
         moved = {self._neighbour(rank, by, self.plan.ulysses) for rank in ranks}
         first = self._rows(spec.cells, "cp", by)
         lowest = ((first & -first).bit_length() - 1) % sequence
-        return sum(1 << slice for slice in range(sequence) if self._owner(slice) in moved and slice >= lowest)
+        return sum(1 << slice for slice in range(sequence) if self._places[slice][0] in moved and slice >= lowest)
 
     def _rows(self, mask: int, axis: str, by: int, neighbours: int | None = None) -> int:
         """Pieces of the batch: microbatch by microbatch, each in slices of its sequence.
@@ -123,28 +125,31 @@ class Rotation:
     def _slice(self, slice: int, axis: str, by: int, neighbours: int) -> int:
         """Which slice of the sequence the rank `by` further has in the place of this one.
 
-        A context-parallel rank has an early and a late run of slices; its tensor-parallel ranks share them in order.
+        A context-parallel rank's slices are shared by its tensor-parallel ranks in order.
         """
-        cp, run = self.mesh.cp, self.space.sequence // (2 * self.mesh.cp)
-        place, position = divmod(slice, run)
-        rank = self._owner(slice)
-        position += run if place >= cp else 0
+        rank, position = self._places[slice]
+        held = len(self._dealt[rank])
         if axis == "cp":
             rank = self._neighbour(rank, by, neighbours)
         else:
-            position = (position + by * 2 * run // self.mesh.tp) % (2 * run)
-        late, offset = divmod(position, run)
-        return (2 * cp - 1 - rank if late else rank) * run + offset
+            position = (position + by * held // self.mesh.tp) % held
+        return self._dealt[rank][position]
 
     def _neighbour(self, rank: int, by: int, neighbours: int) -> int:
         """The context-parallel rank `by` further: its place among so many neighbours, and theirs, each by itself."""
         outer, inner = divmod(rank, neighbours)
         return (outer + by // neighbours) * neighbours % self.mesh.cp + (inner + by) % neighbours
 
-    def _owner(self, slice: int) -> int:
-        """The context-parallel rank that has a slice."""
-        place = slice // (self.space.sequence // (2 * self.mesh.cp))
-        return min(place, 2 * self.mesh.cp - 1 - place)
+    @cached_property
+    def _dealt(self) -> list[tuple[int, ...]]:
+        """Slices of every sequence that each context-parallel rank has."""
+        cp, tp = self.mesh.cp, self.mesh.tp
+        return [dealt(place, cp, tp, self.plan.stripes) for place in range(cp)]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """The context-parallel rank that has a slice, and the slice's place among those of this rank."""
+        return {slice: (rank, at) for rank, mine in enumerate(self._dealt) for at, slice in enumerate(mine)}
 
     def _summed(self, form: Form, sums: int, axis: str, by: int) -> int:
         """What a weight's gradient has summed; a tied one of each of its uses, a router's of each expert."""

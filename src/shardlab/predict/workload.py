@@ -80,7 +80,7 @@ class Workload:
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, sizes, self.microbatches)
-        return fold(self.plan, sizes, self.microbatches)
+        return fold(self.plan, self.plan.counted(sizes), self.microbatches)
 
     def estimate(self) -> Estimate:
         """Replay it.

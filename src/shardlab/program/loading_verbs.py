@@ -99,7 +99,7 @@ class LoadingVerbs(RankContext):
         Args:
             microbatches: their numbers.
             slices: the slices of these microbatches' sequences (None: whole sequences). The mesh says how many there
-                are: two for each context-parallel rank.
+                are: two for each context-parallel rank, or as the sizes say.
 
         Raises:
             Refused: for no microbatch or slice, for one that does not exist, and for one that is named twice.

@@ -37,6 +37,7 @@ class Sizes:
         blocks: where the blocks of half-blocks begin, each with a norm, and where the last one ends.
         stats: elements that the loss needs of one slice of the logits, for one microbatch.
         queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
+        slices_per_rank: into how many slices the mesh cuts every sequence for each context-parallel rank.
     """
 
     weights: tuple[int, ...]
@@ -53,6 +54,7 @@ class Sizes:
     queries: int = 0
     keys_values: int = 0
     tied: bool = False
+    slices_per_rank: int = 2
 
     def __post_init__(self) -> None:
         if not self.signatures:
@@ -120,13 +122,12 @@ class Sizes:
     def space(self, mesh: Mesh, microbatches: int) -> Space:
         """Pieces in which a program counts on a mesh.
 
-        Each context-parallel rank has two slices of every sequence: an early one, and a late one (see `balanced`).
         Heads are counted as finely as an exchange of sequences for heads deals them.
         """
         cuts = self.cuts(mesh)
         if not cuts:
             return Space(microbatches)
-        slices = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
+        slices = mesh.tp * (self.slices_per_rank * mesh.cp if mesh.cp > 1 else 1)
         pieces = {index: count * (mesh.cp if index == "head" else 1) for index, count in cuts.items()}
         return Space(microbatches, slices, tuple(pieces.items()), 2 if self.tied else 1)
 

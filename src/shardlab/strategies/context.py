@@ -3,8 +3,8 @@
 It keeps queries, keys and values and computes scores and softmax again in the backward pass, which is what selective
 recomputation means (Korthikanti et al. 2022, arXiv 2205.05198, section 5). Sequences may be cut over `cp`.
 
-Each rank has the tokens of an early and of a late slice of every sequence, so that causal attention is as much work on
-each (Llama 3, arXiv 2407.21783, section 3.3.2). Its queries stay; keys and values come from the others. With tensor
+Each rank has the tokens of some slices of every sequence, so that causal attention is as much work on each, or nearly
+(see `dealt`). Its queries stay; keys and values come from the others. With tensor
 parallelism all of them are of the rank's own heads.
 """
 
@@ -14,18 +14,20 @@ from shardlab.program import Handle, Rank, Value
 from shardlab.strategies.rank_plan import RankPlan
 
 
-def balanced(place: int, ranks: int, pieces: int = 1) -> tuple[int, ...]:
-    """An early and a late slice of every sequence, of 2 x ranks: so each rank has as much causal attention to compute.
+def dealt(place: int, ranks: int, pieces: int = 1, stripes: int | None = None) -> tuple[int, ...]:
+    """Slices of every sequence that one of several ranks has.
 
-    Where sequences are counted in finer slices, each of these is so many `pieces`.
+    An early and a late one: so each rank has as much causal attention to compute (Llama 3, arXiv 2407.21783, section
+    3.3.2). Or stripes, of which a later rank has more to compute, by 1 in the number of stripes at most (Brandon et al.
+    2023, arXiv 2311.09431, section 3). Where sequences are counted in finer slices, each of these is so many `pieces`.
 
-    >>> [balanced(place, 3) for place in range(3)]
+    >>> [dealt(place, 3) for place in range(3)]
     [(0, 5), (1, 4), (2, 3)]
-    >>> balanced(0, 2, pieces=2)
-    (0, 1, 6, 7)
+    >>> dealt(0, 2, pieces=2), dealt(1, 2, stripes=4)
+    ((0, 1, 6, 7), (1, 3, 5, 7))
     """
-    early, late = place * pieces, (2 * ranks - 1 - place) * pieces
-    return *range(early, early + pieces), *range(late, late + pieces)
+    slices = range(place, stripes * ranks, ranks) if stripes else (place, 2 * ranks - 1 - place)
+    return tuple(piece for slice in slices for piece in range(slice * pieces, (slice + 1) * pieces))
 
 
 class Attention:

@@ -114,7 +114,7 @@ class StrategyEntry:
             return Sizes.columns(layers)
         plan = self.plan and self.plan(ranks)
         if plan is not None and plan.attention_apart:
-            return Sizes.expert_blocks(layers) if plan.mesh.ep > 1 else Sizes.context_blocks(layers)
+            return plan.counted(Sizes.expert_blocks(layers) if plan.mesh.ep > 1 else Sizes.context_blocks(layers))
         return Sizes.of_puzzle(layers, self.grid(ranks))
 
     def require_ops(self, ranks: int, layers: int, microbatches: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, cast
 
 from shardlab.errors import nearest
-from shardlab.program import AXES, Mesh, UserError
+from shardlab.program import AXES, Mesh, Sizes, UserError
 from shardlab.program.bounds import MAX_FOLDED, MAX_OPS, require_ops
 from shardlab.rules.pieces import counted
 from shardlab.strategies.plan_fields import (
@@ -121,6 +121,10 @@ class Plan:
     """How many neighbouring ranks of cp exchange slices of sequences for heads; without it all by ulysses, else none.
     Keys and values of the others are gathered by all_gather, and else go round."""
 
+    stripes: Annotated[int | None, COUNT] = None
+    """How many slices of every sequence each rank of cp has, as far from one another as there are ranks: striped
+    attention, nearly as much work on each rank. Without it, each has an early and a late slice: exactly as much."""
+
     def __post_init__(self) -> None:
         for name, written in field_types(Plan).items():
             check_field(name, getattr(self, name), written, getattr(Plan, name))
@@ -133,6 +137,11 @@ class Plan:
                 )
         if self.sequence_parallel and self.mesh.tp == 1:
             raise UserError("sequence_parallel cuts sequences over tp, but the mesh has tp 1; give --tp 2 or more")
+        if self.stripes is not None and min(self.stripes, self.mesh.cp) < 2:
+            raise UserError(
+                f"stripes is {self.stripes} and the mesh has cp {self.mesh.cp}; sequences are dealt in 2 stripes or "
+                "more, over 2 ranks of cp or more"
+            )
         if self.mesh.cp % self.ulysses:
             raise UserError(
                 f"ulysses_degree is {self.ulysses}, but the mesh has cp {self.mesh.cp}; give a number that divides it"
@@ -143,6 +152,10 @@ class Plan:
                 f"{as_text(self.axes_of_every_microbatch)}; a gradient that is cut is reduced at each microbatch: name "
                 "its axes in reduce_every_microbatch as well"
             )
+
+    def counted(self, sizes: Sizes) -> Sizes:
+        """Sizes of a model whose sequences are counted in the slices that this plan deals."""
+        return sizes if self.stripes is None else replace(sizes, slices_per_rank=self.stripes)
 
     @property
     def attention_apart(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from shardlab.program import Sizes, UserError
-from shardlab.strategies.context import balanced
+from shardlab.strategies.context import dealt
 from shardlab.strategies.model_layers import ModelLayers, model_layers
 from shardlab.strategies.plan import BATCH_AXES, CUT_AXES, Plan
 from shardlab.strategies.rank_plan import Completion, Completions, Keeps, LayerPlan, RankPlan, Verb, WeightPlan
@@ -88,7 +88,7 @@ class _Resolver:
             model=model,
             steps=steps.of_ranks[self.place["pp"]],
             microbatches=range(first, first + steps.microbatches),
-            sequence_slices=balanced(self.place["cp"], plan.mesh.cp, plan.mesh.tp) if plan.mesh.cp > 1 else None,
+            sequence_slices=self.sequence_slices(),
             pipeline=pipeline,
             stages=stages,
             own_stages=own_stages,
@@ -102,6 +102,17 @@ class _Resolver:
             ),
             room=max(blocks.values()),
         )
+
+    def sequence_slices(self) -> tuple[int, ...] | None:
+        """The slices of every sequence that are this rank's, if ranks share them."""
+        plan, cp = self.plan, self.size["cp"]
+        wanted = plan.counted(self.sizes).slices_per_rank
+        if self.sizes.slices_per_rank != wanted:
+            raise UserError(
+                f"the plan deals {wanted} slices of every sequence to a rank of cp, but these sizes count "
+                f"{self.sizes.slices_per_rank}; give plan.counted(sizes)"
+            )
+        return dealt(self.place["cp"], cp, plan.mesh.tp, plan.stripes) if cp > 1 else None
 
     def among_several(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Pick those of some axes that have several ranks, each once."""

@@ -79,8 +79,9 @@ class Job:
     @property
     def sizes(self) -> Sizes:
         """Elements of the program's values."""
-        numbers = self.numbers
-        return numbers.sizes(self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION)))
+        numbers, entry = self.numbers, load(self.strategy)
+        sizes = numbers.sizes(self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION)))
+        return entry.plan(self.ranks).counted(sizes) if entry.plan else sizes
 
     @property
     def numbers(self) -> Precision:
