@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from shardlab.errors import UserError
 from shardlab.models import GPT, Mixtral, MoE, cut
 from shardlab.models.attention import Attend
+from shardlab.models.cutting import cut_for
 from shardlab.models.mixture import Combine, Dispatch, Place, Route
+from shardlab.program import Mesh
 from tests.models.conftest import piece_of
 from tests.models.small import WithHeads
 
@@ -24,6 +26,17 @@ def test_every_mlp_becomes_as_many_experts_of_its_size_and_a_router() -> None:
     gpt, moe = GPT(**SMALL), MoE(experts=5, **SMALL)
     mlp = 2 * 16 * 64 + 64 + 16
     assert moe.parameter_count - gpt.parameter_count == 2 * (4 * mlp + 5 * 16)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(ep=2), Mesh(ep=2, tp=2), Mesh(ep=2, cp=2)], ids=str)
+def test_shared_experts_are_one_that_is_so_many_times_as_wide_and_whole_on_every_rank(mesh: Mesh) -> None:
+    without, three = (cut_for(MoE(shared_experts=count, **SMALL), mesh) for count in (0, 3))
+    mlp = 2 * 16 * 3 * 64 + 3 * 64 + 16
+    assert three.parameter_count - without.parameter_count == 2 * mlp
+    flops = [sum(model.forward_flops(layer) for layer in range(model.layers)) for model in (without, three)]
+    assert flops[1] - flops[0] == 2 * 2 * 12 * 2 * 16 * 3 * 64
+    shared = [l for l in range(three.layers) if any("shared" in p.name for p in three.layout(l).parameters)]
+    assert [three.layout(l).slices for l in shared] == [1, 1]
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.floats(0.1, 4), st.data())
@@ -68,8 +81,8 @@ def test_dropless_buffers_have_room_for_every_token_at_every_expert() -> None:
 def test_what_autograd_keeps_is_what_the_model_declares(
     saved_bytes: Callable[..., int], dropout: float, capacity_factor: float | None, top_k: int
 ) -> None:
-    kind = MoE if top_k == 1 else Mixtral
-    whole = kind(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, **SMALL)
+    kind, shared = (MoE, 0) if top_k == 1 else (Mixtral, 2)
+    whole = kind(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, shared_experts=shared, **SMALL)
     for layer in range(whole.layers):
         assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
     for tp, ep in ((1, 1), (1, 2), (2, 1), (2, 2)):
@@ -86,6 +99,7 @@ def test_what_autograd_keeps_is_what_the_model_declares(
     [
         ({"experts": 0}, "experts is 0"),
         ({"experts": 300}, "256 at most"),
+        ({"shared_experts": -1}, "shared_experts is -1; there may be 0 or more"),
         ({"top_k": 5}, "top_k is 5, but there are 4 experts"),
         ({"capacity_factor": 0.0}, "capacity_factor is 0.0; give a positive number"),
         ({"auxiliary": -1.0}, "auxiliary is -1.0"),

@@ -21,7 +21,8 @@ from tests.support.pieces import WIDTH
 
 def routed(layers: int, *, attention_apart: bool = False) -> Sizes:
     """A mixture in half-blocks, whose experts are cut by their features too."""
-    return cut(MoE(layers=layers - 1), tp=2, ep=2, attention_apart=attention_apart).sizes(1, 4)
+    model = MoE(layers=layers - 1, shared_experts=int(attention_apart))
+    return cut(model, tp=2, ep=2, attention_apart=attention_apart).sizes(1, 4)
 
 
 MODELS: dict[str, Callable[[int], Sizes]] = {

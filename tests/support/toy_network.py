@@ -162,7 +162,7 @@ def network_of(program: Program) -> Network:
     Where it does not, a row stands for a sequence.
     """
     kinds = tuple(kind_of(program, number) for number in range(program.layers))
-    slices = program.mesh.tp * (2 * program.mesh.cp if program.mesh.cp > 1 else 1)
+    slices = program.sizes.space(program.mesh, program.microbatches).sequence
     sequence = 1 if slices == 1 or "whole" in kinds else math.lcm(TOKENS, slices)
     layers, mesh = program.sizes.signatures, program.mesh
     of_features = any({"expert", "ffn"} <= set(layer.cut) for layer in layers)

@@ -264,6 +264,20 @@ EXPERTS = [
     Verified("whole sequences for the router, slices for the rest", SP(Mesh(tp=2)), DROPPING, 2),
     Verified("halves of a router of whole sequences", SP(Mesh(pp=2, ep=2, tp=2), "zb-h1"), DROPPING, 4),
     Verified("ep, cp and tp", SP(Mesh(ep=2, cp=2, tp=2), recompute=(1,)), moe(seq_len=16, capacity_factor=0.7), 4),
+    Verified("experts that every token is sent to", Plan(Mesh(ep=2)), moe(shared_experts=2, dropout=0.2), 4),
+    Verified("shared experts beside slices of others", SP(Mesh(ep=2, tp=2)), mixtral(shared_experts=1), 4),
+    Verified(
+        "shared experts of slices of sequences, in halves",
+        Plan(Mesh(ep=2, cp=2), "zb-h1"),
+        mixtral(shared_experts=2),
+        4,
+    ),
+    Verified(
+        "shared experts of whole tokens beside slices of others",
+        Plan(Mesh(tp=2), recompute="full"),
+        moe(shared_experts=1, dropout=0.1),
+        2,
+    ),
     Verified("a dropless Mixtral on stages", Plan(Mesh(pp=2, ep=2)), mixtral(capacity_factor=None), 4),
 ]
 

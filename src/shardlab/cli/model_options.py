@@ -58,6 +58,9 @@ class ModelOptions:
     experts: OptionalCount = None
     """Experts of every layer (moe, mixtral)."""
 
+    shared_experts: OptionalCount = None
+    """Experts of every layer that each token is sent to beside those (moe, mixtral)."""
+
     top_k: OptionalCount = None
     """How many experts a token is sent to (moe, mixtral)."""
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.layout import Parameter
 from shardlab.models.primitive import Pieces, Primitive, piece
-from shardlab.models.primitives import Activation, activation_kernel, features_of, kept_of
+from shardlab.models.primitives import Activate, Activation, Linear, activation_kernel, features_of, kept_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +219,25 @@ class Combine(Routing):
         read, written = rows * self.router.top_k * hidden_size, rows * hidden_size
         gradient = self.router.places(rows) * hidden_size
         return (Pointwise("combine", read + written, read + written + gradient),)
+
+
+def shared_experts(
+    tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation
+) -> tuple[Primitive, ...]:
+    """A feed-forward network of all tokens `x`, which stay for the router: its result is the branch `y`.
+
+    Every rank has it whole, on the tokens that it has: its features go by another name than those that are cut.
+    """
+    features = features_of(activation, hidden)
+    up = Linear(
+        tokens=tokens, name="mlp.shared.c_fc", outputs=features, inputs=hidden_size, bias=bias,
+        out_index="shared", in_index="width", sections=(hidden, hidden) if features > hidden else (), made="y",
+    )  # fmt: skip
+    down = Linear(
+        tokens=tokens, name="mlp.shared.c_proj", outputs=hidden_size, inputs=hidden, bias=bias,
+        out_index="width", in_index="shared", read="y", made="y",
+    )  # fmt: skip
+    return up, Activate(tokens=tokens, activation=activation, hidden=hidden, tensor="y", index="shared"), down
 
 
 def mixture(tokens: int, router: Router, hidden: int, bias: bool, activation: Activation) -> tuple[Primitive, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlab.errors import UserError
 from shardlab.models.gpt import GPT
-from shardlab.models.mixture import Router, mixture
+from shardlab.models.mixture import Router, mixture, shared_experts
 from shardlab.models.primitive import Primitive
 from shardlab.models.primitives import DropoutSite
 
@@ -30,6 +30,8 @@ class MoE(GPT):
 
     Attributes:
         experts: of every layer, each as large as GPT's MLP.
+        shared_experts: of these beside them, which every token is sent to: as one that is so many times as wide. They
+            read what the router reads (Dai et al. 2024, arXiv 2401.06066, eq. 9).
         top_k: how many experts a token is sent to.
         capacity_factor: an expert's places for a microbatch, as a multiple of top_k * tokens / experts (None: dropless,
             with room for every token at every expert: experts * tokens * width elements a layer, which is the bound of
@@ -39,6 +41,7 @@ class MoE(GPT):
     """
 
     experts: int = 4
+    shared_experts: int = 0
     top_k: int = 2
     capacity_factor: float | None = 1.25
     auxiliary: float = 0.01
@@ -46,6 +49,8 @@ class MoE(GPT):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least_one("experts", "top_k")
+        if self.shared_experts < 0:
+            raise UserError(f"shared_experts is {self.shared_experts}; there may be 0 or more")
         if self.experts > MOST_EXPERTS:
             raise UserError(f"experts is {self.experts}; there may be {MOST_EXPERTS} at most")
         if self.top_k > self.experts:
@@ -73,5 +78,10 @@ class MoE(GPT):
 
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
         body = mixture(self.seq_len, self.router, self.hidden, self.bias, self.activation)
-        added = self.add(DropoutSite.FEED_FORWARD_OUTPUT)
-        return ("attention", self.attention_part()), ("experts", (self.norm_of("ln_2"), *body, added))
+        experts = (*body, self.add(DropoutSite.FEED_FORWARD_OUTPUT))
+        norm, hidden = self.norm_of("ln_2"), self.shared_experts * self.hidden
+        if not hidden:
+            return ("attention", self.attention_part()), ("experts", (norm, *experts))
+        shared = shared_experts(self.seq_len, self.hidden_size, hidden, self.bias, self.activation)
+        added = replace(self.add(DropoutSite.SHARED_EXPERTS_OUTPUT), branch="y")
+        return ("attention", self.attention_part()), ("shared experts", (norm, *shared, added)), ("experts", experts)

@@ -23,6 +23,7 @@ class DropoutSite(IntEnum):
     ATTENTION = 1
     ATTENTION_OUTPUT = 2
     FEED_FORWARD_OUTPUT = 3
+    SHARED_EXPERTS_OUTPUT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +138,12 @@ class Linear(Primitive):
 
     Attributes:
         name: of its parameters, without "weight" and "bias".
+        read, made: names of the tensors, where they are not `x`.
         out_index, in_index: names of the features made and read.
         sections: of the outputs that are cut alike.
     """
 
-    einsum: ClassVar[str] = "x({in_index}) -> x({out_index})"
+    einsum: ClassVar[str] = "{read}({in_index}) -> {made}({out_index})"
 
     name: str
     outputs: int
@@ -150,6 +152,8 @@ class Linear(Primitive):
     out_index: str
     in_index: str
     sections: tuple[int, ...] = ()
+    read: str = "x"
+    made: str = "x"
 
     def features(self, tensor: str) -> int:
         return self.outputs
@@ -161,7 +165,7 @@ class Linear(Primitive):
         return (weight, bias) if self.bias else (weight,)
 
     def keeps(self) -> tuple[str, ...]:
-        return ("x",)
+        return (self.read,)
 
     def flops(self) -> int:
         return 2 * self.tokens * self.inputs * self.outputs
@@ -201,27 +205,32 @@ class Activate(Primitive):
     """An activation function, from the features that a linear map makes for it to the `hidden` that the next one takes.
 
     SwiGLU takes two features for each: all gates, then all that they multiply.
+
+    Attributes:
+        tensor, index: names of what it reads and makes, and of its features.
     """
 
-    einsum: ClassVar[str] = "x(ffn) -> x(ffn)"
+    einsum: ClassVar[str] = "{tensor}({index}) -> {tensor}({index})"
 
     activation: Activation
     hidden: int
+    tensor: str = "x"
+    index: str = "ffn"
 
     def features(self, tensor: str) -> int:
         return self.hidden
 
     def keeps(self) -> tuple[str, ...]:
-        return kept_of(self.activation)
+        return kept_of(self.activation, self.tensor)
 
     def keeps_beside(self, rows: int) -> int:
         return 0 if self.keeps() else rows * self.tokens * self.hidden
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
-        return (("ffn", "hidden features", self.hidden),)
+        return ((self.index, "hidden features", self.hidden),)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        return (activation_kernel(self.activation, sequences * tokens, piece(self.hidden, pieces, "ffn")),)
+        return (activation_kernel(self.activation, sequences * tokens, piece(self.hidden, pieces, self.index)),)
 
 
 def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwise:
@@ -230,9 +239,9 @@ def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwi
     return Pointwise(activation, before + after, 2 * before + after)
 
 
-def kept_of(activation: Activation) -> tuple[str, ...]:
+def kept_of(activation: Activation, tensor: str = "x") -> tuple[str, ...]:
     """The tensors that autograd keeps of an activation function; of a squared ReLU, what is squared instead."""
-    return () if activation == "squared_relu" else ("x",)
+    return () if activation == "squared_relu" else (tensor,)
 
 
 def features_of(activation: Activation, hidden: int) -> int:
@@ -245,16 +254,18 @@ class Add(Primitive):
     """A branch `x` to the residual stream `s`: the last linear map's bias is added if there is one, dropout, the sum.
 
     Attributes:
+        branch: the branch's name, where it is not `x`.
         bias: the name of the bias (empty: none).
         site: where elements are dropped.
     """
 
-    einsum: ClassVar[str] = "x(width) s(width) -> s(width)"
+    einsum: ClassVar[str] = "{branch}(width) s(width) -> s(width)"
 
     hidden_size: int
     bias: str
     drops: bool
     site: DropoutSite
+    branch: str = "x"
 
     def features(self, tensor: str) -> int:
         return self.hidden_size
@@ -269,7 +280,7 @@ class Add(Primitive):
         return ()
 
     def gradients_for_weight(self) -> tuple[str, ...]:
-        return ("x",) if self.bias else ()
+        return (self.branch,) if self.bias else ()
 
     @property
     def adds_to(self) -> str:

@@ -61,11 +61,15 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (linear("width", "head"), "head width"),
     (linear("ffn", "width", bias=True), "ffn"),
     (linear("ffn", "width", bias=True, sections=(HIDDEN // 2, HIDDEN // 2)), "ffn"),
+    (replace(linear("ffn", "width", bias=True), made="y"), "ffn"),
+    (replace(linear("width", "ffn"), read="y", made="y"), "ffn width"),
     (scores(tied=False), "vocab width"),
     (scores(tied=True), "vocab width"),
     *((Activate(tokens=T, activation=each, hidden=HIDDEN), "ffn") for each in ("gelu", "squared_relu", "swiglu")),
     (Add(tokens=T, hidden_size=C, bias="bias", drops=False, site=SITE), "width"),
     (Add(tokens=T, hidden_size=C, bias="", drops=True, site=SITE), ""),
+    (Add(tokens=T, hidden_size=C, bias="bias", drops=False, site=SITE, branch="y"), "width"),
+    (Activate(tokens=T, activation="swiglu", hidden=HIDDEN, tensor="y"), "ffn"),
     (projection(), "head width"),
     (projection(bias=True, rope_theta=100.0), "head"),
     (projection(kv_heads=4, rope_theta=100.0), "head width"),
@@ -106,7 +110,7 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
     shape = (ROUTER.experts, ROUTER.capacity(rows * T)) if buffers else (rows, T)
     kv = 2 * primitive.kv_width if isinstance(primitive, Attend) else 0
     given = {
-        "x": torch.randn(*shape, features, dtype=dtype),
+        **{name: torch.randn(*shape, features, dtype=dtype) for name in ("x", "y")},
         **{
             name: torch.randn(rows, T, hidden_size, dtype=dtype)
             for name, hidden_size in (("s", C), ("q", C), ("kv", kv))
@@ -173,7 +177,7 @@ class Whole:
         twice = name.endswith("kv")
         if isinstance(primitive, Activate | ExpertActivate) and dim:
             twice = length > primitive.hidden
-        if isinstance(primitive, Linear | ExpertLinear) and dim and name == "made x":
+        if isinstance(primitive, Linear | ExpertLinear) and dim and name.startswith("made"):
             twice = bool(primitive.sections)
         return (length // 2, length // 2) if twice else (length,)
 

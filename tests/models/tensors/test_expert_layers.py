@@ -20,6 +20,7 @@ MODELS = [
     SMALL,
     replace(SMALL, top_k=1, capacity_factor=0.6, dropout=0.3),
     replace(SMALL, top_k=3, capacity_factor=None, bias=False),
+    replace(SMALL, shared_experts=2, dropout=0.3),
 ]
 MICROBATCHES = (3, 5, 6, 8)
 

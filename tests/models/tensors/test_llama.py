@@ -81,11 +81,16 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token through its `top_k` experts, their probabilities renormalised (arXiv 2401.04088, section 2.1)."""
+    """Each token through its `top_k` experts, their probabilities renormalised (arXiv 2401.04088, section 2.1).
+
+    All are sent to the shared ones, if there are any (arXiv 2401.06066, eq. 9).
+    """
 
     def __init__(self, config: Mixtral) -> None:
         super().__init__()
         self.top_k, e = config.top_k, config.experts
+        wide = replace(config, ffn_hidden_size=config.shared_experts * config.hidden) if config.shared_experts else None
+        self.shared = wide and SwiGLU(wide)
         self.router = nn.Linear(config.hidden_size, e, bias=False)
         self.experts = nn.ParameterDict(
             {
@@ -96,7 +101,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         best, which = self.router(x).topk(self.top_k, -1)
-        made = torch.zeros_like(x)
+        made = self.shared(x) if self.shared else torch.zeros_like(x)
         for weight, expert in zip(best.softmax(-1).unbind(-1), which.unbind(-1), strict=True):
             gate, up = torch.einsum("rtc,rthc->rth", x, self.experts["c_fc"][expert]).chunk(2, -1)
             its = torch.einsum("rth,rtch->rtc", F.silu(gate) * up, self.experts["c_proj"][expert])
@@ -145,6 +150,7 @@ class Transformer(nn.Module):
         Llama(heads=6, kv_heads=2, ffn_hidden_size=20, rope_theta=100.0, **SMALL),
         replace(Llama(heads=4, kv_heads=1, **SMALL), layers=1),
         Mixtral(heads=4, kv_heads=2, experts=4, capacity_factor=None, auxiliary=0.0, **SMALL),
+        Mixtral(heads=4, experts=4, shared_experts=2, capacity_factor=None, auxiliary=0.0, **SMALL),
     ],
     ids=str,
 )

@@ -86,7 +86,7 @@ def _(primitive: Norm, given: Given) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: Linear, given: Given) -> tuple[Tensor, ...]:
-    x, weight = given.x, given.parameters[f"{primitive.name}.weight"]
+    x, weight = given.tensors[primitive.read], given.parameters[f"{primitive.name}.weight"]
     if x.shape[-1] > weight.shape[1]:  # what attention has mixed, as an op of its own, comes with its log-sum-exp
         x = x[..., : weight.shape[1]].to(weight.dtype)
     return (F.linear(x, weight, given.parameters[f"{primitive.name}.bias"] if primitive.bias else None),)
@@ -105,12 +105,12 @@ def _(primitive: Scores, given: Given) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: Activate, given: Given) -> tuple[Tensor, ...]:
-    return (activated(primitive.activation, given.x),)
+    return (activated(primitive.activation, given.tensors[primitive.tensor]),)
 
 
 @compute.register
 def _(primitive: Add, given: Given) -> tuple[Tensor, ...]:
-    x, s = given.x, given.tensors["s"]
+    x, s = given.tensors[primitive.branch], given.tensors["s"]
     if primitive.bias:
         x = x + given.parameters[primitive.bias]
     mask = _mask(primitive.site, primitive, given)
