@@ -20,11 +20,12 @@ from shardlab.strategies.plan import Plan
 from tests.check import casting_programs, slicing_programs
 from tests.check.programs import PLACE, built_in
 from tests.check.scaling_programs import sum_of_tokens
+from tests.check.term_programs import terms_exchanged
 from tests.support.interpreter import judge
 from tests.support.mutations import MUTATIONS, changed, places
 from tests.support.random_attention import random_attention
 from tests.support.random_experts import random_experts
-from tests.support.random_plans import Planned
+from tests.support.random_plans import MODELS, Planned
 from tests.support.random_programs import Shape, random_program
 from tests.support.refusing import Told, refusal, says, tells, told
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
@@ -96,6 +97,7 @@ def subjects() -> dict[str, Program]:
         by_hand.__name__: trace(by_hand, 2, 2 if by_hand is casting_programs.messages_in_half else 1, 2)
         for by_hand in BY_HAND
     }
+    programs |= {"experts' terms": trace(terms_exchanged, Mesh(tp=2, ep=2), MODELS["routed"](2), 2)}
     programs |= {"attention at random": random_attention(36), "experts at random": random_experts(2)}
     programs |= {"heads exchanged at random": random_attention(22)}
     return programs | {name: plan.program for name, plan in PLANS.items()}

@@ -10,7 +10,7 @@ from shardlab.program import Holds, Kind, OpKind, Sizes, Spec
 from shardlab.program.rooted import Call, collective
 from shardlab.rules.layers import Rules, rules_of
 from shardlab.rules.pieces import mask_of
-from shardlab.rules.spec import Space, form_of
+from shardlab.rules.spec import KEY, Space, Term, form_of
 from tests.support.refusing import Told, refuses, told
 
 SIZES = Sizes.mixture(2)
@@ -113,6 +113,31 @@ def test_experts_buffers_are_never_summed(kind: OpKind) -> None:
 def test_experts_buffers_are_never_gathered() -> None:
     with refuses("not gathered", layer=1):
         collective(Call(OpKind.ALL_GATHER), [buffers({0}, 1), buffers({0}, 2)], range(2), rules())
+
+
+def summed(term: int, *, over: tuple[str, ...] = ("ffn",)) -> list[Spec]:
+    """Experts' results of two ranks, both terms of a sum."""
+    both = Space(STEP, 1, (("expert", 2), ("ffn", 2)))
+    forms = [form_of(Kind.ACTIVATION, 2, 0, both, slices=(("expert", 1 << i),), term=Term(over, term)) for i in (0, 1)]
+    return [Spec(form, 0b11) for form in forms]
+
+
+def test_terms_of_a_sum_are_exchanged_and_stay_terms() -> None:
+    """Of an all_to_all everything is linear: the sum of what went home is what the sum would have been there."""
+    for term in (0b01, 0b10):
+        home = exchanged(summed(term))
+        assert [spec.form.term for spec in home] == [Term(("ffn",), term)] * 2
+        assert [(spec.form.slices, spec.cells) for spec in home] == [((), 0b01), ((), 0b10)]
+
+
+def test_terms_of_other_slices_are_not_exchanged() -> None:
+    with refuses("other values", layer=2):
+        exchanged([summed(0b01)[0], summed(0b10)[1]])
+
+
+def test_what_has_met_some_keys_alone_is_not_exchanged() -> None:
+    with refuses("not exchanged", layer=2):
+        exchanged(summed(0b01, over=KEY))
 
 
 def test_without_experts_there_is_nothing_to_exchange() -> None:

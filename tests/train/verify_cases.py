@@ -278,6 +278,7 @@ EXPERTS = [
         moe(shared_experts=1, dropout=0.1),
         2,
     ),
+    Verified("experts' results go home as terms", f"{CHECK}/term_programs.py:terms_exchanged", moe(layers=2), 4, 4),
     Verified("a dropless Mixtral on stages", Plan(Mesh(pp=2, ep=2)), mixtral(capacity_factor=None), 4),
 ]
 

@@ -14,11 +14,11 @@ from shardlab.rules.dealing import deal
 from shardlab.rules.gathers import index_apart, united_cells, united_pieces, with_pieces
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.pieces import bits, counted, mask_of
-from shardlab.rules.spec import Form, Spec
+from shardlab.rules.spec import KEY, Form, Spec
 
 
 def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
-    """Cells together and an index apart, or back again.
+    """Cells together and an index apart, or back again; equal terms of sums stay such terms.
 
     Args:
         indices: along which such a value may be cut.
@@ -29,7 +29,7 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
     first, count = specs[0], len(specs)
     form = first.form
     indices = [index for index in indices if INDICES[index].exchanged]
-    if len(indices) != 1 or form.term is not None:
+    if len(indices) != 1 or (form.term is not None and form.term.over == KEY):
         remedy = (
             "exchange what may be cut along another index than the batch, as experts' buffers are: what goes into "
             "experts or comes out of them"
