@@ -50,7 +50,7 @@ def test_a_single_queue_that_empties_is_one_that_a_replay_with_all_waits_ends(se
     assert program is not None
     checked = check(program)
     replay = Replay(program, checked.communications, checked.communication_of, ChannelModel.QUEUED)
-    assert empties(program, checked.communications, checked.communication_of) == (replay.deadlock() is None)
+    assert empties(program, checked.communications) == (replay.deadlock() is None)
 
 
 def agree(program: Program, models: Mapping[ChannelModel, str | None], random: Random) -> None:

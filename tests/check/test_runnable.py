@@ -98,8 +98,9 @@ def test_a_batch_has_the_same_slices_of_each_microbatch() -> None:
 
 def test_the_loss_is_of_one_slice_of_the_logits_or_of_all() -> None:
     checked = check(sliced(microbatches_together, 4))
-    loss = next(op for op in checked.program.tapes[0] if op.kind is OpKind.LOSS_STATS)
+    tapes = checked.program.tapes
+    loss = next(op for op in tapes[0] if op.kind is OpKind.LOSS_STATS)
     logits = checked.specs[0][loss.inputs[0]]
     checked.specs[0][loss.inputs[0]] = logits._replace(form=logits.form.but(slices=(("vocab", 0b11),)))
-    why = why_not_runnable(checked.program, checked.specs, checked.communications)
+    why = why_not_runnable(checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes])
     tells(why, "not runnable", remedy="compute the loss of one slice, or of all")

@@ -12,13 +12,10 @@ says why one does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from shardlab.check.checked import ChannelModel
 from shardlab.check.replay import Replay
-from shardlab.program import Op, Program
+from shardlab.program import Program
 from shardlab.program.matching import Communication
-from shardlab.program.ops import COMMUNICATION
 
 SIDE_BY_SIDE = (
     " It passes only where communicators work side by side; NCCL does not promise that, and with device_id, which "
@@ -42,7 +39,7 @@ def decide_models(
     def deadlock(model: ChannelModel) -> str | None:
         return Replay(program, communications, communication_of, model).deadlock()
 
-    queued = None if empties(program, communications, communication_of) else deadlock(ChannelModel.QUEUED)
+    queued = None if empties(program, communications) else deadlock(ChannelModel.QUEUED)
     if half_batched is not None:
         per_pair = _two_communicators(program, half_batched)
     else:
@@ -57,12 +54,12 @@ def decide_models(
     }
 
 
-def empties(program: Program, communications: list[Communication], communication_of: list[dict[int, int]]) -> bool:
+def empties(program: Program, communications: list[Communication]) -> bool:
     """Whether all communication ends where each rank has one queue, in the order of issue: the model QUEUED.
 
     A communication takes place when it has come to the head of the queue on all its ranks; a batch comes there at once.
     """
-    queues = [iter(_queue(*each)) for each in zip(program.tapes, communication_of, strict=True)]
+    queues = list(map(iter, _queues(program, communications)))
     at_head = [1] * len(queues)  # communications; the one here stands for what comes before the first
     absent = [len(communication.participants) for communication in communications]
     done, one_less = 0, list(range(len(queues)))  # ranks with one communication less at the head
@@ -81,19 +78,25 @@ def empties(program: Program, communications: list[Communication], communication
     return done == len(communications)
 
 
-def _queue(tape: Sequence[Op], communication_of: Mapping[int, int]) -> list[list[int]]:
-    """A rank's communications in the order of issue: each alone, or all of a batch."""
-    queue: list[list[int]] = []
-    last = -1
-    for op in tape:
-        if op[0] in COMMUNICATION:
-            communication, batch = communication_of[op[4]], op.batch
+def _queues(program: Program, communications: list[Communication]) -> list[list[list[int]]]:
+    """For each rank its communications in the order of issue: each alone, or all of a batch."""
+    issued: list[list[tuple[int, int]]] = [[] for _ in program.tapes]  # (index of the op, communication)
+    for number, (_, _, members) in enumerate(communications):
+        for rank, _, at in members:
+            issued[rank].append((at, number))
+    queues: list[list[list[int]]] = []
+    for tape, numbers in zip(program.tapes, issued, strict=True):
+        queue: list[list[int]] = []
+        last = -1
+        for at, number in sorted(numbers):
+            batch = tape[at].batch
             if batch >= 0 and batch == last:
-                queue[-1].append(communication)
+                queue[-1].append(number)
             else:
-                queue.append([communication])
+                queue.append([number])
             last = batch
-    return queue
+        queues.append(queue)
+    return queues
 
 
 def _two_communicators(program: Program, half_batched: Communication) -> str:

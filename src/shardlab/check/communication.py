@@ -6,7 +6,7 @@ Sends are buffered here, and messages between two ranks arrive in the order in w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from shardlab.check.rank_state import RankState
 from shardlab.program import ExpectedValue, Group, Op, OpKind, Refused, Spec, rooted
@@ -18,6 +18,9 @@ from shardlab.program.waiting import Wait
 from shardlab.rules.pieces import counted, plural
 
 COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
+
+_participant: Callable[[type[Participant], tuple[int, int, int]], Participant] = cast(Any, tuple).__new__
+"""Makes a Participant without the call that a NamedTuple's own constructor is."""
 
 Contribution = tuple[Participant, Spec | None, Call | None]
 """A rank's part in a communication: what it gives, and of a collective how it calls it."""
@@ -52,16 +55,19 @@ class CommunicationCheck:
 
     def arrive(self, state: RankState, op: Op) -> None:
         """WAIT for a communication that has come about: its result may be used, what it read may be freed."""
-        if op[2] or op[3]:
+        _, _, inputs, outputs, handle, *_ = op
+        if inputs or outputs:
             remedy = "name what arrives in its communication"
             state.refuse("malformed tape", "a wait reads and makes no value", remedy)
-        handle = op[4]
         issued = state.flying.pop(handle, None)
         if issued is None:
             refuse_second_wait(state, op)
-        source = state.ops[issued]
-        if source[2]:
-            state.reading[source[2][0]] -= 1
+        source, reading = state.ops[issued], state.reading
+        for number in source[2]:
+            if reading[number] > 1:
+                reading[number] -= 1
+            else:
+                del reading[number]
         spec = state.arrived[handle]
         if spec is not None:
             state.make(source[3][0], spec)
@@ -103,9 +109,9 @@ class CommunicationCheck:
                 state.refuse("batch of messages", given, "put them before or after the batch")
             state.batches[batch] = at
         state.flying[handle] = at
-        if op[2]:
-            state.reading[op[2][0]] += 1
-        return Participant(state.index, handle, at)
+        for number in op[2]:
+            state.reading[number] = state.reading.get(number, 0) + 1
+        return _participant(Participant, (state.index, handle, at))
 
     def _collective(self, state: RankState, op: Op) -> None:
         group = op.group
@@ -123,8 +129,8 @@ class CommunicationCheck:
                 first_text = call_text(first_call, first_spec)
                 raise rooted.disagreement(call, spec, group, first.rank, first.op, first_text)
         arrived[state.index] = (member, spec, call)
-        parts = queue.whole()
-        if parts is not None:
+        if len(arrived) == len(group.ranks):
+            parts = queue.whole()
             specs = rooted.collective(call, [gave for _, gave, _ in parts], group.ranks, state.rules)
             for (other, gave, _), received in zip(parts, specs, strict=True):
                 if gave is None and received is not None:
@@ -162,13 +168,12 @@ class CommunicationCheck:
 
     def _deliver(self, source: int, to: int, part: Contribution) -> None:
         """One end of a message comes; with the other one there, it is delivered."""
-        rank, queue = part[0].rank, self._matcher[source, to]
-        queue.next(rank)[rank] = part
-        ends = queue.whole()
-        if ends is None:
+        rank, queue = part[0][0], self._matcher[source, to]
+        arrived = queue.next(rank)
+        arrived[rank] = part
+        if len(arrived) < 2:
             return
-        sender, spec, _ = ends[0]
-        receiver = ends[1][0]
+        (sender, spec, _), (receiver, _, _) = queue.whole()
         sent, received = self.states[source].ops[sender.op], self.states[to].ops[receiver.op]
         expect = received.expect
         assert spec is not None
@@ -185,12 +190,12 @@ class CommunicationCheck:
 
     def _meet(self, communication: Communication, delivers: Sequence[Spec | None]) -> None:
         """A communication has all its members: note what each receives, and let those go on that wait for it."""
-        number = len(self.communications)
+        number, states, communication_of = len(self.communications), self.states, self.communication_of
         self.communications.append(communication)
-        for place, (rank, handle, _) in enumerate(communication.participants):
-            self.communication_of[rank][handle] = number
-            state = self.states[rank]
-            state.arrived[handle] = delivers[place]
+        for (rank, handle, _), delivered in zip(communication.participants, delivers, strict=True):
+            communication_of[rank][handle] = number
+            state = states[rank]
+            state.arrived[handle] = delivered
             if state.waits_for == handle:
                 state.waits_for = -1
                 self._wake(state)

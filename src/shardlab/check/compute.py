@@ -9,7 +9,7 @@ from shardlab.check.rank_state import RankState
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.rooted import Names
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT
-from shardlab.rules import attention, dealing, gathers
+from shardlab.rules import dealing, gathers
 from shardlab.rules import update as sums
 from shardlab.rules.layer import BackwardResult
 from shardlab.rules.pieces import counted
@@ -25,11 +25,12 @@ def forward(state: RankState, op: Op) -> None:
     if len(inputs) > 2:
         given += [live[number] for number in inputs[2:]]
     made, saved = state.layer(op).forward(given, live[weight], "forward", op[7])
-    state.make_all(outputs[: len(made)], made)
-    if len(outputs) == len(made) + 1:
-        _save(state, outputs[-1], activation, saved)
-    elif len(outputs) > len(made):
-        given = f"has {counted(len(outputs), 'output')}, but this layer makes {counted(len(made), 'value')}"
+    count = len(made)
+    state.make_all(outputs[:count], made)
+    if len(outputs) == count + 1:
+        _save(state, outputs[count], activation, saved)
+    elif len(outputs) > count:
+        given = f"has {counted(len(outputs), 'output')}, but this layer makes {counted(count, 'value')}"
         state.refuse("malformed tape", given, "number these, and what is saved")
 
 
@@ -122,6 +123,14 @@ def _computed(rule: Callable[..., Spec | Sequence[Spec]], state: RankState, op: 
 def _of_logits(rule: Callable[..., Spec], state: RankState, op: Op) -> None:
     state.want_layer(op, state.program.layers)
     _computed(rule, state, op)
+
+
+def attend(state: RankState, op: Op) -> None:
+    _computed(state.rules.attend, state, op)
+
+
+def attend_backward(state: RankState, op: Op) -> None:
+    _computed(state.rules.attend_backward, state, op)
 
 
 def norm(state: RankState, op: Op) -> None:
@@ -220,6 +229,6 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.LOAD_WEIGHT: partial(_load, Kind.WEIGHT),
     OpKind.LOAD_OPT_STATE: partial(_load, Kind.OPT_STATE),
     OpKind.NORM: norm,
-    OpKind.ATTEND: partial(_computed, attention.attend),
-    OpKind.ATTEND_BACKWARD: partial(_computed, attention.attend_backward),
+    OpKind.ATTEND: attend,
+    OpKind.ATTEND_BACKWARD: attend_backward,
 }

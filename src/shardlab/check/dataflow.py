@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import deque
 from typing import NoReturn
 
+from shardlab.check import kept, runnable
 from shardlab.check.communication import CommunicationCheck, refuse_second_wait
 from shardlab.check.compute import COMPUTE_RULES, Rule
 from shardlab.check.ending import check_coverage, check_rank_ending, trained_layers
 from shardlab.check.rank_state import RankState
 from shardlab.program import Op, OpKind, Program, Refused
-from shardlab.program.ops import COMMUNICATION
+from shardlab.program.ops import BOOKKEEPING, COMMUNICATION
 from shardlab.program.waiting import deadlock
-from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import counted
 
 
@@ -39,7 +39,9 @@ class Dataflow:
         self.states = [RankState(index, program, trained) for index in range(ranks)]
         self._runnable = deque(self.states)
         self.communication = CommunicationCheck(self.states, self._runnable.append)
-        self._rules: dict[OpKind, Rule] = {**COMPUTE_RULES, **self.communication.rules}
+        rules: dict[OpKind, Rule] = {**COMPUTE_RULES, **self.communication.rules}
+        self._rules = {shape: rules[shape[0]] for shape in SHAPES if shape[0] not in BOOKKEEPING}
+        self._rule_of_any = rules
 
     def run(self) -> None:
         """Replay to the end.
@@ -67,32 +69,45 @@ class Dataflow:
         for state in self.states:
             vars(state.live).clear()
         self._rules.clear()
+        self._rule_of_any.clear()
         self.communication.rules.clear()
 
     def _replay(self, state: RankState) -> None:
         """Go on with one rank until it ends or waits for something that has not happened."""
         ops, rules, arrived, live, reading = state.ops, self._rules, state.arrived, state.live, state.reading
+        saved_of, half_of, concerned = state.saved_of, state.half_of, state.concerned
+        arrive = self.communication.arrive
         for at in range(state.at, len(ops)):
             op = ops[at]
-            state.at = at
             kind = op[0]
             if kind is FREE:  # half of all entries, so its rule stands here
-                if len(op[2]) != 1 or op[3]:
+                numbers = op[2]
+                if len(numbers) != 1 or op[3]:
+                    state.at = at
                     _refuse_shape(state, op)
-                number = op[2][0]
-                spec = live[number]
-                if reading.get(number):
-                    state.refuse("in flight", f"{spec} is still read by a communication in flight", "wait for it first")
+                number = numbers[0]
+                if number in reading or number not in live:
+                    state.at = at
+                    given = f"{live[number]} is still read by a communication in flight"
+                    state.refuse("in flight", given, "wait for it first")
                 del live[number]
-                if spec[0].kind in ROW_KINDS:
-                    state.saved_of.pop(number, None)
-                    state.half_of.pop(number, None)
-            elif kind is not WAIT:
-                if (kind, len(op[2]), len(op[3]), op[4] >= 0) not in SHAPES and not _takes_any(op):
-                    _refuse_shape(state, op)
-                rules[kind](state, op)
+                if number in saved_of:
+                    del saved_of[number]
+                if number in half_of:
+                    del half_of[number]
+                continue
+            state.at = at
+            if kind is not WAIT:
+                rule = rules.get((kind, len(op[2]), len(op[3]), op[4] >= 0))
+                if rule is None:
+                    if not _takes_any(op):
+                        _refuse_shape(state, op)
+                    rule = self._rule_of_any[kind]
+                if kind in CONCERNED:
+                    concerned.append(at)
+                rule(state, op)
             elif op[4] in arrived:
-                self.communication.arrive(state, op)
+                arrive(state, op)
             else:
                 if op[4] not in state.flying:
                     refuse_second_wait(state, op)
@@ -102,6 +117,9 @@ class Dataflow:
 
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
+
+CONCERNED = kept.CONCERNED | runnable.CONCERNED
+"""Ops that are looked at again once all tapes have passed."""
 
 SHAPES = frozenset(
     (kind, reads, makes, handle)

@@ -61,14 +61,17 @@ class Kept:
         return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
 
 
-def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
+def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places: Sequence[int]) -> None:
     """Want each element of a kept weight to move one step once, and nobody to read a value that was written over.
+
+    Args:
+        places: indices of the tape's ops of the kinds in `CONCERNED`, perhaps with others.
 
     Raises:
         Refused: for a second update of some elements, an update after their new values have arrived, and a read of a
             loaded weight, in flight or not, after an update has written it through another copy.
     """
-    concerned = [op for op in tape if op[0] in CONCERNED]
+    concerned = [op for op in map(tape.__getitem__, places) if op[0] in CONCERNED]
     loads = [op for op in concerned if op[0] is LOAD_WEIGHT]
     updates = [op for op in concerned if op[0] is UPDATE]
     own = {op.outputs[0] for op in loads}

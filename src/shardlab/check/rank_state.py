@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -25,13 +24,15 @@ class RankState:
         live: those that ops may use now.
         saved_of: live activation to what autograd saved from its forward.
         half_of: live activation to what the first half of its backward left for the second.
-        reading: value to how many communications in flight read it.
+        reading: value to how many communications in flight read it, if any.
         flying: handle to the index of the op that issued it.
         arrived: handle to what it delivers (None: nothing).
         loaded: (kind, layer, slices) to the index of the op that loaded them.
         clips: whether its updates so far were given the norm (None: there was no update).
         groups: those of which this rank has issued a collective.
         batches: batch to the index of its latest op.
+        concerned: indices of the ops that are looked at again once all tapes have passed; walking whole tapes, half of
+            them FREE, would cost a tenth of the check each time.
         waits_for: the handle that the rank waits for (-1: it does not).
     """
 
@@ -47,33 +48,41 @@ class RankState:
         self.live = Live(self)
         self.saved_of: dict[int, int] = {}
         self.half_of: dict[int, int] = {}
-        self.reading: dict[int, int] = defaultdict(int)
+        self.reading: dict[int, int] = {}
         self.flying: dict[int, int] = {}
         self.arrived: dict[int, Spec | None] = {}
         self.loaded: dict[tuple[Kind, int, Holds], int] = {}
         self.clips: bool | None = None
         self.groups: set[Group] = set()
         self.batches: dict[int, int] = {}
+        self.concerned: list[int] = []
         self.waits_for = -1
 
     def make(self, number: int, spec: Spec) -> None:
         """A value comes to life; its number must be new."""
-        self.note(number, spec)
-        self.live[number] = spec
+        if number in self.specs or number < 0:
+            self._refuse_number(number)
+        self.specs[number] = self.live[number] = spec
 
     def note(self, number: int, spec: Spec) -> None:
         """A value exists, whether or not ops may use it."""
         if number in self.specs or number < 0:
-            self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
+            self._refuse_number(number)
         self.specs[number] = spec
+
+    def _refuse_number(self, number: int) -> NoReturn:
+        self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
 
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
         """Values come to life, as many as the op says."""
         if len(numbers) != len(specs):
             given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what autograd keeps"
             self.refuse("malformed tape", given, "number what it makes")
-        for place, number in enumerate(numbers):
-            self.make(number, specs[place])
+        known, live = self.specs, self.live
+        for number, spec in zip(numbers, specs, strict=True):
+            if number in known or number < 0:  # as in `make`, without a call for each
+                self._refuse_number(number)
+            known[number] = live[number] = spec
 
     def layer(self, op: Op) -> LayerRules:
         """The rules of the layer that an op computes."""

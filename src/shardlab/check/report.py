@@ -32,12 +32,12 @@ def check(program: Program) -> Checked:
         finally:
             dataflow.release()
         for state in dataflow.states:
-            check_kept(state.index, state.ops, state.specs)
+            check_kept(state.index, state.ops, state.specs, state.concerned)
         found = dataflow.communication
         communications, communication_of = found.communications, found.communication_of
         models = decide_models(program, communications, communication_of, found.half_batched)
     specs = [state.specs for state in dataflow.states]
     untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
     frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])
-    why_not = why_not_runnable(program, specs, communications)
+    why_not = why_not_runnable(program, specs, communications, [state.concerned for state in dataflow.states])
     return Checked(program, specs, communications, communication_of, models, why_not, frozen)

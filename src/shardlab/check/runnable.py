@@ -17,7 +17,9 @@ from shardlab.rules.spec import Form, share_of
 OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combiner.UNION
 FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
 LOCAL = frozenset({OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE})
-LOOKED_AT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
+CUT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
+CONCERNED = LOCAL | CUT
+"""Ops, beside communication, that may have no tensors."""
 
 
 Why = tuple[str, str]
@@ -25,9 +27,16 @@ Why = tuple[str, str]
 
 
 def why_not_runnable(
-    program: Program, specs: Sequence[dict[int, Spec]], communications: Sequence[Communication]
+    program: Program,
+    specs: Sequence[dict[int, Spec]],
+    communications: Sequence[Communication],
+    places: Sequence[Sequence[int]],
 ) -> Refused | None:
-    """The first op that has no tensors, uneven ones, or several slices where a layer has one; None if there is none."""
+    """The first op that has no tensors, uneven ones, or several slices where a layer has one; None if there is none.
+
+    Args:
+        places: for each rank the indices of its ops of the kinds in `CONCERNED`, perhaps with others.
+    """
     tapes = program.tapes
     sound: set[tuple[OpKind, Form]] = set()  # most communications are of few ops and forms
     for _, _, members in communications:
@@ -53,7 +62,8 @@ def why_not_runnable(
         if why is not None:
             return _refusal(rank, at, op, why)
     for rank, tape in enumerate(tapes):
-        for at, op in enumerate(tape):
+        for at in places[rank]:
+            op = tape[at]
             if op[0] in LOCAL and (why := _no_pieces([specs[rank][number] for number in op.inputs])):
                 return _refusal(rank, at, op, why)
     if not any(layer.cut for layer in program.sizes.signatures):  # nothing is sliced
@@ -61,8 +71,9 @@ def why_not_runnable(
     pieces = program.sizes.cuts(program.mesh)
     cuts = [math.prod(pieces[index] for index in layer.cut) for layer in program.sizes.signatures]
     for rank, tape in enumerate(tapes):
-        for at, op in enumerate(tape):
-            if op[0] in LOOKED_AT and (why := _no_tensor(op, specs[rank], cuts)):
+        for at in places[rank]:
+            op = tape[at]
+            if op[0] in CUT and (why := _no_tensor(op, specs[rank], cuts)):
                 return _refusal(rank, at, op, why)
     return None
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from shardlab.errors import Refused
 from shardlab.program.compute_verbs import ComputeVerbs
 from shardlab.program.ops import OpKind
-from shardlab.program.tape import Op
+from shardlab.program.tape import compute_op
 from shardlab.program.value import Value
-from shardlab.rules import attention
 
 
 class AttentionVerbs(ComputeVerbs):
@@ -23,7 +22,7 @@ class AttentionVerbs(ComputeVerbs):
             Refused: for queries and keys of different layers, microbatches or heads, and for a chunk that comes after
                 all of the queries.
         """
-        return self._one(OpKind.ATTEND, layer, (queries, keys_values), attention.attend)
+        return self._one(OpKind.ATTEND, layer, (queries, keys_values), self._rules.attend)
 
     def attend_backward(
         self, layer: int, queries: Value, keys_values: Value, attention_output: Value, gradient: Value
@@ -45,12 +44,12 @@ class AttentionVerbs(ComputeVerbs):
         """
         read = (queries, keys_values, attention_output, gradient)
         try:
-            q, kv, a, g = [self._read(value, "attend_backward", layer) for value in read]
-            specs = attention.attend_backward(layer, q, kv, a, g)
+            q, kv, a, g = self._read_all(read, "attend_backward", layer)
+            specs = self._rules.attend_backward(layer, q, kv, a, g)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         made = self.make(specs[0]), self.make(specs[1])
         numbers = tuple([value.number for value in read])
-        self.ops.append(Op(OpKind.ATTEND_BACKWARD, layer, numbers, (made[0].number, made[1].number)))
+        self.ops.append(compute_op(OpKind.ATTEND_BACKWARD, layer, numbers, (made[0].number, made[1].number)))
         self._done_with(*read)
         return made

@@ -14,7 +14,7 @@ from shardlab.program.mesh import Group, group_among, group_of
 from shardlab.program.ops import COLLECTIVES, COMMUNICATION, ROOTED, OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.rooted import Call, call_of
-from shardlab.program.tape import ExpectedValue, Op
+from shardlab.program.tape import ExpectedValue, communication_op
 from shardlab.program.value import Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
 from shardlab.rules.pieces import mask_of
@@ -198,13 +198,15 @@ class CommunicationVerbs(RankContext):
                 rooted.want_sound(call, group.ranks)
             except Refused as refusal:
                 raise refusal.at(self.index, len(self.ops)) from None
-        handle = self._world.collectives.issue(self, call, value, group)
+        collectives = self._world.collectives
+        handle = collectives.issue(self, call, value, group)
+        result = handle.result
         inputs = () if value is None else (value.number,)
-        outputs = () if handle.result is None or handle.result is value else (handle.result.number,)
+        outputs = () if result is None or result is value else (result.number,)
         layer = spec[0].layer if spec is not None else -1 if expect is None else expect.layer
-        op = Op(kind, layer, inputs, outputs, handle.number, group, -1, None, expect, -1, root, reduction)
+        op = communication_op(kind, layer, inputs, outputs, handle.number, group, -1, expect, -1, root, reduction)
         self._issue(op, handle, value)
-        self._world.collectives.meet(handle)
+        collectives.meet(handle)
         return handle
 
     def _reduction(self, op: str, by: str) -> Reduction:
@@ -312,7 +314,7 @@ class CommunicationVerbs(RankContext):
         spec = self._read(value, verb)
         self._check_peer("send to", to)
         handle = self._world.channels.post_send(self, value, to)
-        op = Op(SEND, spec[0].layer, (value.number,), (), handle.number, None, to, None, None, batch)
+        op = communication_op(SEND, spec[0].layer, (value.number,), (), handle.number, None, to, None, batch)
         self._issue(op, handle, value)
         return handle
 
@@ -322,7 +324,7 @@ class CommunicationVerbs(RankContext):
         handle = self._world.channels.post_recv(self, source, message)
         number = handle.result.number
         layer = -1 if message is None else message.layer
-        op = Op(RECV, layer, (), (number,), handle.number, None, source, None, message, batch)
+        op = communication_op(RECV, layer, (), (number,), handle.number, None, source, message, batch)
         self._issue(op, handle, None)
         return handle
 

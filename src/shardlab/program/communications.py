@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Wake = Callable[[Handle[Any]], None]
 
+BROADCAST = OpKind.BROADCAST
 IN_FLIGHT = Spec(form_of(Kind.SAVED, -1, 0, Space(0)))
 """Stands in for the spec of a value that has not arrived."""
 
@@ -32,12 +33,14 @@ IN_FLIGHT = Spec(form_of(Kind.SAVED, -1, 0, Space(0)))
 class CollectiveHandle(Handle[Value | None]):
     """A member's part in a collective."""
 
+    __slots__ = ("arrived", "call", "group", "spec")
+
     def __init__(
         self, rank: Tracer, call: Call, value: Value | None, group: Group, arrived: dict[int, CollectiveHandle]
     ) -> None:
         _, made = rooted.values_of(call, rank.index)
-        result = rank.make(IN_FLIGHT) if made else value if call.kind is OpKind.BROADCAST else None
-        super().__init__(rank, result, value)
+        result = rank.make(IN_FLIGHT) if made else value if call[0] is BROADCAST else None
+        self._begin(rank, result, value)
         self.call = call
         self.spec = None if value is None else value.spec
         self.group = group
@@ -76,9 +79,9 @@ class OpenCollectives:
     def meet(self, handle: CollectiveHandle) -> None:
         """Give each member its result, if all have come."""
         group = handle.group
-        members = self._matcher[group].whole()
-        if members is None:
+        if len(handle.arrived) < len(group.ranks):
             return
+        members = self._matcher[group].whole()
         specs = [member.spec for member in members]
         try:
             results = rooted.collective(handle.call, specs, group.ranks, self._rules)
@@ -107,10 +110,10 @@ class OpenCollectives:
 class SendHandle(Handle[None]):
     """A message on its way; while tracing it is buffered, so the sender never waits."""
 
-    ready = True
+    __slots__ = ("queue", "spec")
 
     def __init__(self, rank: Tracer, value: Value, queue: ChannelQueue[Any]) -> None:
-        super().__init__(rank, None, value)
+        self._begin(rank, None, value, ready=True)
         self.spec = value.spec
         self.queue = queue
 
@@ -118,8 +121,10 @@ class SendHandle(Handle[None]):
 class RecvHandle(Handle[Value]):
     """A receive that waits for its message."""
 
+    __slots__ = ("expect", "queue", "source")
+
     def __init__(self, rank: Tracer, source: int, expect: ExpectedValue | None, queue: ChannelQueue[Any]) -> None:
-        super().__init__(rank, rank.make(IN_FLIGHT), None)
+        self._begin(rank, rank.make(IN_FLIGHT), None)
         self.source = source
         self.expect = expect
         self.queue = queue
@@ -148,11 +153,12 @@ class Channels:
 
     def deliver(self, posted: SendHandle | RecvHandle) -> None:
         """Hand a message over, once both ends have come."""
-        ends = posted.queue.whole()
-        if ends is None:
+        queue = posted.queue
+        if not queue.open or len(queue.open[0]) < 2:
             return
-        sent: SendHandle = ends[0]
-        handle: RecvHandle = ends[1]
+        sent: SendHandle
+        handle: RecvHandle
+        sent, handle = queue.whole()
         spec = sent.spec
         rank = handle.rank
         message = ExpectedValue.of(spec)

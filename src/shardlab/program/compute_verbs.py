@@ -9,7 +9,7 @@ from typing import overload
 from shardlab.errors import Refused, of_layer
 from shardlab.program.loading_verbs import LoadingVerbs
 from shardlab.program.ops import OpKind
-from shardlab.program.tape import Op
+from shardlab.program.tape import compute_op
 from shardlab.program.value import Value
 from shardlab.rules import update
 from shardlab.rules.layer import BackwardResult
@@ -71,19 +71,19 @@ class ComputeVerbs(LoadingVerbs):
         rules = self._rules.layers[layer]
         dealt = None if part is None else self._part(layer, part)
         try:
-            specs = [self._read(value, "forward", layer) for value in read]
+            specs = self._read_all(read, "forward", layer)
             made, saved = rules.forward(specs, self._read(weight, "forward", layer), "forward", dealt)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         first, start = read[0], len(self._values)
-        outputs = [self.make(spec) for spec in made]
+        outputs = self._make_all(made)
         if save:
             first.saved, first.saved_form = len(self._values), saved[0]
             self._values.append(saved)
         given = (first.number, weight.number)
         if len(read) > 1:
             given += tuple([value.number for value in read[1:]])
-        self.ops.append(Op(FORWARD, layer, given, tuple(range(start, len(self._values))), holds=dealt))
+        self.ops.append(compute_op(FORWARD, layer, given, tuple(range(start, len(self._values))), dealt))
         self._done_with(weight, *read)
         if read is inputs:
             return tuple(outputs)
@@ -134,11 +134,11 @@ class ComputeVerbs(LoadingVerbs):
         """Record an op that makes one value of the values that it reads."""
         verb = kind.row.name
         try:
-            made = rule(layer, *[self._read(value, verb, layer) for value in read])
+            made = rule(layer, *self._read_all(read, verb, layer))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
-        self.ops.append(Op(kind, layer, tuple([value.number for value in read]), (output.number,)))
+        self.ops.append(compute_op(kind, layer, tuple([value.number for value in read]), (output.number,)))
         self._done_with(*read)
         return output
 
@@ -166,8 +166,8 @@ class ComputeVerbs(LoadingVerbs):
         """
         made, _, inputs, read = self._backward("backward", layer, activation, gradients, weight)
         start = len(self._values)
-        outputs = tuple([self.make(spec) for spec in made])
-        self.ops.append(Op(BACKWARD, layer, inputs, tuple(range(start, len(self._values)))))
+        outputs = tuple(self._make_all(made))
+        self.ops.append(compute_op(BACKWARD, layer, inputs, tuple(range(start, len(self._values)))))
         self._done_with(*read)
         return outputs
 
@@ -193,10 +193,10 @@ class ComputeVerbs(LoadingVerbs):
         """
         made, follows, inputs, read = self._backward("backward_input", layer, activation, gradients, weight)
         start = len(self._values)
-        outputs = [self.make(spec) for spec in made[1:]]
+        outputs = self._make_all(made[1:])
         activation.saved_for_weight = len(self._values)
-        self._values.append(Spec(follows.half, activation.spec.cells))
-        self.ops.append(Op(BACKWARD_INPUT, layer, inputs, tuple(range(start, len(self._values)))))
+        self._values.append(Spec(follows.half, activation.spec[1]))
+        self.ops.append(compute_op(BACKWARD_INPUT, layer, inputs, tuple(range(start, len(self._values)))))
         self._done_with(*read)
         return tuple(outputs) if isinstance(gradients, tuple) else outputs[0]
 
@@ -214,7 +214,7 @@ class ComputeVerbs(LoadingVerbs):
         rules = self._rules.layers[layer]
         try:
             spec, read = self._read(activation, op, layer), self._read(weight, op, layer)
-            made, follows = rules.backward(spec, [self._read(gradient, op, layer) for gradient in given], read, op)
+            made, follows = rules.backward(spec, self._read_all(given, op, layer), read, op)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         if given[0] is gradients and len(made) > 2:
@@ -227,7 +227,7 @@ class ComputeVerbs(LoadingVerbs):
                 self.refuse("no forward", of_layer(op, layer), given, "call forward before it, with save=True")
             saved = len(self._values)
             self._values.append(Spec(follows.saved, spec.cells))
-            self.ops.append(Op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
+            self.ops.append(compute_op(RECOMPUTE, layer, (activation.number, weight.number), (saved,)))
         elif activation.saved_form is not follows.saved:
             given = f"the forward pass was by other slices of the layer than {weight.spec} and its gradient"
             self.refuse("other forward", of_layer(op, layer), given, "give the slices of the forward pass")
@@ -262,7 +262,8 @@ class ComputeVerbs(LoadingVerbs):
             raise refusal.at(self.index, len(self.ops)) from None
         grad_weight = self.make(made)
         activation.saved_for_weight = -1
-        self.ops.append(Op(BACKWARD_WEIGHT, layer, (activation.number, gradient.number, half), (grad_weight.number,)))
+        numbers = (activation.number, gradient.number, half)
+        self.ops.append(compute_op(BACKWARD_WEIGHT, layer, numbers, (grad_weight.number,)))
         self._done_with(activation, gradient)
         return grad_weight
 
@@ -279,7 +280,7 @@ class ComputeVerbs(LoadingVerbs):
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)
-        self.ops.append(Op(ADD, made[0].layer, (a.number, b.number), (output.number,)))
+        self.ops.append(compute_op(ADD, made[0].layer, (a.number, b.number), (output.number,)))
         self._done_with(a, b)
         return output
 
@@ -315,7 +316,7 @@ class ComputeVerbs(LoadingVerbs):
         self._check_layer("update", layer)
         read = (gradient, weight, opt_state) if norm is None else (gradient, weight, opt_state, norm)
         try:
-            specs = [self._read(value, "update", layer) for value in read]
+            specs = self._read_all(read, "update", layer)
             made = self._rules.update(layer, specs, self._world.trained)
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
@@ -323,6 +324,6 @@ class ComputeVerbs(LoadingVerbs):
         self._end_in_place(opt_state)
         new_weight, new_state = self.make(made[0]), self.make(made[1])
         inputs = tuple([value.number for value in read])
-        self.ops.append(Op(UPDATE, layer, inputs, (new_weight.number, new_state.number)))
+        self.ops.append(compute_op(UPDATE, layer, inputs, (new_weight.number, new_state.number)))
         self._done_with(gradient, *read[3:])
         return new_weight, new_state

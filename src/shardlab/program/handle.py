@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardlab.program.waiting import Wait
@@ -28,16 +29,17 @@ class Handle(Generic[Result]):
         waited: whether its WAIT stands on the tape.
     """
 
-    others: tuple[Handle[Any], ...] = ()
-    ready = False
-    waited = False
+    __slots__ = ("number", "op", "others", "rank", "read", "ready", "result", "waited")
 
-    def __init__(self, rank: Tracer, result: Result, read: Value | None) -> None:
+    def _begin(self, rank: Tracer, result: Any, read: Value | None, *, ready: bool = False) -> None:
+        """What each kind of handle begins with; a plain call, where `super` would make an object."""
         self.rank = rank
         self.number = rank.handles
         self.op = len(rank.ops)
-        self.result = result
+        self.result: Result = result
         self.read = read
+        self.others: tuple[Handle[Any], ...] = ()
+        self.ready, self.waited = ready, False
 
     def wait(self) -> Wait:
         """What this handle waits for, in words."""
@@ -60,6 +62,6 @@ class Handle(Generic[Result]):
         for handle in self.others:
             if not handle.ready:
                 yield handle
-        for handle in sorted((self, *self.others), key=lambda handle: handle.number):
+        for handle in sorted((self, *self.others), key=attrgetter("number")):
             if not handle.waited:
                 self.rank.emit_wait(handle)

@@ -48,10 +48,11 @@ class Communication(NamedTuple):
 class ChannelQueue(Generic[Part]):
     """One channel: puts the parts of its communications together, whichever comes first. What is whole is forgotten."""
 
-    __slots__ = ("_done", "_issued", "_ranks", "open")
+    __slots__ = ("_done", "_issued", "_ranks", "open", "size")
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
+        self.size = len(ranks)
         self._issued = dict.fromkeys(ranks, 0)
         self._done = 0
         self.open: deque[dict[int, Part]] = deque()
@@ -67,13 +68,14 @@ class ChannelQueue(Generic[Part]):
             return arrived
         return self.open[place]
 
-    def whole(self) -> list[Part] | None:
-        """All parts of the first open communication, in the channel's order; None while one is missing."""
-        if not self.open or len(self.open[0]) < len(self._ranks):
-            return None
+    def whole(self) -> list[Part]:
+        """All parts of the first open communication, in the channel's order, once as many have joined it.
+
+        Each rank's k-th part joins the k-th communication, so whichever is whole is the first that is open.
+        """
         self._done += 1
         arrived = self.open.popleft()
-        parts = list(map(arrived.__getitem__, self._ranks))
+        parts = [arrived[rank] for rank in self._ranks]
         arrived.clear()  # a part may refer to it
         return parts
 
@@ -126,10 +128,10 @@ def communications_of(
             if isinstance(channel, tuple):
                 end = channel[0] if op[0] is SEND else channel[-1]
             queue = matcher[channel]
-            queue.next(end)[end] = Participant(row, op.handle, at)
-            members = queue.whole()
-            if members is not None:
-                communications.append(Communication(op[0].row.stream, op.group, members))
+            arrived = queue.next(end)
+            arrived[end] = Participant(row, op.handle, at)
+            if len(arrived) == queue.size:
+                communications.append(Communication(op[0].row.stream, op.group, queue.whole()))
     communications.sort(key=lambda communication: communication.participants[-1])
     places: list[dict[int, int]] = [{} for _ in program.tapes]
     for place, communication in enumerate(communications):

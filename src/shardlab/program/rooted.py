@@ -129,14 +129,13 @@ def collective(call: Call, given: Sequence[Spec | None], ranks: Sequence[int], r
         return [None if rank == root else specs[0] for rank in ranks]
     if kind is SCATTER:
         return _scattered(specs[0], len(ranks))
-    first = specs[0]
-    op = first.about(kind.value)
     if kind is ALL_TO_ALL:
+        first = specs[0]
         indices = rules.indices.get((first.kind, first.layer), ())
-        return exchanges.all_to_all(op, specs, Names(ranks), indices)
+        return exchanges.all_to_all(first.about(kind.row.name), specs, Names(ranks), indices)
     made = unite(call, specs, ranks)
     if kind is REDUCE_SCATTER:
-        return dealing.scatter(op, made, len(ranks))
+        return dealing.scatter(specs[0].about(kind.row.name), made, len(ranks))
     if kind not in ROOT_RECEIVES:
         return [made] * len(ranks)
     return [made if rank == root else None for rank in ranks]
@@ -148,7 +147,7 @@ def unite(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
     Raises:
         Refused: as `collective` does.
     """
-    op, names = specs[0].about(call.kind.value), Names(ranks)
+    op, names = specs[0].about(call.kind.row.name), Names(ranks)
     if call.kind.row.combines is UNION:
         return gathers.gather(op, specs, names)
     if call.reduction is not SUM:

@@ -18,6 +18,8 @@ from shardlab.rules.layers import Rules, rules_of
 from shardlab.rules.pieces import Holds, microbatches_text
 from shardlab.rules.spec import Spec, microbatches_of
 
+SUM = Reduction.SUM
+
 NO_WEIGHT = "the head is tied to the embedding and has no weight of its own"
 """Why nothing is loaded for the last layer of a tied model."""
 
@@ -118,6 +120,33 @@ class Op(NamedTuple):
         if kind is OpKind.BARRIER:
             return f"barrier{place}"
         return f"{kind.value}({'batch' if kind is OpKind.LOAD_BATCH else f'layer {self.layer}'}){place}"
+
+
+_new_op: Callable[[type[Op], tuple[object, ...]], Op] = cast(Any, tuple).__new__
+
+
+def compute_op(
+    kind: OpKind, layer: int, inputs: tuple[int, ...], outputs: tuple[int, ...], holds: Holds | None = None
+) -> Op:
+    """Make an op that computes, without the call that a NamedTuple's own constructor is."""
+    return _new_op(Op, (kind, layer, inputs, outputs, -1, None, -1, holds, None, -1, -1, SUM, None, ""))
+
+
+def communication_op(
+    kind: OpKind,
+    layer: int,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    handle: int,
+    group: Group | None,
+    peer: int,
+    expect: ExpectedValue | None,
+    batch: int,
+    root: int = -1,
+    reduction: Reduction = Reduction.SUM,
+) -> Op:
+    """Make an op that communicates, as `compute_op` does."""
+    return _new_op(Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, ""))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ not say any of this.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from shardlab.program.handle import Handle
 from shardlab.program.ops import OpKind
 from shardlab.program.sizes import Sizes
 from shardlab.program.tape import Op
-from shardlab.program.value import Value
+from shardlab.program.value import Value, new_value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Spec
@@ -62,9 +62,21 @@ class Tracer:
         number = len(values)
         if number > self._next_count:
             self._count_ops()
-        value = Value(self, number, spec)  # pyright: ignore[reportArgumentType]  # a recorder is part of a rank
+        value = new_value(self, number, spec)  # pyright: ignore[reportArgumentType]  # a recorder is part of a rank
         values.append(value)
         return value
+
+    def _make_all(self, specs: Sequence[Spec]) -> list[Value]:
+        """Make new values, as `make` does, without a call for each."""
+        values = self._values
+        made: list[Value] = []
+        for spec in specs:
+            value = new_value(self, len(values), spec)  # pyright: ignore[reportArgumentType]  # as in `make`
+            values.append(value)
+            made.append(value)
+        if len(values) > self._next_count:
+            self._count_ops()
+        return made
 
     def _count_ops(self) -> None:
         ops = len(self.ops)
@@ -84,6 +96,15 @@ class Tracer:
         if value.__class__ is not Value or not value.alive or value.rank is not self:
             self._refuse_value(value, of_layer(verb, layer) if 0 <= layer < self.sizes.layers else verb)
         return value.spec
+
+    def _read_all(self, values: Sequence[Value], verb: str, layer: int) -> list[Spec]:
+        """Get the specs of several values, as `_read` does, without a call for each."""
+        specs: list[Spec] = []
+        for value in values:
+            if value.__class__ is not Value or not value.alive or value.rank is not self:
+                self._read(value, verb, layer)
+            specs.append(value.spec)
+        return specs
 
     def _refuse_value(self, value: object, about: About | str) -> NoReturn:
         if isinstance(value, Handle):
@@ -123,8 +144,11 @@ class Tracer:
     def _done_with(self, *values: Value) -> None:
         """Free these values, which an op has read, unless a key names them."""
         for value in values:
-            if not value.keys and value.alive and not value.reading:
-                self._free(value)
+            if not value.keys and value.alive and not value.reading:  # as in `_free`, which is a call
+                value.alive = False
+                number = value.number
+                self.ops.append(free_of(number))
+                self._values[number] = value.spec
 
     def _free(self, value: Value) -> None:
         value.alive = False
@@ -152,13 +176,13 @@ class Tracer:
     def emit_wait(self, handle: Handle[Any]) -> None:
         """Put the handle's WAIT on the tape; what it read may now be freed."""
         handle.waited = True
-        del self._outstanding[handle.number]
-        self.ops.append(wait_of(handle.number))
-        read = handle.read
+        number, read = handle.number, handle.read
+        del self._outstanding[number]
+        self.ops.append(wait_of(number))
         if read is not None:
             reading = read.reading
             read.reading = () if len(reading) == 1 else tuple([other for other in reading if other is not handle])
-            if handle.result is not read:
+            if not read.keys and handle.result is not read:
                 self._done_with(read)
 
     def release(self) -> None:

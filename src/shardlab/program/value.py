@@ -36,16 +36,17 @@ class Value:
         "was_stored",
     )  # fmt: skip
 
-    def __init__(self, rank: Rank, number: int, spec: Spec) -> None:
-        self.rank = rank
-        self.number = number
-        self.spec = spec
-        self.keys = 0
-        self.reading: tuple[Handle[Any], ...] = ()
-        self.alive = True
-        self.was_stored = self.replaced = False
-        self.saved = self.saved_for_weight = -1
-        self.saved_form: Form | None = None
+    rank: Rank
+    number: int
+    spec: Spec
+    keys: int
+    reading: tuple[Handle[Any], ...]
+    alive: bool
+    was_stored: bool
+    replaced: bool
+    saved: int
+    saved_for_weight: int
+    saved_form: Form | None
 
     @property
     def elements(self) -> int:
@@ -64,6 +65,20 @@ class Value:
 
     def _repr_svg_(self) -> str | None:
         return picture(self)
+
+
+_new = object.__new__
+
+
+def new_value(rank: Rank, number: int, spec: Spec) -> Value:
+    """Make a value; a constructor of the class's own would be called through C, which costs as much again."""
+    value = _new(Value)
+    value.rank, value.number, value.spec = rank, number, spec
+    value.keys, value.reading, value.alive = 0, (), True
+    value.was_stored = value.replaced = False
+    value.saved = value.saved_for_weight = -1
+    value.saved_form = None
+    return value
 
 
 class MissingKey(Refused, KeyError):

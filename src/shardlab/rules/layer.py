@@ -99,7 +99,10 @@ class LayerRules:
         for other in inputs[1:]:
             if other[1] != cells:
                 self._refuse_apart(op, other, first)
-        return [new_spec(Spec, (form, cells, joined)) for form in made[0]], new_spec(Spec, (made[1], cells, ()))
+        specs: list[Spec] = []
+        for output in made[0]:  # no comprehension: on Python 3.11 it is a call
+            specs.append(new_spec(Spec, (output, cells, joined)))
+        return specs, new_spec(Spec, (made[1], cells, ()))
 
     def backward(
         self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward"
@@ -114,7 +117,10 @@ class LayerRules:
             Refused: when the values are not the layer's, do not fit, or are incomplete.
         """
         form, cells, joined = first
-        key = (weight[0], form, *[gradient[0] for gradient in gradients])
+        if len(gradients) == 1:
+            key: tuple[Form, ...] = (weight[0], form, gradients[0][0])
+        else:
+            key = (weight[0], form, *[gradient[0] for gradient in gradients])
         made = self._backward.get(key)
         if made is None:
             about = self._about(op)
@@ -127,7 +133,8 @@ class LayerRules:
             if gradient[1] != cells:
                 self._refuse_apart(op, gradient, first)
         specs = [new_spec(Spec, (made[0], cells * made[1], ()))]
-        specs += [new_spec(Spec, (form, cells, joined)) for form in made[2]]
+        for own in made[2]:
+            specs.append(new_spec(Spec, (own, cells, joined)))
         return specs, made
 
     def backward_weight(self, first: Spec, gradients: Sequence[Spec], half: Spec) -> Spec:

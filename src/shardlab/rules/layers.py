@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shardlab.rules import update
+from shardlab.rules import attention, update
 from shardlab.rules.kind import Kind
 from shardlab.rules.layer import GRADIENT_OF, LayerRules
 from shardlab.rules.node import Layer
 from shardlab.rules.pieces import Holds
-from shardlab.rules.spec import Form, Space, Spec
+from shardlab.rules.spec import Form, Space, Spec, new_spec
 
 
 @lru_cache(maxsize=64)
@@ -32,6 +32,8 @@ class Rules:
         self.space = space
         self.layers = [LayerRules(layer, space) for layer in layers]
         self._updates: dict[tuple[int | Form, ...], tuple[Spec, Spec]] = {}
+        self._attended: dict[tuple[int | Form, ...], Form] = {}
+        self._attended_back: dict[tuple[int | Form, ...], tuple[Form, Form]] = {}
         self.indices: dict[tuple[Kind, int], tuple[str, ...]] = {}
         names = {index for index, _ in space.pieces}
         for layer in layers:
@@ -56,3 +58,40 @@ class Rules:
             parameters = Holds(trained, len(self.layers))
             made = self._updates[key] = update.update(layer, *given, trained=parameters)
         return made
+
+    def attend(self, layer: int, queries: Spec, keys_values: Spec) -> Spec:
+        """What `attention.attend` makes.
+
+        Raises:
+            Refused: as that does.
+        """
+        form, cells, joined = queries
+        (of, ours), (of_keys, theirs) = self._met(cells, keys_values[1])
+        key = (layer, form, keys_values[0], ours, theirs)
+        made = self._attended.get(key) if of == of_keys else None
+        if made is None:
+            made = self._attended[key] = attention.attend(layer, queries, keys_values)[0]
+        return new_spec(Spec, (made, cells, joined))
+
+    def attend_backward(
+        self, layer: int, queries: Spec, keys_values: Spec, attention_output: Spec, gradient: Spec
+    ) -> tuple[Spec, Spec]:
+        """What `attention.attend_backward` makes.
+
+        Raises:
+            Refused: as that does.
+        """
+        (form, cells, joined), (keys_form, keys_cells, keys_joined) = queries, keys_values
+        (of, ours), (of_keys, theirs) = self._met(cells, keys_cells)
+        key = (layer, form, keys_form, attention_output[0], gradient[0], ours, theirs)
+        known = of == of_keys and attention_output[1] == cells == gradient[1]
+        made = self._attended_back.get(key) if known else None
+        if made is None:
+            grads = attention.attend_backward(layer, queries, keys_values, attention_output, gradient)
+            made = self._attended_back[key] = grads[0][0], grads[1][0]
+        return new_spec(Spec, (made[0], cells, joined)), new_spec(Spec, (made[1], keys_cells, keys_joined))
+
+    def _met(self, cells: int, keys_cells: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(microbatches, slices of each) of queries, and of keys and values."""
+        sequence = self.space.sequence
+        return attention.pattern(cells, sequence), attention.pattern(keys_cells, sequence)

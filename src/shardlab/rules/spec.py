@@ -237,7 +237,7 @@ class Spec(NamedTuple):
 
     def about(self, verb: str) -> About:
         """The op of that name on this value, for a refusal."""
-        return About(f"{verb}({self.name})", -1 if self.form.kind is Kind.SCALAR else self.form.layer)
+        return _about(verb, self[0].kind, self[0].layer)
 
     def pieces(self, index: str) -> int:
         """The pieces that it holds of an index, as a bit set."""
@@ -267,6 +267,13 @@ class Spec(NamedTuple):
         if form.step:
             parts.append(f"step {form.step}")
         return self.name + (f" ({', '.join(parts)})" if parts else "")
+
+
+@lru_cache(maxsize=1 << 14)
+def _about(verb: str, kind: Kind, layer: int) -> About:
+    """Made once for each, since every collective has one at hand for a refusal."""
+    name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{layer}]"
+    return About(f"{verb}({name})", -1 if kind is Kind.SCALAR else layer)
 
 
 new_spec: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__

@@ -12,7 +12,18 @@ from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed, numbered
-from shardlab.rules.spec import KEY, Form, Spec, Term, form_of, summed_text, term_text, terms_of, without_term
+from shardlab.rules.spec import (
+    KEY,
+    Form,
+    Spec,
+    Term,
+    form_of,
+    new_spec,
+    summed_text,
+    term_text,
+    terms_of,
+    without_term,
+)
 from shardlab.rules.wanted import are_missing, want_alike, want_kind
 
 GRAD_WEIGHT = Kind.GRAD_WEIGHT
@@ -78,14 +89,19 @@ def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def add_two(one: Spec, other: Spec) -> Spec:
-    """The sum of two values, as ADD makes it; of gradients, which most are, without a look at what may be wrong.
+    """The sum of two values, as ADD makes it; of what fits, as most does, without a look at what may be wrong.
 
     Raises:
         Refused: as `add` does.
     """
-    form = one[0]
-    if form is other[0] and form.kind is GRAD_WEIGHT and not one[1] & other[1]:
-        return Spec(form, one[1] | other[1])
+    (form, cells, _), (also, others, _) = one, other
+    if form is also and form.kind is GRAD_WEIGHT and not cells & others:
+        return new_spec(Spec, (form, cells | others, ()))
+    term, more = form.term, also.term
+    if term is not None and more is not None and cells == others and without_term(form) is without_term(also):
+        both = term.bits | more.bits if term.over == more.over and not term.bits & more.bits else 0
+        if both:
+            return _united(one, both)
     return add(one.about("add"), (one, other), ("the first value", "the second value"))
 
 
@@ -124,6 +140,12 @@ def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             remedy = "let queries meet each block once" if term.over == KEY else "sum each term once"
             raise Refused("counted twice", op, given, remedy, doubled=bits(twice))
         total |= spec.form.term.bits
+    return _united(first, total)
+
+
+def _united(first: Spec, total: int) -> Spec:
+    """The sum of these terms, which a first one begins."""
+    term = first.form.term
     assert term is not None
     if term.over == KEY:
         return attention.unite(first, total)

@@ -91,12 +91,16 @@ class LayerRunner:
             await self._before_backward(layer, m)
         rank, completions = self._rank, self._plans[layer].completions
         x = rank.activations.pop((layer, m))
-        gradients = [store.pop((after, m)) for store, after in self._places[layer].grad_outputs]
+        gradients: list[Value] = []
+        for store, after in self._places[layer].grad_outputs:  # no comprehension: on Python 3.11 it is a call
+            gradients.append(store.pop((after, m)))
         if completions.grad_output:
             gradients[0] = await self._completed(gradients[0], completions.grad_output)
-        weight_gradient, *made = rank.backward(layer, x, tuple(gradients), weight)
-        await self._store_gradients(layer, m, made)
-        return weight_gradient
+        made = rank.backward(layer, x, tuple(gradients), weight)
+        self._store_gradients(layer, m, made[1:])
+        if completions.grad_input:
+            await self._complete_gradient(layer, m)
+        return made[0]
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
         """The gradients of the layer's inputs alone; the first of its outputs' gradients stays for the other half."""
@@ -109,7 +113,9 @@ class LayerRunner:
             store[key] = await self._completed(store.pop(key), completions.grad_output)
         gradients = (store[key], *[other.pop((number, m)) for other, number in others])
         made = rank.backward_input(layer, rank.activations[layer, m], gradients, weight)
-        await self._store_gradients(layer, m, made)
+        self._store_gradients(layer, m, made)
+        if completions.grad_input:
+            await self._complete_gradient(layer, m)
 
     def backward_weight(self, layer: int, m: int) -> Value:
         """The gradient of the layer's weight."""
@@ -126,13 +132,17 @@ class LayerRunner:
             activations = self._rank.activations
             activations[layer, m] = await self._completed(activations.pop((layer, m)), plan.completions.input)
 
-    async def _store_gradients(self, layer: int, m: int, made: Sequence[Value]) -> None:
-        """Store the gradients of a layer's inputs, the first of them completed."""
+    def _store_gradients(self, layer: int, m: int, made: Sequence[Value]) -> None:
+        """Store the gradients of a layer's inputs."""
         for place, store in enumerate(self._places[layer].grad_inputs, 1):
             store[layer, m] = made[place]
+        self._rank.grad_activations[layer, m] = made[0]
+
+    async def _complete_gradient(self, layer: int, m: int) -> None:
+        """Complete the gradient of a layer's first input."""
+        grads = self._rank.grad_activations
         completions = self._plans[layer].completions.grad_input
-        first = await self._completed(made[0], completions) if completions else made[0]
-        self._rank.grad_activations[layer, m] = first
+        grads[layer, m] = await self._completed(grads.pop((layer, m)), completions)
 
     async def _completed(self, value: Value, completions: Sequence[Completion]) -> Value:
         rank = self._rank

@@ -66,6 +66,8 @@ class ParameterGatherer:
         self._plan = rank_plan
         self._explicit = rank_plan.explicit_gathers
         self._uses = uses(rank_plan) if rank_plan.gather_axes else []
+        gathered = set(rank_plan.layers).difference(rank_plan.bare) if rank_plan.gather_axes else ()
+        self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}  # to their weights
         self._at = 0
         self._coming: dict[int, Handle[Value]] = {}
 
@@ -88,8 +90,9 @@ class ParameterGatherer:
     async def next(self, layer: int) -> Value:
         """The complete weight for the next use, with which this layer computes."""
         rank, axes = self._rank, self._plan.gather_axes
-        if not axes or layer in self._plan.bare:
-            return rank.weights[self._plan.weight_of(layer)]
+        whole = self._whole.get(layer)
+        if whole is not None:
+            return rank.weights[whole]
         layer, kept, run = self._uses[self._at]
         self._at += 1
         kept = kept or self._explicit

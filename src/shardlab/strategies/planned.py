@@ -54,7 +54,13 @@ class PlanRunner:
         self.gradients.load()
         microbatches, stages = self.plan.microbatches, self.plan.stages
         for step in self.plan.steps:
-            match step:
+            match step:  # in a pipeline most steps are messages
+                case Send():
+                    for handle in self.leaving.get(step.peer, ()):  # so little is held
+                        await handle
+                    self.send(step)
+                case Recv():
+                    self.recv(step)
                 case Forward(stage, i):
                     await self.forward(stage, microbatches[i])
                 case Backward(stage, i):
@@ -63,10 +69,6 @@ class PlanRunner:
                     await self.backward_input(stage, microbatches[i])
                 case BackwardWeight(stage, i):
                     await self.backward_weight(stage, microbatches[i])
-                case Send():
-                    await self.send(step)
-                case Recv():
-                    self.recv(step)
                 case Unshard(stage):
                     self.weights.unshard(stages[stage])
                 case Reshard(stage):
@@ -139,25 +141,26 @@ class PlanRunner:
         """Wait for what comes from another stage, unless this rank has made it itself."""
         handles = self.arriving.pop((layer, forward, m), None)
         if handles is not None:
-            for place, store in enumerate(self.borders[layer, forward]):
-                store[layer, m] = await handles[place]
+            for store, handle in zip(self.borders[layer, forward], handles, strict=True):
+                store[layer, m] = await handle
 
-    async def send(self, step: Send) -> None:
-        """Start to send; what was sent before on this channel must have arrived, so that little is held."""
+    def send(self, step: Send) -> None:
+        """Start to send; what was sent before on this channel has arrived."""
         rank, peer, forward = self.rank, step.peer, step.forward
-        for handle in self.leaving.get(peer, ()):
-            await handle
         m, layer, to = self.plan.microbatches[step.microbatch], self.border(step, up=forward), self.plan.pipeline[peer]
-        values = [store.pop((layer, m)) for store in self.borders[layer, forward]]
-        self.leaving[peer] = [rank.send(value, to=to) for value in values]
+        leaving: list[Handle[None]] = []
+        self.leaving[peer] = leaving
+        for store in self.borders[layer, forward]:
+            leaving.append(rank.send(store.pop((layer, m)), to=to))
 
     def recv(self, step: Recv) -> None:
         """Start to receive, as soon as the message is on its way."""
         rank, forward, source = self.rank, step.forward, self.plan.pipeline[step.peer]
         m, layer = self.plan.microbatches[step.microbatch], self.border(step, up=not forward)
-        self.arriving[layer, forward, m] = [
-            rank.recv(source=source, expect=(store.name, layer, m)) for store in self.borders[layer, forward]
-        ]
+        arriving: list[Handle[Value]] = []
+        self.arriving[layer, forward, m] = arriving
+        for store in self.borders[layer, forward]:
+            arriving.append(rank.recv(source=source, expect=(store.name, layer, m)))
 
     def border(self, step: Send | Recv, *, up: bool) -> int:
         """The layer before which a stage meets the next one, or the one before."""

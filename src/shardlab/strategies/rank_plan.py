@@ -127,12 +127,12 @@ class RankPlan:
     @property
     def explicit_gathers(self) -> bool:
         """Whether the steps say when a stage's weights are gathered and freed."""
-        return any(isinstance(step, Unshard) for step in self.steps)
+        return Unshard in map(type, self.steps)
 
     @property
     def explicit_reductions(self) -> bool:
         """Whether the steps say when a stage's gradients are reduced."""
-        return any(isinstance(step, ReduceGrad) for step in self.steps)
+        return ReduceGrad in map(type, self.steps)
 
     def weight_of(self, layer: int) -> int:
         """The layer whose weight a layer computes with."""

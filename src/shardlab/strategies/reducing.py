@@ -45,6 +45,8 @@ class GradientReducer:
         reduced_over = (*(w.reduce_every_microbatch for w in weights), *(w.reduce_once for w in weights))
         axes = dict.fromkeys(axis for axes in reduced_over for axis in axes)
         self._in_flight = {axis: deque[PendingReduction]() for axis in axes}
+        owners = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in rank_plan.bare}
+        self._reduced = {l: (owner, rank_plan.weights[owner].reduce_every_microbatch) for l, owner in owners.items()}
         self._coming = Counter[int]()  # of each layer, gradients that are being reduced
         self._complete: set[int] = set()  # layers whose last gradient is among those
         self._late: list[int] = []  # layers whose gradients are reduced when the step's backward passes are over
@@ -60,10 +62,9 @@ class GradientReducer:
 
     async def add(self, layer: int, gradient: Value, *, last: bool) -> None:
         """Add a microbatch's gradient of a layer; after the `last` one the sum is finished."""
-        if layer in self._plan.bare:
+        if layer not in self._reduced:
             return
-        weight = self._plan.weight_of(layer)
-        axes = self._plan.weights[weight].reduce_every_microbatch
+        weight, axes = self._reduced[layer]
         if axes:
             self._coming[weight] += 1
             await self._reduce(weight, gradient, axes)
