@@ -23,7 +23,9 @@ from shardlab.program import (
     Spec,
     trace,
 )
+from shardlab.program.mesh import group_of
 from shardlab.program.rooted import want_delivered
+from shardlab.program.tape import communication_op, compute_op
 from shardlab.rules.factor import factor_of
 from shardlab.rules.spec import Space, form_of
 from shardlab.strategies import STRATEGIES
@@ -143,3 +145,14 @@ def test_another_message_than_the_one_expected_is_refused_with_both() -> None:
     with pytest.raises(Refused) as caught:
         want_delivered(3, ExpectedValue(Kind.ACTIVATION, 1, 0b1), Spec(form_of(Kind.ACTIVATION, 1, 0, Space(4)), 0b10))
     tells(caught.value, "other message", layer=1)
+
+
+def test_ops_that_are_made_without_a_constructor_have_all_fields() -> None:
+    holds, group = Holds(0b1, 2), group_of("tp", (0, 1))
+    assert compute_op(OpKind.FORWARD, 1, (2, 3), (4,)) == Op(OpKind.FORWARD, 1, (2, 3), (4,))
+    assert compute_op(OpKind.FORWARD, 1, (2, 3), (4,), holds) == Op(OpKind.FORWARD, 1, (2, 3), (4,), holds=holds)
+    made = communication_op(OpKind.REDUCE, 1, (2,), (3,), 4, group, -1, None, -1, 1, Reduction.MAX)
+    assert made == Op(OpKind.REDUCE, 1, (2,), (3,), 4, group, root=1, reduction=Reduction.MAX)
+    expect = ExpectedValue(Kind.ACTIVATION, 1, 0b1)
+    made = communication_op(OpKind.RECV, 1, (), (3,), 4, None, 5, expect, 6)
+    assert made == Op(OpKind.RECV, 1, (), (3,), 4, peer=5, expect=expect, batch=6)

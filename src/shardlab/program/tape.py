@@ -146,7 +146,9 @@ def communication_op(
     reduction: Reduction = Reduction.SUM,
 ) -> Op:
     """Make an op that communicates, as `compute_op` does."""
-    return _new_op(Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, ""))
+    return _new_op(
+        Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "")
+    )
 
 
 @dataclass(frozen=True)
