@@ -144,11 +144,8 @@ class Tracer:
     def _done_with(self, *values: Value) -> None:
         """Free these values, which an op has read, unless a key names them."""
         for value in values:
-            if not value.keys and value.alive and not value.reading:  # as in `_free`, which is a call
-                value.alive = False
-                number = value.number
-                self.ops.append(free_of(number))
-                self._values[number] = value.spec
+            if not value.keys and value.alive and not value.reading:
+                self._free(value)
 
     def _free(self, value: Value) -> None:
         value.alive = False
