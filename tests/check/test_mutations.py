@@ -227,7 +227,7 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("exchange left out", "expert-parallel", told("missing pieces", layer=0, missing=(1,))),
         ("exchange left out", "heads exchanged", told("other pieces", layer=2)),
         ("exchange in another order", "heads exchanged", told("other order", layer=3)),
-        ("missing reduce", "experts tensor", told("not exchanged", layer=6)),
+        ("missing reduce", "experts tensor", told("other values", layer=6)),
         ("another part of the experts", "experts shared", told("other pieces", layer=6)),
         ("missing gather", "experts shared", told("cut sequences", layer=5)),
         ("missing reduce", "experts shared", told("missing terms", layer=8, missing=(1,))),
