@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
 from shardlab.program import Handle, Mesh, Rank, Value
@@ -163,12 +163,14 @@ class ByHand:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rank, name)
 
-    def reduce_scatter(self, value: Value, *, axis: str) -> Awaitable[Value]:
+    def reduce_scatter(self, value: Value, *, axis: str, among: Sequence[int] | None = None) -> Awaitable[Value]:
+        assert among is None, "all ranks of an axis sum here"
         if value.spec.kind not in ROW_KINDS:
             return self._rank.reduce_scatter(value, axis=axis)
         return self._scattered(value, axis)
 
-    def all_gather(self, value: Value, *, axis: str) -> Awaitable[Value]:
+    def all_gather(self, value: Value, *, axis: str, among: Sequence[int] | None = None) -> Awaitable[Value]:
+        assert among is None, "all ranks of an axis gather here"
         if value.spec.kind not in ROW_KINDS:
             return self._rank.all_gather(value, axis=axis)
         return self._gathered(value, axis)
