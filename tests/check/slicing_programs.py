@@ -164,13 +164,13 @@ class ByHand:
         return getattr(self._rank, name)
 
     def reduce_scatter(self, value: Value, *, axis: str, among: Sequence[int] | None = None) -> Awaitable[Value]:
-        assert among is None, "all ranks of an axis sum here"
+        assert among is None or set(among) == set(self._rank.group(axis).ranks), "all ranks of an axis sum here"
         if value.spec.kind not in ROW_KINDS:
             return self._rank.reduce_scatter(value, axis=axis)
         return self._scattered(value, axis)
 
     def all_gather(self, value: Value, *, axis: str, among: Sequence[int] | None = None) -> Awaitable[Value]:
-        assert among is None, "all ranks of an axis gather here"
+        assert among is None or set(among) == set(self._rank.group(axis).ranks), "all ranks of an axis gather here"
         if value.spec.kind not in ROW_KINDS:
             return self._rank.all_gather(value, axis=axis)
         return self._gathered(value, axis)
