@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.support.ranks import Ranks
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's, also in processes that tests start: each core has a worker
 
 settings.register_profile("shardlab", deadline=None, derandomize=True)  # the machine is noisy; results repeat
 settings.load_profile("shardlab")

@@ -30,8 +30,8 @@ from tests.support.random_programs import Shape, random_program
 from tests.support.refusing import Told, refusal, says, tells, told
 from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 
-SAMPLE, SAMPLE_OF_PLANS = 12, 4
-"""Mutants of one kind and program that are tried; there may be thousands."""
+SAMPLE, SAMPLE_OF_PLANS = 6, 2
+"""Mutants of one kind and program that are tried; there may be thousands, which `tests.support.long_run` tries."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights
     Shape(pp=2, dp_replicate=1, dp_shard=2, layers=3, microbatches=5, seed=15),

@@ -14,7 +14,7 @@ from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)  # and many more in `tests.support.long_run`
 @given(shapes())
 def test_right_programs_pass_and_compute_the_right_numbers(shape: Shape) -> None:
     checked = is_right(random_program(shape))
