@@ -65,7 +65,7 @@ def job_of(options: Options) -> Job:
 def executor_of(job: Job, rank: int, device: torch.device, steps: int) -> Executor:
     corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
-    settings = Settings(job.seed, job.numbers, device, AdamW(steps=steps))
+    settings = Settings(job.seed, job.numbers, device, AdamW(schedule_steps=steps, warmup_steps=0))
     return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
 
 

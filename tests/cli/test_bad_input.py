@@ -217,8 +217,8 @@ def test_counts_are_at_least_one_which_one_sentence_says(arguments: str, sentenc
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("simulate fsdp --rankz 4", "Unrecognized options: --rankz"),
-        ("simulate fsdp ddp", "Unrecognized options: ddp"),
+        ("simulate fsdp --rankz 4", "there is no option --rankz; did you mean --ranks?"),
+        ("simulate fsdp ddp", "'ddp' is one word too many"),
         ("simulat fsdp", "simulate"),
         ("simulate --pp 2 --reshard-after never", "never"),
         ("simulate --pp 2 --recompute half", "half"),

@@ -114,10 +114,10 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         ("train --hidden-size 30 --heads 4", "hidden_size 30 does not divide by 4 heads"),
         ("train --tied", "run it by a plan"),
         ("train --dropout 1.5", "dropout is 1.5"),
-        ("train --learning-rate -1", "learning rate is -1.0; give 0 or more"),
+        ("train --learning-rate -1", "learning_rate is -1.0; give 0 or more"),
         ("train --data nowhere.txt", "nowhere.txt does not exist"),
         ("train --data /dev/zero", "/dev/zero is a device, but text is read from random places"),
-        ("train --prompt ''", "--prompt is empty; give some text"),
+        ("train --prompt ''", "prompt is ''; give some text"),
         ("train --data short.txt", "short.txt has 20 bytes but 130 are needed"),
         ("train --out .", "exists"),
         ("train --steps 0", "0 is too few; give 1 or more"),
@@ -177,7 +177,13 @@ def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(tmp_path
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"shardlab: {out}/weights.safetensors cannot be written (File too large)" in done.stderr
-    assert {file.name for file in out.iterdir()} == {"run.json", "metrics.jsonl", "loss.svg", "strategy.svg"}
+    assert {file.name for file in out.iterdir()} == {
+        "config.toml",
+        "run.json",
+        "metrics.jsonl",
+        "loss.svg",
+        "strategy.svg",
+    }
     assert "The model goes on from --prompt, 6 characters:\nimport" in done.stdout
     assert "weights" not in done.stdout
     record = json.loads((out / "run.json").read_text())

@@ -118,7 +118,13 @@ def live_tensors_after_a_step(rank: int, strategy: Strategy, ranks: int) -> list
     """Kinds of the values that still have a tensor once a step has ended."""
     checked = check(trace(strategy, ranks, MODEL.sizes(2, 4), 4))
     corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
-    executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.seq_len, 2, 0), Settings(optimizer=AdamW(steps=2)))
+    executor = Executor(
+        checked,
+        rank,
+        MODEL,
+        Batches(corpus, MODEL.seq_len, 2, 0),
+        Settings(optimizer=AdamW(schedule_steps=2, warmup_steps=1)),
+    )
     executor.step()
     specs = checked.specs[rank]
     values: list[Any] = executor.state.values
@@ -140,7 +146,13 @@ def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
     entry = STRATEGIES["fsdp"]
     checked = check(trace(entry.program, entry.mesh(2), MODEL.sizes(2, 4), 4))
     corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
-    executor = Executor(checked, rank, MODEL, Batches(corpus, MODEL.seq_len, 2, 0), Settings(optimizer=AdamW(steps=2)))
+    executor = Executor(
+        checked,
+        rank,
+        MODEL,
+        Batches(corpus, MODEL.seq_len, 2, 0),
+        Settings(optimizer=AdamW(schedule_steps=2, warmup_steps=1)),
+    )
     state = executor.state
     held: list[int] = []
     for instruction in executor.instructions:

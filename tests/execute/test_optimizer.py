@@ -10,14 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.execute.optimizer import AdamW, Slice
+from shardlab.execute.optimizer import Slice
+from shardlab.optimizers import AdamW
 
 
 @given(st.integers(1, 6), st.integers(0, 60), st.integers(0, 5))
 def test_slices_updated_apart_equal_the_whole_updated_at_once(cuts: int, decayed: int, shift: int) -> None:
     torch.manual_seed(cuts)
     size = 10 * cuts
-    config = AdamW(learning_rate=0.1, warmup=1, steps=5)
+    config = AdamW(learning_rate=0.1, warmup_steps=1, schedule_steps=5)
     start = torch.randn(size, dtype=torch.float64)
     whole = Slice([start.clone()], [0], [(0, decayed)], config)
     ranges = [(10 * i, 10 * (i + 1)) for i in range(cuts)]
@@ -33,21 +34,21 @@ def test_slices_updated_apart_equal_the_whole_updated_at_once(cuts: int, decayed
 
 
 def test_only_the_front_of_a_buffer_decays() -> None:
-    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup=1, steps=5)
+    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(6, dtype=torch.float64)], [0], [(0, 4)], config)
     kept.update(torch.zeros(6, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95] * 4 + [1.0] * 2, dtype=torch.float64))
 
 
 def test_a_slice_of_two_ranges_decays_each_where_it_lies() -> None:
-    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup=1, steps=5)
+    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(2, dtype=torch.float64) for _ in range(2)], [0, 6], [(0, 7)], config)
     kept.update(torch.zeros(4, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95, 0.95, 0.95, 1.0], dtype=torch.float64))
 
 
 def test_every_decayed_run_decays() -> None:
-    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup=1, steps=5)
+    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(8, dtype=torch.float64)], [0], [(0, 1), (4, 6)], config)
     kept.update(torch.zeros(8, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95, 1, 1, 1, 0.95, 0.95, 1, 1], dtype=torch.float64))
@@ -104,6 +105,6 @@ def test_an_update_is_left_out_if_the_norm_is_not_finite(squared_norm: float, cl
 
 def test_an_update_writes_where_the_weights_lie() -> None:
     whole = torch.ones(8, dtype=torch.float64)
-    kept = Slice([whole[2:4], whole[6:7]], [2, 6], [(0, 8)], AdamW(learning_rate=0.1, warmup=1))
+    kept = Slice([whole[2:4], whole[6:7]], [2, 6], [(0, 8)], AdamW(learning_rate=0.1, warmup_steps=1))
     kept.update(torch.ones(3, dtype=torch.float64), 0)
     assert [i for i, w in enumerate(whole) if w != 1] == [2, 3, 6]

@@ -177,7 +177,7 @@ def test_a_model_of_a_file_goes_to_other_processes_by_its_name(file: Path) -> No
         }
         assert type(again).__name__ == type(model).__name__
     assert name_of(type(find_model(f"{file}:Mine"))) == f"{file}:Mine"
-    assert name_of(GPT) == "GPT"
+    assert name_of(GPT) == "gpt"
 
 
 def test_a_toml_file_says_fields_of_their_types_whether_annotations_are_text_or_not(file: Path) -> None:

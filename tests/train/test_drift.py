@@ -27,7 +27,7 @@ def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
     """The bits of the weights that a rank keeps after some steps, by layer and slices."""
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
-    settings = Settings(job.seed, job.numbers, optimizer=AdamW(steps=STEPS, warmup=1))
+    settings = Settings(job.seed, job.numbers, optimizer=AdamW(schedule_steps=STEPS, warmup_steps=1))
     executor = Executor(job.checked(), rank, job.cut, batches, settings)
     for _ in range(STEPS):
         executor.step()

@@ -22,6 +22,7 @@ from shardlab.train.loop import Summary, TrainingRun, train_rank
 from shardlab.train.output import OutputFolder, free_folder
 from shardlab.train.sample import opening
 from tests.support.ranks import Ranks
+from tests.train.runs import run_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -30,7 +31,7 @@ MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=16)
 
 def run(world: World, strategy: str, ranks: int, out: Path, steps: int = 12) -> Summary:
     job = Job(strategy, ranks, 4, MODEL, 2)
-    plan = TrainingRun(job, AdamW(learning_rate=1e-2, steps=steps, warmup=2), None, out)
+    plan = run_of(job, AdamW(learning_rate=1e-2, schedule_steps=steps, warmup_steps=2), out)
     summary = world(ranks).call(train_rank_quietly, plan)[0]
     assert isinstance(summary, Summary)
     return summary
@@ -43,7 +44,7 @@ def train_rank_quietly(rank: int, plan: TrainingRun) -> Summary | None:
 def test_a_run_of_cut_experts_leaves_all_of_them_and_lowers_the_loss(ranks: World, tmp_path: Path) -> None:
     model = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, auxiliary=0.1)
     job = Job("expert-parallel", 2, 4, model, 2)
-    plan = TrainingRun(job, AdamW(learning_rate=1e-2, steps=20, warmup=2), None, tmp_path / "run")
+    plan = run_of(job, AdamW(learning_rate=1e-2, schedule_steps=20, warmup_steps=2), tmp_path / "run")
     summary = ranks(2).call(train_rank_quietly, plan)[0]
     assert summary.validation_after < summary.validation_before - 0.3
     weights = load_file(tmp_path / "run" / "weights.safetensors")
@@ -61,7 +62,7 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     assert summary.prompt.encode() == opening(Corpus.split(default_text(), MODEL.seq_len))
     assert summary.sample.startswith(summary.prompt)
     files = {file.name for file in (tmp_path / "run").iterdir()}
-    assert files == {"metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors", "run.json"}
+    assert files == {"metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors", "run.json", "config.toml"}
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert {"step", "loss", "ms", "tokens_per_second", "learning_rate"} <= set(first)
     weights = load_file(tmp_path / "run" / "weights.safetensors")
@@ -118,16 +119,3 @@ def test_metrics_are_on_disk_as_soon_as_a_step_has_ended(tmp_path: Path) -> None
     folder.write_metrics({"step": 0, "loss": 1.0})
     assert losses(tmp_path / "run") == [1.0]
     folder.close()
-
-
-@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
-def test_a_learning_rate_that_cannot_be_is_refused(rate: float) -> None:
-    with pytest.raises(UserError, match="learning rate is"):
-        AdamW(learning_rate=rate)
-
-
-def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
-    config = AdamW(learning_rate=1.0, warmup=4, steps=104)
-    assert [config.rate(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert config.rate(54) == pytest.approx(0.55)
-    assert config.rate(104) == pytest.approx(0.1)

@@ -26,7 +26,7 @@ def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> t
     checked = job.checked()
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, 0)
-    settings = Settings(0, FP64, optimizer=AdamW(steps=3, clip=1.0))
+    settings = Settings(0, FP64, optimizer=AdamW(schedule_steps=3, warmup_steps=1, clip=1.0))
     executor = Executor(checked, rank, job.model, batches, settings)
     state = executor.state
 

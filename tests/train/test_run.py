@@ -12,22 +12,21 @@ from shardlab.execute import AdamW
 from shardlab.models import GPT
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
-from shardlab.train.run import TrainingRun
+from tests.train.runs import run_of
 
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=16), 2, seed=7)
 
 
 def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)))
-    run = TrainingRun(
-        JOB, AdamW(learning_rate=0.5, steps=9), tmp_path / "text", tmp_path / "run", command="shardlab train"
-    )
+    optimizer = AdamW(learning_rate=0.5, schedule_steps=9, warmup_steps=1)
+    run = run_of(JOB, optimizer, tmp_path / "run", data=tmp_path / "text")
     record = json.loads(json.dumps(run.record(run.text(), JOB.checked(), "cpu")))
     assert job_of(record) == JOB
     assert (record["command"], record["seed"], record["strategy"]) == ("shardlab train", 7, "ddp")
-    optimizer: dict[str, Any] = record["optimizer"]
-    optimizer["betas"] = tuple(optimizer["betas"])
-    assert AdamW(**optimizer) == run.optimizer
+    settings: dict[str, Any] = record["optimizer"]
+    settings["betas"] = tuple(settings["betas"])
+    assert AdamW(**settings) == optimizer
     assert record["data"] == {
         "source": str(tmp_path / "text"),
         "bytes": 256,

@@ -20,6 +20,7 @@ from shardlab.train.job import Job
 from shardlab.train.loop import TrainingRun, train_rank
 from shardlab.train.steps import StepResult, steps
 from tests.support.ranks import Ranks
+from tests.train.runs import run_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -39,9 +40,9 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
                 loss[0] = poison
             return loss
 
-    optimizer = AdamW(steps=6)
+    optimizer = AdamW(schedule_steps=6, warmup_steps=1)
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, FP32, optimizer=optimizer))
-    run = TrainingRun(JOB, optimizer, None, Path("nowhere"))
+    run = run_of(JOB, optimizer, Path("nowhere"))
     return list(steps(executor, run, rank, torch.device("cpu"), StopRequest(None)))
 
 
@@ -66,21 +67,27 @@ def outcome(rank: int, run: TrainingRun) -> str | None:
 
 
 def test_a_run_that_diverges_keeps_its_steps_and_no_weights(ranks: World, tmp_path: Path) -> None:
-    run = TrainingRun(JOB, AdamW(learning_rate=1e6, steps=50, warmup=1), None, tmp_path / "run")
+    run = run_of(JOB, AdamW(learning_rate=1e6, schedule_steps=50, warmup_steps=1), tmp_path / "run")
     sentence, other = ranks(2).call(outcome, run)
     assert sentence.startswith(
         "the loss of step 2 on ranks 0-1 is not finite, so training has stopped; "
         f"there are no weights in {run.out}, only the figures of 2 steps"
     )
     assert other is None
-    assert {file.name for file in run.out.iterdir()} == {"run.json", "metrics.jsonl", "loss.svg", "strategy.svg"}
+    assert {file.name for file in run.out.iterdir()} == {
+        "config.toml",
+        "run.json",
+        "metrics.jsonl",
+        "loss.svg",
+        "strategy.svg",
+    }
     lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] is None for line in lines] == [False, True]
     assert "NaN" not in (run.out / "metrics.jsonl").read_text()
 
 
 def test_weights_that_diverge_in_the_last_update_are_not_passed_off_as_a_result(ranks: World, tmp_path: Path) -> None:
-    run = TrainingRun(JOB, AdamW(learning_rate=1e30, steps=1, warmup=1), None, tmp_path / "run")
+    run = run_of(JOB, AdamW(learning_rate=1e30, schedule_steps=1, warmup_steps=1), tmp_path / "run")
     sentence, _ = ranks(2).call(outcome, run)
     saved = (run.out / "weights.safetensors").exists()
     assert sentence.startswith("the validation loss after step 1 is not finite")

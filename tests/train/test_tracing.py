@@ -35,6 +35,7 @@ from shardlab.train.tracing import TracedExecutor, Tracing, trace_rank
 from tests.draw.viewer import require_readable
 from tests.support.ranks import Ranks
 from tests.train import jobs
+from tests.train.runs import run_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -60,7 +61,7 @@ def traced(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         if strategy not in runs:
             out = tmp_path_factory.mktemp(strategy) / "run"
             job = Job(strategy, 2, 4, MODEL, 2)
-            ranks(2).call(train, TrainingRun(job, AdamW(steps=6, warmup=2), None, out, TRACING))
+            ranks(2).call(train, run_of(job, AdamW(schedule_steps=6, warmup_steps=2), out, tracing=TRACING))
             trace = read_trace(out)
             checked = job_of(trace.job).checked()
             runs[strategy] = checked, trace.measured(checked), out
@@ -148,7 +149,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tracing_changes_no_number_of_the_training(ranks: World, traced: Traced, strategy: str, tmp_path: Path) -> None:
     _, _, out = traced(strategy)
-    plain = TrainingRun(Job(strategy, 2, 4, MODEL, 2), AdamW(steps=6, warmup=2), None, tmp_path / "plain")
+    plain = run_of(Job(strategy, 2, 4, MODEL, 2), AdamW(schedule_steps=6, warmup_steps=2), tmp_path / "plain")
     ranks(2).call(train, plain)
     assert losses(out) == losses(tmp_path / "plain")
     assert (out / "weights.safetensors").read_bytes() == (tmp_path / "plain" / "weights.safetensors").read_bytes()

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from typing import Annotated, Any, Protocol, Union, cast
 
 import tyro
 
@@ -18,13 +18,14 @@ from shardlab.cli.bench import Bench
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
 from shardlab.cli.console import print_json
-from shardlab.cli.options import check_counts
+from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
 from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
+from shardlab.errors import closest
 from shardlab.program import Refused, UserError
 from shardlab.program.bounds import bounded
 from shardlab.starting import INTERRUPTED, loaded
@@ -75,11 +76,11 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         loaded()
         try:
-            command = tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, prog="shardlab", description=DESCRIPTION, args=argv
-            )
+            command, left = cast(tuple[Command, list[str]], _parsed(argv))
         except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
             return end.code if isinstance(end.code, int) else 0
+        if left:
+            raise _unrecognized(left[0], command)
         check_counts(command)
         with bounded(getattr(command, "max_ops", None), getattr(command, "max_seconds_per_op", None)):
             status = command.run()
@@ -99,6 +100,27 @@ def _run(argv: Sequence[str] | None) -> int:
         # the reader of a pipe has seen enough, or the terminal was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _parsed(argv: Sequence[str] | None) -> Any:
+    """The command that a command line makes, and the words of the line that are no option of it."""
+    named = tuple(Annotated[Any, tyro.conf.subcommand(name=name, constructor=kind)] for name, kind in COMMANDS.items())
+    return tyro.cli(
+        cast(Any, Union[named]),  # noqa: UP007
+        prog="shardlab",
+        description=DESCRIPTION,
+        args=argv,
+        return_unknown_args=True,
+    )
+
+
+def _unrecognized(word: str, command: object) -> UserError:
+    """A sentence about a word of the command line that is no option of the command."""
+    if not word.startswith("-"):
+        return UserError(f"{word!r} is one word too many; options begin with --, and --help lists them")
+    flags = sorted(f"--{name.replace('_', '-')}" for name in option_names(command))
+    meant = closest(word.partition("=")[0].replace("_", "-"), flags)
+    return UserError(f"there is no option {word}; {f'did you mean {meant}?' if meant else '--help lists them'}")
 
 
 def _version() -> str:

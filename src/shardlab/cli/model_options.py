@@ -79,6 +79,9 @@ class ModelOptions:
     dropout: OptionalNumber = None
     """Dropout's probability."""
 
+    bias: Flag = False
+    """Keep the biases of linear maps and norms, also where a preset or a file leaves them out."""
+
     no_bias: Flag = False
     """Leave out the biases of linear maps and norms."""
 
@@ -87,6 +90,23 @@ class ModelOptions:
 
     untied: Flag = False
     """The head has a matrix of its own, also where the published model's has not."""
+
+    def given(self) -> dict[str, Any]:
+        """The flags that are given, as fields of a model.
+
+        Raises:
+            UserError: when they contradict each other.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {field: value for field, value in given.items() if value is not None and value is not False}
+        for flag, opposite in (("bias", "no_bias"), ("tied", "untied")):
+            if flag in given and opposite in given:
+                raise UserError(f"both --{flag} and --{opposite.replace('_', '-')} were given; give one of them")
+            if given.pop(opposite, False):
+                given[flag] = False
+        if given.get("capacity_factor") == math.inf:
+            given["capacity_factor"] = None
+        return given
 
     def make(self, layers: int, otherwise: str = "gpt", **small: Any) -> Blocks:
         """The model that the options describe.
@@ -101,17 +121,8 @@ class ModelOptions:
         """
         from shardlab.models.named import find_model, unsized, with_fields
 
-        name = self.model or otherwise
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
-        given = {field: value for field, value in given.items() if value is not None and value is not False}
-        if given.pop("no_bias", False):
-            given["bias"] = False
-        if given.pop("untied", False):
-            if self.tied:
-                raise UserError("both --tied and --untied were given; give one of them")
-            given["tied"] = False
-        if given.get("capacity_factor") == math.inf:
-            given["capacity_factor"] = None
+        given = self.given()
+        name = given.pop("model", otherwise)
         model = find_model(name)
         free = unsized(name, model)
         given = {field: value for field, value in ({"layers": layers} | small).items() if field in free} | given

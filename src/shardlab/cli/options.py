@@ -38,6 +38,15 @@ def check_counts(command: object) -> None:
             raise UserError(f"--{field.name.replace('_', '-')}: {value} is too few; give 1 or more")
 
 
+def option_names(command: object) -> list[str]:
+    """Names of a command's fields, each of which is an option; those of a group of options stand alone."""
+    names: list[str] = []
+    for field in fields(cast(Any, command)):
+        value = getattr(command, field.name)
+        names += option_names(value) if is_dataclass(value) else [field.name]
+    return names
+
+
 def one_word(metavar: str, read: Callable[[str], Any], kind: type) -> PrimitiveConstructorSpec[Any]:
     """An option of one word, which `read` makes a value of such a kind; what its ValueError says is printed."""
     return PrimitiveConstructorSpec(

@@ -11,12 +11,12 @@ import tyro
 
 from shardlab.cli.options import Flag, OptionalCount
 from shardlab.program import AXES, Mesh, UserError
+from shardlab.program.field_types import COUNT, as_flags, field_helps, field_types
 from shardlab.rules.pieces import counted
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.entry import StrategyEntry, planned_entry
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
-from shardlab.strategies.plan_fields import COUNT, as_flags, field_helps, field_types
 from shardlab.strategies.plan_file import read_plan
 
 
@@ -30,18 +30,23 @@ class PlanOptions:
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan."""
 
-    def entry(self, name: str | None, ranks: int | None) -> tuple[StrategyEntry, int]:
+    def given(self) -> dict[str, Any]:
+        """The flags that are given, by field."""
+        every: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {field: value for field, value in every.items() if value not in (None, False)}
+
+    def entry(self, name: str | None, ranks: int | None, base: Plan | None = None) -> tuple[StrategyEntry, int]:
         """The strategy that is meant, and on how many ranks.
 
         Args:
-            name: a strategy's, if one is given.
+            name: a strategy's, if one is given, or that of `base`.
             ranks: how many were asked for, or are there; None if nobody says.
+            base: a plan that the flags change, if there is one; --plan takes its place.
 
         Raises:
             UserError: when the flags contradict the strategy, the number of ranks or each other.
         """
-        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {field: value for field, value in given.items() if value not in (None, False)}
+        given = self.given()
         path: Path | None = given.pop("plan", None)
         if name is None and path is None and not given:
             raise UserError(
@@ -49,11 +54,11 @@ class PlanOptions:
             )
         if name is not None and path is not None:
             raise UserError(f"both {name} and --plan {path} were given; give one of them")
-        if not given and name is not None:
+        if not given and name is not None and base is None:
             entry = load(name)
             return entry, ranks or entry.ranks
         axes = {axis: given.pop(axis) for axis in AXES if axis in given}
-        plan = _base(name, path, None if axes else ranks)
+        plan = base or _base(name, path, None if axes else ranks)
         if axes:
             _want_all_axes(axes, plan.mesh, name or str(path))
         changed = {name: field_types(Plan)[name].of_words(words) for name, words in given.items()}

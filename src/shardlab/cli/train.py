@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.text import Text
 
+from shardlab.cli.config_table import print_config, print_counts
 from shardlab.cli.console import print_fact, print_json, stdout_console
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks
+from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
-from shardlab.program import UserError
+from shardlab.cli.setting_options import NO_SETTINGS, Settings
+from shardlab.models.counts import count_parameters
+from shardlab.program import AXES, UserError
 from shardlab.program.files import want_file
 from shardlab.starting import INTERRUPTED
+from shardlab.strategies.entry import StrategyEntry
+from shardlab.train.config import TrainingConfig
+from shardlab.train.config_sources import Source, config_file, origin, plan_below, preset, resolved
+from shardlab.train.depth import of_depth
 
 if TYPE_CHECKING:
-    from shardlab.models import Model
     from shardlab.train.heartbeat import Heartbeat
     from shardlab.train.run import Summary
 
@@ -41,39 +47,21 @@ class Train:
     ranks: Ranks = None
     """How many ranks."""
 
-    steps: Count = 200
-    """How many optimizer steps."""
+    preset: Name = None
+    """Settings by name: default, wordplay, shakespeare-cpu."""
 
-    microbatches: Count = 4
-    """How many microbatches the global batch is cut into."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Settings in a TOML file, such as the config.toml of a run, which prevail over the preset's; flags prevail over
+    both."""
 
-    micro_batch_size: Count = 4
-    """Sequences of a microbatch."""
+    depth: OptionalCount = None
+    """One dial: so many layers, and by rule the model's width and heads, the batch, the steps and the learning rate."""
 
-    learning_rate: float = 2e-3
-    """AdamW's largest learning rate, after a warm-up of a twentieth of the steps."""
-
-    weight_decay: float = 0.1
-    """AdamW's weight decay, on matrices."""
-
-    clip: Norm = None
-    """The largest norm of the whole model's gradient; for plans, which compute it."""
-
-    seed: int = 0
-    """Seed of weights, batches, dropout and the sample."""
-
-    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A text to train on; without one, the source of Python's standard library."""
-
-    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """What the trained model goes on from; without it, a line of the text that it was not trained on."""
+    print_config: Flag = False
+    """Print the configuration and the model's parameter counts, and end."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
-
-    trace: Flag = False
-    """Record a few steps, every op's time and memory on every rank: trace.json is for Perfetto (ui.perfetto.dev) and
-    Chrome, and shardlab compare FOLDER lays them beside the prediction."""
 
     max_ops: MaxOps = None
     """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
@@ -84,6 +72,8 @@ class Train:
     json: Flag = False
     """Print JSON alone."""
 
+    settings: Settings = NO_SETTINGS
+
     model: ModelFlags = DEFAULT_MODEL
 
     layout: Layout = NO_FLAGS
@@ -92,73 +82,99 @@ class Train:
         from shardlab.train.heartbeat import Heartbeat
         from shardlab.train.launch_environment import find_launch_environment, require_port
 
-        if self.data is not None:
-            want_file(self.data)  # before torch is imported
         require_port(os.environ)
         place = find_launch_environment(os.environ)
+        sources = self._sources()
+        chosen, config = self._resolved(sources, None if place is None or place.world == 1 else place.world)
         first = place is None or place.rank == 0
+        if self.print_config:
+            if first:
+                self._print_config(config, sources)
+            return 0
+        if config.data.data is not None:
+            want_file(config.data.data)  # before torch is imported
+        if config.model.vocab_size < 256:
+            raise UserError(f"the vocabulary is {config.model.vocab_size}, but text is read as bytes; give 256 or more")
         with Heartbeat("start", until=lambda: not first) as heartbeat:
-            return self._run(heartbeat, first)
+            return self._run(heartbeat, first, chosen, config, sources)
 
-    def _run(self, heartbeat: Heartbeat, first: bool) -> int:
+    def _sources(self) -> list[Source]:
+        """Where settings come from; later ones prevail."""
+        plan = self.layout.given()
+        if any(axis in plan for axis in AXES):
+            plan["mesh"] = True
+        named = {"strategy": self.strategy, "name": self.strategy, "ranks": self.ranks}
+        plan |= {name: value for name, value in named.items() if value is not None}
+        flags = Source("flags", {"plan": plan, "model": self.model.given(), **self.settings.given()})
+        names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
+        files = [] if self.config is None else [config_file(self.config)]
+        sources = [*map(preset, names), *files, flags]
+        return sources if self.depth is None else [*sources, of_depth(self.depth, sources)]
+
+    def _resolved(self, sources: list[Source], launched: int | None) -> tuple[StrategyEntry, TrainingConfig]:
+        """The strategy and the configuration that sources make together; `launched` ranks are there, if any."""
+        name, ranks, base = self.strategy, self.ranks, None
+        if name is None and self.layout.plan is None:
+            below = [source for source in sources if source.name != "flags"]
+            name, of_file, base = plan_below(below)
+            ranks = ranks or of_file
+            if self.layout != NO_FLAGS and origin(below, "plan", "strategy") == "default":
+                name = None  # flags alone are a plan
+        chosen, ranks = self.layout.entry(name, ranks or launched, base)
+        return chosen, resolved(sources, chosen, ranks)
+
+    def _run(
+        self,
+        heartbeat: Heartbeat,
+        first: bool,
+        chosen: StrategyEntry,
+        config: TrainingConfig,
+        sources: list[Source],
+    ) -> int:
         from shardlab.cli.ranks import checked_to_run, failures_as_exit, refuse_restart, tell_interrupted
-        from shardlab.execute import AdamW
-        from shardlab.train.job import Job
-        from shardlab.train.launch import ranks_here, run_ranks
+        from shardlab.train.launch import run_ranks
         from shardlab.train.loop import train_rank
         from shardlab.train.output import free_folder
         from shardlab.train.run import TrainingRun
-        from shardlab.train.tracing import Tracing
 
         refuse_restart(self.out)
-        if self.prompt == "":
-            raise UserError("--prompt is empty; give some text, or leave it out for a line of the validation text")
-
-        name = "fsdp" if self.strategy is None and self.layout == NO_FLAGS else self.strategy
-        chosen, ranks = self.layout.entry(name, self.ranks or ranks_here(0) or None)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         if out.exists():
             raise UserError(f"--out {out} exists; name a new folder, so that nothing is overwritten")
-        model = self.model.make(chosen.default_layers(ranks))
-        if model.vocab_size < 256:
-            raise UserError(f"the vocabulary is {model.vocab_size}, but text is read as bytes; give 256 or more")
-        job = Job(
-            chosen.for_job(ranks),
-            ranks,
-            self.microbatches,
-            model,
-            self.micro_batch_size,
-            seed=self.seed,
-            name=chosen.name,
-        )
-        optimizer = AdamW(
-            self.learning_rate,
-            weight_decay=self.weight_decay,
-            warmup=-(-self.steps // 20),
-            steps=self.steps,
-            clip=self.clip,
-        )
-        tracing = Tracing() if self.trace else None
-        if tracing is not None and self.steps < tracing.steps:
-            raise UserError(f"--trace needs {tracing.steps} steps, but --steps is {self.steps}; give more")
-        command = shlex.join(["shardlab", *sys.argv[1:]])
-        plan = TrainingRun(job, optimizer, self.data, out, tracing, self.prompt, command)
-        plan.corpus(plan.text())
+        run = TrainingRun(config, out, shlex.join(["shardlab", *sys.argv[1:]]))
+        steps = config.train.steps
+        if config.logging.trace and steps < run.tracing.steps:
+            raise UserError(f"--trace needs {run.tracing.steps} steps, but --steps is {steps}; give more")
+        run.corpus(run.text())
         heartbeat.doing = "check of the program"
-        checked_to_run(chosen, job, self.clip)
+        checked_to_run(chosen, run.job, config.optimizer.clip)
+        if first and not self.json:
+            print_config(stdout_console(), config, sources, all=False)
+            sys.stdout.flush()
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
         with failures_as_exit(out):
-            summary = run_ranks(ranks, train_rank, plan)
+            summary = run_ranks(config.plan.ranks, train_rank, run)
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
-        self._print(summary, job.model)
+        self._print(summary, config)
         if summary.interrupted:
             tell_interrupted(out)
             return INTERRUPTED
         return 1 if summary.unwritten else 0
 
-    def _print(self, summary: Summary, model: Model) -> None:
+    def _print_config(self, config: TrainingConfig, sources: list[Source]) -> None:
+        counts = count_parameters(config.model)
+        if self.json:
+            print_json({**config.as_dict(), "parameters": asdict(counts)})
+            return
+        console = stdout_console()
+        print_config(console, config, sources, all=True)
+        console.print()
+        print_counts(console, counts)
+
+    def _print(self, summary: Summary, config: TrainingConfig) -> None:
+        model = config.model
         if self.json:
             print_json({**asdict(summary), "parameters": model.parameter_count})
             return
@@ -169,9 +185,9 @@ class Train:
         print_fact(console, "steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
         print_fact(console, "validation", loss, "bold")
         print_fact(console, "speed", speed)
-        files = ["run.json", "metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors"]
-        files = [file for file in [*files, *["trace.json"] * self.trace] if file not in summary.unwritten]
+        files = ["config.toml", "run.json", "metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors"]
+        files = [file for file in [*files, *["trace.json"] * config.logging.trace] if file not in summary.unwritten]
         print_fact(console, "results", f"{summary.out}/: {', '.join(files)}")
-        source = "a line of the validation text" if self.prompt is None else "--prompt"
+        source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
         console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")
         console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))

@@ -7,61 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from shardlab.program import UserError
+from shardlab.optimizers import AdamW
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), with a warm-up and a cosine decay of the learning rate.
-
-    Attributes:
-        learning_rate: the largest, reached after the warm-up.
-        betas, eps: decay of the two moments, and what keeps the division finite.
-        weight_decay: on matrices only; biases and norms do not decay.
-        warmup: steps in which the learning rate rises linearly.
-        steps: of the whole run; at its end the learning rate is a tenth of the largest.
-        clip: the largest norm that the whole model's gradient may have (None: any); for programs that compute it.
-    """
-
-    learning_rate: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    warmup: int = 10
-    steps: int = 200
-    clip: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "weight_decay"):
-            value: float = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise UserError(f"{name.replace('_', ' ')} is {value}; give 0 or more")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise UserError(f"clip is {self.clip}; give a positive norm, or none at all")
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-    def build(self, decayed: list[Tensor], others: list[Tensor]) -> torch.optim.AdamW:
-        """The optimizer of some leaf tensors."""
-        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.learning_rate,
-            betas=self.betas,
-            eps=self.eps,
-            fused=True,
-        )
+def torch_optimizer(config: AdamW, decayed: list[Tensor], others: list[Tensor]) -> torch.optim.AdamW:
+    """The optimizer of some leaf tensors."""
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
 
 
 class Slice:
@@ -96,7 +59,7 @@ class Slice:
                 (decaying if decays else others).append(part)
                 self._parts.append((part, at + begin - start, at + end - start))
             at += len(run)
-        self.optimizer = config.build(decaying, others)
+        self.optimizer = torch_optimizer(config, decaying, others)
 
     @property
     def flat(self) -> Tensor:

@@ -13,10 +13,11 @@ from shardlab.check import Checked
 from shardlab.execute.analysis import Analysis
 from shardlab.execute.graph import FlatWeight
 from shardlab.execute.loss_scale import FIRST, LossScale
-from shardlab.execute.optimizer import AdamW, Slice
+from shardlab.execute.optimizer import Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
+from shardlab.optimizers import AdamW
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.precision import FP32, FP64, Precision
 from shardlab.rules.pieces import bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
@@ -62,7 +63,7 @@ def find_model(name: str) -> Blocks:
         return ARCHITECTURES[low]()
     if low in published:
         written = {field: value for field, value in _table()[low].items() if field != "source"}
-        return _changed(ARCHITECTURES[written.pop("model")](), written, low)
+        return with_written(ARCHITECTURES[written.pop("model")](), written, low)
     known = [*ARCHITECTURES, *published]
     raise unknown("model", name, known, ", path/to/file.py:NAME and files that end in .toml")
 
@@ -80,7 +81,7 @@ def unsized(name: str, model: Blocks) -> set[str]:
 
 def name_of(kind: type[Blocks]) -> str:
     """A name by which `find_model` finds such a model."""
-    return FROM_FILES.get(kind, kind.__name__)
+    return FROM_FILES.get(kind, kind.__name__.lower())
 
 
 def sources() -> dict[str, str]:
@@ -103,8 +104,12 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Block
     return replace(model, **changes)
 
 
-def _changed(model: Blocks, written: Mapping[str, Any], source: str) -> Blocks:
-    """`with_fields`, where values may be of any type."""
+def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Blocks:
+    """Change some fields of a model to what stands in a file: an infinite number is none.
+
+    Raises:
+        UserError: as `with_fields`, and for a value of another type.
+    """
     hints = get_type_hints(type(model))
     for name, value in written.items():
         hint = hints.get(name)
@@ -112,7 +117,8 @@ def _changed(model: Blocks, written: Mapping[str, Any], source: str) -> Blocks:
         kind, wanted = WANTED.get(str if get_origin(hint) is Literal else hint, (object, ""))
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
             raise UserError(f"{source}: {name} is {value!r}; give {wanted}")
-    return with_fields(model, written, source)
+    changes = {name: None if value == math.inf else value for name, value in written.items()}
+    return with_fields(model, changes, source)
 
 
 def _from_python(path: Path, name: str) -> Blocks:
@@ -166,7 +172,7 @@ def _from_toml(path: Path) -> Blocks:
             f'{path} does not say which model it changes; write, for example, model = "llama", and then its fields'
         )
     try:
-        return _changed(find_model(base), written, str(path))
+        return with_written(find_model(base), written, str(path))
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None

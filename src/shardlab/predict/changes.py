@@ -10,9 +10,9 @@ from shardlab.check import check
 from shardlab.models import Blocks
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, Sizes, UserError, trace
+from shardlab.program.field_types import as_flags
 from shardlab.strategies.grad_accum import grad_accum
 from shardlab.strategies.plan import CUT_AXES, Plan
-from shardlab.strategies.plan_fields import as_flags
 from shardlab.timeline.traced import Traced
 
 MOST_MICROBATCHES = 1024

@@ -59,7 +59,7 @@ def whole_file(path: Path) -> Generator[Path, None, None]:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file that appears whole or not at all."""
     with whole_file(path) as part:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths and prompts may hold any bytes
 
 
 def packaged(name: str) -> dict[str, Any]:

@@ -10,19 +10,18 @@ from typing import Annotated, Any, Literal, cast
 from shardlab.errors import nearest
 from shardlab.program import AXES, Mesh, Sizes, UserError
 from shardlab.program.bounds import MAX_FOLDED, MAX_OPS, require_ops
-from shardlab.rules.pieces import counted
-from shardlab.strategies.plan_fields import (
+from shardlab.program.field_types import (
     COUNT,
     NUMBERS,
     SWITCH,
     as_text,
     axes,
-    check_field,
+    check_fields,
     choice,
     choice_or_numbers,
-    field_types,
     word,
 )
+from shardlab.rules.pieces import counted
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, steps_of
@@ -64,7 +63,7 @@ class Plan:
     Gradients are reduced while backward passes go on. Over each axis, those of one block at a time are in flight, the
     rank's largest, however finely blocks are cut; so this takes no more memory in half-blocks than in whole ones.
 
-    What each field does is written beside it, and is the help of its flag; `shardlab.strategies.plan_fields` makes
+    What each field does is written beside it, and is the help of its flag; `shardlab.program.field_types` makes
     flags, TOML and JSON of the same description.
 
     Selective recomputation is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 5): scores, and what is made
@@ -126,8 +125,7 @@ class Plan:
     attention, nearly as much work on each rank. Without it, each has an early and a late slice: exactly as much."""
 
     def __post_init__(self) -> None:
-        for name, written in field_types(Plan).items():
-            check_field(name, getattr(self, name), written, getattr(Plan, name))
+        check_fields(self)
         for name in ("shard_parameters", "shard_gradients"):
             cut, kept = getattr(self, name), self.shard_optimizer
             if kept[: len(cut)] != cut:

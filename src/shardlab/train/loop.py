@@ -46,14 +46,14 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     batches = Batches(run.corpus(text), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, text)
-    settings = Settings(job.seed, job.numbers, device, run.optimizer)
+    settings = Settings(job.seed, job.numbers, device, run.config.optimizer)
     executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
-    tracer = TracedExecutor(executor, job, run.out, run.tracing) if run.tracing else None
+    tracer = TracedExecutor(executor, job, run.out, run.tracing) if run.config.logging.trace else None
     training = steps(tracer or executor, run, rank, device, stop)
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
-        with TrainingProgress(run.optimizer.steps) as progress:
-            folder.begin(run.record(text, checked, str(device)), checked, job.title)
+        with TrainingProgress(run.config.train.steps) as progress:
+            folder.begin(run.record(text, checked, str(device)), run.config.as_toml(), checked, job.title)
             return _first_rank(run, batches, executor, tracer, training, folder, progress)
     if not any(step.diverged for step in training):
         collect(executor.state, executor.state.kept)
@@ -109,10 +109,11 @@ def _first_rank(
         raise diverged(run, f"the validation loss after step {len(times)}")
     progress.begin("sample")
     ms = sorted(times)[len(times) // 2]
-    prompt = opening(batches.corpus) if run.prompt is None else run.prompt.encode(errors="surrogateescape")
+    given = run.config.logging.prompt
+    prompt = opening(batches.corpus) if given is None else given.encode(errors="surrogateescape")
     return Summary(
         steps=len(times),
-        interrupted=len(times) < run.optimizer.steps,
+        interrupted=len(times) < run.config.train.steps,
         validation_before=before,
         validation_after=after,
         tokens_per_second=job.tokens / ms * 1000,

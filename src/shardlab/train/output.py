@@ -34,7 +34,7 @@ from shardlab.train.saved import METRICS, WEIGHTS
 
 
 class OutputFolder:
-    """run.json and strategy.svg, metrics.jsonl (a line a step, written at once), weights.safetensors, loss.svg.
+    """run.json, config.toml, strategy.svg, loss.svg, weights.safetensors, and metrics.jsonl, a line a step.
 
     A file that cannot be written once training has begun is a sentence on stderr; the others are still written.
     """
@@ -69,14 +69,17 @@ class OutputFolder:
         """Names of the files that could not be written."""
         return sorted(self._unwritten)
 
-    def begin(self, record: Mapping[str, Any], checked: Checked, name: str) -> None:
-        """Write what is known before the first step: the run's record, and a drawing of its program in unit costs.
+    def begin(self, record: Mapping[str, Any], config: str, checked: Checked, name: str) -> None:
+        """Write what is known before the first step: the run's record, its configuration, and a drawing of its program
+        in unit costs.
 
         Raises:
             UserError: when they cannot be written.
         """
         with written(self.path / "run.json") as path:
             write_whole(path, json.dumps(record, indent=1) + "\n")
+        with written(self.path / "config.toml") as path:
+            write_whole(path, config)
         with written(self.path / "strategy.svg") as path:
             save_timeline(simulate(checked), path, f"{name}: one optimizer step")
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from shardlab.check import Checked
-from shardlab.execute import AdamW
 from shardlab.train.checksum import RECORDED, checksum
+from shardlab.train.config import TrainingConfig
 from shardlab.train.data import Corpus, Text, default_text, map_text
 from shardlab.train.described import described
 from shardlab.train.job import Job
@@ -25,22 +26,31 @@ class TrainingRun:
     """A training run.
 
     Attributes:
-        job: what is trained.
-        optimizer: AdamW's settings, with the number of steps.
-        data: the text; None for the source of Python's standard library.
+        config: all that it depends on.
         out: the output folder, not there yet.
-        tracing: how much of it is recorded (None: nothing).
-        prompt: what the trained model goes on from, at least a byte (None: from the validation text).
         command: the command line that asked for it, if one did.
+        tracing: how much of it is recorded, if it is to be traced.
     """
 
-    job: Job
-    optimizer: AdamW
-    data: Path | None
+    config: TrainingConfig
     out: Path
-    tracing: Tracing | None = None
-    prompt: str | None = None
     command: str | None = None
+    tracing: Tracing = field(default_factory=Tracing)
+
+    @cached_property
+    def job(self) -> Job:
+        """What is trained, and how."""
+        config, plan = self.config, self.config.plan
+        train = config.train
+        return Job(
+            plan.strategy,
+            plan.ranks,
+            train.microbatches,
+            config.model,
+            train.micro_batch_size,
+            seed=train.seed,
+            name=plan.name,
+        )
 
     def text(self) -> Text:
         """The text, as bytes.
@@ -48,7 +58,8 @@ class TrainingRun:
         Raises:
             UserError: when it cannot be read.
         """
-        return default_text() if self.data is None else map_text(self.data)
+        data = self.config.data.data
+        return default_text() if data is None else map_text(data)
 
     def corpus(self, text: Text) -> Corpus:
         """The text in two parts.
@@ -56,20 +67,24 @@ class TrainingRun:
         Raises:
             UserError: when it is shorter than two sequences.
         """
-        source = "the default text" if self.data is None else str(self.data)
-        return Corpus.split(text, self.job.model.seq_len, source)
+        source = str(self.config.data.data or "the default text")
+        return Corpus.split(text, self.config.model.seq_len, source)
 
     def record(self, text: Text, checked: Checked, device: str) -> dict[str, Any]:
         """All by which the run can be repeated, for a JSON file: command, configuration, data and versions."""
-        source = "the source of Python's standard library" if self.data is None else str(self.data.absolute())
+        source = (
+            "the source of Python's standard library"
+            if self.config.data.data is None
+            else str(self.config.data.data.absolute())
+        )
         return {
             "command": self.command,
             "folder": str(Path.cwd()),
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             **described(self.job),
             "program": checked.program.fingerprint(),
-            "optimizer": asdict(self.optimizer),
-            "prompt": self.prompt,
+            "optimizer": asdict(self.config.optimizer),
+            "prompt": self.config.logging.prompt,
             "data": {"source": source, **asdict(checksum(text, RECORDED))},
             "device": device,
             "platform": platform.platform(),

@@ -46,11 +46,11 @@ def steps(
     last step given is the run's last, or the first that diverged, or the one after a rank wished to stop.
     """
     summing: tuple[int, float, Tensor, dist.Work] | None = None
-    for step in range(run.optimizer.steps):
+    for step in range(run.config.train.steps):
         start = time.perf_counter()
         loss = executor.step()
         ms = 1000 * (time.perf_counter() - start)
-        flags = torch.zeros(1 + run.job.ranks, dtype=loss.dtype)
+        flags = torch.zeros(1 + run.config.plan.ranks, dtype=loss.dtype)
         flags[0] = stop.asked
         flags[1 + rank] = not loss.isfinite().all()
         sums = torch.cat([loss, flags]).to(device)
@@ -72,11 +72,11 @@ def steps(
 
 def diverged(run: TrainingRun, what: str) -> UserError:
     """A sentence of what is not finite, what is saved of the run, and what to try."""
-    clip = run.optimizer.clip
+    clip = run.config.optimizer.clip
     limit = "--clip 1 with a plan" if clip is None else f"a --clip of less than {clip:g}"
     return UserError(
         f"{what} is not finite, so training has stopped; {saved_in(run.out)}; "
-        f"try a --learning-rate of less than {run.optimizer.learning_rate:g}, or {limit}"
+        f"try a --learning-rate of less than {run.config.optimizer.learning_rate:g}, or {limit}"
     )
 
 
@@ -88,6 +88,6 @@ def _summed(run: TrainingRun, step: int, ms: float, sums: Tensor, work: dist.Wor
         "loss": total / tokens,
         "ms": round(ms, 3),
         "tokens_per_second": round(run.job.tokens / ms * 1000, 1),
-        "learning_rate": run.optimizer.rate(step),
+        "learning_rate": run.config.optimizer.rate(step),
     }
     return StepResult(metrics, stopping > 0, [rank for rank, flag in enumerate(diverged) if flag > 0])

@@ -109,7 +109,7 @@ def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing:
     """Run one rank's part of a training of no more steps than are recorded, on the default text; it leaves a trace."""
     corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
-    settings = Settings(job.seed, job.numbers, device, AdamW(steps=tracing.steps))
+    settings = Settings(job.seed, job.numbers, device, AdamW(schedule_steps=tracing.steps))
     executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
     traced = TracedExecutor(executor, job, folder, tracing)
     for _ in range(tracing.steps):

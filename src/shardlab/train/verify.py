@@ -125,7 +125,7 @@ def verify_rank(
     batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, b"")
-    optimizer = AdamW(steps=steps, warmup=1, clip=clip_for(checked, clip))
+    optimizer = AdamW(schedule_steps=steps, warmup_steps=1, clip=clip_for(checked, clip))
     settings = Settings(job.seed, job.numbers, device, optimizer)
     seen: dict[tuple[int, Holds], Tensor] = {}
 

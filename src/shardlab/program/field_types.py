@@ -1,4 +1,4 @@
-"""Forms of a plan's fields: in Python, as flags, in TOML and in JSON.
+"""Forms of a dataclass's fields: in Python, as flags, in TOML and in JSON.
 
 A field's annotation names its `FieldType`; the text below the field is the help of its flag.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
-from shardlab.program import UserError
+from shardlab.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,24 @@ def check_field(name: str, value: Any, written: FieldType, default: Any) -> None
         raise UserError(f"{name} is {as_text(value)}; give {wanted}")
 
 
+def check_fields(checked: Any) -> None:
+    """Refuse an object whose fields hold what cannot stand in them.
+
+    Raises:
+        UserError: with what to give instead.
+    """
+    kind: type = type(checked)
+    for name, written in field_types(kind).items():
+        check_field(name, getattr(checked, name), written, getattr(kind, name, None))
+
+
+def of_file(written: FieldType, value: Any) -> Any:
+    """The value of a field that stands in a TOML file."""
+    if isinstance(value, list):
+        return tuple(cast(list[Any], value))
+    return written.of_words(value) if written.words is str and isinstance(value, str) else value
+
+
 def as_text(value: Any) -> str:
     """A field's value in a message."""
     return ", ".join(map(str, cast(tuple[Any, ...], value))) or "nothing" if isinstance(value, tuple) else repr(value)
@@ -92,6 +112,58 @@ def _count(value: Any) -> str:
     return "a whole number" if type(value) is not int else "1 or more" if value < 1 else ""
 
 
+def whole(wanted: str, least: float) -> FieldType:
+    """A whole number of `least` or more."""
+    return FieldType(
+        int,
+        "N",
+        lambda value: "a whole number" if type(value) is not int else "" if value >= least else wanted,
+    )
+
+
+def number(wanted: str, fits: Callable[[float], bool]) -> FieldType:
+    """A number that fits."""
+    return FieldType(float, "FLOAT", lambda value: "" if _is_number(value) and fits(value) else wanted)
+
+
+def number_or_none(wanted: str, fits: Callable[[float], bool], metavar: str) -> FieldType:
+    """A number that fits, or the word none, which is None."""
+
+    def of_words(words: str) -> float | str | None:
+        try:
+            return None if words.lower() == "none" else float(words)
+        except ValueError:
+            return words
+
+    return FieldType(
+        str,
+        f"{metavar}|none",
+        lambda value: "" if value is None or (_is_number(value) and fits(value)) else wanted,
+        of_words,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def pair(wanted: str, fits: Callable[[float], bool]) -> FieldType:
+    """Two numbers that fit."""
+
+    def check(value: Any) -> str:
+        numbers = cast(tuple[Any, ...], value) if isinstance(value, tuple) else ()
+        return "" if len(numbers) == 2 and all(_is_number(each) and fits(each) for each in numbers) else wanted
+
+    return FieldType(tuple[float, float], "FLOAT FLOAT", check)
+
+
+def text(metavar: str, wanted: str) -> FieldType:
+    """A text that is not empty."""
+    return FieldType(str, metavar, lambda value: "" if isinstance(value, str) and value else wanted)
+
+
+INTEGER = whole("a whole number", -math.inf)
+PATH = FieldType(str, "FILE", lambda value: "" if isinstance(value, Path) else "a path in quotes", Path)
 COUNT = FieldType(int, "N", _count)
 NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
 SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")

@@ -1,0 +1,92 @@
+"""AdamW's settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from shardlab.errors import UserError
+from shardlab.optimizers.schedules import Schedule, rate_factor
+from shardlab.program.field_types import COUNT, check_fields, choice, number, number_or_none, pair, whole
+
+_NOT_NEGATIVE = number("0 or more", lambda value: 0 <= value < math.inf)
+_POSITIVE = number("a positive number", lambda value: 0 < value < math.inf)
+_NORM = number_or_none("a positive norm, or none at all", lambda value: 0 < value < math.inf, "NORM")
+_DECAYS = pair("two numbers from 0 up to but not including 1", lambda value: 0 <= value < 1)
+_SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), and the schedule of its learning rate."""
+
+    learning_rate: Annotated[float, _NOT_NEGATIVE] = 1e-3
+    """The largest learning rate."""
+
+    betas: Annotated[tuple[float, float], _DECAYS] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
+
+    eps: Annotated[float, _POSITIVE] = 1e-8
+    """What keeps AdamW's division finite."""
+
+    weight_decay: Annotated[float, _NOT_NEGATIVE] = 0.1
+    """Weight decay of matrices and embeddings; biases and norms do not decay."""
+
+    clip: Annotated[float | None, _NORM] = None
+    """The largest norm of the whole model's gradient, or none; for plans, which compute it."""
+
+    learning_rate_schedule: Annotated[Schedule, choice(Schedule)] = "cosine"
+    """How the learning rate comes down after its warm-up."""
+
+    schedule_steps: Annotated[int, COUNT] = 200
+    """Steps of the learning rate's whole schedule; where nobody says, those of the run."""
+
+    warmup_steps: Annotated[int, whole("0 or more", 0)] = 10
+    """Steps in which the learning rate rises linearly; where nobody says, a twentieth of the schedule."""
+
+    decay_steps: Annotated[int | None, whole("0 or more", 0)] = None
+    """Steps at the end of the schedule in which the learning rate comes down; where nobody says, of wsd a tenth of the
+    schedule, else all after the warm-up."""
+
+    min_learning_rate_ratio: Annotated[float, _SHARE] = 0.1
+    """The last learning rate, as a share of the largest."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.learning_rate_schedule == "wsd" and not self.min_learning_rate_ratio:
+            raise UserError(
+                "the learning rate schedule wsd decays exponentially, which never comes down to a "
+                "min_learning_rate_ratio of 0; give a larger one, or take linear"
+            )
+        if self.learning_rate_schedule == "constant" and self.decay_steps is not None:
+            raise UserError(
+                f"the learning rate schedule constant has no decay, but decay_steps is {self.decay_steps}; leave it "
+                "out, or take another schedule"
+            )
+        together = self.warmup_steps + (self.decay_steps or 0)
+        if together > self.schedule_steps:
+            decay = "" if self.decay_steps is None else f" and decay_steps is {self.decay_steps}"
+            raise UserError(
+                f"warmup_steps is {self.warmup_steps}{decay}, but the learning rate's schedule has "
+                f"{self.schedule_steps} steps; give fewer of the former, or more steps"
+            )
+
+    @property
+    def decay(self) -> int:
+        """Steps in which the learning rate comes down."""
+        if self.decay_steps is not None:
+            return self.decay_steps
+        after = self.schedule_steps - self.warmup_steps
+        return {"constant": 0, "wsd": min(after, -(-self.schedule_steps // 10))}.get(self.learning_rate_schedule, after)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return self.learning_rate * rate_factor(
+            self.learning_rate_schedule,
+            step,
+            self.schedule_steps,
+            self.warmup_steps,
+            self.decay,
+            self.min_learning_rate_ratio,
+        )

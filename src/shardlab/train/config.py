@@ -1,0 +1,170 @@
+"""Configuration of a training run: one tree, from which the run can be repeated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from shardlab.models import Blocks
+from shardlab.models.named import name_of
+from shardlab.optimizers import AdamW
+from shardlab.program.field_types import COUNT, INTEGER, PATH, SWITCH, check_fields, choice, text
+from shardlab.program.toml import as_toml
+from shardlab.strategies.plan import Plan
+
+Precision = Literal["fp32"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on."""
+
+    data: Annotated[Path | None, PATH] = None
+    """A text to train on; without one, the source of Python's standard library."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """How much is trained."""
+
+    steps: Annotated[int, COUNT] = 200
+    """How many optimizer steps."""
+
+    microbatches: Annotated[int, COUNT] = 4
+    """How many microbatches the global batch is cut into."""
+
+    micro_batch_size: Annotated[int, COUNT] = 4
+    """Sequences of a microbatch."""
+
+    seed: Annotated[int, INTEGER] = 0
+    """Seed of weights, batches, dropout and the sample."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The numbers that are computed with."""
+
+    precision: Annotated[Precision, choice(Precision)] = "fp32"
+    """Numbers of weights, activations and gradients."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What a run shows and records beside its metrics."""
+
+    prompt: Annotated[str | None, text("TEXT", "some text, or leave it out for a line of the validation text")] = None
+    """What the trained model goes on from; without it, a line of the text that it was not trained on."""
+
+    trace: Annotated[bool, SWITCH] = False
+    """Record a few steps, every op's time and memory on every rank: trace.json is for Perfetto (ui.perfetto.dev) and
+    Chrome, and shardlab compare FOLDER lays them beside the prediction."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """How the model is laid over ranks.
+
+    Attributes:
+        strategy: a built-in name, path/to/file.py:function, or a plan.
+        ranks: how many processes.
+        name: what to call the strategy.
+    """
+
+    strategy: str | Plan
+    ranks: int
+    name: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """What stands in a file: the strategy's name, or all fields of the plan."""
+        if isinstance(self.strategy, str):
+            return {"strategy": self.strategy, "ranks": self.ranks}
+        plan = self.strategy
+        whole = {each.name: getattr(plan, each.name) for each in fields(plan)}
+        return {"name": self.name, **whole, **plan.as_dict()}
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "data": DataConfig,
+    "optimizer": AdamW,
+    "train": LoopConfig,
+    "precision": PrecisionConfig,
+    "logging": LoggingConfig,
+}
+"""Sections of the tree whose fields are flags of the same names; `model` and `plan` come on top."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """All that a training run depends on, apart from the machine and the versions.
+
+    Attributes:
+        model: what is trained.
+        plan: how it is laid over ranks.
+    """
+
+    model: Blocks
+    plan: StrategyConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: AdamW = field(default_factory=AdamW)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """The tree as words, numbers and lists, section by section, as it would stand in a file; None stays."""
+        model = {each.name: getattr(self.model, each.name) for each in fields(self.model)}
+        sections = {"model": {"model": name_of(type(self.model)), **model}, "plan": self.plan.as_dict()}
+        for name in SECTIONS:
+            section = getattr(self, name)
+            sections[name] = {each.name: getattr(section, each.name) for each in fields(section)}
+        return {name: {key: as_words(value) for key, value in section.items()} for name, section in sections.items()}
+
+    def as_toml(self) -> str:
+        """The tree as a file; what follows by rule from other fields is a comment there, so that it still follows."""
+        sections = self.as_dict()
+        for name, default in ((each.name, each.default) for each in fields(self.model)):
+            if default is not None and sections["model"][name] is None:
+                sections["model"][name] = math.inf  # TOML has no word for none
+        optimizer, steps = vars(self.optimizer), self.train.steps
+        followed = ("schedule_steps", "warmup_steps", "decay_steps")
+        chosen = {name: value for name, value in optimizer.items() if name not in followed}
+        for name in followed:
+            if optimizer[name] != by_rule(chosen, steps).get(name):
+                chosen[name] = optimizer[name]
+        sections["optimizer"] = {name: as_words(value) for name, value in chosen.items()}
+        notes = [f"# {name} = {optimizer[name]} follows from steps" for name in followed if name not in chosen]
+        return "\n".join(["# shardlab train --config FILE repeats the run", *notes, "", as_toml(sections)])
+
+
+def by_rule(optimizer: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Fill in what follows from a run's steps, where nobody says: how the learning rate goes up and down.
+
+    The schedule is as long as the run, and its warm-up a twentieth of that.
+    """
+    length = optimizer.get("schedule_steps", steps)
+    filled = {"schedule_steps": length, "warmup_steps": -(-length // 20), **optimizer}
+    if filled.get("learning_rate_schedule") == "constant":
+        return filled
+    return {"decay_steps": AdamW(**filled).decay, **filled}
+
+
+def as_words(value: Any) -> Any:
+    """A field's value as it stands in a file."""
+    if isinstance(value, Path):
+        return str(value)
+    return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value

@@ -1,0 +1,157 @@
+"""Where a configuration comes from: presets, files and flags, of which later ones prevail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from shardlab.errors import UserError, find, nearest
+from shardlab.models import Blocks
+from shardlab.models.named import find_model, unsized, with_written
+from shardlab.program.field_types import as_text, field_types, of_file
+from shardlab.program.files import packaged
+from shardlab.program.nesting import read_file
+from shardlab.strategies.entry import StrategyEntry
+from shardlab.strategies.load import load
+from shardlab.strategies.plan import Plan
+from shardlab.train.config import SECTIONS, StrategyConfig, TrainingConfig, by_rule
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+NAMING = {"model": {"model"}, "plan": {"strategy", "mesh", "plan"}}
+"""Fields that name a whole model or plan: a source that has one takes nothing of its section from earlier sources."""
+
+
+class Source(NamedTuple):
+    """Some fields of the tree, by section, and what to call the place that they stand in."""
+
+    name: str
+    sections: Sections
+
+
+def preset(name: str) -> Source:
+    """A preset.
+
+    Raises:
+        UserError: there is none of this name; the nearest is suggested.
+    """
+    written = dict(find(packaged("train/presets.toml"), name, "preset"))
+    written.pop("source")
+    return Source(name, _checked(written))
+
+
+def config_file(path: Path) -> Source:
+    """A configuration in a TOML file.
+
+    Raises:
+        UserError: for a file that cannot be read, a section or field that there is not, or a value that does not fit.
+    """
+    try:
+        return Source(str(path), _checked(read_file(path, "TOML")))
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+
+
+def _checked(written: Mapping[str, Any]) -> Sections:
+    """What a file says, as values of the fields."""
+    known = ("model", "plan", *SECTIONS)
+    found: dict[str, dict[str, Any]] = {}
+    for section, table in written.items():
+        if section not in known:
+            raise UserError(f"a configuration has no section {section}; {nearest(section, known)}")
+        if not isinstance(table, dict):
+            raise UserError(f"{section} is {table!r}; write a table, [{section}], and its fields below it")
+        values = cast(dict[str, Any], table)
+        if section in SECTIONS:
+            values = {name: _value(section, name, value) for name, value in values.items()}
+        elif section == "plan":
+            plan_fields = ["strategy", "ranks", "name", *(each.name for each in fields(Plan))]
+            for name in values:
+                _want_known(section, name, plan_fields)
+        found[section] = values
+    return found
+
+
+def _value(section: str, name: str, value: Any) -> Any:
+    types = field_types(SECTIONS[section])
+    _want_known(section, name, types)
+    read = of_file(types[name], value)
+    if wanted := types[name].wanted(read):
+        raise UserError(f"{name} is {as_text(read)}; give {wanted}")
+    return read
+
+
+def _want_known(section: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
+    if name not in known:
+        raise UserError(f"[{section}] has no {name}; {nearest(name, known)}")
+
+
+def prevailing(sources: Sequence[Source], section: str) -> Sequence[Source]:
+    """The sources of a section: those from the last one on that names a whole model or plan."""
+    naming = NAMING.get(section, set())
+    for number in reversed(range(len(sources))):
+        if naming & set(sources[number].sections.get(section, {})):
+            return sources[number:]
+    return sources
+
+
+def merged(sources: Sequence[Source], section: str) -> dict[str, Any]:
+    """A section's fields, each from the last source that has it."""
+    fields: dict[str, Any] = {}
+    for source in prevailing(sources, section):
+        fields |= source.sections.get(section, {})
+    return fields
+
+
+def origin(sources: Sequence[Source], section: str, name: str) -> str | None:
+    """Name the source that a field comes from; None: from none of them."""
+    found = [source.name for source in prevailing(sources, section) if name in source.sections.get(section, {})]
+    return found[-1] if found else None
+
+
+def model_of(sources: Sequence[Source], layers: int) -> Blocks:
+    """The model that sources describe; with so many layers, if nobody says.
+
+    Raises:
+        UserError: when there is no such model, or it has not what a source says.
+    """
+    written = merged(sources, "model")
+    name = written.pop("model")
+    model = find_model(name)
+    return with_written(model, ({"layers": layers} if "layers" in unsized(name, model) else {}) | written, name)
+
+
+def plan_below(sources: Sequence[Source]) -> tuple[str | None, int | None, Plan | None]:
+    """What sources say of the plan: the strategy's name, how many ranks, and the plan if there is one.
+
+    Raises:
+        UserError: when they say fields of a plan of a strategy that is a program of its own.
+    """
+    written = merged(sources, "plan")
+    strategy, ranks, name = (written.pop(key, None) for key in ("strategy", "ranks", "name"))
+    if not written:
+        return strategy, ranks, None
+    if strategy is not None:
+        entry = load(strategy)
+        if entry.plan is None:
+            raise UserError(f"{strategy} is a program of its own, which fields of a plan do not change; leave them out")
+        written = entry.plan(ranks or entry.ranks).as_dict() | written
+    return name or strategy or "plan", ranks, Plan.from_dict(written)
+
+
+def resolved(sources: Sequence[Source], entry: StrategyEntry, ranks: int) -> TrainingConfig:
+    """The configuration that sources make together; the plan is chosen already.
+
+    Raises:
+        UserError: when values do not go together.
+    """
+    sections = {name: merged(sources, name) for name in SECTIONS}
+    sections["optimizer"] = by_rule(sections["optimizer"], sections["train"]["steps"])
+    return TrainingConfig(
+        model=model_of(sources, entry.default_layers(ranks)),
+        plan=StrategyConfig(entry.for_job(ranks), ranks, entry.name),
+        **{name: kind(**sections[name]) for name, kind in SECTIONS.items()},
+    )

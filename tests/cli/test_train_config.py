@@ -1,0 +1,174 @@
+"""`shardlab train`'s configuration: presets, a file, flags and one dial, and which of them prevails."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.models import GPT, MoE
+from shardlab.optimizers import AdamW
+from shardlab.strategies.plan import Plan
+from shardlab.train.config import LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, in which nothing may be trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardlab.train.launch._start_local", Mock(side_effect=AssertionError("ranks were started")))
+    return tmp_path
+
+
+def config_of(capsys: Captured, words: str) -> dict[str, Any]:
+    assert main(["train", *words.split(), "--print-config", "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_flags_prevail_over_the_file_and_the_file_over_the_preset(elsewhere: Path, capsys: Captured) -> None:
+    (elsewhere / "mine.toml").write_text("[optimizer]\nlearning_rate = 1\nweight_decay = 0.2\n[model]\nheads = 2\n")
+    found = config_of(capsys, "--preset shakespeare-cpu --config mine.toml --learning-rate 0.5 --no-bias")
+    assert [found["optimizer"][name] for name in ("learning_rate", "weight_decay", "clip")] == [0.5, 0.2, 1.0]
+    assert [found["model"][name] for name in ("heads", "hidden_size", "bias")] == [2, 128, False]
+    assert found["train"] == {"steps": 2000, "microbatches": 2, "micro_batch_size": 6, "seed": 0}
+
+
+def test_without_words_it_is_as_ever(capsys: Captured) -> None:
+    found = config_of(capsys, "")
+    assert found["plan"] == {"strategy": "fsdp", "ranks": 4}
+    assert found["train"] == {"steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0}
+    assert found["optimizer"] == {
+        "learning_rate": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip": None,
+        "learning_rate_schedule": "cosine", "schedule_steps": 200, "warmup_steps": 10, "decay_steps": 190,
+        "min_learning_rate_ratio": 0.1,
+    }  # fmt: skip
+    assert found["parameters"]["parameters"] == 236_928
+
+
+def test_wordplay_has_the_parameters_of_its_model(capsys: Captured) -> None:
+    assert config_of(capsys, "--preset wordplay")["parameters"] == {
+        "parameters": 85_790_208,
+        "decayed": 85_771_008,
+        "decayed_tensors": 50,
+        "not_decayed": 19_200,
+        "not_decayed_tensors": 25,
+        "without_positions": 85_003_776,
+    }
+    assert main(["train", "--preset", "wordplay", "--print-config"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "hidden_size 768 wordplay" in printed
+    assert "nanoGPT's count 85,003,776 without position embeddings" in printed
+
+
+def test_a_model_or_a_strategy_that_is_named_takes_nothing_from_earlier_ones(capsys: Captured) -> None:
+    found = config_of(capsys, "--preset shakespeare-cpu --model llama --strategy ddp")
+    assert (found["model"]["hidden_size"], found["model"]["vocab_size"]) == (64, 256)
+    assert found["plan"] == {"strategy": "ddp", "ranks": 4}
+    assert config_of(capsys, "--preset shakespeare-cpu --tp 2")["plan"]["mesh"] == {"tp": 2}
+
+
+def test_the_norm_that_a_preset_clips_to_may_be_taken_back(capsys: Captured) -> None:
+    assert config_of(capsys, "--preset wordplay --clip none")["optimizer"]["clip"] is None
+
+
+def test_the_schedule_follows_the_steps_unless_it_is_given(capsys: Captured) -> None:
+    optimizer = config_of(capsys, "--steps 1000 --learning-rate-schedule wsd")["optimizer"]
+    assert [optimizer[f"{name}_steps"] for name in ("schedule", "warmup", "decay")] == [1000, 50, 100]
+    optimizer = config_of(capsys, "--steps 10 --schedule-steps 1000 --warmup-steps 0")["optimizer"]
+    assert [optimizer[f"{name}_steps"] for name in ("schedule", "warmup", "decay")] == [1000, 0, 1000]
+
+
+def test_one_dial_sets_sizes_batch_steps_and_learning_rate(capsys: Captured) -> None:
+    found = config_of(capsys, "--depth 12 --model gpt --seq-len 1024 --vocab-size 50304 --microbatches 64")
+    assert [found["model"][name] for name in ("layers", "hidden_size", "heads")] == [12, 768, 6]
+    assert found["optimizer"]["learning_rate"] == 6e-4
+    tokens = 20 * found["parameters"]["without_positions"]
+    batch = 64 * found["train"]["micro_batch_size"] * 1024
+    assert batch == 2**19  # nearest to 2**19 * (3.2e9 / 1.32e9) ** 0.383
+    assert found["train"]["steps"] == found["optimizer"]["schedule_steps"] == -(-tokens // batch)
+    small = config_of(capsys, "--depth 2 --steps 7 --hidden-size 96")
+    assert [small["model"][name] for name in ("layers", "hidden_size", "heads")] == [2, 96, 1]
+    assert (small["train"]["steps"], small["optimizer"]["learning_rate"]) == (7, 0.0017)
+
+
+CONFIGS = [
+    TrainingConfig(
+        model=MoE(layers=2, hidden_size=32, heads=2, capacity_factor=None),
+        plan=StrategyConfig("expert-parallel", 2, "expert-parallel"),
+        train=LoopConfig(steps=7, seed=-3),
+        optimizer=AdamW(learning_rate_schedule="constant", schedule_steps=7, warmup_steps=1, clip=0.5),
+    ),
+    TrainingConfig(
+        model=GPT(layers=4, tied=True, bias=False),
+        plan=StrategyConfig(Plan(), 1, "plan"),
+        optimizer=AdamW(warmup_steps=3, decay_steps=5, schedule_steps=100),
+        logging=LoggingConfig(prompt='a "quoted"\n\ttext \x7f ü \U0001f600', trace=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_file_that_a_run_leaves_makes_the_same_configuration(
+    config: TrainingConfig, elsewhere: Path, capsys: Captured
+) -> None:
+    (elsewhere / "config.toml").write_text(config.as_toml(), encoding="utf-8")
+    found = config_of(capsys, "--config config.toml")
+    found.pop("parameters")
+    assert found == json.loads(json.dumps(config.as_dict()))
+
+
+def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(elsewhere: Path, capsys: Captured) -> None:
+    config = TrainingConfig(model=GPT(), plan=StrategyConfig("ddp", 2, "ddp"))
+    (elsewhere / "config.toml").write_text(config.as_toml())
+    assert "# warmup_steps = 10 follows from steps\n" in config.as_toml()
+    assert "warmup_steps" not in tomllib.loads(config.as_toml())["optimizer"]
+    assert config_of(capsys, "--config config.toml --steps 400")["optimizer"]["warmup_steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sentence"),
+    [
+        ("", "--stepz 3", "there is no option --stepz; did you mean --steps?"),
+        ("", "--preset wordpla", "there is no preset 'wordpla'; did you mean wordplay?"),
+        ("", "--depth 4 --layers 3", "--depth and --layers both say how many layers the model has; give one of them"),
+        ("", "--depth 4 --model llama3-8b", "--depth sets sizes, but llama3-8b has its own"),
+        ("", "--bias --no-bias", "both --bias and --no-bias were given; give one of them"),
+        ("", "--warmup-steps 300", "warmup_steps is 300, but the learning rate's schedule has 200 steps"),
+        ("", "--clip much", "clip is 'much'; give a positive norm, or none at all"),
+        ("", "--config gone.toml", "gone.toml cannot be read: No such file or directory"),
+        ("", "--preset wordplay", "the vocabulary is 65, but text is read as bytes; give 256 or more"),
+        ("[optimiser]", "", "mine.toml: a configuration has no section optimiser; did you mean optimizer?"),
+        ("[train]\nstep = 3", "", "mine.toml: [train] has no step; did you mean steps?"),
+        ("[plan]\nmash = {}", "", "mine.toml: [plan] has no mash; did you mean mesh?"),
+        ("[model]\nhead = 3", "", "gpt: a model of this kind (GPT) has no head; did you mean heads?"),
+        ("[model]\nheads = '3'", "", "gpt: heads is '3'; give a whole number"),
+        ("train = 3", "", "mine.toml: train is 3; write a table, [train], and its fields below it"),
+        ("[train]\nsteps = 0", "", "mine.toml: steps is 0; give 1 or more"),
+        ("[train]\nsteps = true", "", "mine.toml: steps is True; give a whole number"),
+        ("[data]\ndata = 3", "", "mine.toml: data is 3; give a path in quotes"),
+        ("[precision]\nprecision = 'bf1'", "", "mine.toml: precision is 'bf1'; give one of fp32"),
+        ("[plan]\nstrategy = 'ddp'\nschedule = '1f1b'", "", "ddp is a program of its own, which fields of a plan do"),
+        ("[plan]\nmesh = { tp = 2 }", "--ranks 4", "there are to be 4 ranks, but the plan's mesh is tp 2"),
+        ("[[", "", "mine.toml is not TOML"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_nothing_is_written(
+    text: str, words: str, sentence: str, elsewhere: Path, capsys: Captured
+) -> None:
+    if text:
+        (elsewhere / "mine.toml").write_text(text)
+        words += " --config mine.toml"
+    before = sorted(elsewhere.iterdir())
+    assert main(["train", *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"shardlab: {sentence}"), printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert sorted(elsewhere.iterdir()) == before
