@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,23 @@ def test_one_dial_sets_sizes_batch_steps_and_learning_rate(capsys: Captured) -> 
     small = config_of(capsys, "--depth 2 --steps 7 --hidden-size 96")
     assert [small["model"][name] for name in ("layers", "hidden_size", "heads")] == [2, 96, 1]
     assert (small["train"]["steps"], small["optimizer"]["learning_rate"]) == (7, 0.0017)
+
+
+def test_the_file_of_the_page_on_training_is_one(elsewhere: Path, capsys: Captured) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (text,) = [block for block in blocks if "[optimizer]" in block]
+    (elsewhere / "page.toml").write_text(text)
+    found = config_of(capsys, "--config page.toml --recompute full")
+    assert (found["model"]["model"], found["model"]["layers"]) == ("llama", 2)
+    assert (found["plan"]["mesh"], found["plan"]["recompute"]) == ({"pp": 2}, "full")
+
+
+def test_a_strategy_in_a_file_is_changed_by_fields_beside_it(elsewhere: Path, capsys: Captured) -> None:
+    (elsewhere / "plan.toml").write_text("[plan]\nstrategy = 'zero-3'\nranks = 2\nreshard_after = 'step'\n")
+    plan = config_of(capsys, "--config plan.toml")["plan"]
+    assert (plan["name"], plan["mesh"], plan["reshard_after"]) == ("zero-3", {"dp_shard": 2}, "step")
+    assert plan["shard_parameters"] == ["dp_shard"]
 
 
 CONFIGS = [

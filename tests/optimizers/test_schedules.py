@@ -1,5 +1,8 @@
 """Learning rates over a run."""
 
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
 from __future__ import annotations
 
 import math

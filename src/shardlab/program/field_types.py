@@ -68,13 +68,13 @@ def check_field(name: str, value: Any, written: FieldType, default: Any) -> None
         raise UserError(f"{name} is {as_text(value)}; give {wanted}")
 
 
-def check_fields(checked: Any) -> None:
+def check_fields(checked: object) -> None:
     """Refuse an object whose fields hold what cannot stand in them.
 
     Raises:
         UserError: with what to give instead.
     """
-    kind: type = type(checked)
+    kind = type(checked)
     for name, written in field_types(kind).items():
         check_field(name, getattr(checked, name), written, getattr(kind, name, None))
 
