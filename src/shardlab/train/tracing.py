@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.draw.trace import save_trace_events
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, Settings
 from shardlab.execute.clock import clock_offset
 from shardlab.execute.recording import OpTimer
 from shardlab.execute.tracked_memory import step_with_memory
@@ -109,7 +109,7 @@ def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing:
     """Run one rank's part of a training of no more steps than are recorded, on the default text; it leaves a trace."""
     corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
-    settings = Settings(job.seed, job.numbers, device, AdamW(schedule_steps=tracing.steps))
+    settings = Settings(job.seed, job.numbers, device)
     executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
     traced = TracedExecutor(executor, job, folder, tracing)
     for _ in range(tracing.steps):
