@@ -171,7 +171,7 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("[train]\nsteps = 0", "", "mine.toml: steps is 0; give 1 or more"),
         ("[train]\nsteps = true", "", "mine.toml: steps is True; give a whole number"),
         ("[data]\ndata = 3", "", "mine.toml: data is 3; give a path in quotes"),
-        ("[precision]\nprecision = 'bf1'", "", "mine.toml: precision is 'bf1'; give one of fp32"),
+        ("[precision]\nprecision = 'bf1'", "", "mine.toml: precision is 'bf1'; give one of fp32, bf16"),
         ("[plan]\nstrategy = 'ddp'\nschedule = '1f1b'", "", "ddp is a program of its own, which fields of a plan do"),
         ("[plan]\nmesh = { tp = 2 }", "--ranks 4", "there are to be 4 ranks, but the plan's mesh is tp 2"),
         ("[[", "", "mine.toml is not TOML"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardlab.check import Checked
 from shardlab.cli.strategy import checked
+from shardlab.execute.executor import want_norm
 from shardlab.program import OpKind, Refused, UserError
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
@@ -25,10 +26,11 @@ def checked_to_run(entry: StrategyEntry, job: Job, clip: float | None) -> Checke
 
     Raises:
         Refused: when the program is wrong, or does not run on the backend that its ranks would use.
-        UserError: when it is to clip, but computes no norm.
+        UserError: when it is to clip, or float16 wants to know of overflows, but it computes no norm.
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     proof = checked(entry, job.ranks, job.sizes, job.microbatches)
+    want_norm(job.numbers, proof)
     if clip is not None and not any(op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape):
         lacking = f"the gradient's norm, which {entry.name} does not compute"
         raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3")

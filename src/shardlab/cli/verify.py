@@ -70,7 +70,6 @@ class Verify:
 
         from shardlab.cli.ranks import checked_to_run, failures_as_exit
         from shardlab.execute import AdamW
-        from shardlab.execute.executor import want_norm
         from shardlab.train.job import Job
         from shardlab.train.launch import ranks_here
         from shardlab.train.verify import TOLERANCE, clip_for, verify
@@ -83,7 +82,6 @@ class Verify:
         proof = checked_to_run(chosen, job, self.clip)
         clip = clip_for(proof, self.clip)
         AdamW(clip=clip)  # refuses what is no norm
-        want_norm(job.numbers, proof)
         with failures_as_exit():
             verdict = verify(job, self.steps, clip)
         if verdict is None:  # a rank of an existing world, but not the one that reports

@@ -15,7 +15,8 @@ from shardlab.program.field_types import COUNT, INTEGER, PATH, SWITCH, check_fie
 from shardlab.program.toml import as_toml
 from shardlab.strategies.plan import Plan
 
-Precision = Literal["fp32"]
+PrecisionName = Literal["fp32", "bf16", "bf16-fp32-grads", "fp16", "fp64"]
+"""As in `shardlab.program.precision`."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class LoopConfig:
 class PrecisionConfig:
     """The numbers that are computed with."""
 
-    precision: Annotated[Precision, choice(Precision)] = "fp32"
-    """Numbers of weights, activations and gradients."""
+    precision: Annotated[PrecisionName, choice(PrecisionName)] = "fp32"
+    """Numbers of weights, activations and gradients; below 32 bits the optimizer keeps a copy of the weights in 32."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -48,8 +48,9 @@ class TrainingRun:
             train.microbatches,
             config.model,
             train.micro_batch_size,
-            seed=train.seed,
-            name=plan.name,
+            config.precision.precision,
+            train.seed,
+            plan.name,
         )
 
     def text(self) -> Text:
