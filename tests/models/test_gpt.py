@@ -132,7 +132,7 @@ def test_it_is_frozen_and_hashable() -> None:
         ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),
         ({"dropout": -0.1}, "dropout is -0.1"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0; a model needs at least 1"),
-        ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, squared_relu, swiglu"),
+        ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, gelu_tanh, squared_relu, swiglu"),
         ({"norm": "batch"}, "norm is 'batch'; choose layer or rms"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0; the base of the rotary angles is a positive number"),
         ({"rope_theta": 1e4, "hidden_size": 12}, "rotary positions turn pairs of features, but a head has 3"),

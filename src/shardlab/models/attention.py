@@ -10,6 +10,13 @@ from shardlab.models.layout import Parameter
 from shardlab.models.primitive import Pieces, Primitive, piece
 from shardlab.models.primitives import Linear
 
+RopeScaling = tuple[float, float, float, int]
+"""Factor, low and high frequency factor, and the context that rotary frequencies were first trained for.
+
+Llama 3.1: a frequency with less than `low` turns in that context is divided by the factor, one with more than `high`
+stays, and what lies between is mixed linearly (meta-llama/llama-models, llama3/model.py, apply_scaling).
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedHeads(Primitive):
@@ -39,12 +46,14 @@ class Projection(GroupedHeads):
 
     Attributes:
         rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; none: None).
+        rope_scaling: how its slower frequencies are stretched (None: not at all).
     """
 
     einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"
 
     bias: bool
     rope_theta: float | None
+    rope_scaling: RopeScaling | None = None
 
     @property
     def outputs(self) -> int:
@@ -158,13 +167,21 @@ class Attend(GroupedHeads):
 
 
 def attention(
-    tokens: int, hidden_size: int, heads: int, kv_heads: int, bias: bool, drops: bool, rope_theta: float | None
+    tokens: int,
+    hidden_size: int,
+    heads: int,
+    kv_heads: int,
+    bias: bool,
+    drops: bool,
+    rope_theta: float | None,
+    rope_scaling: RopeScaling | None = None,
 ) -> tuple[Projection, Attend, Linear]:
     """Projection, attention, and the map back onto the residual stream, whose bias is added with the residual."""
     return (
         Projection(
-            tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta
-        ),
+            tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+        ),  # fmt: skip
         Attend(tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, drops=drops),
         Linear(
             tokens=tokens, name="attn.c_proj", outputs=hidden_size, inputs=hidden_size, bias=False,

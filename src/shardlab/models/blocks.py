@@ -37,6 +37,11 @@ class Blocks(Model):
         return False
 
     @property
+    def epsilon(self) -> float:
+        """What norms add to the variance, or to the mean square."""
+        return 1e-5
+
+    @property
     def has_tied_head(self) -> bool:
         """Whether the head computes with the token embedding."""
         return False
@@ -60,7 +65,9 @@ class Blocks(Model):
 
     def norm_of(self, name: str) -> Norm:
         """A norm of the residual stream."""
-        return Norm(tokens=self.seq_len, name=name, hidden_size=self.hidden_size, rms=self.rms, bias=self.bias)
+        return Norm(
+            tokens=self.seq_len, name=name, hidden_size=self.hidden_size, rms=self.rms, bias=self.bias, eps=self.epsilon
+        )
 
     def add(self, site: DropoutSite, bias: str = "") -> Add:
         """A sum of a branch with the residual stream; `bias` names that of the linear map before it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardlab.errors import UserError
-from shardlab.models.attention import attention
+from shardlab.models.attention import RopeScaling, attention
 from shardlab.models.blocks import Blocks
 from shardlab.models.primitive import Primitive
 from shardlab.models.primitives import ACTIVATIONS, Activation, DropoutSite, feed_forward
@@ -29,9 +29,11 @@ class GPT(Blocks):
         tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
             With more than one layer, such a model is trained in half-blocks.
         ffn_hidden: features inside each MLP (None: 4 x hidden_size).
-        activation: of the MLPs: gelu, squared_relu or swiglu.
+        activation: of the MLPs: gelu, gelu_tanh, squared_relu or swiglu.
         norm: layer, or rms (RMSNorm).
+        norm_eps: what norms add to the variance, or to the mean square.
         rope_theta: the base of rotary position embeddings (None: positions are learned).
+        rope_scaling: how its slower frequencies are stretched for contexts longer than the first one (None: not).
     """
 
     heads: int = 4
@@ -40,7 +42,9 @@ class GPT(Blocks):
     ffn_hidden_size: int | None = None
     activation: Activation = "gelu"
     norm: NormKind = "layer"
+    norm_eps: float = 1e-5
     rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +70,11 @@ class GPT(Blocks):
             raise UserError(f"activation is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         if self.norm not in ("layer", "rms"):
             raise UserError(f"norm is {self.norm!r}; choose layer or rms")
+        if not 0 < self.norm_eps < math.inf:
+            raise UserError(f"norm_eps is {self.norm_eps}; give a small positive number, such as 1e-5")
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))  # a list, if it was read from a file
+            self._check_scaling()
         if self.rope_theta is None:
             return
         if not 0 < self.rope_theta < math.inf:
@@ -74,6 +83,17 @@ class GPT(Blocks):
             raise UserError(
                 f"rotary positions turn pairs of features, but a head has {self.hidden_size // self.heads} (width "
                 f"{self.hidden_size} / {self.heads} heads); choose a width that is a multiple of twice the heads"
+            )
+
+    def _check_scaling(self) -> None:
+        scaling = tuple[object, ...](self.rope_scaling or ())
+        numbers = [each for each in scaling if isinstance(each, int | float) and 0 < each < math.inf]
+        if self.rope_theta is None:
+            raise UserError("rope_scaling stretches rotary positions, but these are learned; give rope_theta as well")
+        if len(numbers) != 4 or len(scaling) != 4 or numbers[1] >= numbers[2]:
+            raise UserError(
+                f"rope_scaling is {list(scaling)}; give four positive numbers: factor, low_freq_factor, a larger "
+                "high_freq_factor, and the original context in tokens"
             )
 
     @property
@@ -90,13 +110,18 @@ class GPT(Blocks):
         return self.norm == "rms"
 
     @property
+    def epsilon(self) -> float:
+        return self.norm_eps
+
+    @property
     def has_tied_head(self) -> bool:
         return self.tied
 
     def attention_part(self) -> tuple[Primitive, ...]:
         """Norm, attention, sum with the residual stream."""
         heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0
-        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.bias, drops, self.rope_theta)
+        rope = self.rope_theta, self.rope_scaling
+        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.bias, drops, *rope)
         return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
 
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:

@@ -22,8 +22,8 @@ def _two_thirds(hidden_size: int) -> int:
 class Llama(GPT):
     """A GPT with RMSNorm, rotary positions and SwiGLU, without biases (Touvron et al. 2023, arXiv 2302.13971, 2.2).
 
-    Llama 3 has fewer key/value heads than heads (arXiv 2407.21783, section 3.2). Its rescaled frequencies for contexts
-    longer than 8192 tokens are left out: they change numbers but neither sizes nor speed.
+    Llama 3 has fewer key/value heads than heads (arXiv 2407.21783, section 3.2). Llama 3.1
+    rescales frequencies for contexts longer than 8192 tokens (`rope_scaling`).
 
     >>> Llama(hidden_size=48, heads=4, kv_heads=2).hidden
     128

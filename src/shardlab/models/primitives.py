@@ -10,8 +10,8 @@ from shardlab.models.kernels import Kernel, Matmul, Pointwise
 from shardlab.models.layout import Parameter
 from shardlab.models.primitive import Pieces, Primitive, piece
 
-Activation = Literal["gelu", "squared_relu", "swiglu"]
-"""Exact GELU; max(x, 0)^2 (So et al. 2021, arXiv 2109.08668); silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
+Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
+"""Exact GELU; GELU by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415; GPT-2's own); max(x, 0)^2 (So et al. 2021, arXiv 2109.08668); silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
@@ -100,6 +100,9 @@ class Embed(Primitive):
 class Norm(Primitive):
     """The residual stream `s`, normalised, to `x`: a LayerNorm, or an RMSNorm (Zhang and Sennrich 2019, arXiv
     1910.07467), which has no bias.
+
+    Attributes:
+        eps: added to the variance, or to the mean square.
     """
 
     einsum: ClassVar[str] = "s(width) -> x(width)"
@@ -109,6 +112,7 @@ class Norm(Primitive):
     hidden_size: int
     rms: bool
     bias: bool
+    eps: float = 1e-5
 
     def features(self, tensor: str) -> int:
         return self.hidden_size

@@ -65,7 +65,10 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (replace(linear("width", "ffn"), read="y", made="y"), "ffn width"),
     (scores(tied=False), "vocab width"),
     (scores(tied=True), "vocab width"),
-    *((Activate(tokens=T, activation=each, hidden=HIDDEN), "ffn") for each in ("gelu", "squared_relu", "swiglu")),
+    *(
+        (Activate(tokens=T, activation=each, hidden=HIDDEN), "ffn")
+        for each in ("gelu", "gelu_tanh", "squared_relu", "swiglu")
+    ),
     (Add(tokens=T, hidden_size=C, bias="bias", drops=False, site=SITE), "width"),
     (Add(tokens=T, hidden_size=C, bias="", drops=True, site=SITE), ""),
     (Add(tokens=T, hidden_size=C, bias="bias", drops=False, site=SITE, branch="y"), "width"),

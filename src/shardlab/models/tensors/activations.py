@@ -18,6 +18,8 @@ def activated(activation: Activation, x: Tensor) -> Tensor:
     """Features of the first map (..., features) to those that the second one takes, (..., hidden)."""
     if activation == "gelu":
         return F.gelu(x)
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
     if activation == "squared_relu":
         return F.relu(x).square()
     return cast(Tensor, _SwiGLU.apply(x))

@@ -80,8 +80,8 @@ def _(primitive: Embed, given: Given) -> tuple[Tensor, ...]:
 def _(primitive: Norm, given: Given) -> tuple[Tensor, ...]:
     s, weight = given.tensors["s"], given.parameters[f"{primitive.name}.weight"]
     if primitive.rms:
-        return (rms_norm(s, weight),)
-    return (F.layer_norm(s, s.shape[-1:], weight, given.parameters.get(f"{primitive.name}.bias")),)
+        return (rms_norm(s, weight, primitive.eps),)
+    return (F.layer_norm(s, s.shape[-1:], weight, given.parameters.get(f"{primitive.name}.bias"), primitive.eps),)
 
 
 @compute.register
@@ -124,7 +124,8 @@ def _(primitive: Projection, given: Given) -> tuple[Tensor, ...]:
     features = F.linear(x, given.parameters["attn.c_attn.weight"], given.parameters.get("attn.c_attn.bias"))
     if primitive.rope_theta is not None:
         heads, size = (primitive.heads + primitive.kv_heads) // of, primitive.hidden_size // primitive.heads
-        features = rotated(features, heads, size, given.share.tokens or range(x.shape[1]), primitive.rope_theta)
+        tokens = given.share.tokens or range(x.shape[1])
+        features = rotated(features, heads, size, tokens, primitive.rope_theta, primitive.rope_scaling)
     queries, keys_values = torch.split(features, [primitive.hidden_size // of, 2 * primitive.kv_width // of], -1)
     return queries, keys_values
 

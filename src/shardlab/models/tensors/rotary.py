@@ -9,6 +9,7 @@ eq. 34; Llama's own code). So a query's product with a key depends on how far ap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -16,8 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shardlab.models.attention import RopeScaling
 
-def rotated(features: Tensor, heads: int, size: int, tokens: Sequence[int], theta: float) -> Tensor:
+
+def rotated(
+    features: Tensor, heads: int, size: int, tokens: Sequence[int], theta: float, scaling: RopeScaling | None = None
+) -> Tensor:
     """Heads side by side, (rows, T, features), of which the first ones are turned; memory of its own.
 
     Args:
@@ -26,17 +31,29 @@ def rotated(features: Tensor, heads: int, size: int, tokens: Sequence[int], thet
         size: features of a head.
         tokens: the places in the sequence.
         theta: base of the angles.
+        scaling: how slower frequencies are stretched (None: not).
     """
     assert len(tokens) == features.shape[1], f"{tokens} are not the {features.shape[1]} tokens given"
     exact = torch.promote_types(features.dtype, torch.float32)
-    turns = _turns(theta, size, tuple(tokens), exact, features.device)
+    turns = _turns(theta, scaling, size, tuple(tokens), exact, features.device)
     return cast(Tensor, _Rotate.apply(features, turns, heads))
 
 
 @lru_cache(maxsize=16)
-def _turns(theta: float, size: int, tokens: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _turns(
+    theta: float,
+    scaling: RopeScaling | None,
+    size: int,
+    tokens: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """e^(i angle), (T, 1, size / 2), computed in float64."""
     rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    if scaling is not None:
+        factor, low, high, context = scaling
+        kept = ((context * rates / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # by turns within the context
+        rates = rates * (kept + (1 - kept) / factor)
     angles = torch.tensor(tokens, dtype=torch.float64)[:, None, None] * rates
     return torch.polar(torch.ones_like(angles), angles).to(device, dtype.to_complex())
 
