@@ -28,16 +28,18 @@ MAY_IMPORT = {
     "draw": CORE | {"check", "timeline"},
     "models": CORE,
     "hardware": CORE | {"models"},
+    "exchange": CORE | {"models"},
     "optimizers": CORE,
     "execute": CORE | {"check", "models", "optimizers"},
-    "train": CORE | {"strategies", "check", "timeline", "recorded", "draw", "models", "optimizers", "execute"},
+    "train": CORE
+    | {"strategies", "check", "timeline", "recorded", "draw", "models", "optimizers", "execute", "exchange"},
     "measure": CORE | {"strategies", "check", "draw", "models", "hardware", "execute"},
     "puzzles": CORE | {"check", "timeline", "draw"},
     "published": CORE | {"strategies", "timeline", "predict", "models", "hardware"},
 }
 """Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
 
-TORCH = ("models/tensors", "execute", "train", "measure", "cli")
+TORCH = ("models/tensors", "exchange", "execute", "train", "measure", "cli")
 """Only these import torch; what a command line without training runs is tried without torch below."""
 
 LONGEST = {"src": 400, "tests": 500, "benchmarks": 400, "examples": 400, "docs": 400}
@@ -151,6 +153,7 @@ def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
         ["simulate", "gpipe"],
         ["train", "--help"],
         ["verify", "--help"],
+        ["convert", "--help"],
         ["bench", "collectives", "--help"],
         ["compare", "--help"],
         ["simulate", "fsdp", "--svg", "fsdp.svg"],

@@ -18,6 +18,7 @@ from shardlab.cli.bench import Bench
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
 from shardlab.cli.console import print_json
+from shardlab.cli.convert import Convert
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
@@ -52,6 +53,7 @@ COMMANDS: dict[str, type[Command]] = {
     "collectives": Collectives,
     "train": Train,
     "verify": Verify,
+    "convert": Convert,
     "validate": Validate,
     "bench": Bench,
     "compare": Compare,

@@ -128,6 +128,18 @@ class ModelOptions:
         given = {field: value for field, value in ({"layers": layers} | small).items() if field in free} | given
         return with_fields(model, given, name)
 
+    def changed(self, model: Blocks, source: str) -> Blocks:
+        """Another model with what the options change of it; one that they name is taken in its place.
+
+        Raises:
+            UserError: when the model has not what a flag says.
+        """
+        from shardlab.models.named import find_model, with_fields
+
+        given = self.given()
+        name = given.pop("model", None)
+        return with_fields(find_model(name) if name else model, given, name or source)
+
 
 DEFAULT_MODEL = ModelOptions()
 

@@ -177,14 +177,13 @@ def attention(
     rope_scaling: RopeScaling | None = None,
 ) -> tuple[Projection, Attend, Linear]:
     """Projection, attention, and the map back onto the residual stream, whose bias is added with the residual."""
-    return (
-        Projection(
-            tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-        ),  # fmt: skip
-        Attend(tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, drops=drops),
-        Linear(
-            tokens=tokens, name="attn.c_proj", outputs=hidden_size, inputs=hidden_size, bias=False,
-            out_index="width", in_index="head",
-        ),
+    projection = Projection(
+        tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
     )  # fmt: skip
+    output = Linear(
+        tokens=tokens, name="attn.c_proj", outputs=hidden_size, inputs=hidden_size, bias=False,
+        out_index="width", in_index="head",
+    )  # fmt: skip
+    attend = Attend(tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, drops=drops)
+    return projection, attend, output

@@ -113,6 +113,8 @@ def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Bloc
     hints = get_type_hints(type(model))
     for name, value in written.items():
         hint = hints.get(name)
+        if value is None and type(None) in get_args(hint):
+            continue
         hint = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
         kind, wanted = WANTED.get(str if get_origin(hint) is Literal else hint, (object, ""))
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):

@@ -11,7 +11,8 @@ from shardlab.models.layout import Parameter
 from shardlab.models.primitive import Pieces, Primitive, piece
 
 Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
-"""Exact GELU; GELU by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415; GPT-2's own); max(x, 0)^2 (So et al. 2021, arXiv 2109.08668); silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
+"""Exact GELU; GELU by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415; GPT-2's own); max(x, 0)^2 (So et al.
+2021, arXiv 2109.08668); silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 

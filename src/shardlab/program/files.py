@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 import tomllib
 from collections.abc import Generator
@@ -54,6 +55,31 @@ def whole_file(path: Path) -> Generator[Path, None, None]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Generator[Path, None, None]:
+    """Make a folder beside `path`, which gets that name when the block ends, and goes if the block raises.
+
+    Yields:
+        the folder to write into.
+
+    Raises:
+        UserError: when there is something at `path`, or the folder cannot be made.
+    """
+    part = path.with_name(path.name + ".part")
+    for each in (path, part):
+        if each.exists() or each.is_symlink():
+            raise UserError(f"{each} exists; name a new folder, so that nothing is overwritten")
+    try:
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"the folder {path} cannot be made ({error.strerror}); name another") from error
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -33,7 +33,7 @@ def to_blocks(model: CutModel, layers: Sequence[Tensor]) -> list[Tensor]:
         for slice, its in enumerate(flat.chunk(layout.slices)):
             mine = named_views(layout, its)
             for block, parameter in run.parameters():
-                _put(named[block][parameter.name], mine[parameter.name], _cuts(run, parameter, slice))
+                _put(named[block][parameter.name], mine[parameter.name], cuts_of(run, parameter, slice))
     return wholes
 
 
@@ -46,11 +46,11 @@ def layer_of(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tenso
     for slice, its in enumerate(flat.chunk(layout.slices)):
         mine = named_views(layout, its)
         for block, parameter in run.parameters():
-            _take(mine[parameter.name], named[block][parameter.name], _cuts(run, parameter, slice))
+            _take(mine[parameter.name], named[block][parameter.name], cuts_of(run, parameter, slice))
     return flat
 
 
-def _cuts(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
+def cuts_of(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
     """How a parameter is cut, each with the number of the piece that a slice of the layer has."""
     numbers = run.numbers(slice)
     return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.own_pieces)]
@@ -59,19 +59,19 @@ def _cuts(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
 def _take(piece: Tensor, whole: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
     """Copy a piece from the whole; the last one gets zeros at its end where there is nothing left."""
     for cut, number in cuts:
-        whole = whole.index_select(cut.dim, _places(whole.shape[cut.dim], cut, number))
+        whole = whole.index_select(cut.dim, places_of(whole.shape[cut.dim], cut, number))
     piece[tuple(slice(length) for length in whole.shape)] = whole
 
 
 def _put(whole: Tensor, piece: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
     """Copy a piece to its place in the whole."""
-    places = {cut.dim: _places(whole.shape[cut.dim], cut, number) for cut, number in cuts}
+    places = {cut.dim: places_of(whole.shape[cut.dim], cut, number) for cut, number in cuts}
     every = [places.get(dim, torch.arange(length)) for dim, length in enumerate(whole.shape)]
     here = tuple(slice(len(each)) for each in every)
     whole[torch.meshgrid(*every, indexing="ij")] = piece[here]
 
 
-def _places(length: int, cut: Cut, number: int) -> Tensor:
+def places_of(length: int, cut: Cut, number: int) -> Tensor:
     """Where the elements of piece `number` stand along the dim that is cut."""
     places: list[Tensor] = []
     start = 0

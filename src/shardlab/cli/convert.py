@@ -1,0 +1,73 @@
+"""`shardlab convert FROM TO`: a run's weights to Hugging Face's form, and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
+from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
+from shardlab.cli.options import Count, Flag
+from shardlab.program import UserError
+from shardlab.rules.pieces import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardlab.exchange.convert import Planned
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Write the weights of a run as a Hugging Face folder (config.json and safetensors), or such a folder as a run's.
+
+    GPT-2, Llama and Mixtral are exchanged; every number stays as it is.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROM", help_behavior_hint="")]
+    """The folder of a run, or of Hugging Face's form."""
+
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO", help_behavior_hint="")]
+    """A new folder."""
+
+    to: Annotated[
+        Literal["hf", "shardlab"] | None, tyro.conf.arg(help_behavior_hint="(default: the form that FROM has not)")
+    ] = None
+    """The form that is written."""
+
+    shard_mb: Count = 5000
+    """Megabytes of a file in Hugging Face's form; of more, several files and their index are made."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    model: ModelFlags = DEFAULT_MODEL
+
+    def run(self) -> int:
+        if self.out.exists():
+            raise UserError(f"{self.out} exists; name a new folder, so that nothing is overwritten")
+        from shardlab.exchange import converted, open_source
+
+        source = open_source(self.source, self.model.changed)
+        form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
+        done = converted(source, self.out, form, shard_bytes=self.shard_mb * 10**6, follow=_shown)
+        if self.json:
+            print_json(asdict(done))
+            return 0
+        console = stdout_console()
+        print_fact(
+            console, "model", f"{done.model}, {done.parameters:,} parameters in {counted(done.tensors, 'tensor')}"
+        )
+        print_path(console, "folder", Path(done.folder))
+        print_fact(console, "files", ", ".join(done.files))
+        return 0
+
+
+def _shown(planned: list[Planned]) -> Iterable[Planned]:
+    console = Console(stderr=True)
+    return track(planned, "converting", console=console, transient=True, disable=not console.is_terminal)

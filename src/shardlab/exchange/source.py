@@ -1,0 +1,214 @@
+"""A folder with a model's weights, in a run's form or in Hugging Face's, of which any rows can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from shardlab.errors import UserError
+from shardlab.exchange.config import model_of
+from shardlab.exchange.parts import Part, own_parts
+from shardlab.exchange.tensor_files import TensorFiles, files_in
+from shardlab.models import Blocks, Parameter
+from shardlab.models.named import find_model, with_written
+from shardlab.program.nesting import read_file
+from shardlab.rules.pieces import counted
+
+Form = Literal["hf", "shardlab"]
+"""How a folder has its weights: as transformers has them, or as a run of ours."""
+
+RUN, WEIGHTS, CONFIG = "run.json", "weights.safetensors", "config.json"
+
+Parts = Callable[[int, Parameter], list[list[Part]]]
+"""For each matrix of a block's parameter, the parts that it lies in."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder with weights.
+
+    Attributes:
+        folder: where it is.
+        form: how it has them.
+        model: whose weights.
+        tensors: of its files.
+        parts: where each parameter lies in them.
+        prefix: what names in the files lack, where they were saved without the head.
+        config: its config.json, or the one that it was made from.
+    """
+
+    folder: Path
+    form: Form
+    model: Blocks
+    tensors: TensorFiles
+    parts: Parts
+    prefix: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def name(self, part: Part) -> str:
+        """The name of a part's tensor in the files."""
+        return part.name.removeprefix(self.prefix)
+
+    def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
+        """The numbers that a parameter is in, the wider ones where its parts differ."""
+        found = [self.tensors.dtype(self.name(part)) for parts in self.parts(block, parameter) for part in parts]
+        wide = found[0]
+        for each in found[1:]:
+            wide = torch.promote_types(wide, each)
+        return wide
+
+    def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
+        """Some rows and columns of a parameter's matrix, (rows, columns); nothing else is read but what lies between.
+
+        Args:
+            block: that holds the parameter.
+            matrix: the number of the expert, or 0.
+            rows, columns: numbers, ascending.
+        """
+        found: list[Tensor] = []
+        for part in self.parts(block, parameter)[matrix]:
+            mine = rows[(rows >= part.start) & (rows < part.start + part.rows)] - part.start
+            if len(mine):
+                found.append(self._read(part, part.theirs(mine), columns))
+        return torch.cat(found) if found else torch.empty(0, len(columns))
+
+    def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
+        name = self.name(part)
+        if part.vector:
+            return _chosen(rows, lambda places: self.tensors.read(name, places))[:, None]
+        first = () if part.expert is None else (part.expert,)
+
+        def of_columns(places: slice) -> Tensor:
+            if part.transposed:
+                return _chosen(columns, lambda inputs: self.tensors.read(name, inputs, places)).t()
+            return _chosen(columns, lambda inputs: self.tensors.read(name, *first, places, inputs).t()).t()
+
+        return _chosen(rows, of_columns)
+
+    def parameters(self) -> Iterator[tuple[int, Parameter]]:
+        """Every parameter, with its block."""
+        return parameters_of(self.model)
+
+    def check(self, ignored: tuple[str, ...] = ()) -> Source:
+        """See to it that the files have every tensor of the model in its shape, and no other.
+
+        Raises:
+            UserError: naming what is missing, has another shape, or is too much.
+        """
+        wanted: dict[str, tuple[int, ...]] = {}
+        for block, parameter in self.parameters():
+            for parts in self.parts(block, parameter):
+                for part in parts:
+                    several = () if part.expert is None else (parameter.shape[0],)
+                    wanted[self.name(part)] = (*several, *part.shape)
+        there = self.tensors.names
+        if missing := sorted(wanted.keys() - there):
+            raise UserError(
+                f"{self.folder} lacks {counted(len(missing), 'tensor')} of its model's {len(wanted)}: {_first(missing)}"
+            )
+        for name, shape in wanted.items():
+            self.tensors.dtype(name)
+            if (given := self.tensors.shape(name)) != shape:
+                raise UserError(
+                    f"{self.folder}: {name} is {_by(given)}, but the model's fields make it {_by(shape)}; "
+                    "its configuration is not that of these weights"
+                )
+        extra = sorted(name for name in there - wanted.keys() if not name.endswith(ignored))
+        if not self.model.bias:  # transformers' GPT-2 has biases all the same
+            extra = [name for name in extra if not name.endswith(".bias") or bool(self.tensors.read(name).any())]
+        if self.model.has_tied_head:
+            extra = [name for name in extra if name != "lm_head.weight"]
+        if extra:
+            raise UserError(
+                f"{self.folder} has {counted(len(extra), 'tensor')} that its model has no place for: {_first(extra)}"
+            )
+        return self
+
+
+def parameters_of(model: Blocks) -> Iterator[tuple[int, Parameter]]:
+    """Every parameter of a model, with its block, in the order of blocks."""
+    for block in range(model.layers):
+        for parameter in model.layout(block).parameters:
+            yield block, parameter
+
+
+def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = None) -> Source:
+    """The weights in a folder, with all their names and shapes checked, and none read.
+
+    Args:
+        folder: of a run (run.json and weights.safetensors) or in Hugging Face's form (config.json and safetensors).
+        change: makes the model whose weights they are of the one that the folder says, and the name of the file that
+            says it.
+
+    Raises:
+        UserError: when there are no weights in safetensors, they are of no model that Shardlab has, or do not fit it.
+    """
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}; name the folder of a run, or one in Hugging Face's form")
+    changed = change or _unchanged
+    if (folder / WEIGHTS).is_file():
+        record = _record(folder / RUN)
+        model = changed(_recorded(record, folder / RUN), str(folder / RUN))
+        tensors = TensorFiles([folder / WEIGHTS])
+        return Source(folder, "shardlab", model, tensors, own_parts, config=record.get("huggingface") or {}).check()
+    if not (folder / CONFIG).is_file():
+        if (folder / RUN).is_file():
+            raise UserError(f"{folder} has no {WEIGHTS}: the run has ended without any; name another run")
+        raise UserError(
+            f"{folder} has neither {WEIGHTS} nor {CONFIG}; name a run's folder or one of Hugging Face's form"
+        )
+    config = _record(folder / CONFIG)
+    family, found = model_of(config, str(folder / CONFIG))
+    model = changed(found, str(folder / CONFIG))
+    tensors = TensorFiles(files_in(folder))
+    bare = not any(name.startswith(family.prefix) for name in tensors.names)
+    parts = partial(family.naming.parts, found)
+    return Source(folder, "hf", model, tensors, parts, family.prefix if bare else "", config).check(family.ignored)
+
+
+def _unchanged(model: Blocks, source: str) -> Blocks:
+    return model
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """What a JSON file says, which is a table."""
+    found = read_file(path, "JSON")
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no table of fields, as it is in the folders of runs and of Hugging Face")
+    return cast(dict[str, Any], found)
+
+
+def _recorded(record: dict[str, Any], path: Path) -> Blocks:
+    """The model of a run's record."""
+    written = record.get("model")
+    written = dict(cast(dict[str, Any], written)) if isinstance(written, dict) else {}
+    kind = written.pop("kind", None)
+    if not isinstance(kind, str):
+        raise UserError(f"{path} does not say of which model the weights are; its field model has none")
+    return with_written(find_model(kind), written, str(path))
+
+
+def _chosen(places: Tensor, read: Callable[[slice], Tensor]) -> Tensor:
+    """Some places of dim 0, of which `read` reads a range."""
+    if not len(places):
+        return read(slice(0, 0))
+    first, last = int(places.min()), int(places.max())
+    found = read(slice(first, last + 1))
+    consecutive = len(places) == last + 1 - first and bool((places.diff() == 1).all())
+    return found if consecutive else found[places - first]
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _first(names: list[str], most: int = 3) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

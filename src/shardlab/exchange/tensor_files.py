@@ -1,0 +1,105 @@
+"""Tensors of a folder's safetensors files, of which parts are read; no pickle is ever opened."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# safetensors leaves its annotations out.
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardlab.errors import UserError
+from shardlab.program.nesting import read_file
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Numbers that weights may be in, by safetensors' names."""
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class TensorFiles:
+    """Tensors by name; a file is opened when the first of its tensors is asked for, and only what is asked for is read.
+
+    Args:
+        files: the file that has each tensor (None: all that are in `paths`).
+        paths: the files.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._opened = {path: _open(path) for path in paths}
+        self._file = {name: file for file in self._opened.values() for name in cast(list[str], file.keys())}
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._file[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The numbers that a tensor is in.
+
+        Raises:
+            UserError: when they are no floating-point numbers of 16 bits or more.
+        """
+        written = self._file[name].get_slice(name).get_dtype()
+        if written not in DTYPES:
+            raise UserError(f"tensor {name} is in {written}; weights are exchanged in {', '.join(DTYPES)}")
+        return DTYPES[written]
+
+    def read(self, name: str, *where: slice | int) -> Tensor:
+        """Part of a tensor, or with no `where` all of it."""
+        part = self._file[name].get_slice(name)
+        return cast(Tensor, part[where] if where else part[:])
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read as safetensors ({reason(error)})") from None
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of a Hugging Face folder's weights: one, or those of its index.
+
+    Raises:
+        UserError: when there are none, or those of the index are missing.
+    """
+    if (folder / INDEX).is_file():
+        index = read_file(folder / INDEX, "JSON")
+        names = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
+            raise UserError(f"{folder / INDEX} has no weight_map from tensors to files")
+        paths = [folder / Path(name).name for name in sorted(set(cast(Mapping[str, str], names).values()))]
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise UserError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; copy the whole folder")
+        return paths
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+        raise UserError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which could run any code and is not read; convert it "
+            "to safetensors first, with save_pretrained of transformers"
+        )
+    raise UserError(f"{folder} has no {SINGLE} or {INDEX}; name a folder with weights in safetensors")
+
+
+def reason(error: OSError | SafetensorError) -> str:
+    """The system's words for an error, which safetensors gives as a number."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"os error (\d+)", str(error))
+    return os.strerror(int(number[1])) if number else str(error)

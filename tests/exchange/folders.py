@@ -1,0 +1,28 @@
+"""Folders with weights that are drawn by chance."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from shardlab.models import Blocks
+from shardlab.models.named import name_of
+
+
+def random_run(folder: Path, model: Blocks, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder like that of a run, with its weights and its model."""
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir()
+    tensors = {
+        f"layers.{layer}.{parameter.name}": (torch.randn(parameter.shape, generator=generator) / 4).to(dtype)
+        for layer in range(model.layers)
+        for parameter in model.layout(layer).parameters
+    }
+    save_file(tensors, folder / "weights.safetensors")
+    record = {"model": {"kind": name_of(type(model)), **asdict(model)}}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder

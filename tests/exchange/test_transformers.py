@@ -1,0 +1,106 @@
+"""The same logits as Hugging Face's transformers, both ways, for every family."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardlab.exchange import initial_from, open_source
+from shardlab.exchange.convert import converted
+from shardlab.models import GPT, Blocks
+from shardlab.models.tensors import layers_of, views, with_borrowed
+from tests.exchange.folders import random_run
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers: Any = pytest.importorskip("transformers")
+
+SMALL = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 1}
+GPT2 = SMALL | {"n_layer": 2, "n_embd": 24, "n_head": 3, "n_positions": 16}
+OTHERS = SMALL | {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 16,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+
+THEIRS: dict[str, Any] = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
+    "gpt2 untied": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**GPT2, tie_word_embeddings=False, activation_function="gelu", n_inner=50)
+    ),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**OTHERS)),
+    "llama 3.1": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**OTHERS, rope_parameters=LLAMA3, tie_word_embeddings=True)
+    ),
+    "llama with biases": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**OTHERS, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**OTHERS, num_local_experts=4)),
+}
+
+
+def their_model(name: str) -> Any:
+    """A model of transformers whose every parameter is drawn, biases and norms as well."""
+    torch.manual_seed(0)
+    model = THEIRS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 4)
+    return model
+
+
+@torch.no_grad()
+def our_logits(folder: Path, x: Tensor) -> Tensor:
+    model = open_source(folder).model
+    read, layouts = initial_from(folder, model), [model.layout(layer) for layer in range(model.layers)]
+    flats = [read(layer, layout.numel, [(0, layout.numel)]) for layer, layout in enumerate(layouts)]
+    parameters = with_borrowed(model, [views(layout, flat) for layout, flat in zip(layouts, flats, strict=True)])
+    for layer, weights in zip(layers_of(model), parameters, strict=True):
+        x = layer(weights, x)
+    return x
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+TOKENS = torch.randint(0, 40, (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_folder_of_transformers_gives_their_logits(name: str, tmp_path: Path) -> None:
+    model = their_model(name)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        theirs = model(TOKENS).logits
+    assert error(our_logits(tmp_path, TOKENS), theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        GPT(layers=2, heads=2, hidden_size=16, vocab_size=40, seq_len=16),
+    ],
+)
+def test_transformers_reads_what_is_written(ours: Blocks, tmp_path: Path) -> None:
+    run = random_run(tmp_path / "run", ours)
+    converted(open_source(run), tmp_path / "hf", "hf", shard_bytes=4000)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
+    with torch.no_grad():
+        theirs = model(TOKENS).logits
+    assert error(our_logits(run, TOKENS), theirs) < 1e-5
