@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from shardlab.exchange import initial_from, open_source
-from shardlab.exchange.convert import converted
-from shardlab.models import GPT, Blocks
+from shardlab.exchange import Form, converted, initial_from, open_source
+from shardlab.exchange.convert import SHARD_BYTES
+from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.models.tensors import layers_of, views, with_borrowed
 from tests.exchange.folders import random_run
 
@@ -75,6 +76,10 @@ def our_logits(folder: Path, x: Tensor) -> Tensor:
     return x
 
 
+def convert(folder: Path, out: Path, form: Form, shard_bytes: int = SHARD_BYTES) -> None:
+    converted(open_source(folder), out, form, shard_bytes=shard_bytes)
+
+
 def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
@@ -91,15 +96,39 @@ def test_a_folder_of_transformers_gives_their_logits(name: str, tmp_path: Path) 
     assert error(our_logits(tmp_path, TOKENS), theirs) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "ours",
-    [
-        GPT(layers=2, heads=2, hidden_size=16, vocab_size=40, seq_len=16),
-    ],
-)
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_folder_of_transformers_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    their_model(name).save_pretrained(tmp_path / "first")
+    convert(tmp_path / "first", tmp_path / "ours", "shardlab")
+    convert(tmp_path / "ours", tmp_path / "again", "hf")
+    first, again = tensors_of(tmp_path / "first"), tensors_of(tmp_path / "again")
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    configs = [transformers.AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("first", "again")]
+    for config in configs:
+        config.pop("_name_or_path", None)
+    assert configs[0] == configs[1]
+
+
+SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "hidden_size": 32, "vocab_size": 40, "seq_len": 16}
+SCALING = (8.0, 1.0, 4.0, 8)
+OURS = [
+    GPT(**SIZES),
+    GPT(**SIZES, bias=False, tied=True, activation="squared_relu", norm_eps=1e-2, ffn_hidden_size=20),
+    GPT(**SIZES, activation="swiglu", norm="rms", rope_theta=100.0),
+    Llama(**SIZES, kv_heads=2, rope_theta=1e4, rope_scaling=SCALING, tied=True),
+    Mixtral(**SIZES, kv_heads=1, experts=3, capacity_factor=None),
+]
+
+
+@pytest.mark.parametrize("ours", OURS, ids=str)
 def test_transformers_reads_what_is_written(ours: Blocks, tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", ours)
-    converted(open_source(run), tmp_path / "hf", "hf", shard_bytes=4000)
+    convert(run, tmp_path / "hf", "hf", shard_bytes=4000)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
     with torch.no_grad():
         theirs = model(TOKENS).logits

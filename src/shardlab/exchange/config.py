@@ -133,8 +133,10 @@ def config_of(family: Family, model: GPT) -> dict[str, Any]:
             value = NAMES_OF_GELUS[value]
         if field.ours == "kv_heads":
             value = model.kv_heads or model.heads
-        if field.ours == "ffn_hidden_size":
+        if field.ours == "ffn_hidden_size" and field.default is WANTED:
             value = model.hidden
+        if field.theirs == "bias" and value:  # which transformers does not know
+            continue
         config |= dict.fromkeys((field.theirs, *field.like), value)
     if family.rope_theta is not None:
         config |= {"rope_theta": model.rope_theta, "rope_scaling": _scaling(model.rope_scaling)}

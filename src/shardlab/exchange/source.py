@@ -64,32 +64,35 @@ class Source:
         return wide
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Some rows and columns of a parameter's matrix, (rows, columns); nothing else is read but what lies between.
+        """Some rows and columns of a parameter's matrix, (rows, columns); hardly anything else is read.
 
         Args:
             block: that holds the parameter.
             matrix: the number of the expert, or 0.
-            rows, columns: numbers, ascending.
+            rows: numbers, ascending.
+            columns: numbers that follow one another.
         """
         found: list[Tensor] = []
         for part in self.parts(block, parameter)[matrix]:
             mine = rows[(rows >= part.start) & (rows < part.start + part.rows)] - part.start
-            if len(mine):
-                found.append(self._read(part, part.theirs(mine), columns))
+            breaks = (mine.diff() != 1).nonzero()[:, 0] + 1
+            found += [self._read(part, run, columns) for run in torch.tensor_split(mine, breaks) if len(run)]
         return torch.cat(found) if found else torch.empty(0, len(columns))
 
     def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
-        name = self.name(part)
+        """A run of a part's rows; those of rotary heads lie in another order, in which the heads are read."""
+        name, theirs = self.name(part), part.theirs(rows)
+        first, across = int(theirs.min()), _span(columns)
+        down = slice(first, int(theirs.max()) + 1)
         if part.vector:
-            return _chosen(rows, lambda places: self.tensors.read(name, places))[:, None]
-        first = () if part.expert is None else (part.expert,)
-
-        def of_columns(places: slice) -> Tensor:
-            if part.transposed:
-                return _chosen(columns, lambda inputs: self.tensors.read(name, inputs, places)).t()
-            return _chosen(columns, lambda inputs: self.tensors.read(name, *first, places, inputs).t()).t()
-
-        return _chosen(rows, of_columns)
+            found = self.tensors.read(name, down)[:, None]
+        elif part.transposed:
+            found = self.tensors.read(name, across, down).t()
+        elif part.expert is not None:
+            found = self.tensors.read(name, part.expert, down, across)
+        else:
+            found = self.tensors.read(name, down, across)
+        return found[theirs - first] if part.head_size else found
 
     def parameters(self) -> Iterator[tuple[int, Parameter]]:
         """Every parameter, with its block."""
@@ -195,14 +198,9 @@ def _recorded(record: dict[str, Any], path: Path) -> Blocks:
     return with_written(find_model(kind), written, str(path))
 
 
-def _chosen(places: Tensor, read: Callable[[slice], Tensor]) -> Tensor:
-    """Some places of dim 0, of which `read` reads a range."""
-    if not len(places):
-        return read(slice(0, 0))
-    first, last = int(places.min()), int(places.max())
-    found = read(slice(first, last + 1))
-    consecutive = len(places) == last + 1 - first and bool((places.diff() == 1).all())
-    return found if consecutive else found[places - first]
+def _span(places: Tensor) -> slice:
+    """Numbers that follow one another, as a slice."""
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
 
 
 def _by(shape: tuple[int, ...]) -> str:
