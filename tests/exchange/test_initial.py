@@ -18,6 +18,7 @@ from shardlab.program import UserError
 from tests.exchange.folders import random_run
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "hidden_size": 16, "vocab_size": 41, "seq_len": 8}
+DTYPE = torch.float32
 CUT: list[tuple[Blocks, dict[str, Any]]] = [
     (GPT(**SIZES), {"tp": 2}),
     (GPT(**SIZES, tied=True), {"tp": 4}),
@@ -31,7 +32,9 @@ CUT: list[tuple[Blocks, dict[str, Any]]] = [
 def wholes(folder: Path, model: Blocks) -> list[Tensor]:
     """Each block's flat weights, read by a range that is all of it."""
     read = initial_from(folder, model)
-    return [read(block, model.layout(block).numel, [(0, model.layout(block).numel)]) for block in range(model.layers)]
+    return [
+        read(block, model.layout(block).numel, [(0, model.layout(block).numel)], DTYPE) for block in range(model.layers)
+    ]
 
 
 @pytest.mark.parametrize("form", ["shardlab", "hf"])
@@ -48,8 +51,8 @@ def test_any_range_of_any_slice_is_read(whole: Blocks, how: dict[str, Any], form
         longer = lengthened(layout, flat, length)
         ends = sorted(draw.randrange(length + 1) for _ in range(6))
         ranges = [(ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5])]
-        assert torch.equal(read(layer, length, [(0, length)]), longer)
-        assert torch.equal(read(layer, length, ranges), torch.cat([longer[a:b] for a, b in ranges]))
+        assert torch.equal(read(layer, length, [(0, length)], DTYPE), longer)
+        assert torch.equal(read(layer, length, ranges, DTYPE), torch.cat([longer[a:b] for a, b in ranges]))
 
 
 def test_a_run_and_its_folder_for_transformers_begin_alike(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_a_rank_reads_little_more_than_it_holds(
     read, counted, each = initial_from(folder, model), Counted(monkeypatch), length // ranks
     for rank in range(ranks):
         counted.elements = 0
-        read(0, length, [(rank * each, (rank + 1) * each)])
+        read(0, length, [(rank * each, (rank + 1) * each)], DTYPE)
         assert counted.elements <= each + 8 * 2 * 64  # a head's rows lie apart where rotary pairs do
 
 
@@ -99,7 +102,7 @@ def test_a_rank_of_tensor_parallelism_reads_its_slice(tmp_path: Path, monkeypatc
     for layer in range(model.layers):
         layout, counted.elements = model.layout(layer), 0
         if layout.slices == 4:
-            read(layer, layout.numel, [(layout.run_numel, 2 * layout.run_numel)])
+            read(layer, layout.numel, [(layout.run_numel, 2 * layout.run_numel)], DTYPE)
             assert counted.elements == sum(parameter.numel for parameter in layout.parameters)
 
 
@@ -122,7 +125,7 @@ def test_sequences_may_be_shorter(tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", GPT(**SIZES))
     shorter: Model = GPT(**SIZES | {"seq_len": 5, "dropout": 0.1})
     layout = shorter.layout(0)
-    got = initial_from(run, shorter)(0, layout.numel, [(0, layout.numel)])
+    got = initial_from(run, shorter)(0, layout.numel, [(0, layout.numel)], DTYPE)
     at = layout.offsets[[parameter.name for parameter in layout.parameters].index("wpe.weight")]
     positions = open_source(run).tensors.read("layers.0.wpe.weight")
     assert torch.equal(got[at : at + 5 * 16].view(5, 16), positions[:5])

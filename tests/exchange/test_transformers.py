@@ -69,7 +69,7 @@ def their_model(name: str) -> Any:
 def our_logits(folder: Path, x: Tensor) -> Tensor:
     model = open_source(folder).model
     read, layouts = initial_from(folder, model), [model.layout(layer) for layer in range(model.layers)]
-    flats = [read(layer, layout.numel, [(0, layout.numel)]) for layer, layout in enumerate(layouts)]
+    flats = [read(layer, layout.numel, [(0, layout.numel)], torch.float32) for layer, layout in enumerate(layouts)]
     parameters = with_borrowed(model, [views(layout, flat) for layout, flat in zip(layouts, flats, strict=True)])
     for layer, weights in zip(layers_of(model), parameters, strict=True):
         x = layer(weights, x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
@@ -15,23 +15,18 @@ from shardlab.exchange.parts import matrix_of
 from shardlab.exchange.source import Source, open_source
 from shardlab.models import GPT, Blocks, CutModel, Model, Parameter
 from shardlab.models.run import Run
+from shardlab.models.tensors import Initial
 from shardlab.models.tensors.recutting import cuts_of, places_of
 
 Ranges = Sequence[tuple[int, int]]
 
 
-Initial = Callable[[int, int, Ranges], Tensor]
-"""Reads parts of a layer's flat buffer, given the layer, the buffer's length (layout.numel, or more where runs are
-lengthened at their ends), and ranges (start, stop) of it: their elements one after the other, zero in gaps."""
-
-
-def initial_from(folder: Path, model: Model, dtype: torch.dtype = torch.float32) -> Initial:
+def initial_from(folder: Path, model: Model) -> Initial:
     """A function that reads parts of a layer's flat buffer from a folder.
 
     Args:
         folder: of a run, or in Hugging Face's form.
         model: whose layers are asked for, whole or cut.
-        dtype: of what is given.
 
     Raises:
         UserError: when the folder has no weights of such a model.
@@ -39,7 +34,7 @@ def initial_from(folder: Path, model: Model, dtype: torch.dtype = torch.float32)
     source = open_source(folder)
     want_same(source.model, model.whole if isinstance(model, CutModel) else model, folder)
 
-    def initial(layer: int, length: int, ranges: Ranges) -> Tensor:
+    def initial(layer: int, length: int, ranges: Ranges, dtype: torch.dtype) -> Tensor:
         return torch.cat([_range(source, model, layer, length, *each, dtype) for each in ranges])
 
     return initial

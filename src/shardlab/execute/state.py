@@ -16,7 +16,7 @@ from shardlab.execute.loss_scale import FIRST, LossScale
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
-from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, lengthened
+from shardlab.models.tensors import Dropout, Initial, Share, initial_weights, layers_of, lengthened
 from shardlab.optimizers import AdamW
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.precision import FP32, FP64, Precision
@@ -50,12 +50,14 @@ class Settings:
             that the program is compared with one device and not its rounding.
         device: where they are.
         optimizer: AdamW's settings.
+        initial: reads the first weights (None: they are drawn from the seed).
     """
 
     seed: int = 0
     precision: Precision = FP32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     optimizer: AdamW = field(default_factory=AdamW)
+    initial: Initial | None = None
 
 
 GradientObserver = Callable[[int, Holds, Tensor], None]
@@ -120,13 +122,17 @@ class State:
         self._weights: dict[tuple[int, int, int], FlatWeight] = {}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
-        """The first weights of some slices, from the seed alone."""
-        return self._drawn(layer, holds, torch_dtype(self.settings.precision.parameters))
+        """The first weights of some slices, as they are kept."""
+        return self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
 
-    def _drawn(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
+    def _first(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
+        """The first weights of some slices: read, or drawn from the seed alone."""
+        ranges = self.shapes.ranges(layer, holds)
+        if self.settings.initial is not None:
+            return self.settings.initial(layer, self.shapes.flat[layer], ranges, dtype).to(self.settings.device)
         whole = initial_weights(self.model, layer, self.settings.seed, dtype)
         padded = lengthened(self.shapes.layouts[layer], whole, self.shapes.flat[layer])
-        return torch.cat([padded[a:b] for a, b in self.shapes.ranges(layer, holds)]).to(self.settings.device)
+        return torch.cat([padded[a:b] for a, b in ranges]).to(self.settings.device)
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
         """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own."""
@@ -136,7 +142,7 @@ class State:
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
         precision = self.settings.precision
-        exact = self._drawn(layer, holds, torch_dtype(precision.state)) if precision.copy else None
+        exact = self._first(layer, holds, torch_dtype(precision.state)) if precision.copy else None
         return Slice(runs, starts, decayed, self.settings.optimizer, exact)
 
     def optimizer(self, spec: Spec) -> Slice:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import CutModel, Model
@@ -46,7 +47,8 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     batches = Batches(run.corpus(text), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, text)
-    settings = Settings(job.seed, job.numbers, device, run.config.optimizer)
+    initial = run.init and initial_from(run.init, job.cut)
+    settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial)
     executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
     tracer = TracedExecutor(executor, job, run.out, run.tracing) if run.config.logging.trace else None
     training = steps(tracer or executor, run, rank, device, stop)
@@ -74,8 +76,7 @@ def _first_rank(
     """What rank 0 does, from the first validation to the sample."""
     job, state = run.job, executor.state
     progress.begin("validation before training")
-    first = [initial_weights(job.model, layer, job.seed, torch.float32) for layer in range(job.model.layers)]
-    before = validate(job.model, batches, first)
+    before = validate(job.model, batches, first_weights(run))
     ops = sum(map(len, state.checked.program.tapes))
     say(f"{job.title} on {counted(job.ranks, 'rank')}: {ops} ops checked, drawn in {run.out}/strategy.svg")
 
@@ -123,6 +124,15 @@ def _first_rank(
         out=str(run.out),
         unwritten=folder.unwritten,
     )
+
+
+def first_weights(run: TrainingRun) -> list[Tensor]:
+    """The whole model's flat weights before training, by layer."""
+    job, layers = run.job, range(run.job.model.layers)
+    if run.init is None:
+        return [initial_weights(job.model, layer, job.seed, torch.float32) for layer in layers]
+    read, lengths = initial_from(run.init, job.model), [job.model.layout(layer).numel for layer in layers]
+    return [read(layer, length, [(0, length)], torch.float32) for layer, length in enumerate(lengths)]
 
 
 @torch.no_grad()

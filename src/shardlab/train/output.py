@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.draw import save_timeline
+from shardlab.exchange.tensor_files import reason
 from shardlab.models import Model
 from shardlab.models.tensors import views
 from shardlab.program import UserError
@@ -165,16 +165,8 @@ def written(path: Path) -> Generator[Path, None, None]:
         yield path
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{path} cannot be written ({_reason(error)}); free some space, or name a folder on another disk with --out"
+            f"{path} cannot be written ({reason(error)}); free some space, or name a folder on another disk with --out"
         ) from error
-
-
-def _reason(error: OSError | SafetensorError) -> str:
-    """The system's words for an error, which safetensors gives as a number."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    number = re.search(r"os error (\d+)", str(error))
-    return os.strerror(int(number[1])) if number else str(error)
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -30,12 +30,14 @@ class TrainingRun:
         out: the output folder, not there yet.
         command: the command line that asked for it, if one did.
         tracing: how much of it is recorded, if it is to be traced.
+        init: the folder whose weights it begins with, of a run or in Hugging Face's form (None: drawn from the seed).
     """
 
     config: TrainingConfig
     out: Path
     command: str | None = None
     tracing: Tracing = field(default_factory=Tracing)
+    init: Path | None = None
 
     @cached_property
     def job(self) -> Job:
@@ -86,6 +88,7 @@ class TrainingRun:
             "program": checked.program.fingerprint(),
             "optimizer": asdict(self.config.optimizer),
             "prompt": self.config.logging.prompt,
+            "init": None if self.init is None else str(self.init.absolute()),
             "data": {"source": source, **asdict(checksum(text, RECORDED))},
             "device": device,
             "platform": platform.platform(),

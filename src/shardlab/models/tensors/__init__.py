@@ -8,10 +8,11 @@ from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, 
 from shardlab.models.tensors.recutting import to_blocks, to_layers
 from shardlab.models.tensors.seeding import generator_of
 from shardlab.models.tensors.share import Share
-from shardlab.models.tensors.weights import initial_weights
+from shardlab.models.tensors.weights import Initial, initial_weights
 
 __all__ = [
     "Dropout",
+    "Initial",
     "Share",
     "TensorLayer",
     "combined_loss",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from shardlab.models.model import Model
 from shardlab.models.tensors.flat import views
 from shardlab.models.tensors.recutting import layer_of
 from shardlab.models.tensors.seeding import generator_of
+
+Initial = Callable[[int, int, Sequence[tuple[int, int]], torch.dtype], Tensor]
+"""Reads first weights: given a layer, the length of its flat buffer (layout.numel, or more where runs are lengthened at
+their ends), ranges (start, stop) of it and a dtype, their elements one after the other, zero in gaps."""
 
 DEVIATION = 0.02
 """Standard deviation of a matrix's first elements (GPT-2; nanoGPT)."""
