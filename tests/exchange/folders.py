@@ -1,5 +1,8 @@
 """Folders with weights that are drawn by chance."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch and safetensors leave some of their annotations out.
+
 from __future__ import annotations
 
 import json

@@ -1,11 +1,17 @@
 """What is converted comes back to the bit, whatever the model's sizes are, and appears whole or not at all."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch and safetensors leave some of their annotations out.
+
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +35,7 @@ def models(draw: st.DrawFn) -> Blocks:
     """A small model of a family that is exchanged."""
     kv_heads = draw(counts)
     heads = kv_heads * draw(counts)
-    common = {
+    common: dict[str, Any] = {
         "layers": draw(counts),
         "hidden_size": heads * 2 * draw(counts),
         "heads": heads,
@@ -38,7 +44,11 @@ def models(draw: st.DrawFn) -> Blocks:
         "ffn_hidden_size": draw(st.integers(1, 40)),
         "tied": draw(bools),
     }
-    rotary = {"kv_heads": kv_heads, "rope_theta": draw(st.floats(1.5, 1e6)), "norm_eps": draw(st.floats(1e-8, 0.1))}
+    rotary: dict[str, Any] = {
+        "kv_heads": kv_heads,
+        "rope_theta": draw(st.floats(1.5, 1e6)),
+        "norm_eps": draw(st.floats(1e-8, 0.1)),
+    }
     match draw(counts):
         case 1:
             return GPT(**common, bias=draw(bools), activation=draw(st.sampled_from(["gelu", "gelu_tanh"])))
@@ -115,7 +125,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = random_run(tmp_path / "run", GPT(layers=2))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=Mock(free=10)))
     with pytest.raises(UserError, match=r"bytes, but the disk of .* has 10 bytes free"):
         converted(open_source(run), tmp_path / "hf", "hf")
     assert not (tmp_path / "hf").exists()

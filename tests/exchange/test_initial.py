@@ -117,13 +117,16 @@ def test_a_rank_of_tensor_parallelism_reads_its_slice(tmp_path: Path, monkeypatc
 def test_another_model_is_refused_with_what_differs(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", GPT(**SIZES))
     with pytest.raises(UserError, match="has the weights of another model") as told:
-        initial_from(run, GPT(**SIZES | changes))
+        initial_from(run, GPT(**(SIZES | changes)))
     assert str(told.value).endswith(said)
+
+
+CHANGED: dict[str, Any] = {"seq_len": 5, "dropout": 0.1}
 
 
 def test_sequences_may_be_shorter(tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", GPT(**SIZES))
-    shorter: Model = GPT(**SIZES | {"seq_len": 5, "dropout": 0.1})
+    shorter: Model = GPT(**(SIZES | CHANGED))
     layout = shorter.layout(0)
     got = initial_from(run, shorter)(0, layout.numel, [(0, layout.numel)], DTYPE)
     at = layout.offsets[[parameter.name for parameter in layout.parameters].index("wpe.weight")]

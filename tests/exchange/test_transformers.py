@@ -1,5 +1,8 @@
 """The same logits as Hugging Face's transformers, both ways, for every family."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch and safetensors leave some of their annotations out.
+
 from __future__ import annotations
 
 import os

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardlab.exchange import converted, open_source
 from shardlab.execute import AdamW
 from shardlab.models import GPT, MoE
 from shardlab.program import UserError
@@ -68,6 +69,22 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     weights = load_file(tmp_path / "run" / "weights.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) == MODEL.parameter_count
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2), ("tensor-parallel", 2)])
+def test_a_run_goes_on_from_another_run_or_from_hugging_face(
+    ranks: World, tmp_path: Path, strategy: str, count: int
+) -> None:
+    begun = run(ranks, "ddp", 2, tmp_path / "begun", steps=6)
+    converted(open_source(tmp_path / "begun"), tmp_path / "hf", "hf")
+    for folder in ("begun", "hf"):
+        job = Job(strategy, count, 4, MODEL, 2)
+        plan = TrainingRun(job, AdamW(steps=1), None, tmp_path / f"from {folder}", init=tmp_path / folder)
+        summary = ranks(count).call(train_rank_quietly, plan)[0]
+        assert summary.validation_before == begun.validation_after
+        assert losses(tmp_path / f"from {folder}")[0] < losses(tmp_path / "begun")[0] - 0.2
+    assert losses(tmp_path / "from begun") == losses(tmp_path / "from hf")
+    assert json.loads((tmp_path / "from hf" / "run.json").read_text())["init"] == str(tmp_path / "hf")
 
 
 def test_every_rank_count_sees_the_same_batches_in_the_same_steps(ranks: World, tmp_path: Path) -> None:

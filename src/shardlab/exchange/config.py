@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from shardlab.errors import UserError
 from shardlab.exchange.families import FAMILIES, GPT2, LLAMA, MIXTRAL, NAMES_OF_GELUS, WANTED, Family
@@ -62,7 +62,11 @@ def model_of(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
 
 def _rope(config: Mapping[str, Any], theta: float, wrong: list[str]) -> dict[str, Any]:
     """Our fields of rotary positions; newer files have all theirs together, older ones the base apart."""
-    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        wrong.append(f"rope_scaling is {rope!r}, not a table")
+        return {}
+    rope = cast(dict[str, Any], rope)
     found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", theta))}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3" and all(name in rope for name in SCALING):
@@ -80,9 +84,10 @@ def _of_attention(config: Mapping[str, Any]) -> list[str]:
     width, heads, window = (config.get(name) for name in ("hidden_size", "num_attention_heads", "sliding_window"))
     if isinstance(width, int) and isinstance(heads, int) and heads > 0:
         size = config.get("head_dim")
-        if size is not None and size * heads != width:
+        if size is not None and not (isinstance(size, int) and size * heads == width):
             wrong.append(f"head_dim is {size!r}, not hidden_size / num_attention_heads = {width / heads:g}")
-    if window is not None and window < config.get("max_position_embeddings", 0):
+    length = config.get("max_position_embeddings")
+    if window is not None and not (isinstance(window, int) and isinstance(length, int) and window >= length):
         wrong.append(f"sliding_window is {window!r}, not null")
     return wrong
 
