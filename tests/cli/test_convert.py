@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_goes_out_and_back(folder: Path, capsys: Captured) -> None:
     assert main(["convert", "run", "hf"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "model           GPT, 14,912 parameters in 29 tensors",
+        "model           gpt, 14,912 parameters in 29 tensors",
         "folder          hf",
         "files           config.json, model.safetensors",
     ]
@@ -32,7 +32,7 @@ def test_a_run_goes_out_and_back(folder: Path, capsys: Captured) -> None:
     assert json.loads(capsys.readouterr().out) == {
         "folder": "back",
         "form": "shardlab",
-        "model": "GPT",
+        "model": "gpt",
         "parameters": 14912,
         "tensors": 29,
         "files": ["run.json", "weights.safetensors"],
@@ -65,5 +65,35 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("shardlab: ")
+    assert said in err
+    assert [path.name for path in folder.iterdir()] == ["run"]
+
+
+def test_a_training_takes_the_model_of_the_folder_that_it_begins_with(folder: Path, capsys: Captured) -> None:
+    assert main(["convert", "run", "hf"]) == 0
+    assert main(["train", "--init", "hf", "--seq-len", "4", "--strategy", "single", "--print-config", "--json"]) == 0
+    written = capsys.readouterr().out
+    config = json.loads(written[written.index("{") :])
+    assert config["train"]["init"] == "hf"
+    assert [config["model"][name] for name in ("model", "layers", "hidden_size", "seq_len")] == ["gpt", 2, 16, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--init", "nowhere"], "nowhere does not exist; name the folder of a run"),
+        (["--init", "run", "--seq-len", "9"], "run has the weights of another model: seq_len is 8, less than 9"),
+        (
+            ["--init", "run", "--model", "llama", "--layers", "2", "--hidden-size", "16", "--heads", "2"],
+            "run has the weights of another model: bias is True, not False; activation is 'gelu', not 'swiglu'",
+        ),
+    ],
+)
+def test_a_training_from_weights_of_another_model_is_refused(
+    folder: Path, capsys: Captured, arguments: list[str], said: str
+) -> None:
+    assert main(["train", "--strategy", "single", *arguments, "--out", "new"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
     assert said in err
     assert [path.name for path in folder.iterdir()] == ["run"]

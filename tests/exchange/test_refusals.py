@@ -89,7 +89,7 @@ def test_every_field_without_a_default_is_wanted(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (MLP(layers=1), "a model of the kind MLP has no like in Hugging Face's transformers"),
+        (MLP(layers=1), "a model of the kind mlp has no like in Hugging Face's transformers"),
         (GPT(**SIZES, kv_heads=1), "Hugging Face's gpt2 cannot say this model: kv_heads is 1, not 2 like heads"),
         (GPT(**SIZES, activation="swiglu"), "activation is 'swiglu', not squared_relu, gelu or gelu_tanh"),
         (GPT(**SIZES, norm="rms"), "norm is 'rms', not 'layer'"),

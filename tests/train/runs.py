@@ -12,7 +12,13 @@ from shardlab.train.tracing import Tracing
 
 
 def run_of(
-    job: Job, optimizer: AdamW, out: Path, *, data: Path | None = None, tracing: Tracing | None = None
+    job: Job,
+    optimizer: AdamW,
+    out: Path,
+    *,
+    data: Path | None = None,
+    init: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> TrainingRun:
     """A run of as many steps as the optimizer's schedule has; it is traced if it is said how."""
     config = TrainingConfig(
@@ -20,7 +26,7 @@ def run_of(
         plan=StrategyConfig(job.strategy, job.ranks, job.name),
         data=DataConfig(data),
         optimizer=optimizer,
-        train=LoopConfig(optimizer.schedule_steps, job.microbatches, job.micro_batch_size, job.seed),
+        train=LoopConfig(optimizer.schedule_steps, job.microbatches, job.micro_batch_size, job.seed, init),
         logging=LoggingConfig(trace=tracing is not None),
     )
     return TrainingRun(config, out, "shardlab train", tracing or Tracing())

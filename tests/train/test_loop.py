@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_another_run_or_from_hugging_face(
     converted(open_source(tmp_path / "begun"), tmp_path / "hf", "hf")
     for folder in ("begun", "hf"):
         job = Job(strategy, count, 4, MODEL, 2)
-        plan = TrainingRun(job, AdamW(steps=1), None, tmp_path / f"from {folder}", init=tmp_path / folder)
+        plan = run_of(job, AdamW(schedule_steps=1, warmup_steps=0), tmp_path / f"from {folder}", init=tmp_path / folder)
         summary = ranks(count).call(train_rank_quietly, plan)[0]
         assert summary.validation_before == begun.validation_after
         assert losses(tmp_path / f"from {folder}")[0] < losses(tmp_path / "begun")[0] - 0.2

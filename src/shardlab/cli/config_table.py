@@ -11,13 +11,13 @@ from rich.text import Text
 from shardlab.cli.console import print_figures, table_of
 from shardlab.models.counts import ParameterCounts
 from shardlab.train.config import TrainingConfig
-from shardlab.train.config_sources import Source, origin
+from shardlab.train.config_sources import ConfigSource, origin
 
 UNNAMED = {"model": "the model", "plan": "the plan"}
 """What gives a field of these sections that no source has; other fields follow by a rule."""
 
 
-def print_config(console: Console, config: TrainingConfig, sources: Sequence[Source], *, all: bool) -> None:
+def print_config(console: Console, config: TrainingConfig, sources: Sequence[ConfigSource], *, all: bool) -> None:
     """Print a row for each field, with the source that it comes from; without `all`, but for those of the first source
     and those that follow from others.
     """

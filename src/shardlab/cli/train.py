@@ -24,7 +24,7 @@ from shardlab.program.files import want_file
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config import TrainingConfig
-from shardlab.train.config_sources import Source, config_file, origin, plan_below, preset, resolved
+from shardlab.train.config_sources import ConfigSource, config_file, origin, plan_below, preset, resolved
 from shardlab.train.depth import of_depth
 
 if TYPE_CHECKING:
@@ -98,20 +98,20 @@ class Train:
         with Heartbeat("start", until=lambda: not first) as heartbeat:
             return self._run(heartbeat, first, chosen, config, sources)
 
-    def _sources(self) -> list[Source]:
+    def _sources(self) -> list[ConfigSource]:
         """Where settings come from; later ones prevail."""
         plan = self.layout.given()
         if any(axis in plan for axis in AXES):
             plan["mesh"] = True
         named = {"strategy": self.strategy, "name": self.strategy, "ranks": self.ranks}
         plan |= {name: value for name, value in named.items() if value is not None}
-        flags = Source("flags", {"plan": plan, "model": self.model.given(), **self.settings.given()})
+        flags = ConfigSource("flags", {"plan": plan, "model": self.model.given(), **self.settings.given()})
         names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
         files = [] if self.config is None else [config_file(self.config)]
         sources = [*map(preset, names), *files, flags]
         return sources if self.depth is None else [*sources, of_depth(self.depth, sources)]
 
-    def _resolved(self, sources: list[Source], launched: int | None) -> tuple[StrategyEntry, TrainingConfig]:
+    def _resolved(self, sources: list[ConfigSource], launched: int | None) -> tuple[StrategyEntry, TrainingConfig]:
         """The strategy and the configuration that sources make together; `launched` ranks are there, if any."""
         name, ranks, base = self.strategy, self.ranks, None
         if name is None and self.layout.plan is None:
@@ -129,7 +129,7 @@ class Train:
         first: bool,
         chosen: StrategyEntry,
         config: TrainingConfig,
-        sources: list[Source],
+        sources: list[ConfigSource],
     ) -> int:
         from shardlab.cli.ranks import checked_to_run, failures_as_exit, refuse_restart, tell_interrupted
         from shardlab.train.launch import run_ranks
@@ -163,7 +163,7 @@ class Train:
             return INTERRUPTED
         return 1 if summary.unwritten else 0
 
-    def _print_config(self, config: TrainingConfig, sources: list[Source]) -> None:
+    def _print_config(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
         counts = count_parameters(config.model)
         if self.json:
             print_json({**config.as_dict(), "parameters": asdict(counts)})

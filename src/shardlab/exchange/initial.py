@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardlab.errors import UserError
 from shardlab.exchange.parts import matrix_of
-from shardlab.exchange.source import Source, open_source
+from shardlab.exchange.source import WeightSource, open_source
 from shardlab.models import GPT, Blocks, CutModel, Model, Parameter
 from shardlab.models.run import Run
 from shardlab.models.tensors import Initial
@@ -66,7 +66,9 @@ def _said(model: Model) -> dict[str, object]:
     return {each.name: getattr(model, each.name) for each in fields(model) if each.name not in free}
 
 
-def _range(source: Source, model: Model, layer: int, length: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def _range(
+    source: WeightSource, model: Model, layer: int, length: int, start: int, stop: int, dtype: torch.dtype
+) -> Tensor:
     """Elements `start` to `stop` of a layer's buffer."""
     layout, run = model.layout(layer), model.run(layer)
     found, whole = torch.zeros(stop - start, dtype=dtype), {p.name: (block, p) for block, p in run.parameters()}
@@ -81,7 +83,7 @@ def _range(source: Source, model: Model, layer: int, length: int, start: int, st
 
 
 def _piece(
-    source: Source, run: Run, slice: int, block: int, whole: Parameter, piece: Parameter, first: int, last: int
+    source: WeightSource, run: Run, slice: int, block: int, whole: Parameter, piece: Parameter, first: int, last: int
 ) -> Tensor:
     """Elements `first` to `last` of one slice of a parameter; zero where the last slice is filled up."""
     places = [torch.arange(length) for length in whole.shape]

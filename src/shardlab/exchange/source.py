@@ -30,7 +30,7 @@ Parts = Callable[[int, Parameter], list[list[Part]]]
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """A folder with weights.
 
     Attributes:
@@ -98,7 +98,7 @@ class Source:
         """Every parameter, with its block."""
         return parameters_of(self.model)
 
-    def check(self, ignored: tuple[str, ...] = ()) -> Source:
+    def check(self, ignored: tuple[str, ...] = ()) -> WeightSource:
         """See to it that the files have every tensor of the model in its shape, and no other.
 
         Raises:
@@ -141,7 +141,7 @@ def parameters_of(model: Blocks) -> Iterator[tuple[int, Parameter]]:
             yield block, parameter
 
 
-def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = None) -> Source:
+def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = None) -> WeightSource:
     """The weights in a folder, with all their names and shapes checked, and none read.
 
     Args:
@@ -160,7 +160,9 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         record = _record(folder / RUN)
         model = changed(_recorded(record, folder / RUN), str(folder / RUN))
         tensors = TensorFiles([folder / WEIGHTS])
-        return Source(folder, "shardlab", model, tensors, own_parts, config=record.get("huggingface") or {}).check()
+        return WeightSource(
+            folder, "shardlab", model, tensors, own_parts, config=record.get("huggingface") or {}
+        ).check()
     if not (folder / CONFIG).is_file():
         if (folder / RUN).is_file():
             raise UserError(f"{folder} has no {WEIGHTS}: the run has ended without any; name another run")
@@ -173,7 +175,9 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     tensors = TensorFiles(files_in(folder))
     bare = not any(name.startswith(family.prefix) for name in tensors.names)
     parts = partial(family.naming.parts, found)
-    return Source(folder, "hf", model, tensors, parts, family.prefix if bare else "", config).check(family.ignored)
+    return WeightSource(folder, "hf", model, tensors, parts, family.prefix if bare else "", config).check(
+        family.ignored
+    )
 
 
 def _unchanged(model: Blocks, source: str) -> Blocks:

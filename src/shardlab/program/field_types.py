@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -164,6 +164,7 @@ def text(metavar: str, wanted: str) -> FieldType:
 
 INTEGER = whole("a whole number", -math.inf)
 PATH = FieldType(str, "FILE", lambda value: "" if isinstance(value, Path) else "a path in quotes", Path)
+FOLDER = replace(PATH, metavar="FOLDER")
 COUNT = FieldType(int, "N", _count)
 NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
 SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")

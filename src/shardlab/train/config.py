@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
 from shardlab.optimizers import AdamW
-from shardlab.program.field_types import COUNT, INTEGER, PATH, SWITCH, check_fields, choice, text
+from shardlab.program.field_types import COUNT, FOLDER, INTEGER, PATH, SWITCH, check_fields, choice, text
 from shardlab.program.toml import as_toml
 from shardlab.strategies.plan import Plan
 
@@ -45,6 +45,9 @@ class LoopConfig:
 
     seed: Annotated[int, INTEGER] = 0
     """Seed of weights, batches, dropout and the sample."""
+
+    init: Annotated[Path | None, FOLDER] = None
+    """The folder of a run, or in Hugging Face's form, whose weights are trained on; without --model, its model is."""
 
     def __post_init__(self) -> None:
         check_fields(self)

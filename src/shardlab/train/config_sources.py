@@ -24,14 +24,14 @@ NAMING = {"model": {"model"}, "plan": {"strategy", "mesh", "plan"}}
 """Fields that name a whole model or plan: a source that has one takes nothing of its section from earlier sources."""
 
 
-class Source(NamedTuple):
+class ConfigSource(NamedTuple):
     """Some fields of the tree, by section, and what to call the place that they stand in."""
 
     name: str
     sections: Sections
 
 
-def preset(name: str) -> Source:
+def preset(name: str) -> ConfigSource:
     """A preset.
 
     Raises:
@@ -39,17 +39,17 @@ def preset(name: str) -> Source:
     """
     written = dict(find(packaged("train/presets.toml"), name, "preset"))
     written.pop("source")
-    return Source(name, _checked(written))
+    return ConfigSource(name, _checked(written))
 
 
-def config_file(path: Path) -> Source:
+def config_file(path: Path) -> ConfigSource:
     """A configuration in a TOML file.
 
     Raises:
         UserError: for a file that cannot be read, a section or field that there is not, or a value that does not fit.
     """
     try:
-        return Source(str(path), _checked(read_file(path, "TOML")))
+        return ConfigSource(str(path), _checked(read_file(path, "TOML")))
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
@@ -89,7 +89,7 @@ def _want_known(section: str, name: str, known: Sequence[str] | Mapping[str, Any
         raise UserError(f"[{section}] has no {name}; {nearest(name, known)}")
 
 
-def prevailing(sources: Sequence[Source], section: str) -> Sequence[Source]:
+def prevailing(sources: Sequence[ConfigSource], section: str) -> Sequence[ConfigSource]:
     """The sources of a section: those from the last one on that names a whole model or plan."""
     naming = NAMING.get(section, set())
     for number in reversed(range(len(sources))):
@@ -98,7 +98,7 @@ def prevailing(sources: Sequence[Source], section: str) -> Sequence[Source]:
     return sources
 
 
-def merged(sources: Sequence[Source], section: str) -> dict[str, Any]:
+def merged(sources: Sequence[ConfigSource], section: str) -> dict[str, Any]:
     """A section's fields, each from the last source that has it."""
     fields: dict[str, Any] = {}
     for source in prevailing(sources, section):
@@ -106,25 +106,40 @@ def merged(sources: Sequence[Source], section: str) -> dict[str, Any]:
     return fields
 
 
-def origin(sources: Sequence[Source], section: str, name: str) -> str | None:
+def origin(sources: Sequence[ConfigSource], section: str, name: str) -> str | None:
     """Name the source that a field comes from; None: from none of them."""
     found = [source.name for source in prevailing(sources, section) if name in source.sections.get(section, {})]
     return found[-1] if found else None
 
 
-def model_of(sources: Sequence[Source], layers: int) -> Blocks:
+def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
     """The model that sources describe; with so many layers, if nobody says.
 
     Raises:
         UserError: when there is no such model, or it has not what a source says.
     """
-    written = merged(sources, "model")
+    written, init = merged(sources, "model"), merged(sources, "train").get("init")
     name = written.pop("model")
-    model = find_model(name)
-    return with_written(model, ({"layers": layers} if "layers" in unsized(name, model) else {}) | written, name)
+    if init is not None and origin(sources, "model", "model") == "default":
+        model = with_written(_model_in(init), written, str(init))
+    else:
+        model = find_model(name)
+        model = with_written(model, ({"layers": layers} if "layers" in unsized(name, model) else {}) | written, name)
+    if init is not None:
+        from shardlab.exchange.initial import want_same
+
+        want_same(_model_in(init), model, init)
+    return model
 
 
-def plan_below(sources: Sequence[Source]) -> tuple[str | None, int | None, Plan | None]:
+def _model_in(folder: Path) -> Blocks:
+    """The model whose weights are in a folder."""
+    from shardlab.exchange import open_source  # which needs torch
+
+    return open_source(folder).model
+
+
+def plan_below(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None, Plan | None]:
     """What sources say of the plan: the strategy's name, how many ranks, and the plan if there is one.
 
     Raises:
@@ -142,7 +157,7 @@ def plan_below(sources: Sequence[Source]) -> tuple[str | None, int | None, Plan 
     return name or strategy or "plan", ranks, Plan.from_dict(written)
 
 
-def resolved(sources: Sequence[Source], entry: StrategyEntry, ranks: int) -> TrainingConfig:
+def resolved(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) -> TrainingConfig:
     """The configuration that sources make together; the plan is chosen already.
 
     Raises:

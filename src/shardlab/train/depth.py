@@ -10,7 +10,7 @@ from typing import Any
 from shardlab.errors import UserError
 from shardlab.models.counts import count_parameters
 from shardlab.models.named import find_model, sources
-from shardlab.train.config_sources import Source, merged, model_of
+from shardlab.train.config_sources import ConfigSource, merged, model_of
 
 WIDTH_OF_A_LAYER = 64
 """Width / depth (nanochat's aspect ratio, scripts/base_train.py)."""
@@ -30,7 +30,7 @@ RATE, RATE_WIDTH = 6e-4, 768
 2020, arXiv 2005.14165, table 2.1) and nanoGPT's for GPT-2; the root is nanochat's rule for its AdamW parameters."""
 
 
-def of_depth(depth: int, given: Sequence[Source]) -> Source:
+def of_depth(depth: int, given: Sequence[ConfigSource]) -> ConfigSource:
     """What the dial sets, but for what the last source, that of the flags, sets itself.
 
     - width: 64 x depth; heads: as many as make a head's width come nearest to 128 (nanochat);
@@ -55,7 +55,7 @@ def of_depth(depth: int, given: Sequence[Source]) -> Source:
         sizes["heads"] = heads_of(flags.get("model", {}).get("hidden_size", width))
     found: dict[str, dict[str, Any]] = {"model": _unset(sizes, flags.get("model", {}))}
     title = f"--depth {depth}"
-    model = model_of([*given, Source(title, found)], depth)
+    model = model_of([*given, ConfigSource(title, found)], depth)
 
     tokens = TOKENS_OF_A_PARAMETER * count_parameters(model).without_positions
     train, set_train = merged(given, "train"), flags.get("train", {})
@@ -69,7 +69,7 @@ def of_depth(depth: int, given: Sequence[Source]) -> Source:
     optimizer = {"learning_rate": rate, "schedule_steps": steps, "warmup_steps": -(-steps // 20)}
     found["train"] = _unset({"steps": steps, "micro_batch_size": train["micro_batch_size"]}, set_train)
     found["optimizer"] = _unset(optimizer, flags.get("optimizer", {}))
-    return Source(title, found)
+    return ConfigSource(title, found)
 
 
 def heads_of(width: int) -> int:

@@ -47,7 +47,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     batches = Batches(run.corpus(text), job.model.seq_len, job.micro_batch_size, job.seed)
     checked = job.checked()
     agree(checked, text)
-    initial = run.init and initial_from(run.init, job.cut)
+    initial = run.config.train.init and initial_from(run.config.train.init, job.cut)
     settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial)
     executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
     tracer = TracedExecutor(executor, job, run.out, run.tracing) if run.config.logging.trace else None
@@ -129,9 +129,9 @@ def _first_rank(
 def first_weights(run: TrainingRun) -> list[Tensor]:
     """The whole model's flat weights before training, by layer."""
     job, layers = run.job, range(run.job.model.layers)
-    if run.init is None:
+    if run.config.train.init is None:
         return [initial_weights(job.model, layer, job.seed, torch.float32) for layer in layers]
-    read, lengths = initial_from(run.init, job.model), [job.model.layout(layer).numel for layer in layers]
+    read, lengths = initial_from(run.config.train.init, job.model), [job.model.layout(layer).numel for layer in layers]
     return [read(layer, length, [(0, length)], torch.float32) for layer, length in enumerate(lengths)]
 
 

@@ -30,14 +30,12 @@ class TrainingRun:
         out: the output folder, not there yet.
         command: the command line that asked for it, if one did.
         tracing: how much of it is recorded, if it is to be traced.
-        init: the folder whose weights it begins with, of a run or in Hugging Face's form (None: drawn from the seed).
     """
 
     config: TrainingConfig
     out: Path
     command: str | None = None
     tracing: Tracing = field(default_factory=Tracing)
-    init: Path | None = None
 
     @cached_property
     def job(self) -> Job:
@@ -88,7 +86,7 @@ class TrainingRun:
             "program": checked.program.fingerprint(),
             "optimizer": asdict(self.config.optimizer),
             "prompt": self.config.logging.prompt,
-            "init": None if self.init is None else str(self.init.absolute()),
+            "init": None if self.config.train.init is None else str(self.config.train.init.absolute()),
             "data": {"source": source, **asdict(checksum(text, RECORDED))},
             "device": device,
             "platform": platform.platform(),
