@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import Mesh
 from shardlab.strategies import resolve
 from shardlab.strategies.plan import Plan
-from shardlab.train.data import Batches, Corpus, default_text
+from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, run_ranks
 
@@ -63,8 +64,8 @@ def job_of(options: Options) -> Job:
 
 
 def executor_of(job: Job, rank: int, device: torch.device, steps: int) -> Executor:
-    corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
-    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
+    corpus = Corpus.open((), job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     settings = Settings(job.seed, job.numbers, device, AdamW(schedule_steps=steps, warmup_steps=0))
     return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
 

@@ -20,6 +20,7 @@ CORE = {"rules", "program"}
 MAY_IMPORT = {
     "rules": set[str](),
     "program": {"rules"},
+    "data": CORE,
     "strategies": CORE,
     "check": CORE,
     "timeline": CORE | {"check"},
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "optimizers": CORE,
     "execute": CORE | {"check", "models", "optimizers"},
     "train": CORE
-    | {"strategies", "check", "timeline", "recorded", "draw", "models", "optimizers", "execute", "exchange"},
+    | {"data", "strategies", "check", "timeline", "recorded", "draw", "models", "optimizers", "execute", "exchange"},
     "measure": CORE | {"strategies", "check", "draw", "models", "hardware", "execute"},
     "puzzles": CORE | {"check", "timeline", "draw"},
     "published": CORE | {"strategies", "timeline", "predict", "models", "hardware"},
@@ -152,6 +153,7 @@ def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
         ["simulate", "fsdp", "--json"],
         ["simulate", "gpipe"],
         ["train", "--help"],
+        ["data", "prepare", "--help"],
         ["verify", "--help"],
         ["convert", "--help"],
         ["bench", "collectives", "--help"],
@@ -163,7 +165,7 @@ def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
 
 
 def test_each_package_can_be_imported_alone_and_without_torch() -> None:
-    packages = ["program", "check", "timeline", "predict", "strategies", "models", "puzzles", "draw"]
+    packages = ["program", "data", "check", "timeline", "predict", "strategies", "models", "puzzles", "draw"]
     done = python(NO_TORCH + PACKAGES.format(packages=packages), ROOT)
     assert done.returncode == 0, done.stderr
 

@@ -73,7 +73,7 @@ def squeezed(text: str) -> str:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder like a fresh checkout, with the files that pages ask to save, and a terminal of 80 columns."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    for block in PYTHON:
+    for block in BLOCKS:
         if block.comment.startswith("save as: "):
             (tmp_path / block.comment.removeprefix("save as: ")).write_text(block.text)
     monkeypatch.chdir(tmp_path)

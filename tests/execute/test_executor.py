@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from shardlab.check import ChannelModel, check
+from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.analysis import Analysis
 from shardlab.models import GPT
 from shardlab.program import OpKind, Rank, Refused, Strategy, trace
 from shardlab.strategies import STRATEGIES
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data import Batches
 from tests.support.ranks import Ranks
 from tests.train import user_programs
 
@@ -122,7 +123,7 @@ def live_tensors_after_a_step(rank: int, strategy: Strategy, ranks: int) -> list
         checked,
         rank,
         MODEL,
-        Batches(corpus, MODEL.seq_len, 2, 0),
+        Batches(corpus, MODEL.seq_len, 2, 4, 0),
         Settings(optimizer=AdamW(schedule_steps=2, warmup_steps=1)),
     )
     executor.step()
@@ -150,7 +151,7 @@ def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
         checked,
         rank,
         MODEL,
-        Batches(corpus, MODEL.seq_len, 2, 0),
+        Batches(corpus, MODEL.seq_len, 2, 4, 0),
         Settings(optimizer=AdamW(schedule_steps=2, warmup_steps=1)),
     )
     state = executor.state
@@ -227,7 +228,7 @@ def test_what_has_no_tensor_runs_on_no_backend() -> None:
     assert checked.backends() == []
     corpus = Corpus.split(bytes(range(256)) * 8, 8)
     with pytest.raises(Refused, match=r"rank 0, op \d+ send to rank 1: an optimizer state stays"):
-        Executor(checked, 0, GPT(layers=1, hidden_size=16, heads=2, seq_len=8), Batches(corpus, 8, 2, 0), Settings())
+        Executor(checked, 0, GPT(layers=1, hidden_size=16, heads=2, seq_len=8), Batches(corpus, 8, 2, 4, 0), Settings())
 
 
 def test_a_backend_that_would_hang_is_refused_before_anything_is_started() -> None:
@@ -236,4 +237,4 @@ def test_a_backend_that_would_hang_is_refused_before_anything_is_started() -> No
     assert checked.backends() == ["gloo"]
     corpus = Corpus.split(bytes(range(256)) * 8, MODEL.seq_len)
     with pytest.raises(Refused, match=r"on nccl this program can hang: deadlock: rank \d waits"):
-        Executor(checked, 0, MODEL, Batches(corpus, 8, 2, 0), Settings(), backend="nccl")
+        Executor(checked, 0, MODEL, Batches(corpus, 8, 2, 4, 0), Settings(), backend="nccl")

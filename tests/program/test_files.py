@@ -6,7 +6,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from shardlab.program.files import whole_file, write_whole
+import pytest
+
+from shardlab.errors import UserError
+from shardlab.program.files import whole_file, whole_folder, write_whole
 
 
 def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path: Path) -> None:
@@ -41,3 +44,25 @@ def test_a_pipe_is_written_into_and_stays_one(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_a_folder_appears_when_it_is_full_and_not_at_all_if_that_fails(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "folder"
+    with suppress(ValueError), whole_folder(path) as part:
+        (part / "file").touch()
+        raise ValueError
+    assert not list((tmp_path / "deep").iterdir()), "no part is left"
+    with whole_folder(path) as part:
+        (part / "file").touch()
+        assert not path.exists()
+    assert [file.name for file in path.iterdir()] == ["file"]
+    assert list((tmp_path / "deep").iterdir()) == [path]
+
+
+def test_what_is_where_a_folder_should_go_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="file exists; name a new folder"), whole_folder(tmp_path / "file"):
+        pass
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory"), whole_folder(tmp_path / "file" / "in"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
 from shardlab.program import Holds, UserError
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from shardlab.train.tracing import TracedExecutor, Tracing
 
@@ -45,7 +46,7 @@ def die_while_traced(rank: int, device: torch.device, job: Job, folder: Path) ->
             os.kill(os.getpid(), signal.SIGKILL)
 
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
-    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, 0)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers), observer=die)
     tracer = TracedExecutor(executor, job, folder, Tracing(warm_up=1, timed=3, measured=1))
     for _ in range(5):

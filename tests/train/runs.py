@@ -16,7 +16,7 @@ def run_of(
     optimizer: AdamW,
     out: Path,
     *,
-    data: Path | None = None,
+    data: tuple[str, ...] = (),
     init: Path | None = None,
     tracing: Tracing | None = None,
 ) -> TrainingRun:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardlab.data import Corpus
 from shardlab.exchange import converted, open_source
 from shardlab.execute import AdamW
 from shardlab.models import GPT, MoE
 from shardlab.program import UserError
-from shardlab.train.data import Corpus, default_text
 from shardlab.train.job import Job, agree
 from shardlab.train.loop import Summary, TrainingRun, train_rank
 from shardlab.train.output import OutputFolder, free_folder
@@ -60,7 +60,7 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     summary = run(ranks, "fsdp", 2, tmp_path / "run")
     assert summary.validation_after < summary.validation_before - 0.3
     assert (summary.steps, summary.interrupted) == (12, False)
-    assert summary.prompt.encode() == opening(Corpus.split(default_text(), MODEL.seq_len))
+    assert summary.prompt.encode() == opening(Corpus.open((), MODEL.seq_len))
     assert summary.sample.startswith(summary.prompt)
     files = {file.name for file in (tmp_path / "run").iterdir()}
     assert files == {"metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors", "run.json", "config.toml"}
@@ -99,7 +99,7 @@ def test_every_rank_count_sees_the_same_batches_in_the_same_steps(ranks: World, 
 def text_that_differs(rank: int) -> str:
     checked = Job("ddp", 2, 4, MODEL, 2).checked()
     try:
-        agree(checked, default_text() if rank == 0 else b"something else")
+        agree(checked, "some text" if rank == 0 else "something else")
     except RuntimeError as error:
         return str(error)
     return ""
@@ -107,14 +107,14 @@ def text_that_differs(rank: int) -> str:
 
 def program_that_differs(rank: int) -> str:
     try:
-        agree(Job("ddp" if rank == 0 else "fsdp", 2, 4, MODEL, 2).checked(), b"")
+        agree(Job("ddp" if rank == 0 else "fsdp", 2, 4, MODEL, 2).checked(), "")
     except RuntimeError as error:
         return str(error)
     return ""
 
 
 def test_processes_that_would_run_other_tapes_or_texts_stop_before_the_first_step(ranks: World) -> None:
-    assert all("rank 1 has another text" in said for said in ranks(2).call(text_that_differs))
+    assert all("rank 1 has other data" in said for said in ranks(2).call(text_that_differs))
     assert all("rank 1 has another program" in said for said in ranks(2).call(program_that_differs))
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import OpKind
 from shardlab.program.precision import FP64
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 from tests.train import user_programs
@@ -25,7 +26,7 @@ def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> t
     """Whether a step with such a gradient on rank 1 alone changed weights and states, and whether the next step did."""
     checked = job.checked()
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
-    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, 0)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
     settings = Settings(0, FP64, optimizer=AdamW(schedule_steps=3, warmup_steps=1, clip=1.0))
     executor = Executor(checked, rank, job.model, batches, settings)
     state = executor.state

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardlab.data import Corpus
 from shardlab.errors import UserError
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.train.cases import SHARDINGS, Case, alone
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from shardlab.train.verify import verify_rank
 from tests.support.ranks import Ranks
@@ -43,7 +44,7 @@ def test_every_precision_of_a_plan_is_as_exact_as_one_device(ranks: World, shard
 def scales(rank: int, poison: float) -> tuple[list[float], bool]:
     """The scales of losses of four steps, of which the second overflows on rank 1 alone, and whether that moved any."""
     job = Job(SHARDINGS["zero-2"], 2, 2, MODEL, 2, "fp16")
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 0)
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, AdamW(clip=1.0)))
     state = executor.state
     at, op = next((at, op) for at, op in enumerate(state.tape) if op.kind.value == "backward")
@@ -73,6 +74,6 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_their_sca
 
 def test_float16_wants_a_program_that_knows_of_overflows() -> None:
     job = Job("single", 1, 1, MODEL, 2, "fp16")
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 0)
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
     with pytest.raises(UserError, match="fp16 needs a program that gives updates the gradient's norm"):
         Executor(job.checked(), 0, job.cut, batches, Settings(0, job.numbers))

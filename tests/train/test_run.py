@@ -20,18 +20,21 @@ JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=16), 2, se
 def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)))
     optimizer = AdamW(learning_rate=0.5, schedule_steps=9, warmup_steps=1)
-    run = run_of(JOB, optimizer, tmp_path / "run", data=tmp_path / "text")
-    record = json.loads(json.dumps(run.record(run.text(), JOB.checked(), "cpu")))
+    run = run_of(JOB, optimizer, tmp_path / "run", data=(str(tmp_path / "text"),))
+    record = json.loads(json.dumps(run.record(run.corpus(), JOB.checked(), "cpu")))
     assert job_of(record) == JOB
     assert (record["command"], record["seed"], record["strategy"]) == ("shardlab train", 7, "ddp")
     settings: dict[str, Any] = record["optimizer"]
     settings["betas"] = tuple(settings["betas"])
     assert AdamW(**settings) == optimizer
-    assert record["data"] == {
-        "source": str(tmp_path / "text"),
-        "bytes": 256,
-        "sha256": hashlib.sha256(bytes(range(256))).hexdigest(),
-        "of": "the whole text",
-    }
+    assert record["data"] == [
+        {
+            "source": str(tmp_path / "text"),
+            "bytes": 256,
+            "sha256": hashlib.sha256(bytes(range(256))).hexdigest(),
+            "of": "the whole text",
+            "share": 1.0,
+        }
+    ]
     assert record["versions"]["torch"] == version("torch")
     assert record["program"] == JOB.checked().program.fingerprint()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardlab.train.data import Corpus
+from shardlab.data import Corpus
+from shardlab.data.stream import SequenceStream, TokenRun
+from shardlab.data.tokenizers import ByteTokenizer
 from shardlab.train.sample import PROMPT_BYTES, opening
 
 
 def prompt_of(validation: bytes) -> bytes:
-    return opening(Corpus(np.zeros(1, np.uint8), np.frombuffer(validation, np.uint8)))
+    training, held_out = (SequenceStream((TokenRun(np.frombuffer(text, np.uint8)),)) for text in (b"a", validation))
+    return opening(Corpus(training, held_out, ByteTokenizer(), ()))
 
 
 def test_a_prompt_is_a_whole_line_of_the_validation_text() -> None:

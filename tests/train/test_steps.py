@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import UserError
 from shardlab.program.precision import FP32
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
 from shardlab.train.loop import TrainingRun, train_rank
@@ -30,7 +31,11 @@ JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
 def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
     """The steps of a run in which rank 1 alone loses its loss at step `poisoned`."""
     batches = Batches(
-        Corpus.split(bytes(range(256)) * 8, JOB.model.seq_len), JOB.model.seq_len, JOB.micro_batch_size, 0
+        Corpus.split(bytes(range(256)) * 8, JOB.model.seq_len),
+        JOB.model.seq_len,
+        JOB.micro_batch_size,
+        JOB.microbatches,
+        0,
     )
 
     class Poisoned(Executor):

@@ -16,6 +16,7 @@ import torch
 
 from shardlab.check import Checked
 from shardlab.cli import main
+from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
 from shardlab.program import OpKind
@@ -25,7 +26,7 @@ from shardlab.recorded.measured import Measured
 from shardlab.recorded.trace_file import read_trace
 from shardlab.timeline import Event, live_memory
 from shardlab.timeline.timeline import is_event
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data import Batches
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
@@ -182,7 +183,11 @@ def interrupted(rank: int, job: Job, folder: Path, steps: int) -> None:
 
 def tracer_of(rank: int, job: Job, folder: Path) -> TracedExecutor:
     batches = Batches(
-        Corpus.split(bytes(range(256)) * 8, job.model.seq_len), job.model.seq_len, job.micro_batch_size, 0
+        Corpus.split(bytes(range(256)) * 8, job.model.seq_len),
+        job.model.seq_len,
+        job.micro_batch_size,
+        job.microbatches,
+        0,
     )
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers))
     return TracedExecutor(executor, job, folder, TRACING)

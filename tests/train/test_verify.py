@@ -163,7 +163,9 @@ def test_before_adamw_divides_a_small_gradient_by_its_size_only_rounding_is_left
 def without_clipping(rank: int, job: Job) -> Verdict | None:
     """The same, but what updates do with the norm is left out."""
 
-    def update(self: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None) -> None:
+    def update(
+        self: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None, *, scale: float = 1.0
+    ) -> None:
         plain(self, gradient, step)
 
     plain = Slice.update

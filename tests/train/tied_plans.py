@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import Blocks, CutModel
 from shardlab.models.tensors import to_blocks
 from shardlab.program.precision import FP64
 from shardlab.strategies.plan import Plan
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data import Batches
 from shardlab.train.job import Job
 from shardlab.train.verify import Verdict, verify_rank
 
@@ -22,10 +23,10 @@ def verdict(rank: int, plan: Plan, microbatches: int, model: Blocks, steps: int 
     return verify_rank(rank, CPU, Job(plan, plan.mesh.world, microbatches, model, 2, "fp64"), steps)
 
 
-def batches_of(model: Blocks) -> Batches:
+def batches_of(model: Blocks, microbatches: int) -> Batches:
     """Some text in two parts."""
     text = bytes(i * i % model.vocab_size for i in range(4096))
-    return Batches(Corpus.split(text, model.seq_len), model.seq_len, 2, 0)
+    return Batches(Corpus.split(text, model.seq_len), model.seq_len, 2, microbatches, 0)
 
 
 def trained(
@@ -36,7 +37,7 @@ def trained(
     checked, cut = job.checked(), job.cut
     assert isinstance(cut, CutModel)
     settings = Settings(0, FP64, CPU, AdamW(clip=0.1))
-    executor = Executor(checked, rank, cut, batches_of(model), settings)
+    executor = Executor(checked, rank, cut, batches_of(model, microbatches), settings)
     for _ in range(3):
         executor.step()
     state = executor.state

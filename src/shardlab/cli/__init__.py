@@ -19,6 +19,7 @@ from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
 from shardlab.cli.console import print_json
 from shardlab.cli.convert import Convert
+from shardlab.cli.data import DataCommand
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
@@ -51,6 +52,7 @@ COMMANDS: dict[str, type[Command]] = {
     "simulate": Simulate,
     "schedule": ScheduleCommand,
     "collectives": Collectives,
+    "data": DataCommand,
     "train": Train,
     "verify": Verify,
     "convert": Convert,

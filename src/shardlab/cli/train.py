@@ -18,9 +18,9 @@ from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.setting_options import NO_SETTINGS, Settings
+from shardlab.data import sources_of
 from shardlab.models.counts import count_parameters
 from shardlab.program import AXES, UserError
-from shardlab.program.files import want_file
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config import TrainingConfig
@@ -91,10 +91,7 @@ class Train:
             if first:
                 self._print_config(config, sources)
             return 0
-        if config.data.data is not None:
-            want_file(config.data.data)  # before torch is imported
-        if config.model.vocab_size < 256:
-            raise UserError(f"the vocabulary is {config.model.vocab_size}, but text is read as bytes; give 256 or more")
+        sources_of(config.data.data)  # what is wrong with them is said before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
             return self._run(heartbeat, first, chosen, config, sources)
 
@@ -145,7 +142,9 @@ class Train:
         steps = config.train.steps
         if config.logging.trace and steps < run.tracing.steps:
             raise UserError(f"--trace needs {run.tracing.steps} steps, but --steps is {steps}; give more")
-        run.corpus(run.text())
+        corpus, prompt = run.corpus(verify=True), config.logging.prompt
+        if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
+            raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         heartbeat.doing = "check of the program"
         checked_to_run(chosen, run.job, config.optimizer.clip)
         if first and not self.json:

@@ -51,6 +51,7 @@ class Settings:
         device: where they are.
         optimizer: AdamW's settings.
         initial: reads the first weights (None: they are drawn from the seed).
+        loss_scale: the first, in float16.
     """
 
     seed: int = 0
@@ -58,6 +59,7 @@ class Settings:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     optimizer: AdamW = field(default_factory=AdamW)
     initial: Initial | None = None
+    loss_scale: float = FIRST
 
 
 GradientObserver = Callable[[int, Holds, Tensor], None]
@@ -115,7 +117,7 @@ class State:
         self.microbatches = sorted({m for mask in held for m in bits(mask)})
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens = 0
-        self.loss_scale = LossScale(FIRST if settings.precision.scaled else 1.0)
+        self.loss_scale = LossScale(settings.loss_scale if settings.precision.scaled else 1.0)
         self.finite = True
         self.loss = torch.zeros(2, dtype=torch.float64)
         self.reads: dict[int, Set[int]] = {}

@@ -108,6 +108,10 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(number) is int for number in cast(tuple[Any, ...], value))
 
 
+def _texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, str) for each in cast(tuple[Any, ...], value))
+
+
 def _count(value: Any) -> str:
     return "a whole number" if type(value) is not int else "1 or more" if value < 1 else ""
 
@@ -167,6 +171,7 @@ PATH = FieldType(str, "FILE", lambda value: "" if isinstance(value, Path) else "
 FOLDER = replace(PATH, metavar="FOLDER")
 COUNT = FieldType(int, "N", _count)
 NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
+TEXTS = FieldType(tuple[str, ...], "DATA[:WEIGHT] ...", lambda value: "" if _texts(value) else "a list of texts")
 SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
 import stat
 import tomllib
@@ -59,25 +61,23 @@ def whole_file(path: Path) -> Generator[Path, None, None]:
 
 @contextmanager
 def whole_folder(path: Path) -> Generator[Path, None, None]:
-    """Make a folder beside `path`, which gets that name when the block ends, and goes if the block raises.
+    """Fill a folder beside `path`: it becomes `path` when the block ends, and goes if the block raises.
 
     Yields:
         the folder to write into.
 
     Raises:
-        UserError: when there is something at `path`, or the folder cannot be made.
+        UserError: when there is something at `path`, or the folder cannot be made or written.
     """
-    part = path.with_name(path.name + ".part")
-    for each in (path, part):
-        if each.exists() or each.is_symlink():
-            raise UserError(f"{each} exists; name a new folder, so that nothing is overwritten")
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists; name a new folder, so that nothing is overwritten")
+    part = path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
     try:
         part.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"the folder {path} cannot be made ({error.strerror}); name another") from error
-    try:
         yield part
-        part.replace(path)
+        part.rename(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error}); name another folder") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

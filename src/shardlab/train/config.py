@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
 from shardlab.optimizers import AdamW
-from shardlab.program.field_types import COUNT, FOLDER, INTEGER, PATH, SWITCH, check_fields, choice, text
+from shardlab.program.field_types import COUNT, FOLDER, INTEGER, SWITCH, TEXTS, check_fields, choice, text
 from shardlab.program.toml import as_toml
 from shardlab.strategies.plan import Plan
 
@@ -23,8 +23,9 @@ PrecisionName = Literal["fp32", "bf16", "bf16-fp32-grads", "fp16", "fp64"]
 class DataConfig:
     """What is trained on."""
 
-    data: Annotated[Path | None, PATH] = None
-    """A text to train on; without one, the source of Python's standard library."""
+    data: Annotated[tuple[str, ...], TEXTS] = ()
+    """Prepared folders (see shardlab data prepare) or files, whose bytes are then the tokens; of several, each is drawn
+    from by its weight; none: the source of Python's standard library."""
 
     def __post_init__(self) -> None:
         check_fields(self)

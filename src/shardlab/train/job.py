@@ -19,8 +19,6 @@ from shardlab.program.bounds import bounded
 from shardlab.program.precision import Precision, find_precision
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
-from shardlab.train.checksum import COMPARED, checksum
-from shardlab.train.data import Text
 
 
 @dataclass(frozen=True)
@@ -98,21 +96,24 @@ class Job:
         return self.microbatches * self.micro_batch_size * self.model.seq_len
 
 
-def agree(checked: Checked, text: Text) -> None:
-    """Make sure that all processes traced the same tapes and read the same text (of a long one, some pieces).
+def agree(checked: Checked, data: str) -> None:
+    """Make sure that all processes traced the same tapes and read the same data.
 
     Unequal tapes would silently give wrong numbers, since gloo sums whatever it is given.
+
+    Args:
+        data: what is equal for equal data.
 
     Raises:
         RuntimeError: naming the ranks that differ from rank 0.
     """
-    mine = (checked.program.fingerprint(), checksum(text, COMPARED))
+    mine = (checked.program.fingerprint(), data)
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    for what, place in (("program", 0), ("text", 1)):
+    for what, place in (("another program", 0), ("other data", 1)):
         others = [rank for rank, theirs in enumerate(everyone) if theirs[place] != everyone[0][place]]
         if others:
             raise RuntimeError(
-                f"rank {', '.join(map(str, others))} has another {what} than rank 0; "
+                f"rank {', '.join(map(str, others))} has {what} than rank 0; "
                 "run the same files, with the same Python, on every host"
             )

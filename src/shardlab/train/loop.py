@@ -43,10 +43,10 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
 
 
 def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest) -> Summary | None:
-    job, text = run.job, run.text()
-    batches = Batches(run.corpus(text), job.model.seq_len, job.micro_batch_size, job.seed)
+    job, corpus = run.job, run.corpus()
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     checked = job.checked()
-    agree(checked, text)
+    agree(checked, corpus.identity)
     initial = run.config.train.init and initial_from(run.config.train.init, job.cut)
     settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial)
     executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
@@ -55,7 +55,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
         with TrainingProgress(run.config.train.steps) as progress:
-            folder.begin(run.record(text, checked, str(device)), run.config.as_toml(), checked, job.title)
+            folder.begin(run.record(corpus, checked, str(device)), run.config.as_toml(), checked, job.title)
             return _first_rank(run, batches, executor, tracer, training, folder, progress)
     if not any(step.diverged for step in training):
         collect(executor.state, executor.state.kept)
@@ -114,13 +114,14 @@ def _first_rank(
     prompt = opening(batches.corpus) if given is None else given.encode(errors="surrogateescape")
     return Summary(
         steps=len(times),
+        epochs=batches.position(len(times)).epochs,
         interrupted=len(times) < run.config.train.steps,
         validation_before=before,
         validation_after=after,
         tokens_per_second=job.tokens / ms * 1000,
         ms_per_step=ms,
         prompt=prompt.decode(errors="replace"),
-        sample=continued(job.model, flats, prompt, job.seed),
+        sample=continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer),
         out=str(run.out),
         unwritten=folder.unwritten,
     )
@@ -146,5 +147,5 @@ def validate(model: Model, batches: Batches, flats: Sequence[Tensor]) -> float:
         for layer, weights in zip(layers, parameters, strict=True):
             x = layer(weights, x)
         total += float(loss_of(x, targets))
-        tokens += targets.numel()
-    return total / tokens
+        tokens += int((targets >= 0).sum())
+    return total / max(1, tokens)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.check import Checked
-from shardlab.train.checksum import RECORDED, checksum
+from shardlab.data import Corpus, sources_of
 from shardlab.train.config import TrainingConfig
-from shardlab.train.data import Corpus, Text, default_text, map_text
 from shardlab.train.described import described
 from shardlab.train.job import Job
 from shardlab.train.tracing import Tracing
@@ -53,31 +52,21 @@ class TrainingRun:
             plan.name,
         )
 
-    def text(self) -> Text:
-        """The text, as bytes.
+    def corpus(self, *, verify: bool = False) -> Corpus:
+        """The data in two parts.
+
+        Args:
+            verify: compare the checksums of prepared folders, unless they are large.
 
         Raises:
-            UserError: when it cannot be read.
+            UserError: when they cannot be read, are torn or too short, or have tokens that the model does not know.
         """
-        data = self.config.data.data
-        return default_text() if data is None else map_text(data)
+        corpus = Corpus.open(sources_of(self.config.data.data), self.job.model.seq_len, verify=verify)
+        corpus.want_vocabulary(self.job.model.vocab_size)
+        return corpus
 
-    def corpus(self, text: Text) -> Corpus:
-        """The text in two parts.
-
-        Raises:
-            UserError: when it is shorter than two sequences.
-        """
-        source = str(self.config.data.data or "the default text")
-        return Corpus.split(text, self.config.model.seq_len, source)
-
-    def record(self, text: Text, checked: Checked, device: str) -> dict[str, Any]:
+    def record(self, corpus: Corpus, checked: Checked, device: str) -> dict[str, Any]:
         """All by which the run can be repeated, for a JSON file: command, configuration, data and versions."""
-        source = (
-            "the source of Python's standard library"
-            if self.config.data.data is None
-            else str(self.config.data.data.absolute())
-        )
         return {
             "command": self.command,
             "folder": str(Path.cwd()),
@@ -87,7 +76,7 @@ class TrainingRun:
             "optimizer": asdict(self.config.optimizer),
             "prompt": self.config.logging.prompt,
             "init": None if self.config.train.init is None else str(self.config.train.init.absolute()),
-            "data": {"source": source, **asdict(checksum(text, RECORDED))},
+            "data": corpus.record(),
             "device": device,
             "platform": platform.platform(),
             "versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}},
@@ -100,6 +89,7 @@ class Summary:
 
     Attributes:
         steps: optimizer steps taken, fewer than asked for if the run was interrupted.
+        epochs: how often each source of the data was gone through.
         interrupted: whether it was.
         validation_before, validation_after: loss on text that is not trained on, nats per token.
         tokens_per_second, ms_per_step: medians over the steps.
@@ -110,6 +100,7 @@ class Summary:
     """
 
     steps: int
+    epochs: tuple[float, ...]
     interrupted: bool
     validation_before: float
     validation_after: float

@@ -85,7 +85,7 @@ def _summed(run: TrainingRun, step: int, ms: float, sums: Tensor, work: dist.Wor
     total, tokens, stopping, *diverged = (float(figure) for figure in sums)
     metrics = {
         "step": step,
-        "loss": total / tokens,
+        "loss": total / max(1.0, tokens),
         "ms": round(ms, 3),
         "tokens_per_second": round(run.job.tokens / ms * 1000, 1),
         "learning_rate": run.config.optimizer.rate(step),

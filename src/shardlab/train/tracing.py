@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.data import Corpus
 from shardlab.draw.trace import save_trace_events
 from shardlab.execute import Executor, Settings
 from shardlab.execute.clock import clock_offset
@@ -19,7 +20,7 @@ from shardlab.execute.recording import OpTimer
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.program.record import MemoryRecord, RankRecord
 from shardlab.recorded.trace_file import rank_file, write_rank, write_trace
-from shardlab.train.data import Batches, Corpus, default_text
+from shardlab.train.data import Batches
 from shardlab.train.described import described
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of
@@ -107,8 +108,8 @@ class TracedExecutor:
 
 def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:
     """Run one rank's part of a training of no more steps than are recorded, on the default text; it leaves a trace."""
-    corpus = Corpus.split(default_text(), job.model.seq_len, "the default text")
-    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.seed)
+    corpus = Corpus.open((), job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     settings = Settings(job.seed, job.numbers, device)
     executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
     traced = TracedExecutor(executor, job, folder, tracing)

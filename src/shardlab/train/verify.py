@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.check import Checked
+from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State, torch_dtype
@@ -21,7 +22,7 @@ from shardlab.models import CutModel, Model
 from shardlab.models.tensors import lengthened, to_blocks, to_layers
 from shardlab.program import Holds
 from shardlab.program.precision import FP64
-from shardlab.train.data import Batches, Corpus
+from shardlab.train.data import Batches
 from shardlab.train.job import Job, agree
 from shardlab.train.launch import backend_of, run_ranks
 from shardlab.train.reference import Reference, train_reference
@@ -34,6 +35,14 @@ AdamW can make that more: it divides by the gradient's size, so an error d of a 
 weight by rate * d * eps / (|g| + eps)^2 in the first step. The small MLP on which `column-parallel` is verified has a
 weight whose gradient is 3e-8 of a largest 2.5e-2: there 1.4e-18 becomes 3.5e-13 of the layer's largest weight.
 """
+
+SMALL_EPS, LARGE_EPS = 1e-8, 0.1
+"""AdamW's usual eps; in lower precision one so large that a weight is moved by its gradient. With the usual one it is
+moved by the gradient's sign, which is that of its rounding where the gradient is nearly zero.
+"""
+
+SAFE_SCALE = 2.0**8
+"""Loss scale of verification in float16: gradients of its small models do not overflow, so that no step is left out."""
 
 SMALL_NORM = 0.1
 """Norm so small that it clips every gradient, for programs that clip."""
@@ -66,7 +75,7 @@ class Verdict(Errors):
     """How far a strategy's numbers are from one device's in the same precision.
 
     Attributes:
-        exact: how far they are from one device's in float64 (None: these are in float64).
+        exact: how far they are from one device's in float64, as lengths of vectors (None: these are in float64).
         one_device: how far one device's in the same precision are from those.
         rounding: of the dtype that layers compute in: the distance from 1 to the next number.
     """
@@ -122,11 +131,12 @@ def verify_rank(
     rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None, clip: float | None = None
 ) -> Verdict | None:
     """Verify one rank's part: it compares every slice that it holds, so that replicas are judged as well."""
-    batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.seed)
+    batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     checked = job.checked()
-    agree(checked, b"")
-    optimizer = AdamW(schedule_steps=steps, warmup_steps=1, clip=clip_for(checked, clip))
-    settings = Settings(job.seed, job.numbers, device, optimizer)
+    agree(checked, "")
+    eps = SMALL_EPS if job.numbers is FP64 else LARGE_EPS
+    optimizer = AdamW(schedule_steps=steps, warmup_steps=1, clip=clip_for(checked, clip), eps=eps)
+    settings = Settings(job.seed, job.numbers, device, optimizer, loss_scale=SAFE_SCALE)
     seen: dict[tuple[int, Holds], Tensor] = {}
 
     def observe(layer: int, holds: Holds, gradient: Tensor) -> None:
@@ -155,7 +165,8 @@ def verify_rank(
                 {key: _slice(state, whole, *key) for key in mine}
                 for mine, whole in zip(given, (_as_cut(model, each) for each in its.all), strict=True)
             ]
-        *of_steps, last = (_worst(state, a, _as_cut(model, b)) for a, b in zip(given, expected.all, strict=True))
+        worst = _worst if expected is alone else _worst_in_all
+        *of_steps, last = (worst(state, a, _as_cut(model, b)) for a, b in zip(given, expected.all, strict=True))
         return Errors(max(map(_number, found)), *max(of_steps), *last)
 
     if job.numbers is FP64:
@@ -186,6 +197,23 @@ def _worst(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[fl
         errors[layer] = max(float(errors[layer]), _number(error))
     errors = errors.to(state.settings.device)
     dist.all_reduce(errors, dist.ReduceOp.MAX)
+    layer = int(errors.argmax())
+    return float(errors[layer]), layer
+
+
+def _worst_in_all(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
+    """The largest |a - b| / |b| of a layer, as lengths of vectors of all ranks' slices, and the layer.
+
+    A single element's rounding says little of how exact a strategy is.
+    """
+    squares = torch.zeros(2, len(expected), dtype=torch.float64)
+    for (layer, holds), ours in slices.items():
+        theirs = _slice(state, expected, layer, holds).double()
+        squares[0, layer] += (ours.cpu().double() - theirs).square().sum()
+        squares[1, layer] += theirs.square().sum()
+    squares = squares.to(state.settings.device)
+    dist.all_reduce(squares)
+    errors = (squares[0] / squares[1].clamp_min(1e-300)).sqrt().nan_to_num(math.inf)
     layer = int(errors.argmax())
     return float(errors[layer]), layer
 

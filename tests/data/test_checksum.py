@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from shardlab.train.checksum import PIECES, checksum
+from shardlab.data.checksum import PIECES, checksum
 
 TEXT = bytes(range(256)) * 40
 

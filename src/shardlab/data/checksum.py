@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from shardlab.train.data import Text
+from shardlab.data.text import Text
 
 PIECES = 64
 """How many pieces of a large text are hashed."""

@@ -1,0 +1,186 @@
+"""`shardlab data`: texts to tokens that can be trained on, and what a folder of them holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from tyro.conf import subcommand
+
+from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
+from shardlab.cli.options import Flag, Name, OptionalCount
+from shardlab.data.documents import Input
+from shardlab.data.manifest import Prepared, TokenCount
+from shardlab.data.prepare import Progress, prepare
+from shardlab.errors import UserError
+
+TokenizerName = Annotated[str, tyro.conf.arg(metavar="TOKENIZER")]
+"""chars, bytes, gpt2 or a file."""
+
+NewFolder = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
+"""A folder to be made."""
+
+TENTHS = 10
+"""Lines that are printed where no bar can be drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparing:
+    """Options of every command that makes tokens."""
+
+    train_bpe: OptionalCount = None
+    """Train byte pairs on the text instead, up to so many tokens."""
+
+    validation: Annotated[float, tyro.conf.arg(metavar="PART")] = 0.1
+    """The part of the tokens, at the end, that is not trained on; whole documents where one ends near."""
+
+    json: Flag = False
+    """Print the manifest as JSON alone."""
+
+    def prepared(self, inputs: list[Input], out: Path, tokenizer: str, sources: list[str] | None = None) -> int:
+        """Prepare, and say what there is now."""
+        with progress_of(sum(each.size for each in inputs)) as progress:
+            found = prepare(inputs, out, tokenizer, self.train_bpe, self.validation, progress, sources)
+        show(found, json=self.json)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Preparing):
+    """Turn text, JSONL or Parquet files into a folder of tokens, which train takes as --data FOLDER."""
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")]
+    """One document each, or one in each line (.jsonl) or row (.parquet)."""
+
+    out: NewFolder
+    """The folder that is made."""
+
+    tokenizer: TokenizerName = "bytes"
+    """chars, bytes, gpt2, or a Hugging Face tokenizer.json."""
+
+    format: Name = None
+    """text, jsonl or parquet, for files whose names do not tell."""
+
+    field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
+    """The field of a line, or the column, that has the text."""
+
+    def run(self) -> int:
+        if self.train_bpe is not None and self.tokenizer != "bytes":
+            raise UserError(f"--tokenizer {self.tokenizer} and --train-bpe contradict each other; give one of them")
+        if not self.files:
+            raise UserError("no file is given; name a .txt, .jsonl or .parquet file")
+        return self.prepared([Input.of(file, self.format, self.field) for file in self.files], self.out, self.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyShakespeare(Preparing):
+    """Prepare tiny Shakespeare (1.1 MB), downloaded or from a file; the text's checksum is compared."""
+
+    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: it is downloaded)")] = None
+    """The text, if it is here."""
+
+    out: NewFolder = Path("data/shakespeare")
+    """The folder that is made."""
+
+    tokenizer: TokenizerName = "chars"
+    """chars, bytes, gpt2, or a Hugging Face tokenizer.json."""
+
+    def run(self) -> int:
+        from shardlab.data.shakespeare import URL, shakespeare  # it loads what speaks with servers
+
+        with shakespeare(self.file) as path:
+            return self.prepared([Input(path, "text")], self.out, self.tokenizer, [URL])
+
+
+@dataclass(frozen=True)
+class ShowData:
+    """Say what a prepared folder holds."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """The folder."""
+
+    verify: Flag = False
+    """Read all of it, and compare every checksum."""
+
+    json: Flag = False
+    """Print the manifest as JSON alone."""
+
+    def run(self) -> int:
+        found = Prepared.open(self.folder)
+        if self.verify:
+            found.verify()
+        show(found, json=self.json, verified=self.verify)
+        return 0
+
+
+@dataclass(frozen=True)
+class DataCommand:
+    """Prepare data to train on, and look at them."""
+
+    what: Annotated[
+        Annotated[Prepare, subcommand("prepare", prefix_name=False)]
+        | Annotated[TinyShakespeare, subcommand("shakespeare", prefix_name=False)]
+        | Annotated[ShowData, subcommand("show", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
+
+    def run(self) -> int:
+        return self.what.run()
+
+
+def show(data: Prepared, *, json: bool, verified: bool = False) -> None:
+    """Print what a folder holds."""
+    manifest = data.manifest
+    if json:
+        print_json({"folder": str(data.folder), "sha256": data.sha256, **asdict(manifest)})
+        return
+    console = stdout_console()
+    shown = ", ".join(manifest.sources[:3]) + (f" and {len(manifest.sources) - 3} more" if manifest.sources[3:] else "")
+    print_fact(console, "from", shown)
+    end = "" if manifest.end is None else f"; token {manifest.end:,} ends a document"
+    print_fact(console, "tokenizer", f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens{end}")
+    print_fact(console, "training", _count(manifest.training), "bold")
+    print_fact(console, "validation", _count(manifest.validation), "bold")
+    checked = "all checksums are right" if verified else "checksums in manifest.json"
+    print_fact(console, "files", f"{data.bytes:,} bytes, {manifest.dtype} tokens; {checked}")
+    print_path(console, "data", data.folder)
+
+
+def _count(count: TokenCount) -> str:
+    return f"{count.tokens:,} tokens in {count.documents:,} document{'' if count.documents == 1 else 's'}"
+
+
+@contextmanager
+def progress_of(total: int) -> Generator[Progress]:
+    """Show how far a preparation is, on stderr: a live line in a terminal, ten lines for each pass in a pipe.
+
+    Args:
+        total: bytes of the input.
+    """
+    console = Console(file=sys.stderr)
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
+    said = ("", 0)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+
+        def progress(doing: str, done: int) -> None:
+            nonlocal said
+            bar.update(task, description=doing, completed=done)
+            tenth = TENTHS * done // max(1, total)
+            if not console.is_terminal and (doing, tenth) != said and tenth and total > QUIET:
+                said = doing, tenth
+                print(f"{doing}: {done:,} of {total:,} bytes", file=sys.stderr, flush=True)
+
+        yield progress
+
+
+QUIET = 10_000_000
+"""Bytes of an input that is done before anybody would wonder."""

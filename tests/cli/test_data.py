@@ -1,0 +1,133 @@
+"""`shardlab data`: what it prints, and what it refuses in a sentence without writing anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Inputs of every type, right and wrong, in the current folder."""
+    lines = [json.dumps({"text": f"Document {number} has a few words."}) + "\n" for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "a.txt").write_text("a text of some words\n" * 200)
+    (tmp_path / "broken.jsonl").write_text(lines[0] + '{"text": \n')
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "a.doc").write_text("a text")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
+def test_prepare_and_show_say_the_same(capsys: Captured) -> None:
+    assert main(["data", "prepare", "a.jsonl", "a.txt", "--out", "out", "--tokenizer", "chars"]) == 0
+    prepared = capsys.readouterr().out
+    assert main(["data", "show", "out", "--verify"]) == 0
+    shown = capsys.readouterr().out
+    assert prepared.replace("checksums in manifest.json", "all checksums are right") == shown
+    assert "from            a.jsonl, a.txt\n" in shown
+    assert "tokenizer       chars, 29 tokens\n" in shown
+
+
+@pytest.mark.usefixtures("folder")
+def test_json_has_the_whole_manifest(capsys: Captured) -> None:
+    assert main(["data", "prepare", "a.jsonl", "--out", "out", "--train-bpe", "300", "--json"]) == 0
+    prepared = json.loads(capsys.readouterr().out)
+    assert main(["data", "show", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == prepared
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert manifest.pop("format")
+    assert prepared == {"folder": "out", "sha256": prepared["sha256"], **manifest}
+    assert (prepared["training"]["documents"], prepared["validation"]["documents"]) == (36, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("prepare nowhere.txt", "nowhere.txt does not exist"),
+        ("prepare broken.jsonl", "broken.jsonl, line 2 is not JSON (Expecting value, column 9)"),
+        (
+            "prepare a.jsonl --field body",
+            "line 1 has no field 'body'; --field names the one",
+        ),
+        ("prepare empty.txt", "the input is empty; give some text"),
+        ("prepare a.doc", "a.doc: unknown file type '.doc'"),
+        ("prepare a.txt --format tex", "a.txt: unknown format 'tex'"),
+        ("prepare a.txt --tokenizer byte", "there is no tokenizer 'byte'; did you mean bytes?"),
+        ("prepare a.txt --tokenizer gpt2", "the tokenizer gpt2 needs two files that are not in"),
+        ("prepare a.txt --tokenizer tokenizer.json", "tokenizer.json is not a tokenizer of Hugging Face"),
+        ("prepare a.txt --tokenizer none.json", "--tokenizer none.json cannot be read (No such file or directory)"),
+        ("prepare a.txt --tokenizer chars --train-bpe 300", "--tokenizer chars and --train-bpe contradict each other"),
+        ("prepare a.txt --train-bpe 9", "--train-bpe 9: every byte and"),
+        ("prepare a.txt --train-bpe 0", "--train-bpe: 0 is too few; give 1 or more"),
+        ("prepare a.txt --validation 2", "--validation 2: a part of the tokens was expected"),
+        ("shakespeare --file a.txt", "a.txt is not tiny Shakespeare (4,200 bytes"),
+    ],
+)
+def test_a_request_that_cannot_be_is_a_sentence_and_writes_nothing(
+    arguments: str, sentence: str, folder: Path, capsys: Captured
+) -> None:
+    before = sorted(folder.iterdir())
+    assert main(["data", *arguments.split(), "--out", "out"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("shardlab: ")
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "tokenizers", "tiktoken"])
+@pytest.mark.usefixtures("folder")
+def test_without_the_library_it_says_what_to_install(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    Path("a.parquet").touch()
+    from shardlab.data.extra import library
+    from shardlab.errors import UserError
+
+    with pytest.raises(UserError, match=rf"a file needs the Python package {package}.*pip install 'shardlab\[data\]'"):
+        library(f"{package}.something", "a file")
+    if package == "pyarrow":
+        assert main(["data", "prepare", "a.parquet", "--out", "out"]) == 2
+        assert "a Parquet file needs the Python package pyarrow, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--data nowhere:0.5 a.txt:0.5", "nowhere does not exist"),
+        ("--data a.txt:x", "a.txt:x: 'x' is no weight; give PATH:NUMBER, as in a.txt:0.7"),
+        ("--data torn", "training.bin has another checksum than its manifest says"),
+        ("--data chars a.txt", "a.txt has another tokenizer (bytes, 256 tokens) than chars (chars, 13 tokens)"),
+        ("--data bytes --vocab-size 64", "bytes: tokens go up to 255 (bytes), but the model's vocabulary is 64"),
+        ("--data chars --prompt zebra", "the character 'z' is not among the 13 characters"),
+        ("--data chars --seq-len 5000", "chars has 3,780 tokens for training but 5,001 are needed"),
+    ],
+)
+def test_training_refuses_data_that_do_not_fit(arguments: str, sentence: str, capsys: Captured) -> None:
+    for name in ("chars", "bytes", "torn"):
+        tokenizer = "bytes" if name == "torn" else name
+        assert main(["data", "prepare", "a.txt", "--out", name, "--tokenizer", tokenizer]) == 0
+    tokens = Path("torn/training.bin").read_bytes()
+    Path("torn/training.bin").write_bytes(bytes([tokens[0] ^ 1]) + tokens[1:])
+    capsys.readouterr()
+    assert main(["train", "--ranks", "2", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert not Path("runs").exists()
