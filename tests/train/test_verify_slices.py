@@ -40,6 +40,7 @@ SLICING = "tests/check/slicing_programs.py"
         ("tests/check/casting_programs.py:gradients_in_half", 2),
         ("tests/check/casting_programs.py:weights_in_half", 2),
         ("tests/check/casting_programs.py:messages_in_half", 2),
+        ("examples/gradients_in_half.py:gradients_in_half", 2),
         (f"{SLICING}:microbatches_apart_and_together", 2),
         (f"{SLICING}:sequence_parallel", 2),
         (f"{SLICING}:context_parallel", 2),
