@@ -11,7 +11,11 @@ import torch
 from shardlab.data import Corpus
 from shardlab.errors import UserError
 from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.models import GPT
+from shardlab.program import OpKind
+from shardlab.program.record import MemoryRecord
+from shardlab.timeline.memory import memory_in_bytes
 from shardlab.train.cases import SHARDINGS, Case, alone
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
@@ -39,6 +43,27 @@ def test_every_precision_of_a_plan_is_as_exact_as_one_device(ranks: World, shard
     job = Case("none", sharding, plan, plan.mesh.world, 2, 2 * plan.data_ranks).job()
     verdict = ranks(job.ranks).call(verify_rank, CPU, replace(job, precision=precision), 2)[0]
     assert verdict.ok, verdict
+
+
+def memory(rank: int, job: Job) -> tuple[int, int, dict[str, int]]:
+    """Bytes of a rank as its loss begins: those predicted, those that were live, and what they were for."""
+    checked = job.checked()
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, job.microbatches, 0)
+    executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU))
+    record = MemoryRecord()
+    executor.step()
+    step_with_memory(executor, record)
+    predicted = memory_in_bytes(checked)[rank].before
+    at = next(at for at, op in enumerate(executor.state.tape) if op.kind is OpKind.LOSS)
+    return predicted[at], sum(record.live[at].values()), record.live[at]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-fp32-grads", "fp16"])
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-3"])
+def test_memory_in_a_precision_is_what_is_predicted(ranks: World, strategy: str, precision: str) -> None:
+    job = Job(strategy, 2, 2, GPT(layers=2, hidden_size=64, heads=2, seq_len=8), 2, precision)
+    for predicted, live, by_category in ranks(2).call(memory, job):
+        assert live == pytest.approx(predicted, rel=0.02), by_category
 
 
 def scales(rank: int, poison: float) -> tuple[list[float], bool]:

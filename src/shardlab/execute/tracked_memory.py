@@ -125,6 +125,7 @@ def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
     yield "parameters", state.kept.values()
     for part in state.opt_states.values():
         yield "parameters", part.weights
+        yield "optimizer", part.exact
         for moments in part.optimizer.state.values():
             yield "optimizer", [moment for moment in moments.values() if isinstance(moment, Tensor)]
     yield "gathered", state.buffers
