@@ -59,11 +59,13 @@ def given_to_the_optimizer(kept: Slice, gradient: torch.Tensor, squared_norm: fl
     seen: list[torch.Tensor] = []
 
     def step() -> None:
-        gradients = [p.grad for group in kept.optimizer.param_groups for p in group["params"]]
+        gradients = [
+            p.grad for optimizer in kept.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
         seen.append(torch.cat(gradients).clone())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept.optimizer, "step", step)
+        patch.setattr(kept.optimizers[0], "step", step)
         kept.update(gradient, 0, squared_norm)
     return seen[0] if seen else None
 
@@ -100,7 +102,7 @@ def test_an_update_is_left_out_if_the_norm_is_not_finite(squared_norm: float, cl
     kept = Slice([torch.ones(4, dtype=torch.float64)], [0], [(0, 4)], AdamW(clip=clip))
     kept.update(torch.ones(4, dtype=torch.float64), 0, squared_norm)
     assert torch.equal(kept.flat, torch.ones(4, dtype=torch.float64))
-    assert not kept.optimizer.state
+    assert not kept.moments
 
 
 def test_an_update_writes_where_the_weights_lie() -> None:

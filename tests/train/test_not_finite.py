@@ -32,8 +32,7 @@ def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> t
     state = executor.state
 
     def everything() -> list[torch.Tensor]:
-        moments = [m for part in state.opt_states.values() for m in part.optimizer.state.values()]
-        tensors = [tensor for moment in moments for tensor in moment.values()]
+        tensors = [moment for part in state.opt_states.values() for moment in part.moments]
         return [tensor.clone() for tensor in [*state.kept.values(), *tensors]]
 
     def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

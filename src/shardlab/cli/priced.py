@@ -12,6 +12,7 @@ from shardlab.cli.plan_options import PlanOptions
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
 from shardlab.program.bounds import max_ops
+from shardlab.program.precision import Optimizer
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
@@ -61,6 +62,7 @@ def price(
     cluster_name: str,
     *,
     precision: str | None = None,
+    optimizer: Optimizer = "adamw",
     ranks: int | None = None,
     layers: int | None = None,
     batch: BatchRequest = AS_USUAL,
@@ -72,6 +74,7 @@ def price(
         strategy: its name.
         layout: flags of a plan.
         precision: by name; without one, bfloat16 where the device has it.
+        optimizer: what makes a step of a gradient.
         batch: how large the global batch is, and how it is cut.
         force: take a profile from another machine.
 
@@ -84,6 +87,8 @@ def price(
     from shardlab.predict.workload import Workload
     from shardlab.program.precision import find_precision
 
+    if optimizer == "muon":
+        raise UserError("muon's own products of matrices have no price yet; give --optimizer adamw, sgd or lion")
     cluster = cluster_called(cluster_name, force=force)
     model = find_model(model_name)
     if layers is not None:
@@ -108,7 +113,9 @@ def price(
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
     microbatches, micro_batch_size = batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
-    workload = Workload(plan, model, cluster, microbatches, micro_batch_size, numbers, trace, entry.columns)
+    workload = Workload(
+        plan, model, cluster, microbatches, micro_batch_size, numbers, trace, entry.columns, optimizer=optimizer
+    )
     if entry.plan is None:
         entry.require_ops(1, model.layers, batch.microbatches or 1)
     _require_few_ranks(entry, workload, cluster_name)

@@ -11,6 +11,8 @@ from pathlib import Path
 from shardlab.check import Checked
 from shardlab.cli.strategy import checked
 from shardlab.execute.executor import want_norm
+from shardlab.execute.optimizer import want_whole_matrices
+from shardlab.optimizers import AdamW
 from shardlab.program import OpKind, Refused, UserError
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
@@ -21,17 +23,21 @@ from shardlab.train.processes import RankFailed, is_lost
 from shardlab.train.saved import saved_in, sweep
 
 
-def checked_to_run(entry: StrategyEntry, job: Job, clip: float | None) -> Checked:
+def checked_to_run(entry: StrategyEntry, job: Job, config: AdamW) -> Checked:
     """Check a strategy for a job, before any rank is started.
 
     Raises:
         Refused: when the program is wrong, or does not run on the backend that its ranks would use.
-        UserError: when it is to clip, or float16 wants to know of overflows, but it computes no norm.
+        UserError: when it is to clip, or float16 wants to know of overflows, but it computes no norm; or for
+            Muon, when it cuts a matrix.
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     proof = checked(entry, job.ranks, job.sizes, job.microbatches)
     want_norm(job.numbers, proof)
-    if clip is not None and not any(op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape):
+    want_whole_matrices(proof, job.cut, config)
+    if (clip := config.clip) is not None and not any(
+        op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
+    ):
         lacking = f"the gradient's norm, which {entry.name} does not compute"
         raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3")
     if (why_not := proof.why_not(backend_of(pick_device(0)))) is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.cli.console import print_json
@@ -14,6 +16,7 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError, trace
+from shardlab.program.precision import Optimizer
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.planned import planned
 from shardlab.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
@@ -57,6 +60,9 @@ class Simulate:
 
     precision: Name = None
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
+
+    optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
+    """What makes a step of a gradient, and so how large its state is; with --model."""
 
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
@@ -105,6 +111,7 @@ class Simulate:
             "global-batch": self.global_batch,
             "micro-batch-size": self.micro_batch_size,
             "precision": self.precision,
+            "optimizer": self.optimizer,
             "force": self.pictures.force and not self.pictures.files,
         }
         for flag, given in flags.items():
@@ -127,6 +134,7 @@ class Simulate:
             self.model,
             self.cluster,
             precision=self.precision,
+            optimizer=self.optimizer or "adamw",
             ranks=self.ranks,
             layers=self.layers,
             batch=BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),

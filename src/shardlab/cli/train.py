@@ -146,7 +146,7 @@ class Train:
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         heartbeat.doing = "check of the program"
-        checked_to_run(chosen, run.job, config.optimizer.clip)
+        checked_to_run(chosen, run.job, config.optimizer)
         if first and not self.json:
             print_config(stdout_console(), config, sources, all=False)
             sys.stdout.flush()

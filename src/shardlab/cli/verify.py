@@ -16,6 +16,7 @@ from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, S
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.report import print_drifts
 from shardlab.program import UserError
+from shardlab.program.precision import Optimizer
 from shardlab.rules.pieces import counted
 from shardlab.train.launch_environment import require_port
 
@@ -46,6 +47,9 @@ class Verify:
 
     precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
     """fp64, fp32, bf16, bf16-fp32-grads or fp16."""
+
+    optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
+    """What makes a step of a gradient, on both."""
 
     all: Flag = False
     """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
@@ -78,10 +82,18 @@ class Verify:
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         model = self.model.make(layers, kind, hidden_size=32, heads=4, seq_len=16, experts=max(4, 2 * ep))
-        job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, 2, self.precision, name=chosen.name)
-        proof = checked_to_run(chosen, job, self.clip)
+        job = Job(
+            chosen.for_job(ranks),
+            ranks,
+            self.microbatches,
+            model,
+            2,
+            self.precision,
+            name=chosen.name,
+            optimizer=self.optimizer,
+        )
+        proof = checked_to_run(chosen, job, AdamW(optimizer=self.optimizer, clip=self.clip))
         clip = clip_for(proof, self.clip)
-        AdamW(clip=clip)  # refuses what is no norm
         with failures_as_exit():
             verdict = verify(job, self.steps, clip)
         if verdict is None:  # a rank of an existing world, but not the one that reports

@@ -288,7 +288,7 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
 
 
 def update(state: State, at: int, op: Op) -> Instruction:
-    """AdamW on the slice that the rank keeps, in place."""
+    """A step of the slice that the rank keeps, in place."""
     (gradient, weight, opt_state, *norms), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
     holds = state.specs[opt_state].holds
     places = state.shapes.places(op.layer, state.specs[gradient].holds, holds)

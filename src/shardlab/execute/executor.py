@@ -13,6 +13,7 @@ from shardlab.check import Checked
 from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compute import COMPUTE, Instruction
+from shardlab.execute.optimizer import want_whole_matrices
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
 from shardlab.program import Op, OpKind, UserError
@@ -39,7 +40,7 @@ class Executor:
 
     Raises:
         Refused: when the program cannot run on this backend.
-        UserError: in float16, when the program computes no norm.
+        UserError: in float16, when the program computes no norm; for Muon, when it cuts a matrix.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Executor:
         if why_not is not None:
             raise why_not
         want_norm(settings.precision, checked)
+        want_whole_matrices(checked, model, settings.optimizer)
         self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer)
         self.batches = batches
         self._microbatches = checked.program.microbatches

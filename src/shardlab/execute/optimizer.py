@@ -1,4 +1,4 @@
-"""AdamW on a slice of a layer's flat weights."""
+"""An optimizer of a slice of a layer's flat weights."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -6,25 +6,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardlab.check import Checked
+from shardlab.errors import UserError
+from shardlab.execute.lion import Lion
+from shardlab.execute.muon import Muon
+from shardlab.execute.shapes import Shapes
+from shardlab.models import Model
+from shardlab.models.layout import Parameter
 from shardlab.optimizers import AdamW
+from shardlab.program import OpKind
 
 
-def torch_optimizer(config: AdamW, decayed: list[Tensor], others: list[Tensor]) -> torch.optim.AdamW:
-    """The optimizer of some leaf tensors."""
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+def torch_optimizers(
+    config: AdamW, decayed: list[Tensor], others: list[Tensor], matrices: Sequence[Tensor] = (), *, fused: bool = True
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest."""
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups, rate = [group for group in groups if group["params"]], config.learning_rate
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(Muon([{"params": matrices, "weight_decay": config.weight_decay}], rate, config.momentum))
+    if groups and config.optimizer == "sgd":
+        found.append(torch.optim.SGD(groups, lr=rate, momentum=config.momentum, fused=fused))
+    elif groups and config.optimizer == "lion":
+        found.append(Lion(groups, rate, config.betas))
+    elif groups:
+        found.append(torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused))
+    return found
+
+
+def matrices_of(tensor: Tensor, parameter: Parameter) -> list[Tensor]:
+    """The matrices of a parameter, each of which Muon steps by itself: one for each expert, and each section of those.
+
+    Queries, keys and values are sections, as Jordan does it.
+    """
+    each: Sequence[Tensor] = tensor.view(-1, *parameter.shape[-2:]).unbind()
+    lengths = list(parameter.sections) or [parameter.shape[-2]]
+    return [part for matrix in each for part in torch.split(matrix, lengths)]
 
 
 class Slice:
@@ -37,34 +65,51 @@ class Slice:
         decayed: list[tuple[int, int]],
         config: AdamW,
         exact: Tensor | None = None,
+        matrices: Mapping[int, Parameter] | None = None,
     ) -> None:
         """`weights` are the slice's runs, updated in place; run i begins at element `starts[i]` of the layer's buffer.
 
         Of that buffer the runs `decayed` (start, stop) decay. With `exact`, (elements,), a copy of the weights in more
-        bits, the copy is updated and the weights are rounded from it.
+        bits, the copy is updated and the weights are rounded from it. `matrices` are those of Muon, by the element of
+        the buffer at which they begin.
+
+        Raises:
+            UserError: if only a part of a matrix lies in the slice.
         """
         self.weights = weights
         self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])
         self._config = config
-        self._parts: list[tuple[Tensor, int, int]] = []
+        self._parts: list[tuple[Sequence[Tensor], Parameter | None, int, int]] = []
+        whole = matrices or {}
+        edges = [place for runs in decayed for place in runs]
+        edges += [place for begin, parameter in whole.items() for place in (begin, begin + parameter.numel)]
         decaying: list[Tensor] = []
         others: list[Tensor] = []
+        orthogonal: list[Tensor] = []
         at = 0
         for run, start in zip(self.exact or weights, starts, strict=True):
             stop = start + len(run)
-            cuts = {place for runs in decayed for place in runs if start < place < stop}
+            cuts = {place for place in edges if start < place < stop}
             for begin, end in pairwise(sorted({start, stop} | cuts)):
                 part = run[begin - start : end - start].detach()
+                parameter = whole.get(begin)
+                leaves = [part] if parameter is None else matrices_of(part, parameter)
                 decays = any(first <= begin and end <= last for first, last in decayed)
-                (decaying if decays else others).append(part)
-                self._parts.append((part, at + begin - start, at + end - start))
+                (decaying if decays else others).extend(leaves) if parameter is None else orthogonal.extend(leaves)
+                self._parts.append((leaves, parameter, at + begin - start, at + end - start))
             at += len(run)
-        self.optimizer = torch_optimizer(config, decaying, others)
+        self.optimizers = torch_optimizers(config, decaying, others, orthogonal)
 
     @property
     def flat(self) -> Tensor:
         """The slice's weights now, (elements,); itself where the slice is one run, else a copy."""
         return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """What the optimizers keep."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return [moment for state in states for moment in state.values() if isinstance(moment, Tensor)]
 
     def update(self, gradient: Tensor, step: int, squared_norm: float | None = None, *, scale: float = 1.0) -> None:
         """One step with a gradient of the same length.
@@ -74,7 +119,7 @@ class Slice:
                 1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_), and dropped if it is not finite.
             scale: by what the gradient was multiplied on its way; the norm was not.
         """
-        gradient = gradient.to(self._parts[0][0].dtype)
+        gradient = gradient.to(self._parts[0][0][0].dtype)
         if scale != 1.0:
             gradient = gradient / scale
         if squared_norm is not None:
@@ -82,14 +127,62 @@ class Slice:
                 return
             if self._config.clip is not None:
                 gradient = gradient * min(1.0, self._config.clip / (math.sqrt(squared_norm) + 1e-6))
-        for part, begin, end in self._parts:
-            part.grad = gradient[begin:end]
+        for leaves, parameter, begin, end in self._parts:
+            given = gradient[begin:end]
+            parts = [given] if parameter is None else matrices_of(given, parameter)
+            for leaf, part in zip(leaves, parts, strict=True):
+                leaf.grad = part
         rate = self._config.rate(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        for part, _, _ in self._parts:
-            part.grad = None
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        for leaves, *_ in self._parts:
+            for leaf in leaves:
+                leaf.grad = None
         if self.exact:
             for run, exact in zip(self.weights, self.exact, strict=True):
                 run.copy_(exact)
+
+
+def muon_matrices(model: Model, layer: int, length: int) -> dict[int, Parameter]:
+    """The matrices of a layer whose flat buffer has `length` elements, by the element at which each begins.
+
+    Raises:
+        UserError: if tensor parallelism cuts one.
+    """
+    layout, run = model.layout(layer), model.run(layer)
+    found: dict[int, Parameter] = {}
+    for offset, parameter in zip(layout.offsets, layout.parameters, strict=True):
+        if parameter.hidden_matrix:
+            if any(run.own_pieces.get(index, 1) > 1 for index in parameter.indices[-2:]):
+                raise _cut(layer, parameter)
+            found |= {slice * length // layout.slices + offset: parameter for slice in range(layout.slices)}
+    return found
+
+
+def want_whole_matrices(checked: Checked, model: Model, config: AdamW) -> None:
+    """Refuse Muon for a program some of whose ranks would step a part of a matrix.
+
+    Raises:
+        UserError: naming a layer and a matrix, and what to do.
+    """
+    if config.optimizer != "muon":
+        return
+    shapes = Shapes(checked, model, 1)
+    loads = {(op.layer, op.holds) for tape in checked.program.tapes for op in tape if op.kind is OpKind.LOAD_OPT_STATE}
+    for layer, holds in loads:
+        assert holds is not None
+        matrices = muon_matrices(model, layer, shapes.flat[layer])
+        for start, stop in shapes.ranges(layer, holds):
+            for begin, parameter in matrices.items():
+                end = begin + parameter.numel
+                if start < end and begin < stop and not start <= begin < end <= stop:
+                    raise _cut(layer, parameter)
+
+
+def _cut(layer: int, parameter: Parameter) -> UserError:
+    return UserError(
+        f"muon steps whole matrices, but {parameter.name} of layer {layer} is cut among ranks (by zero, fsdp or tp); "
+        "let each rank keep the optimizer's state of whole layers, as ddp and pipelines do, or take adamw, sgd or lion"
+    )

@@ -13,7 +13,7 @@ from shardlab.check import Checked
 from shardlab.execute.analysis import Analysis
 from shardlab.execute.graph import FlatWeight
 from shardlab.execute.loss_scale import FIRST, LossScale
-from shardlab.execute.optimizer import Slice
+from shardlab.execute.optimizer import Slice, muon_matrices
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import Dropout, Initial, Share, initial_weights, layers_of, lengthened
@@ -49,7 +49,7 @@ class Settings:
         precision: of weights, gradients, activations and optimizer states; in float64 casts are to float64 as well, so
             that the program is compared with one device and not its rounding.
         device: where they are.
-        optimizer: AdamW's settings.
+        optimizer: its settings.
         initial: reads the first weights (None: they are drawn from the seed).
         loss_scale: the first, in float16.
     """
@@ -145,7 +145,9 @@ class State:
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
         precision = self.settings.precision
         exact = self._first(layer, holds, torch_dtype(precision.state)) if precision.copy else None
-        return Slice(runs, starts, decayed, self.settings.optimizer, exact)
+        config, length = self.settings.optimizer, self.shapes.flat[layer]
+        matrices = muon_matrices(self.model, layer, length) if config.optimizer == "muon" else None
+        return Slice(runs, starts, decayed, config, exact, matrices)
 
     def optimizer(self, spec: Spec) -> Slice:
         """The optimizer of a slice, or of slices together: each element is stepped by one of them, always the same."""

@@ -126,8 +126,7 @@ def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
     for part in state.opt_states.values():
         yield "parameters", part.weights
         yield "optimizer", part.exact
-        for moments in part.optimizer.state.values():
-            yield "optimizer", [moment for moment in moments.values() if isinstance(moment, Tensor)]
+        yield "optimizer", part.moments
     yield "gathered", state.buffers
 
 

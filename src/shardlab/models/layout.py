@@ -48,6 +48,11 @@ class Parameter(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def hidden_matrix(self) -> bool:
+        """Whether Muon steps it: a matrix, or one for each expert, but no embedding and no head."""
+        return self.decayed and not {"vocab", "token"} & set(self.indices)
+
     def cuts(self, pieces: Mapping[str, int]) -> list[Cut]:
         """How it is sliced where each index is cut into so many pieces."""
         named = [(dim, pieces.get(index, 1)) for dim, index in enumerate(self.indices)]
@@ -59,7 +64,7 @@ class Parameter(NamedTuple):
         if all(count == 1 for count in counts):
             return self
         shape = tuple(-(-length // count) for length, count in zip(self.shape, counts, strict=True))
-        return self._replace(shape=shape, sections=())
+        return self._replace(shape=shape, sections=self.sections if counts[self.section_dim] == 1 else ())
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,11 @@ class LayerLayout:
     def parameter_count(self) -> int:
         """Elements of the parameters, without the gaps."""
         return self.slices * sum(p.numel for p in self.parameters)
+
+    @property
+    def matrix_count(self) -> int:
+        """Elements of the parameters that Muon steps."""
+        return self.slices * sum(p.numel for p in self.parameters if p.hidden_matrix)
 
     def padded(self, of: int) -> int:
         """Elements of the buffer once its runs are lengthened so that it splits into `of` equal, aligned slices.

@@ -217,6 +217,7 @@ class Model(ABC):
         return Sizes(
             weights=weights,
             opt_states=tuple(2 * elements for elements in weights),
+            matrices=tuple(self.layout(layer).matrix_count for layer in range(self.layers)),
             activations=tuple(self.microbatch_elements(i, rows) for i in range(self.layers + 1)),
             saved=tuple(self.microbatch_saved(layer, rows) for layer in range(self.layers)),
             saved_for_weight=tuple(self.run(layer).saved_for_weight(rows) for layer in range(self.layers)),

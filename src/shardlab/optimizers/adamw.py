@@ -1,4 +1,4 @@
-"""AdamW's settings."""
+"""An optimizer's settings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 from shardlab.errors import UserError
 from shardlab.optimizers.schedules import Schedule, rate_factor
 from shardlab.program.field_types import COUNT, check_fields, choice, number, number_or_none, pair, whole
+from shardlab.program.precision import Optimizer
 
 _NOT_NEGATIVE = number("0 or more", lambda value: 0 <= value < math.inf)
 _POSITIVE = number("a positive number", lambda value: 0 < value < math.inf)
@@ -19,13 +20,21 @@ _SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), and the schedule of its learning rate."""
+    """An optimizer, and the schedule of its learning rate: AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), SGD
+    with momentum (Sutskever et al. 2013), Lion (Chen et al. 2023, arXiv 2302.06675) or Muon (Jordan 2024).
+    """
+
+    optimizer: Annotated[Optimizer, choice(Optimizer)] = "adamw"
+    """What makes a step of a gradient; muon steps matrices, and adamw what is none, embeddings and the head."""
 
     learning_rate: Annotated[float, _NOT_NEGATIVE] = 1e-3
     """The largest learning rate."""
 
     betas: Annotated[tuple[float, float], _DECAYS] = (0.9, 0.95)
-    """Decay of AdamW's two moments."""
+    """Decay of AdamW's two moments; lion steps by the first and keeps by the second."""
+
+    momentum: Annotated[float, _SHARE] = 0.95
+    """Decay of the one moment of sgd and of muon."""
 
     eps: Annotated[float, _POSITIVE] = 1e-8
     """What keeps AdamW's division finite."""

@@ -13,7 +13,7 @@ from shardlab.predict.folding import fold
 from shardlab.predict.priced import ClusterPrices
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.program import Kind, Mesh, Sizes
-from shardlab.program.precision import Precision
+from shardlab.program.precision import Optimizer, Precision
 from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import memory_in_bytes
@@ -37,6 +37,7 @@ class Workload:
         trace: what traces a program of its own; plans are folded.
         recipe: how the framework that runs it does so.
         columns: whether that program wants every matrix cut by columns.
+        optimizer: what makes a step of a gradient, which says how large its state is.
     """
 
     plan: Plan | Mesh
@@ -48,6 +49,7 @@ class Workload:
     trace: Trace | None = None
     columns: bool = False
     recipe: Recipe = OWN
+    optimizer: Optimizer = "adamw"
 
     @property
     def mesh(self) -> Mesh:
@@ -76,7 +78,8 @@ class Workload:
         """
         if isinstance(self.plan, Plan):
             self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
-        sizes = self.precision.sizes(self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION)))
+        elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
+        sizes = self.precision.sizes(elements, self.optimizer)
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, sizes, self.microbatches)
@@ -108,7 +111,8 @@ class Workload:
             cluster = replace(cluster, nics=1)
         if self.recipe.attention:
             cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.attention))
-        return ClusterPrices(self.cut, self.micro_batch_size, cluster, self.precision, self.recipe, self.mesh)
+        numbers = self.precision.under(self.optimizer)
+        return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, self.recipe, self.mesh)
 
     def peak_bytes(self) -> int:
         """The most that any rank holds, without asking how long anything takes."""

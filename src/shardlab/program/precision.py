@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardlab.errors import find
 from shardlab.program.sizes import Sizes
 from shardlab.rules.dtype import bytes_of
 from shardlab.rules.kind import Kind
+
+Optimizer = Literal["adamw", "sgd", "lion", "muon"]
+"""What makes a step of a gradient."""
+
+MOMENTS: dict[Optimizer, int] = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1}
+"""How many numbers each keeps of a parameter; with Muon, AdamW keeps two of what is no matrix."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +26,9 @@ class Precision:
         compute: of products of matrices.
         parameters, gradients: of weights and their gradients; gathers move the ones, reductions the others.
         activations: also of what autograd keeps.
-        state: of each of the optimizer's two moments, and of its copy of the parameters, if it has one.
+        state: of each of the optimizer's moments, and of its copy of the parameters, if it has one.
         copy: whether it has: the parameters are rounded from it, and an update does not read them.
-        optimizer: bytes of a parameter's optimizer state, with the copy.
+        optimizer: bytes of a parameter's optimizer state, with the copy; as it stands, AdamW's (see `under`).
         source: where it is described.
     """
 
@@ -44,12 +51,23 @@ class Precision:
         return self.state if kind in (Kind.OPT_STATE, Kind.STATS, Kind.SCALAR) else self.activations
 
     def bytes(self, kind: Kind) -> int:
-        """Bytes of an element; of the optimizer's state, of which a parameter has two, half of those of a parameter."""
+        """Bytes of an element; of the optimizer's state, which is counted as two, half of those of a parameter."""
         return self.optimizer // 2 if kind is Kind.OPT_STATE else int(bytes_of(self.dtype(kind)))
 
-    def sizes(self, sizes: Sizes) -> Sizes:
-        """A model's sizes with these bytes."""
-        return replace(sizes, element_bytes={kind: self.bytes(kind) for kind in Kind})
+    def under(self, optimizer: Optimizer) -> Precision:
+        """The same numbers, with the state that an optimizer keeps of a parameter (Muon: of a matrix)."""
+        lacking = MOMENTS["adamw"] - MOMENTS[optimizer]
+        return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
+
+    def sizes(self, sizes: Sizes, optimizer: Optimizer = "adamw") -> Sizes:
+        """A model's sizes with these bytes, and an optimizer's state."""
+        mine = self.under(optimizer)
+        states = sizes.opt_states
+        if optimizer == "muon":
+            second = int(bytes_of(self.state)) // mine.bytes(Kind.OPT_STATE)
+            pairs = zip(states, sizes.weights, sizes.matrices, strict=True)
+            states = tuple(state + second * (weight - matrices) for state, weight, matrices in pairs)
+        return replace(sizes, opt_states=states, element_bytes={kind: mine.bytes(kind) for kind in Kind})
 
     @property
     def scaled(self) -> bool:
@@ -58,7 +76,7 @@ class Precision:
 
     @property
     def moved_by_update(self) -> int:
-        """Bytes that AdamW moves for each parameter: gradient in, state in and out, parameter out (in, if no copy)."""
+        """Bytes that an update moves a parameter: gradient in, state in and out, parameter out (in, if no copy)."""
         read_and_written = (1 if self.copy else 2) * self.bytes(Kind.WEIGHT)
         return self.bytes(Kind.GRAD_WEIGHT) + 2 * self.optimizer + read_and_written
 

@@ -23,6 +23,7 @@ class Sizes:
     Attributes:
         weights: elements of layer l's parameters (its gradient has as many).
         opt_states: elements of layer l's optimizer state.
+        matrices: elements of layer l's parameters that Muon steps (empty: nobody asks).
         activations: elements of activation l for one microbatch, l = 0 .. layers (its gradient has as many).
         saved: elements that autograd keeps between forward and backward of layer l for one microbatch,
             beyond the layer's input.
@@ -55,6 +56,7 @@ class Sizes:
     keys_values: int = 0
     tied: bool = False
     slices_per_rank: int = 2
+    matrices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.signatures:

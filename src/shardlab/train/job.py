@@ -16,7 +16,7 @@ from shardlab.check import Checked, check
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.program import Kind, Sizes, trace
 from shardlab.program.bounds import bounded
-from shardlab.program.precision import Precision, find_precision
+from shardlab.program.precision import Optimizer, Precision, find_precision
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 
@@ -34,6 +34,7 @@ class Job:
         precision: in which numbers, by name (see `shardlab.program.precision`).
         seed: of weights, data and dropout.
         name: what to call the strategy (nothing: its own name).
+        optimizer: what makes a step of a gradient, which says how large its state is.
     """
 
     strategy: str | Plan
@@ -44,6 +45,7 @@ class Job:
     precision: str = "fp32"
     seed: int = 0
     name: str = ""
+    optimizer: Optimizer = "adamw"
 
     @property
     def title(self) -> str:
@@ -78,7 +80,7 @@ class Job:
     def sizes(self) -> Sizes:
         """Elements of the program's values."""
         numbers, entry = self.numbers, load(self.strategy)
-        sizes = numbers.sizes(self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION)))
+        sizes = numbers.sizes(self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION)), self.optimizer)
         return entry.plan(self.ranks).counted(sizes) if entry.plan else sizes
 
     @property

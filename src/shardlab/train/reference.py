@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlab.execute import AdamW, Sampler
+from shardlab.execute.optimizer import matrices_of, torch_optimizers
 from shardlab.execute.state import torch_dtype
 from shardlab.models import Model
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views, with_borrowed
@@ -48,7 +49,7 @@ def train_reference(
     config: AdamW,
     trained: Sequence[Tensor] | None = None,
 ) -> Reference:
-    """Plain autograd through all layers, one AdamW over all parameters, one microbatch after the other.
+    """Plain autograd through all layers, one optimizer over all parameters, one microbatch after the other.
 
     Args:
         precision: of the parameters, their gradients, and the optimizer's copy of the parameters if it has one.
@@ -65,22 +66,19 @@ def train_reference(
         for layout, flat in zip(layouts, flats, strict=True)
     ]
     sums = [torch.zeros_like(flat, dtype=torch_dtype(precision.gradients)) for flat in flats]
-    stepped = [
-        (tensor, gradient, parameter.decayed)
-        for layout, copy, total, moves in zip(layouts, exact, sums, trained or map(torch.ones_like, flats), strict=True)
-        for parameter, tensor, gradient, its in zip(
-            layout.parameters, views(layout, copy), views(layout, total), views(layout, moves), strict=True
-        )
-        if its.any()
-    ]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [tensor for tensor, _, decayed in stepped if decayed], "weight_decay": config.weight_decay},
-            {"params": [tensor for tensor, _, decayed in stepped if not decayed], "weight_decay": 0.0},
-        ],
-        betas=config.betas,
-        eps=config.eps,
-    )
+    stepped: list[tuple[Tensor, Tensor]] = []
+    roles: list[list[Tensor]] = [[], [], []]
+    for layout, copy, total, moves in zip(layouts, exact, sums, trained or map(torch.ones_like, flats), strict=True):
+        of_layer = zip(layout.parameters, views(layout, copy), views(layout, total), views(layout, moves), strict=True)
+        for parameter, tensor, gradient, its in of_layer:
+            if not its.any():
+                continue
+            pair, role = ([tensor], [gradient]), 0 if parameter.decayed else 1
+            if config.optimizer == "muon" and parameter.hidden_matrix:
+                pair, role = (matrices_of(tensor, parameter), matrices_of(gradient, parameter)), 2
+            stepped += zip(*pair, strict=True)
+            roles[role] += pair[0]
+    optimizers = torch_optimizers(config, *roles, fused=False)
     losses: list[float] = []
     gradients: list[list[Tensor]] = []
     for step in range(steps):
@@ -100,13 +98,14 @@ def train_reference(
                 _add_gradients(views(layout, total), its)
         gradients.append([total.clone() for total in sums])
         losses.append(float(mean))
-        for tensor, gradient, _ in stepped:
+        for tensor, gradient in stepped:
             tensor.grad = gradient.to(tensor.dtype, copy=True)
         if config.clip is not None:
-            torch.nn.utils.clip_grad_norm_([tensor for tensor, _, _ in stepped], config.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = config.rate(step)
-        optimizer.step()
+            torch.nn.utils.clip_grad_norm_([tensor for tensor, _ in stepped], config.clip)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.rate(step)
+            optimizer.step()
         for flat, copy in zip(flats, exact, strict=True):
             flat.copy_(copy)
     return Reference(losses, gradients, flats)

@@ -50,6 +50,7 @@ class TrainingRun:
             config.precision.precision,
             train.seed,
             plan.name,
+            config.optimizer.optimizer,
         )
 
     def corpus(self, *, verify: bool = False) -> Corpus:

@@ -135,7 +135,8 @@ def verify_rank(
     checked = job.checked()
     agree(checked, "")
     eps = SMALL_EPS if job.numbers is FP64 else LARGE_EPS
-    optimizer = AdamW(schedule_steps=steps, warmup_steps=1, clip=clip_for(checked, clip), eps=eps)
+    limit = clip_for(checked, clip)
+    optimizer = AdamW(optimizer=job.optimizer, schedule_steps=steps, warmup_steps=1, clip=limit, eps=eps)
     settings = Settings(job.seed, job.numbers, device, optimizer, loss_scale=SAFE_SCALE)
     seen: dict[tuple[int, Holds], Tensor] = {}
 

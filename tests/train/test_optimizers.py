@@ -1,0 +1,91 @@
+"""Every optimizer under every sharding steps as on one device, and its state has the bytes that are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardlab.errors import UserError
+from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.optimizer import want_whole_matrices
+from shardlab.models import GPT, MoE
+from shardlab.program import Kind, Mesh
+from shardlab.program.precision import Optimizer
+from shardlab.strategies.plan import Plan
+from shardlab.train.cases import SHARDINGS
+from shardlab.train.data import Batches, Corpus
+from shardlab.train.job import Job
+from shardlab.train.verify import verify_rank
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, bias=False)
+"""A key's bias has a gradient of nothing but rounding, and Lion steps by its sign."""
+
+PIPELINE = Plan(Mesh(pp=2))
+OWNING = {"ddp": SHARDINGS["ddp"], "1f1b": PIPELINE, "ep": SHARDINGS["ep"], "cp": SHARDINGS["cp"]}
+CUTTING = {name: SHARDINGS[name] for name in ("zero-1", "fsdp", "tp", "tp+sp+zero-1")}
+
+
+def job_of(plan: Plan, optimizer: Optimizer, precision: str = "fp64") -> Job:
+    model = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, bias=False) if plan.mesh.ep > 1 else MODEL
+    ranks = plan.mesh.world
+    return Job(plan, ranks, 2 * plan.data_ranks, model, 2, precision, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("sharding", [*OWNING, *CUTTING])
+@pytest.mark.parametrize("optimizer", ["sgd", "lion"])
+def test_an_elementwise_optimizer_is_one_device_s_under_every_sharding(
+    ranks: World, optimizer: Optimizer, sharding: str, precision: str
+) -> None:
+    job = job_of((OWNING | CUTTING)[sharding], optimizer, precision)
+    verdict = ranks(job.ranks).call(verify_rank, CPU, job, 3)[0]
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("sharding", [*OWNING, "zero-1", "fsdp"])  # two layers are cut in the embedding and the head
+def test_muon_is_one_device_s_where_ranks_keep_whole_matrices(ranks: World, sharding: str, precision: str) -> None:
+    job = job_of((OWNING | CUTTING)[sharding], "muon", precision)
+    verdict = ranks(job.ranks).call(verify_rank, CPU, job, 3)[0]
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("sharding", CUTTING)
+def test_muon_is_refused_where_a_matrix_is_cut(sharding: str) -> None:
+    job = replace(job_of(CUTTING[sharding], "muon"), model=replace(MODEL, layers=3))
+    with pytest.raises(UserError, match=r"muon steps whole matrices, but .* of layer .* is cut among ranks"):
+        want_whole_matrices(job.checked(), job.cut, AdamW(optimizer="muon"))
+
+
+def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:
+    """Bytes of a rank's optimizer states, and those that the program counts."""
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
+    optimizer = AdamW(optimizer=job.optimizer, schedule_steps=1, warmup_steps=1)
+    state = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, optimizer)).state
+    for (layer, holds), part in state.opt_states.items():
+        length = sum(map(len, part.weights))
+        assert length == sum(stop - start for start, stop in state.shapes.ranges(layer, holds))
+        part.update(torch.zeros(length), 0)
+    moments = [moment for part in state.opt_states.values() for moment in part.moments if moment.dim()]
+    copies = [copy for part in state.opt_states.values() for copy in part.exact]
+    states = [spec for spec in state.specs.values() if spec.kind is Kind.OPT_STATE and spec.step == 0]
+    predicted = sum(state.checked.program.sizes.bytes(spec) for spec in states)
+    return sum(tensor.nbytes for tensor in [*moments, *copies]), predicted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "muon"])
+def test_an_optimizer_s_state_has_the_bytes_that_are_predicted(
+    ranks: World, optimizer: Optimizer, precision: str
+) -> None:
+    model = replace(MODEL, layers=1)
+    job = replace(job_of(SHARDINGS["ddp"], optimizer, precision), model=model)
+    for kept, predicted in ranks(2).call(kept_and_predicted, job):
+        assert kept == predicted
