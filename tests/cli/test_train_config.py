@@ -46,6 +46,7 @@ def test_without_words_it_is_as_ever(capsys: Captured) -> None:
     assert found["plan"] == {"strategy": "fsdp", "ranks": 4}
     assert found["train"] == {"steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0, "init": None}
     assert found["optimizer"] == {
+        "optimizer": "adamw", "momentum": 0.95,
         "learning_rate": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip": None,
         "learning_rate_schedule": "cosine", "schedule_steps": 200, "warmup_steps": 10, "decay_steps": 190,
         "min_learning_rate_ratio": 0.1,
