@@ -38,13 +38,17 @@ def test_flags_prevail_over_the_file_and_the_file_over_the_preset(elsewhere: Pat
     found = config_of(capsys, "--preset shakespeare-cpu --config mine.toml --learning-rate 0.5 --no-bias")
     assert [found["optimizer"][name] for name in ("learning_rate", "weight_decay", "clip")] == [0.5, 0.2, 1.0]
     assert [found["model"][name] for name in ("heads", "hidden_size", "bias")] == [2, 128, False]
-    assert found["train"] == {"steps": 2000, "microbatches": 2, "micro_batch_size": 6, "seed": 0, "init": None}
+    assert found["train"] == {
+        "steps": 2000, "microbatches": 2, "micro_batch_size": 6, "seed": 0, "init": None, "non_finite": "stop",
+    }  # fmt: skip
 
 
 def test_without_words_it_is_as_ever(capsys: Captured) -> None:
     found = config_of(capsys, "")
     assert found["plan"] == {"strategy": "fsdp", "ranks": 4}
-    assert found["train"] == {"steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0, "init": None}
+    assert found["train"] == {
+        "steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0, "init": None, "non_finite": "stop",
+    }  # fmt: skip
     assert found["optimizer"] == {
         "optimizer": "adamw", "momentum": 0.95,
         "learning_rate": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.models import GPT
-from shardlab.program import UserError
+from shardlab.program import OpKind, UserError
 from shardlab.program.precision import FP32
+from shardlab.train.cases import SHARDINGS
+from shardlab.train.config import NonFinite
 from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
@@ -61,6 +64,48 @@ def test_every_rank_stops_at_the_same_step_and_knows_whose_loss_it_was(ranks: Wo
 def test_the_last_step_can_diverge_too(ranks: World) -> None:
     for found in ranks(2).call(steps_of, 5, float("nan")):
         assert [step.diverged for step in found] == [[], [], [], [], [], [1]]
+
+
+def steps_with_a_gradient(rank: int, policy: NonFinite, poison: float) -> tuple[list[StepResult], bool]:
+    """Steps of a plan in the second of which rank 1 spoils its gradient of layer 1; whether weights are finite then."""
+    job = replace(JOB, strategy=SHARDINGS["zero-2"])
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
+    optimizer = AdamW(schedule_steps=4, warmup_steps=1)
+
+    class Poisoned(Executor):
+        def step(self) -> Tensor:
+            at = next(at for at, op in enumerate(self.state.tape) if op.kind is OpKind.BACKWARD and op.layer == 1)
+            healthy, op = self.instructions[at], self.state.tape[at]
+
+            def poisoned() -> None:
+                healthy()
+                self.state.values[op.outputs[0]][:] = poison
+
+            if rank == 1 and self.state.step == 1:
+                self.instructions[at] = poisoned
+            loss = super().step()
+            self.instructions[at] = healthy
+            return loss
+
+    executor = Poisoned(job.checked(), rank, job.cut, batches, Settings(0, FP32, optimizer=optimizer))
+    run = run_of(job, optimizer, Path("nowhere"))
+    run = replace(run, config=replace(run.config, train=replace(run.config.train, non_finite=policy)))
+    found = list(steps(executor, run, rank, torch.device("cpu"), StopRequest(None)))
+    return found, all(bool(weights.isfinite().all()) for weights in executor.state.kept.values())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_gradient_that_is_not_finite_is_named_and_stops_the_run_or_is_skipped(
+    ranks: World, policy: NonFinite, poison: float
+) -> None:
+    for found, healthy in ranks(2).call(steps_with_a_gradient, policy, poison):
+        assert healthy
+        assert [step.metrics["step"] for step in found] == ([0, 1] if policy == "stop" else [0, 1, 2, 3])
+        assert [step.diverged for step in found[:2]] == [[], [0, 1] if policy == "stop" else []]
+        assert [bool(step.not_finite) for step in found] == [number == 1 for number in range(len(found))]
+        assert found[1].not_finite == "the gradient of layer 1 of step 2 on ranks 0-1"
 
 
 def outcome(rank: int, run: TrainingRun) -> str | None:

@@ -146,7 +146,12 @@ class Train:
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         heartbeat.doing = "check of the program"
-        checked_to_run(chosen, run.job, config.optimizer)
+        proof = checked_to_run(chosen, run.job, config.optimizer)
+        if config.train.non_finite == "skip" and not proof.clips:
+            raise UserError(
+                f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "
+                "take a plan, such as zero-3, or --non-finite stop"
+            )
         if first and not self.json:
             print_config(stdout_console(), config, sources, all=False)
             sys.stdout.flush()

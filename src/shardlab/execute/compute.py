@@ -303,7 +303,10 @@ def update(state: State, at: int, op: Op) -> Instruction:
             state.observer(op.layer, holds, given if scale == 1 else given.float() / scale)
         kept: Slice = values[opt_state]
         squared = [float(values[number]) / scale**2 for number in norms]
-        state.finite = state.finite and all(map(math.isfinite, squared))
+        if not all(map(math.isfinite, squared)):
+            state.finite = False
+            if state.not_finite is None and not given.isfinite().all():
+                state.not_finite = op.layer
         kept.update(given, state.step, *squared, scale=scale)
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept

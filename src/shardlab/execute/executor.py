@@ -76,7 +76,7 @@ class Executor:
         state = self.state
         state.batch = {m: self.batches.microbatch(state.step, m) for m in state.microbatches}
         state.tokens = self.batches.counted(state.step, self._microbatches)
-        state.loss, state.finite = torch.zeros(2, dtype=torch.float64), True
+        state.loss, state.finite, state.not_finite = torch.zeros(2, dtype=torch.float64), True, None
         for instruction in self.instructions:
             instruction()
         state.keep()

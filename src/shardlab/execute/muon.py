@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +53,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     found = matrix.clone() if matrix.dtype is torch.float64 else matrix.bfloat16()
     if rows > columns:
         found = found.T
-    norm: Tensor = torch.linalg.vector_norm(found)
-    found.div_(norm.clamp(min=1e-7))
+    found.div_(cast(Tensor, found.norm()).clamp(min=1e-7))
     for _ in range(ITERATIONS):
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)

@@ -82,6 +82,7 @@ class State:
         reads: layer to the numbers of the saved tensors that its BACKWARD_WEIGHT reads, once that is known.
         loss_scale: by what losses are multiplied, in float16.
         finite: whether the gradient of the step has been so far, as its norm says.
+        not_finite: the first layer of the step whose gradient, as this rank was to update by it, is not finite.
         loss: (2,) float64: the loss summed over the tokens that this rank reports, and their number.
     """
 
@@ -119,6 +120,7 @@ class State:
         self.tokens = 0
         self.loss_scale = LossScale(settings.loss_scale if settings.precision.scaled else 1.0)
         self.finite = True
+        self.not_finite: int | None = None
         self.loss = torch.zeros(2, dtype=torch.float64)
         self.reads: dict[int, Set[int]] = {}
         self._weights: dict[tuple[int, int, int], FlatWeight] = {}

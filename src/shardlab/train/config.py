@@ -18,6 +18,8 @@ from shardlab.strategies.plan import Plan
 PrecisionName = Literal["fp32", "bf16", "bf16-fp32-grads", "fp16", "fp64"]
 """As in `shardlab.program.precision`."""
 
+NonFinite = Literal["stop", "skip"]
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -49,6 +51,10 @@ class LoopConfig:
 
     init: Annotated[Path | None, FOLDER] = None
     """The folder of a run, or in Hugging Face's form, whose weights are trained on; without --model, its model is."""
+
+    non_finite: Annotated[NonFinite, choice(NonFinite)] = "stop"
+    """What follows a loss or a gradient that is not finite: the run stops, or leaves out the step and goes on, which
+    takes a plan. In fp16 a step whose gradient overflows is left out in any case."""
 
     def __post_init__(self) -> None:
         check_fields(self)

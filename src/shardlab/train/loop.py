@@ -15,7 +15,7 @@ from shardlab.execute.collect import collect
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import initial_weights, layers_of, loss_of, to_blocks, views, with_borrowed
 from shardlab.program import Kind
-from shardlab.rules.pieces import counted, listed
+from shardlab.rules.pieces import counted
 from shardlab.train.data import Batches
 from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
@@ -89,8 +89,9 @@ def _first_rank(
         if step.diverged:
             folder.write_plot(before, math.nan)
             folder.close()
-            ranks = f"rank{'s' if len(step.diverged) > 1 else ''} {listed(step.diverged)}"
-            raise diverged(run, f"the loss of step {step.metrics['step'] + 1} on {ranks}")
+            raise diverged(run, step.not_finite)
+        if step.not_finite:
+            say(f"{step.not_finite} is not finite; the step is left out")
 
     progress.begin("gathering the weights")
     flats = collect(state, state.kept)

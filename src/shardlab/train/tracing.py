@@ -17,6 +17,7 @@ from shardlab.draw.trace import save_trace_events
 from shardlab.execute import Executor, Settings
 from shardlab.execute.clock import clock_offset
 from shardlab.execute.recording import OpTimer
+from shardlab.execute.state import State
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.program.record import MemoryRecord, RankRecord
 from shardlab.recorded.trace_file import rank_file, write_rank, write_trace
@@ -61,6 +62,11 @@ class TracedExecutor:
         self._recorder = OpTimer(executor)
         self._record = RankRecord(executor.state.rank, steps=self._recorder.steps)
         self._merged = False
+
+    @property
+    def state(self) -> State:
+        """The rank's tensors."""
+        return self._executor.state
 
     def step(self) -> Tensor:
         """Run a step as `Executor.step` does."""
