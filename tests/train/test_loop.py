@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from shardlab.exchange import converted, open_source
 from shardlab.execute import AdamW
 from shardlab.models import GPT, MoE
 from shardlab.program import UserError
+from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job, agree
 from shardlab.train.loop import Summary, TrainingRun, train_rank
 from shardlab.train.output import OutputFolder, free_folder
@@ -65,10 +67,39 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     files = {file.name for file in (tmp_path / "run").iterdir()}
     assert files == {"metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors", "run.json", "config.toml"}
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert {"step", "loss", "ms", "tokens_per_second", "learning_rate"} <= set(first)
+    assert {"step", "loss", "bits_per_byte", "learning_rate", "sps", "sps_per_gpu", "tps", "tps_per_gpu"} <= set(first)
+    assert first["tps"] == pytest.approx(4 * 2 * MODEL.seq_len / first["dt"])
+    for name in ("dt", "dtf", "dtb", "memory"):
+        assert 0 < first[f"{name}_min"] <= first[name] <= first[f"{name}_max"]
+    assert first["dtf"] + first["dtb"] < first["dt"]
+    assert (first["mfu"], first["grad_norm"]) == (None, None)
+    assert summary.warm_up == 3
     weights = load_file(tmp_path / "run" / "weights.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) == MODEL.parameter_count
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: World, tmp_path: Path) -> None:
+    """The look's loss is that of the weights after that very step: of a run that ends there."""
+    job = Job("fsdp", 2, 4, MODEL, 2)
+    optimizer = AdamW(learning_rate=1e-2, schedule_steps=12, warmup_steps=2)
+    logging = LoggingConfig(log_every=5, validate_every=4, sample_every=6)
+    plan = run_of(job, optimizer, tmp_path / "run")
+    plan = replace(plan, config=replace(plan.config, logging=logging))
+    ranks(2).call(train_rank_quietly, plan)
+    plain = run_of(job, optimizer, tmp_path / "plain")
+    ranks(2).call(train_rank_quietly, plain)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] + 1 for record in records] == [1, 4, 5, 6, 8, 10, 12]
+    assert [record["step"] + 1 for record in records if "validation_loss" in record] == [4, 8]
+    whole = losses(tmp_path / "plain")
+    assert [record["loss"] for record in records] == [whole[record["step"]] for record in records]
+    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == (
+        tmp_path / "plain" / "weights.safetensors"
+    ).read_bytes()
+    four = replace(plain, config=replace(plain.config, train=replace(plain.config.train, steps=4)), out=tmp_path / "4")
+    summary = ranks(2).call(train_rank_quietly, four)[0]
+    assert records[1]["validation_loss"] == summary.validation_after
 
 
 @pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2), ("tensor-parallel", 2)])

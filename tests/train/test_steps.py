@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.compute_clock import ComputeClock
 from shardlab.models import GPT
 from shardlab.program import OpKind, UserError
 from shardlab.program.precision import FP32
@@ -22,7 +23,7 @@ from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
 from shardlab.train.loop import TrainingRun, train_rank
-from shardlab.train.steps import StepResult, steps
+from shardlab.train.steps import StepResult, Steps
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
 
@@ -51,7 +52,7 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
     optimizer = AdamW(schedule_steps=6, warmup_steps=1)
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(JOB, optimizer, Path("nowhere"))
-    return list(steps(executor, run, rank, torch.device("cpu"), StopRequest(None)))
+    return list(Steps(executor, ComputeClock(executor), executor.state, run, StopRequest(None)))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from shardlab.cli.config_table import print_config, print_counts
 from shardlab.cli.console import print_fact, print_json, stdout_console
+from shardlab.cli.expected import peak_flops, predicted_seconds
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
@@ -21,6 +22,7 @@ from shardlab.cli.setting_options import NO_SETTINGS, Settings
 from shardlab.data import sources_of
 from shardlab.models.counts import count_parameters
 from shardlab.program import AXES, UserError
+from shardlab.program.precision import find_precision
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config import TrainingConfig
@@ -130,18 +132,25 @@ class Train:
     ) -> int:
         from shardlab.cli.ranks import checked_to_run, failures_as_exit, refuse_restart, tell_interrupted
         from shardlab.train.launch import run_ranks
+        from shardlab.train.loggers import require_loggers
         from shardlab.train.loop import train_rank
         from shardlab.train.output import free_folder
+        from shardlab.train.report import write_report
         from shardlab.train.run import TrainingRun
 
         refuse_restart(self.out)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         if out.exists():
             raise UserError(f"--out {out} exists; name a new folder, so that nothing is overwritten")
-        run = TrainingRun(config, out, shlex.join(["shardlab", *sys.argv[1:]]))
+        peak = peak_flops(config, find_precision(config.precision.precision).compute)
+        run = TrainingRun(config, out, shlex.join(["shardlab", *sys.argv[1:]]), peak=peak)
         steps = config.train.steps
         if config.logging.trace and steps < run.tracing.steps:
             raise UserError(f"--trace needs {run.tracing.steps} steps, but --steps is {steps}; give more")
+        first_step, end = config.logging.profile_steps or (0, 0)
+        if end > steps:
+            raise UserError(f"--profile-steps {first_step}:{end} needs {end} steps, but --steps is {steps}; give more")
+        require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
@@ -161,6 +170,11 @@ class Train:
             summary = run_ranks(config.plan.ranks, train_rank, run)
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
+        try:
+            write_report(run, summary, predicted_seconds(chosen, run.job))
+        except UserError as error:
+            print(f"shardlab: {error}", file=sys.stderr)
+            summary = replace(summary, unwritten=[*summary.unwritten, "report.md"])
         self._print(summary, config)
         if summary.interrupted:
             tell_interrupted(out)
@@ -184,12 +198,20 @@ class Train:
             return
         console = stdout_console()
         loss = f"loss {summary.validation_before:.3f} before, {summary.validation_after:.3f} after"
-        speed = f"{summary.tokens_per_second:,.0f} tokens/s, {summary.ms_per_step:.0f} ms/step (median)"
+        speed = f"{summary.tps:,.0f} tokens/s, {1000 * summary.dt:.0f} ms/step (median after {summary.warm_up} steps)"
         print_fact(console, "model", f"{model.parameter_count:,} parameters in {model.layers} layers")
         print_fact(console, "steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
         print_fact(console, "validation", loss, "bold")
         print_fact(console, "speed", speed)
-        files = ["config.toml", "run.json", "metrics.jsonl", "loss.svg", "strategy.svg", "weights.safetensors"]
+        files = [
+            "config.toml",
+            "run.json",
+            "metrics.jsonl",
+            "report.md",
+            "loss.svg",
+            "strategy.svg",
+            "weights.safetensors",
+        ]
         files = [file for file in [*files, *["trace.json"] * config.logging.trace] if file not in summary.unwritten]
         print_fact(console, "results", f"{summary.out}/: {', '.join(files)}")
         source = "a line of the validation text" if config.logging.prompt is None else "--prompt"

@@ -303,6 +303,8 @@ def update(state: State, at: int, op: Op) -> Instruction:
             state.observer(op.layer, holds, given if scale == 1 else given.float() / scale)
         kept: Slice = values[opt_state]
         squared = [float(values[number]) / scale**2 for number in norms]
+        for norm in squared:
+            state.squared_norm = norm
         if not all(map(math.isfinite, squared)):
             state.finite = False
             if state.not_finite is None and not given.isfinite().all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -83,6 +84,7 @@ class State:
         loss_scale: by what losses are multiplied, in float16.
         finite: whether the gradient of the step has been so far, as its norm says.
         not_finite: the first layer of the step whose gradient, as this rank was to update by it, is not finite.
+        squared_norm: of the step's whole gradient; NaN where the program gives no update a norm.
         loss: (2,) float64: the loss summed over the tokens that this rank reports, and their number.
     """
 
@@ -121,6 +123,7 @@ class State:
         self.loss_scale = LossScale(settings.loss_scale if settings.precision.scaled else 1.0)
         self.finite = True
         self.not_finite: int | None = None
+        self.squared_norm = math.nan
         self.loss = torch.zeros(2, dtype=torch.float64)
         self.reads: dict[int, Set[int]] = {}
         self._weights: dict[tuple[int, int, int], FlatWeight] = {}

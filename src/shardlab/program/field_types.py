@@ -175,6 +175,22 @@ TEXTS = FieldType(tuple[str, ...], "DATA[:WEIGHT] ...", lambda value: "" if _tex
 SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")
 
 
+AMOUNT = number("a number, 0 or more", lambda value: 0 <= value < math.inf)
+
+
+def _span(value: Any) -> str:
+    numbers = cast(tuple[Any, ...], value) if _numbers(value) else ()
+    return "" if len(numbers) == 2 and 0 <= numbers[0] < numbers[1] else "two step numbers, the second larger: 10:13"
+
+
+def _span_of(words: str) -> tuple[int, ...] | str:
+    numbers = words.split(":")
+    return tuple(map(int, numbers)) if all(number.isdecimal() for number in numbers) else words
+
+
+SPAN = FieldType(str, "FIRST:END", _span, _span_of)
+
+
 def word(*objects: type) -> FieldType:
     """A name, or in Python an object of one of these types."""
     return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
 from shardlab.optimizers import AdamW
-from shardlab.program.field_types import COUNT, FOLDER, INTEGER, SWITCH, TEXTS, check_fields, choice, text
+from shardlab.program.field_types import AMOUNT, COUNT, FOLDER, INTEGER, SPAN, SWITCH, TEXTS, check_fields, choice, text
 from shardlab.program.toml import as_toml
 from shardlab.strategies.plan import Plan
 
@@ -77,6 +77,27 @@ class LoggingConfig:
 
     prompt: Annotated[str | None, text("TEXT", "some text, or leave it out for a line of the validation text")] = None
     """What the trained model goes on from; without it, a line of the text that it was not trained on."""
+
+    log_every: Annotated[int, COUNT] = 1
+    """A record and a line for every so many steps, and for the first and the last."""
+
+    validate_every: Annotated[int | None, COUNT] = None
+    """Validate after every so many steps, as before and after all of them."""
+
+    sample_every: Annotated[int | None, COUNT] = None
+    """Let the model go on from the prompt after every so many steps, as in the end."""
+
+    tensorboard: Annotated[bool, SWITCH] = False
+    """Write the records for TensorBoard as well, into the run's folder."""
+
+    wandb: Annotated[bool, SWITCH] = False
+    """Log the records to Weights & Biases as well; with WANDB_MODE=offline they stay in the run's folder."""
+
+    profile_steps: Annotated[tuple[int, int] | None, SPAN] = None
+    """Profile these steps by torch.profiler, the second no longer: profile-RANK.json is for Perfetto."""
+
+    price: Annotated[float | None, AMOUNT] = None
+    """Price of a device for an hour; report.md tells what the run cost."""
 
     trace: Annotated[bool, SWITCH] = False
     """Record a few steps, every op's time and memory on every rank: trace.json is for Perfetto (ui.perfetto.dev) and

@@ -64,6 +64,12 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     return None
 
 
+def launcher_of(environment: Mapping[str, str]) -> str:
+    """What started this process: the launcher's name, or shardlab itself."""
+    found = (name for name, rank, world, _ in _LAUNCHERS if rank in environment and environment.get(world, "1") != "1")
+    return next(found, "shardlab")
+
+
 def require_port(environment: Mapping[str, str]) -> None:
     """Refuse a port that is in use, before the seconds that importing torch takes, on the rank that will listen there.
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from functools import partial
+from statistics import median
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
 from shardlab.execute.collect import collect
+from shardlab.execute.compute_clock import ComputeClock
+from shardlab.execute.state import State
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import initial_weights, layers_of, loss_of, to_blocks, views, with_borrowed
 from shardlab.program import Kind
@@ -21,15 +26,22 @@ from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import agree
 from shardlab.train.launch import backend_of
+from shardlab.train.loggers import loggers_of
 from shardlab.train.output import OutputFolder
+from shardlab.train.printable import printable
+from shardlab.train.profiling import ProfiledExecutor
 from shardlab.train.progress import TrainingProgress
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.sample import continued, opening
 from shardlab.train.saved import saved_in
-from shardlab.train.steps import StepResult, diverged, steps
+from shardlab.train.steps import Steps, diverged
 from shardlab.train.tracing import TracedExecutor
+from shardlab.train.world import RunningWorld
 
 VALIDATION_BATCHES = 16
+
+WARM_UP = 3
+"""First steps that a run's speed leaves out: memory is taken for the first time, and connections are made."""
 
 
 def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | None:
@@ -47,20 +59,33 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     checked = job.checked()
     agree(checked, corpus.identity)
+    world = RunningWorld.gathered(rank, device, checked.program.mesh)
     initial = run.config.train.init and initial_from(run.config.train.init, job.cut)
     settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial)
     executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
+    profiled = run.config.logging.profile_steps
+    profiler = None if profiled is None else ProfiledExecutor(executor, profiled, run.out)
+    clock = ComputeClock(executor)
     tracer = TracedExecutor(executor, job, run.out, run.tracing) if run.config.logging.trace else None
-    training = steps(tracer or executor, run, rank, device, stop)
+    stepping: Executor | TracedExecutor | ProfiledExecutor = tracer or executor
+    if profiler is not None:
+        profiler.inner, stepping = stepping, profiler
+    training = Steps(stepping, clock, executor.state, run, stop)
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
+        world.print(Console(file=sys.stderr))
         with TrainingProgress(run.config.train.steps) as progress:
-            folder.begin(run.record(corpus, checked, str(device)), run.config.as_toml(), checked, job.title)
+            folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title)
+            folder.loggers = loggers_of(run.config.logging, run.out, run.config.as_dict())
             return _first_rank(run, batches, executor, tracer, training, folder, progress)
-    if not any(step.diverged for step in training):
-        collect(executor.state, executor.state.kept)
-        if tracer is not None:
-            tracer.finish()
+    for step in training:
+        if step.diverged:
+            return None
+        if any(run.looks(step.metrics["step"])):
+            collect(executor.state, executor.state.kept)
+    collect(executor.state, executor.state.kept)
+    if tracer is not None:
+        tracer.finish()
     return None
 
 
@@ -69,7 +94,7 @@ def _first_rank(
     batches: Batches,
     executor: Executor,
     tracer: TracedExecutor | None,
-    training: Iterator[StepResult],
+    training: Steps,
     folder: OutputFolder,
     progress: TrainingProgress,
 ) -> Summary:
@@ -82,10 +107,18 @@ def _first_rank(
 
     progress.begin("first step")
     times: list[float] = []
+    given = run.config.logging.prompt
+    prompt = opening(batches.corpus) if given is None else given.encode(errors="surrogateescape")
     for step in training:
-        times.append(step.metrics["ms"])
-        folder.write_metrics(step.metrics)
+        times.append(step.metrics["dt"])
+        validates, samples = (False, False) if step.diverged else run.looks(step.metrics["step"])
+        flats = _gathered(state) if validates or samples else []
+        if validates:
+            step.metrics["validation_loss"] = validate(job.model, batches, flats)
+        folder.write_metrics(step.metrics, pending=not (run.logs(step.metrics["step"]) or step.diverged))
         progress.show(step.metrics)
+        if samples:
+            progress.say(printable(continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer)))
         if step.diverged:
             folder.write_plot(before, math.nan)
             folder.close()
@@ -94,10 +127,7 @@ def _first_rank(
             say(f"{step.not_finite} is not finite; the step is left out")
 
     progress.begin("gathering the weights")
-    flats = collect(state, state.kept)
-    assert flats is not None, "rank 0 has them"
-    if isinstance(state.model, CutModel):
-        flats = to_blocks(state.model, flats)
+    flats = _gathered(state)
     finite = all(bool(flat.isfinite().all()) for flat in flats)
     if finite:
         folder.write_weights(job.model, flats)  # first, since a run that is interrupted has little time
@@ -110,22 +140,30 @@ def _first_rank(
     if not math.isfinite(after):
         raise diverged(run, f"the validation loss after step {len(times)}")
     progress.begin("sample")
-    ms = sorted(times)[len(times) // 2]
-    given = run.config.logging.prompt
-    prompt = opening(batches.corpus) if given is None else given.encode(errors="surrogateescape")
+    warm_up = min(WARM_UP, len(times) - 1)
+    dt = median(times[warm_up:])
     return Summary(
         steps=len(times),
         epochs=batches.position(len(times)).epochs,
         interrupted=len(times) < run.config.train.steps,
         validation_before=before,
         validation_after=after,
-        tokens_per_second=job.tokens / ms * 1000,
-        ms_per_step=ms,
-        prompt=prompt.decode(errors="replace"),
-        sample=continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer),
+        warm_up=warm_up,
+        dt=dt,
+        tps=job.tokens / dt,
+        seconds=sum(times),
+        prompt=printable(prompt.decode(errors="replace")),
+        sample=printable(continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer)),
         out=str(run.out),
         unwritten=folder.unwritten,
     )
+
+
+def _gathered(state: State) -> list[Tensor]:
+    """The whole model's flat weights now, by layer, on rank 0 while the others give theirs."""
+    flats = collect(state, state.kept)
+    assert flats is not None, "rank 0 has them"
+    return to_blocks(state.model, flats) if isinstance(state.model, CutModel) else flats
 
 
 def first_weights(run: TrainingRun) -> list[Tensor]:

@@ -30,6 +30,7 @@ from shardlab.program import UserError
 from shardlab.program.files import whole_file, write_whole
 from shardlab.timeline import simulate
 from shardlab.train.heartbeat import say
+from shardlab.train.loggers import Logger
 from shardlab.train.saved import METRICS, WEIGHTS
 
 
@@ -62,6 +63,8 @@ class OutputFolder:
             self._metrics = file.open("ab", buffering=0)
         self._pending = b""
         self._history: list[dict[str, Any]] = []
+        self.loggers: Sequence[Logger] = ()
+        self._last: dict[str, Any] | None = None
         self._unwritten: set[str] = set()
 
     @property
@@ -83,14 +86,26 @@ class OutputFolder:
         with written(self.path / "strategy.svg") as path:
             save_timeline(simulate(checked), path, f"{name}: one optimizer step")
 
-    def write_metrics(self, metrics: dict[str, Any]) -> None:
+    def write_metrics(self, metrics: Mapping[str, float | None], *, pending: bool = False) -> None:
         """Append a step's figures; they are on disk when this returns, or are tried again with the next step's.
 
         A figure that is not finite becomes null, since JSON has no other word for it.
+
+        Args:
+            pending: write the figures only if no others come after them.
         """
-        line = {name: figure if math.isfinite(figure) else None for name, figure in metrics.items()}
-        self._history.append(line)
-        self._pending += json.dumps(line, allow_nan=False).encode() + b"\n"
+        line = {name: figure if figure is None or math.isfinite(figure) else None for name, figure in metrics.items()}
+        self._last = line
+        if not pending:
+            self._append()
+
+    def _append(self) -> None:
+        if self._last is not None:
+            self._history.append(self._last)
+            for logger in self.loggers:
+                logger.log(self._last)
+            self._pending += json.dumps(self._last, allow_nan=False).encode() + b"\n"
+        self._last = None
         self._flush()
 
     def write_weights(self, model: Model, flats: Sequence[Tensor]) -> None:
@@ -120,7 +135,9 @@ class OutputFolder:
         steps = [metrics["step"] for metrics in self._history]
         losses = [math.nan if metrics["loss"] is None else metrics["loss"] for metrics in self._history]
         axes.plot(steps, losses, linewidth=1.2, label="training")
-        axes.plot([0, len(steps)], [before, after], "o", label="validation, before and after")
+        between = [(row["step"] + 1, row["validation_loss"]) for row in self._history if "validation_loss" in row]
+        validated, found = zip((0, before), *between, (steps[-1] + 1 if steps else 0, after), strict=True)
+        axes.plot(validated, found, "o", label="validation")
         axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -129,7 +146,9 @@ class OutputFolder:
 
     def close(self) -> None:
         """Write what is still pending of the metrics; of a line that finds no room nothing stays."""
-        self._flush()
+        self._append()
+        for logger in self.loggers:
+            logger.close()
         self._metrics.close()
         if self._pending:
             path = self.path / METRICS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -16,8 +17,19 @@ PIPE_LINES = 10
 """How many lines a fast run prints where no line can be drawn over; a slow one prints more."""
 
 
+def as_line(metrics: Mapping[str, Any]) -> str:
+    """A step's figures as a person reads them; docs/training.md defines them."""
+    loss = math.nan if metrics["loss"] is None else metrics["loss"]
+    mfu = "" if metrics["mfu"] is None else f" mfu {metrics['mfu']:.1%}"
+    each = f" tps_per_gpu {metrics['tps_per_gpu']:,.0f}"
+    return (
+        f"loss {loss:.3f} dt {metrics['dt']:.3f} dtf {metrics['dtf']:.3f} dtb {metrics['dtb']:.3f} "
+        f"sps {metrics['sps']:.1f} sps_per_gpu {metrics['sps_per_gpu']:.1f} tps {metrics['tps']:,.0f}{each}{mfu}"
+    )
+
+
 class TrainingProgress:
-    """Shows step, loss, tokens per second and milliseconds per step, on stderr. Use it as a context.
+    """Shows a step's number, loss, times and speeds, on stderr. Use it as a context.
 
     Args:
         steps: of the run.
@@ -59,16 +71,29 @@ class TrainingProgress:
         if self._lines is not None:
             self._lines.doing = what
 
+    def say(self, text: str) -> None:
+        """Print a text, of any number of lines, above what is live."""
+        if self._lines is not None:
+            self._lines.say(text)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
+
     def show(self, metrics: dict[str, Any]) -> None:
         """A step has ended, and the next one is under way."""
-        loss = math.nan if metrics["loss"] is None else metrics["loss"]
-        text = f"loss {loss:.3f}  {metrics['tokens_per_second']:,.0f} tokens/s  {metrics['ms']:.0f} ms/step"
+        text = as_line(metrics)
+        if "validation_loss" in metrics:
+            text += f" validation loss {metrics['validation_loss']:.3f}"
         done = metrics["step"] + 1
         self._bar.update(self._task, completed=done, description=text)
         if self._lines is not None:
             tenth = done % max(1, self._steps // PIPE_LINES) == 0
             now = time.monotonic()
-            if tenth or done in (1, self._steps) or now - self._shown >= self._silence / 2:
+            if (
+                tenth
+                or "validation_loss" in metrics
+                or done in (1, self._steps)
+                or now - self._shown >= self._silence / 2
+            ):
                 self._lines.say(f"step {done:>5}/{self._steps}  {text}")
                 self._shown = now
             self._lines.doing = f"step {done + 1:>5}/{self._steps}"

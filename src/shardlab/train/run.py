@@ -6,7 +6,6 @@ import platform
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from shardlab.train.config import TrainingConfig
 from shardlab.train.described import described
 from shardlab.train.job import Job
 from shardlab.train.tracing import Tracing
-
-VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
+from shardlab.train.world import RunningWorld
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,14 @@ class TrainingRun:
         out: the output folder, not there yet.
         command: the command line that asked for it, if one did.
         tracing: how much of it is recorded, if it is to be traced.
+        peak: FLOP/s of all its devices together, if that is known.
     """
 
     config: TrainingConfig
     out: Path
     command: str | None = None
     tracing: Tracing = field(default_factory=Tracing)
+    peak: float | None = None
 
     @cached_property
     def job(self) -> Job:
@@ -53,6 +53,21 @@ class TrainingRun:
             config.optimizer.optimizer,
         )
 
+    def looks(self, step: int) -> tuple[bool, bool]:
+        """Whether the weights are validated, and sampled from, after a step; after the last they are in any case."""
+        done, logging = step + 1, self.config.logging
+        if done == self.config.train.steps:
+            return False, False
+        intervals = logging.validate_every, logging.sample_every
+        validates, samples = (every is not None and done % every == 0 for every in intervals)
+        return validates, samples
+
+    def logs(self, step: int) -> bool:
+        """Whether a step is put on record: every so many are, the first and the last, and those that are looked at."""
+        done = step + 1
+        regular = done in (1, self.config.train.steps) or done % self.config.logging.log_every == 0
+        return regular or any(self.looks(step))
+
     def corpus(self, *, verify: bool = False) -> Corpus:
         """The data in two parts.
 
@@ -66,7 +81,7 @@ class TrainingRun:
         corpus.want_vocabulary(self.job.model.vocab_size)
         return corpus
 
-    def record(self, corpus: Corpus, checked: Checked, device: str) -> dict[str, Any]:
+    def record(self, corpus: Corpus, checked: Checked, world: RunningWorld) -> dict[str, Any]:
         """All by which the run can be repeated, for a JSON file: command, configuration, data and versions."""
         return {
             "command": self.command,
@@ -78,9 +93,8 @@ class TrainingRun:
             "prompt": self.config.logging.prompt,
             "init": None if self.config.train.init is None else str(self.config.train.init.absolute()),
             "data": corpus.record(),
-            "device": device,
             "platform": platform.platform(),
-            "versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}},
+            **world.as_dict(),
         }
 
 
@@ -93,7 +107,9 @@ class Summary:
         epochs: how often each source of the data was gone through.
         interrupted: whether it was.
         validation_before, validation_after: loss on text that is not trained on, nats per token.
-        tokens_per_second, ms_per_step: medians over the steps.
+        warm_up: how many of the first steps the speeds leave out.
+        dt, tps: median seconds of the other steps, and the tokens per second that follow.
+        seconds: of all steps together.
         prompt: what the trained model went on from.
         sample: the prompt, and the text with which the model went on.
         out: the output folder.
@@ -105,17 +121,11 @@ class Summary:
     interrupted: bool
     validation_before: float
     validation_after: float
-    tokens_per_second: float
-    ms_per_step: float
+    warm_up: int
+    dt: float
+    tps: float
+    seconds: float
     prompt: str
     sample: str
     out: str
     unwritten: list[str]
-
-
-def _version(package: str) -> str | None:
-    """A package's version; None where it is run from a folder that nobody installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from shardlab.rules.pieces import counted
@@ -19,9 +20,10 @@ def sweep(out: Path) -> None:
 def saved_in(out: Path) -> str:
     """A sentence on what there is in an output folder, and what is lost."""
     weights, metrics = out / WEIGHTS, out / METRICS
-    steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
     if weights.exists():
+        steps = json.loads(lines[-1])["step"] + 1 if lines else 0
         return f"the weights after {counted(steps, 'step')} are in {weights}"
-    if steps:
-        return f"there are no weights in {out}, only the figures of {counted(steps, 'step')} ({METRICS})"
+    if lines:
+        return f"there are no weights in {out}, only the figures of {counted(len(lines), 'step')} ({METRICS})"
     return "no step had ended, so nothing is saved"

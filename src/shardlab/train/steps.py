@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.execute import Executor
+from shardlab.execute.compute_clock import ComputeClock
+from shardlab.execute.state import State
 from shardlab.program import UserError
 from shardlab.rules.pieces import listed
+from shardlab.train.figures import SPREAD, bits_per_byte, memory_of, speeds, spreads
 from shardlab.train.interrupt import StopRequest
+from shardlab.train.profiling import ProfiledExecutor
 from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
 from shardlab.train.tracing import TracedExecutor
@@ -40,37 +45,103 @@ class StepResult:
     not_finite: str = ""
 
 
-def steps(
-    executor: Executor | TracedExecutor, run: TrainingRun, rank: int, device: torch.device, stop: StopRequest
-) -> Iterator[StepResult]:
-    """Train, giving each step while the next one runs; the same steps on every rank.
+class Steps:
+    """One rank's optimizer steps.
 
-    One sum over the ranks has it all: the loss, the wish to stop, and for each rank what is not finite. The
-    last step given is the run's last, or the first that diverged, or the one after a rank wished to stop.
+    Args:
+        executor: of the rank's tape, perhaps traced.
+        clock: of its forward and backward passes.
+        run: what is asked for.
+        stop: whether this rank is asked to stop.
     """
-    summing: tuple[int, float, Tensor, dist.Work] | None = None
-    for step in range(run.config.train.steps):
-        start = time.perf_counter()
-        loss = executor.step()
-        ms = 1000 * (time.perf_counter() - start)
-        flags = torch.zeros(1 + run.config.plan.ranks, dtype=loss.dtype)
-        flags[0] = stop.asked
-        flags[1 + rank] = _flag(loss, executor)
-        sums = torch.cat([loss, flags]).to(device)
-        work = cast(dist.Work, dist.all_reduce(sums, async_op=True))
-        before, summing = summing, (step, ms, sums, work)
-        if before is not None:
-            found = _summed(run, *before)
-            if found.diverged:
-                work.wait()  # nothing stays in flight, although nobody asks for more
-                summing = None
-            yield found
-            if found.stopping:
-                stop.ask()  # also where another rank was asked: the rest has to end in time on each
-            if found.diverged or found.stopping:
-                break
-    if summing is not None:
-        yield _summed(run, *summing)
+
+    def __init__(
+        self,
+        executor: Executor | TracedExecutor | ProfiledExecutor,
+        clock: ComputeClock,
+        state: State,
+        run: TrainingRun,
+        stop: StopRequest,
+    ) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._state = state
+        self._run = run
+        self._stop = stop
+        self._ended = 0.0
+
+    def __iter__(self) -> Iterator[StepResult]:
+        """Train, giving each step while the next one runs; the same steps on every rank.
+
+        A step after which the weights are looked at is given before the next one runs, and all ranks wait for the look
+        to end. The last step given is the run's last, or the first that diverged, or the one after a rank wished to
+        stop.
+        """
+        summing: tuple[int, Tensor, dist.Work] | None = None
+        self._begin()
+        for step in range(self._run.config.train.steps):
+            ran = (step, *self._step())
+            before, summing = summing, ran
+            if before is not None:
+                found = self._summed(*before)
+                if found.diverged:
+                    ran[2].wait()  # nothing stays in flight, although nobody asks for more
+                    summing = None
+                yield found
+                if found.stopping:
+                    self._stop.ask()  # also where another rank was asked: the rest has to end in time on each
+                if found.diverged or found.stopping:
+                    break
+            if any(self._run.looks(step)):
+                found, summing = self._summed(*ran), None
+                yield found
+                if found.diverged or found.stopping:
+                    break
+                self._begin()
+        if summing is not None:
+            yield self._summed(*summing)
+
+    def _begin(self) -> None:
+        """Rank 0 may have been at work: no rank's time counts before all are there."""
+        dist.barrier()
+        self._ended = time.perf_counter()
+
+    def _step(self) -> tuple[Tensor, dist.Work]:
+        """One step, and the sum over the ranks that has it all.
+
+        That is the loss, the wish to stop, and for each rank what is not finite, the gradient's norm if it knows it, and
+        its own figures.
+        """
+        loss = self._executor.step()
+        device, rank = self._state.settings.device, self._state.rank
+        own = [*self._clock.read(), memory_of(device)]
+        began, self._ended = self._ended, time.perf_counter()
+        flags = torch.zeros(2 + len(SPREAD), self._run.config.plan.ranks, dtype=loss.dtype)
+        flags[:, rank] = torch.tensor([_flag(loss, self._state), self._state.squared_norm, self._ended - began, *own])
+        sums = torch.cat([loss, torch.tensor([float(self._stop.asked)]), flags.flatten()]).to(device)
+        return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
+
+    def _summed(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
+        work.wait()
+        run, sums = self._run, sums.cpu()
+        total, tokens, stopping = (float(figure) for figure in sums[:3])
+        diverged, norms, *figures = sums[3:].view(-1, run.config.plan.ranks)
+        known = norms[~norms.isnan()]
+        spread = spreads(torch.stack(figures))
+        job, loss = run.job, total / max(1.0, tokens)
+        metrics = {
+            "step": step,
+            "loss": loss,
+            "bits_per_byte": bits_per_byte(loss),
+            "learning_rate": run.config.optimizer.rate(step),
+            "grad_norm": math.sqrt(known[0]) if len(known) else None,
+            **spread,
+            **speeds(job.model, job.microbatches * job.micro_batch_size, spread["dt"], job.ranks, run.peak),
+        }
+        flags = [int(flag) for flag in diverged]
+        stops = run.config.train.non_finite == "stop"
+        what = _not_finite(flags, step, run) if any(flags) else ""
+        return StepResult(metrics, stopping > 0, [rank for rank, flag in enumerate(flags) if flag and stops], what)
 
 
 def diverged(run: TrainingRun, what: str) -> UserError:
@@ -83,12 +154,11 @@ def diverged(run: TrainingRun, what: str) -> UserError:
     )
 
 
-def _flag(loss: Tensor, executor: Executor | TracedExecutor) -> int:
+def _flag(loss: Tensor, state: State) -> int:
     """What is not finite on this rank: nothing (0), the loss (1), or the gradient of layer l (l + 2).
 
     Where no layer's is, and yet the norm is not, it is that of all layers (the number of layers, and 2).
     """
-    state = executor.state
     if not loss.isfinite().all():
         return 1
     if state.finite or state.settings.precision.scaled:
@@ -108,19 +178,3 @@ def _not_finite(flags: Sequence[int], step: int, run: TrainingRun) -> str:
         else "gradient's norm"
     )
     return f"the {what} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
-
-
-def _summed(run: TrainingRun, step: int, ms: float, sums: Tensor, work: dist.Work) -> StepResult:
-    work.wait()
-    total, tokens, stopping, *diverged = (float(figure) for figure in sums)
-    metrics = {
-        "step": step,
-        "loss": total / max(1.0, tokens),
-        "ms": round(ms, 3),
-        "tokens_per_second": round(run.job.tokens / ms * 1000, 1),
-        "learning_rate": run.config.optimizer.rate(step),
-    }
-    flags = [int(flag) for flag in diverged]
-    stops = run.config.train.non_finite == "stop"
-    what = _not_finite(flags, step, run) if any(flags) else ""
-    return StepResult(metrics, stopping > 0, [rank for rank, flag in enumerate(flags) if flag and stops], what)

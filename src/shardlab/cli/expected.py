@@ -1,0 +1,80 @@
+"""What a training should reach: its devices' peak, and the step time that is predicted."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from shardlab.program import UserError
+
+if TYPE_CHECKING:
+    from shardlab.hardware import Cluster
+    from shardlab.strategies.entry import StrategyEntry
+    from shardlab.train.config import TrainingConfig
+    from shardlab.train.job import Job
+
+
+def cluster_here(ranks: int) -> Cluster | None:
+    """The cluster that a run's ranks make: of a GPU that the tables know, or this machine as measured; else None."""
+    import torch
+
+    from shardlab.hardware import Cluster, Profile, find_cluster
+    from shardlab.measure.saving import this_machine
+
+    try:
+        return Cluster.of_profile(Profile.read(None, here=this_machine()))
+    except UserError:
+        if not torch.cuda.is_available():
+            return None
+    try:
+        return find_cluster(f"{device_called(torch.cuda.get_device_name(0))}x{ranks}")
+    except UserError:
+        return None
+
+
+def device_called(name: str) -> str:
+    """The device of the tables that a GPU's own name means, the most specific one; nothing if there is none.
+
+    >>> device_called("NVIDIA H100 80GB HBM3"), device_called("NVIDIA A100-SXM4-40GB"), device_called("NVIDIA GB200")
+    ('h100', 'a100-40gb', 'gb200')
+    """
+    from shardlab.hardware import DEVICES
+
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    fitting = [device for device in DEVICES if set(device.split("-")) <= words]
+    return max(fitting, key=len, default="")
+
+
+def peak_flops(config: TrainingConfig, compute: str) -> float | None:
+    """FLOP/s of all devices of a run together, in the dtype that it computes in; ranks may share a CPU's cores."""
+    ranks = config.plan.ranks
+    cluster = cluster_here(ranks)
+    if cluster is None or compute not in cluster.device.flops:
+        return None
+    at_work = min(ranks, cluster.size)
+    return cluster.at_work(at_work).device.peak(compute) * at_work
+
+
+def predicted_seconds(entry: StrategyEntry, job: Job) -> float | str:
+    """Seconds that a step should take here, or why that cannot be said."""
+    from shardlab.cli.strategy import checked
+    from shardlab.predict.workload import Workload
+
+    cluster = cluster_here(job.ranks)
+    if cluster is None:
+        return "this machine was not measured yet (shardlab bench)"
+    plan = entry.grid(job.ranks) if entry.plan is None else entry.plan(job.ranks)
+    workload = Workload(
+        plan,
+        job.model,
+        cluster,
+        job.microbatches,
+        job.micro_batch_size,
+        job.numbers,
+        lambda _, sizes, microbatches: checked(entry, job.ranks, sizes, microbatches),
+        entry.columns,
+    )
+    try:
+        return workload.estimate().step
+    except UserError as error:
+        return str(error)

@@ -1,0 +1,73 @@
+"""`train --profile-steps 10:13`: torch's own profile of a few steps, in which the tape's ops have their names."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shardlab.execute import Executor
+from shardlab.execute.compute import Instruction
+from shardlab.program import Op
+from shardlab.rules.pieces import bits, listed
+from shardlab.train.output import written
+from shardlab.train.tracing import TracedExecutor
+
+
+class ProfiledExecutor:
+    """Takes an executor's steps, of which some are profiled; each rank writes `profile-RANK.json`, for Perfetto.
+
+    Outside these steps an op costs a test more than before.
+
+    Args:
+        executor: of which all ops are named.
+        steps: the first step that is profiled, and the one that no longer is.
+        folder: of the run.
+    """
+
+    def __init__(self, executor: Executor, steps: tuple[int, int], folder: Path) -> None:
+        self._state = executor.state
+        self._steps = range(*steps)
+        self._folder = folder
+        self._profile: profile | None = None
+        plain = zip(executor.state.tape, executor.instructions, strict=True)
+        executor.instructions[:] = [self._named(self._name(op), instruction) for op, instruction in plain]
+        self.inner: Executor | TracedExecutor = executor
+
+    def step(self) -> Tensor:
+        """Run a step as `Executor.step` does."""
+        step = self._state.step
+        if step not in self._steps:
+            return self.inner.step()
+        if self._profile is None:
+            cuda = [ProfilerActivity.CUDA] * (self._state.settings.device.type == "cuda")
+            self._profile = profile(activities=[ProfilerActivity.CPU, *cuda])
+            self._profile.start()
+        with record_function(f"step {step}"):
+            loss = self.inner.step()
+        if step + 1 == self._steps.stop:
+            self._profile.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)  # on a host whose disk is its own there is none yet
+            with written(self._folder / f"profile-{self._state.rank}.json") as path:
+                self._profile.export_chrome_trace(str(path))
+            self._profile = None
+        return loss
+
+    def _named(self, name: str, instruction: Instruction) -> Instruction:
+        def run() -> None:
+            if self._profile is None:
+                return instruction()
+            with record_function(name):
+                return instruction()
+
+        return run
+
+    def _name(self, op: Op) -> str:
+        """As in trace.json: `forward 0 (layer 3)`."""
+        made = self._state.specs[op.outputs[0]] if op.outputs else None
+        microbatches = f" {listed(bits(made.microbatches))}" if made is not None and made.microbatches else ""
+        return op.kind.value.replace("_", "-") + microbatches + (f" (layer {op.layer})" if op.layer >= 0 else "")

@@ -1,0 +1,97 @@
+"""World of a run: which rank is where, and with what."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardlab.program import Mesh
+from shardlab.train.launch_environment import launcher_of
+
+VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
+
+SHOWN = 16
+"""Ranks that the table shows at most; run.json has all."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        rank: its number.
+        host, device: on which it runs.
+        mesh: its coordinate on each axis of several ranks.
+    """
+
+    rank: int
+    host: str
+    device: str
+    mesh: dict[str, int]
+
+
+@dataclass(frozen=True)
+class RunningWorld:
+    """All ranks.
+
+    Attributes:
+        places: of the ranks, in order.
+        backend: of torch.distributed.
+        launcher: what started them.
+        versions: of Python and of packages, on rank 0.
+    """
+
+    places: list[Place]
+    backend: str
+    launcher: str
+    versions: dict[str, str | None]
+
+    @classmethod
+    def gathered(cls, rank: int, device: torch.device, mesh: Mesh) -> RunningWorld:
+        """Ask all ranks, which call this together."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        coordinates = {axis: mesh.coordinate(rank, axis) for axis in mesh.used}
+        mine = Place(rank, socket.gethostname(), f"{device} ({name})", coordinates)
+        places = [mine] * dist.get_world_size()
+        dist.all_gather_object(places, mine)
+        versions = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
+        return cls(places, str(dist.get_backend()), launcher_of(os.environ), versions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What stands in run.json."""
+        return asdict(self)
+
+    def print(self, console: Console) -> None:
+        """Print a row for each rank, and below them what is common to all."""
+        table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
+        axes = list(self.places[0].mesh)
+        for name in ("rank", "host", "device", *axes):
+            table.add_column(name, justify="left" if name in ("host", "device") else "right", overflow="fold")
+        for place in self.places[:SHOWN]:
+            table.add_row(str(place.rank), place.host, place.device, *(str(place.mesh[axis]) for axis in axes))
+        console.print(table)
+        if (left := len(self.places) - SHOWN) > 0:
+            console.print(f"and {left} more, in run.json", highlight=False)
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
+        console.print(f"{self.backend}, started by {self.launcher}; {versions}", highlight=False, soft_wrap=True)
+
+
+def _version(package: str) -> str | None:
+    """A package's version; None where it is run from a folder that nobody installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,49 @@
+"""Figures of a step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shardlab.models import GPT, MLP, MoE, find_model
+from shardlab.train.figures import bits_per_byte, flops_per_token, memory_of, speeds, spreads
+
+
+def test_a_straggler_is_seen_in_the_spread() -> None:
+    figures = spreads(torch.tensor([[1.0, 3.0], [0.1, 0.3], [0.2, 0.2], [8.0, 8.0]]))
+    assert (figures["dt"], figures["dt_min"], figures["dt_max"]) == (2.0, 1.0, 3.0)
+    assert (figures["dtb_min"], figures["memory_max"]) == (pytest.approx(0.2), 8.0)
+
+
+def test_flops_of_a_token_are_nanogpts() -> None:
+    """estimate_mfu of nanoGPT's model.py: 6 N + 12 L H Q T with its own N, 123,653,376 for GPT-2."""
+    assert flops_per_token(find_model("gpt2")) == 6 * 123_653_376 + 12 * 12 * 768 * 1024
+
+
+def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+    few, many = MoE(layers=2, experts=4, top_k=2), MoE(layers=2, experts=8, top_k=2)
+    router = 2 * 4 * few.hidden_size
+    assert flops_per_token(many) - flops_per_token(few) == pytest.approx(6 * router)
+
+
+def test_a_model_without_attention_pays_for_none() -> None:
+    model = MLP(layers=2)
+    assert flops_per_token(model) <= 6 * model.parameter_count
+
+
+def test_mfu_is_of_all_devices_and_unknown_without_a_peak() -> None:
+    model = GPT()
+    peak = 8 * model.seq_len * flops_per_token(model)
+    figures = speeds(model, 8, 0.5, 2, peak)
+    assert (figures["sps"], figures["sps_per_gpu"], figures["mfu"]) == (16, 8, pytest.approx(2.0))
+    assert speeds(model, 8, 0.5, 2, None)["mfu"] is None
+
+
+def test_a_loss_of_ln_256_is_eight_bits_of_a_byte() -> None:
+    assert bits_per_byte(math.log(256)) == pytest.approx(8)
+
+
+def test_memory_is_that_of_a_process_with_torch() -> None:
+    assert 2**26 < memory_of(torch.device("cpu")) < 2**40

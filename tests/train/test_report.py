@@ -1,0 +1,62 @@
+"""Report of a run, and the profile of some of its steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.execute import AdamW
+from shardlab.models import GPT
+from shardlab.train.config import LoggingConfig
+from shardlab.train.job import Job
+from shardlab.train.loop import train_rank
+from shardlab.train.report import write_report
+from shardlab.train.run import Summary, TrainingRun
+from tests.support.ranks import Ranks
+from tests.train.runs import run_of
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+JOB = Job("ddp", 2, 2, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
+
+
+def quietly(rank: int, run: TrainingRun) -> Summary | None:
+    return train_rank(rank, torch.device("cpu"), run)
+
+
+def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tmp_path: Path) -> None:
+    run = run_of(JOB, AdamW(schedule_steps=5, warmup_steps=1), tmp_path / "run")
+    run = replace(run, config=replace(run.config, logging=LoggingConfig(price=3600.0)), peak=1e9)
+    summary = ranks(2).call(quietly, run)[0]
+    assert isinstance(summary, Summary)
+    write_report(run, summary, 2 * summary.dt)
+    text = (run.out / "report.md").read_text()
+    assert ", 2.00 of what was measured |" in text
+    assert f"| cost | {2 * summary.seconds:.4f} at 3600 a device-hour |" in text
+    assert run.config.as_toml().strip() in text
+    for name in ("loss.svg", "plots.svg", "strategy.svg"):
+        assert f"]({name})" in text
+        assert "</svg>" in (run.out / name).read_text()
+    write_report(run, summary, "nobody has measured")
+    assert "| predicted step | nobody has measured |" in (run.out / "report.md").read_text()
+
+
+def test_profiled_steps_have_the_tapes_names_and_change_no_number(ranks: World, tmp_path: Path) -> None:
+    losses: list[list[float]] = []
+    for steps in (None, (2, 4)):
+        run = run_of(JOB, AdamW(schedule_steps=5, warmup_steps=1), tmp_path / str(steps))
+        run = replace(run, config=replace(run.config, logging=LoggingConfig(profile_steps=steps)))
+        ranks(2).call(quietly, run)
+        losses.append([json.loads(line)["loss"] for line in (run.out / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == losses[1]
+    for rank in range(2):
+        events = json.loads((tmp_path / "(2, 4)" / f"profile-{rank}.json").read_text())["traceEvents"]
+        names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+        assert [name for name in names if name.startswith("step")] == ["step 2", "step 3"]
+        assert names.count(f"forward {rank} (layer 1)") == 2
+        assert any(name.startswith("backward") for name in names)

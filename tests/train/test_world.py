@@ -1,0 +1,50 @@
+"""Table of the ranks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from rich.console import Console
+
+from shardlab.program import Mesh
+from shardlab.train.world import Place, RunningWorld
+from tests.support.ranks import Ranks
+
+
+def gathered(rank: int) -> RunningWorld:
+    return RunningWorld.gathered(rank, torch.device("cpu"), Mesh(dp_shard=2))
+
+
+@pytest.mark.xdist_group("ranks")
+def test_every_rank_knows_all_places(ranks: Callable[[int], Ranks]) -> None:
+    here, there = ranks(2).call(gathered)
+    assert here == there
+    assert [(place.rank, place.mesh) for place in here.places] == [(0, {"dp_shard": 0}), (1, {"dp_shard": 1})]
+    assert (here.backend, here.launcher) == ("gloo", "shardlab")
+    assert here.versions["torch"]
+
+
+def printed(places: list[Place]) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    RunningWorld(places, "nccl", "torchrun", {"python": "3.11", "shardlab": None}).print(console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_row_tells_where_a_rank_is() -> None:
+    lines = printed([Place(0, "a", "cuda:0 (H100)", {"pp": 0}), Place(1, "b", "cuda:0 (H100)", {"pp": 1})]).splitlines()
+    assert [line.split() for line in lines] == [
+        ["rank", "host", "device", "pp"],
+        ["0", "a", "cuda:0", "(H100)", "0"],
+        ["1", "b", "cuda:0", "(H100)", "1"],
+        ["nccl,", "started", "by", "torchrun;", "python", "3.11"],
+    ]
+
+
+def test_of_many_ranks_some_are_shown() -> None:
+    lines = printed([Place(rank, "a", "cpu", {}) for rank in range(64)]).splitlines()
+    assert "and 48 more, in run.json" in lines
+    assert len(lines) == 1 + 16 + 2
