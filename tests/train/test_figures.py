@@ -42,7 +42,8 @@ def test_mfu_is_of_all_devices_and_unknown_without_a_peak() -> None:
 
 
 def test_a_loss_of_ln_256_is_eight_bits_of_a_byte() -> None:
-    assert bits_per_byte(math.log(256)) == pytest.approx(8)
+    assert bits_per_byte(math.log(256), 1) == pytest.approx(8)
+    assert bits_per_byte(math.log(256), 4) == pytest.approx(2)
 
 
 def test_memory_is_that_of_a_process_with_torch() -> None:

@@ -12,11 +12,11 @@ from shardlab.execute import AdamW
 from shardlab.models import GPT
 from shardlab.train.described import job_of
 from shardlab.train.job import Job
-from shardlab.train.world import Place, RunningWorld
+from shardlab.train.world import RankPlace, RunningWorld
 from tests.train.runs import run_of
 
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=16), 2, seed=7)
-WORLD = RunningWorld([Place(0, "here", "cpu", {})], "gloo", "shardlab", {"torch": version("torch")})
+WORLD = RunningWorld([RankPlace(0, "here", "cpu", {})], "gloo", "shardlab", {"torch": version("torch")})
 
 
 def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
 from shardlab.train.loop import TrainingRun, train_rank
-from shardlab.train.steps import StepResult, Steps
+from shardlab.train.steps import StepResult, TrainingSteps
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
 
@@ -52,7 +52,7 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
     optimizer = AdamW(schedule_steps=6, warmup_steps=1)
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(JOB, optimizer, Path("nowhere"))
-    return list(Steps(executor, ComputeClock(executor), executor.state, run, StopRequest(None)))
+    return list(TrainingSteps(executor, ComputeClock(executor), executor.state, run, StopRequest(None)))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

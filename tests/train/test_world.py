@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from shardlab.program import Mesh
-from shardlab.train.world import Place, RunningWorld
+from shardlab.train.world import RankPlace, RunningWorld
 from tests.support.ranks import Ranks
 
 
@@ -27,7 +27,7 @@ def test_every_rank_knows_all_places(ranks: Callable[[int], Ranks]) -> None:
     assert here.versions["torch"]
 
 
-def printed(places: list[Place]) -> str:
+def printed(places: list[RankPlace]) -> str:
     console = Console(file=io.StringIO(), width=80)
     RunningWorld(places, "nccl", "torchrun", {"python": "3.11", "shardlab": None}).print(console)
     assert isinstance(console.file, io.StringIO)
@@ -35,7 +35,9 @@ def printed(places: list[Place]) -> str:
 
 
 def test_a_row_tells_where_a_rank_is() -> None:
-    lines = printed([Place(0, "a", "cuda:0 (H100)", {"pp": 0}), Place(1, "b", "cuda:0 (H100)", {"pp": 1})]).splitlines()
+    lines = printed(
+        [RankPlace(0, "a", "cuda:0 (H100)", {"pp": 0}), RankPlace(1, "b", "cuda:0 (H100)", {"pp": 1})]
+    ).splitlines()
     assert [line.split() for line in lines] == [
         ["rank", "host", "device", "pp"],
         ["0", "a", "cuda:0", "(H100)", "0"],
@@ -45,6 +47,6 @@ def test_a_row_tells_where_a_rank_is() -> None:
 
 
 def test_of_many_ranks_some_are_shown() -> None:
-    lines = printed([Place(rank, "a", "cpu", {}) for rank in range(64)]).splitlines()
+    lines = printed([RankPlace(rank, "a", "cpu", {}) for rank in range(64)]).splitlines()
     assert "and 48 more, in run.json" in lines
     assert len(lines) == 1 + 16 + 2

@@ -10,14 +10,20 @@ import resource
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shardlab.data import Corpus
 from shardlab.models import Blocks
 from shardlab.models.counts import count_parameters
 
 SPREAD = ("dt", "dtf", "dtb", "memory")
 """Figures of which the mean, the least and the most over the ranks are told; docs/training.md defines them."""
+
+
+READ = 100_000
+"""Tokens that are decoded to see how long they are."""
 
 
 def memory_of(device: torch.device) -> int:
@@ -76,6 +82,12 @@ def flops_per_token(model: Blocks) -> float:
     return 6.0 * parameters + 12.0 * model.layers * width * model.seq_len
 
 
-def bits_per_byte(loss: float) -> float:
-    """A loss in nats per token in bits per byte; here a token is a byte."""
-    return loss / math.log(2)
+def bytes_per_token(corpus: Corpus) -> float:
+    """Bytes of text that a token stands for, on average over the first of the validation text."""
+    tokens = np.asarray(corpus.validation.runs[0].tokens[:READ])
+    return len(corpus.tokenizer.decode(tokens)) / len(tokens)
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """A loss in nats per token, in bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token

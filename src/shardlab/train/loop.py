@@ -22,6 +22,7 @@ from shardlab.models.tensors import initial_weights, layers_of, loss_of, to_bloc
 from shardlab.program import Kind
 from shardlab.rules.pieces import counted
 from shardlab.train.data import Batches
+from shardlab.train.figures import bytes_per_token
 from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import agree
@@ -34,7 +35,7 @@ from shardlab.train.progress import TrainingProgress
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.sample import continued, opening
 from shardlab.train.saved import saved_in
-from shardlab.train.steps import Steps, diverged
+from shardlab.train.steps import TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.world import RunningWorld
 
@@ -70,7 +71,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     stepping: Executor | TracedExecutor | ProfiledExecutor = tracer or executor
     if profiler is not None:
         profiler.inner, stepping = stepping, profiler
-    training = Steps(stepping, clock, executor.state, run, stop)
+    training = TrainingSteps(stepping, clock, executor.state, run, stop, bytes_per_token(corpus))
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
         world.print(Console(file=sys.stderr))
@@ -94,7 +95,7 @@ def _first_rank(
     batches: Batches,
     executor: Executor,
     tracer: TracedExecutor | None,
-    training: Steps,
+    training: TrainingSteps,
     folder: OutputFolder,
     progress: TrainingProgress,
 ) -> Summary:

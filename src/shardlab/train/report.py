@@ -44,7 +44,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
     rows = {
         "steps": f"{summary.steps}" + (", interrupted" if summary.interrupted else ""),
         "validation loss": f"{summary.validation_before:.4f} before, {summary.validation_after:.4f} after",
-        "bits per byte": f"{summary.validation_after / math.log(2):.4f} (validation, after)",
+        "bits per byte": f"{summary.validation_after * last['bits_per_byte'] / last['loss']:.4f} (validation, after)",
         "step": f"{summary.dt:.4f} s (median after {summary.warm_up} steps)",
         "predicted step": predicted if isinstance(predicted, str) else _prediction(predicted, summary.dt),
         "tokens per second": f"{summary.tps:,.0f}, {summary.tps / job.ranks:,.0f} a rank",

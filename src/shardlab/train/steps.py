@@ -45,7 +45,7 @@ class StepResult:
     not_finite: str = ""
 
 
-class Steps:
+class TrainingSteps:
     """One rank's optimizer steps.
 
     Args:
@@ -53,6 +53,7 @@ class Steps:
         clock: of its forward and backward passes.
         run: what is asked for.
         stop: whether this rank is asked to stop.
+        bytes_per_token: of the text.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class Steps:
         state: State,
         run: TrainingRun,
         stop: StopRequest,
+        bytes_per_token: float = 1.0,
     ) -> None:
         self._executor = executor
         self._clock = clock
         self._state = state
         self._run = run
         self._stop = stop
+        self._bytes_per_token = bytes_per_token
         self._ended = 0.0
 
     def __iter__(self) -> Iterator[StepResult]:
@@ -132,7 +135,7 @@ class Steps:
         metrics = {
             "step": step,
             "loss": loss,
-            "bits_per_byte": bits_per_byte(loss),
+            "bits_per_byte": bits_per_byte(loss, self._bytes_per_token),
             "learning_rate": run.config.optimizer.rate(step),
             "grad_norm": math.sqrt(known[0]) if len(known) else None,
             **spread,

@@ -28,7 +28,7 @@ SHOWN = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank is.
 
     Attributes:
@@ -54,7 +54,7 @@ class RunningWorld:
         versions: of Python and of packages, on rank 0.
     """
 
-    places: list[Place]
+    places: list[RankPlace]
     backend: str
     launcher: str
     versions: dict[str, str | None]
@@ -64,7 +64,7 @@ class RunningWorld:
         """Ask all ranks, which call this together."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         coordinates = {axis: mesh.coordinate(rank, axis) for axis in mesh.used}
-        mine = Place(rank, socket.gethostname(), f"{device} ({name})", coordinates)
+        mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates)
         places = [mine] * dist.get_world_size()
         dist.all_gather_object(places, mine)
         versions = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
