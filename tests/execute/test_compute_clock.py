@@ -19,7 +19,7 @@ SLEEP = 0.003
 @pytest.fixture
 def executor() -> Executor:
     job = Job("single", 1, 2, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
-    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 0)
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 2, 0)
     return Executor(job.checked(), 0, job.cut, batches, Settings())
 
 

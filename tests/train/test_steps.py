@@ -92,7 +92,7 @@ def steps_with_a_gradient(rank: int, policy: NonFinite, poison: float) -> tuple[
     executor = Poisoned(job.checked(), rank, job.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(job, optimizer, Path("nowhere"))
     run = replace(run, config=replace(run.config, train=replace(run.config.train, non_finite=policy)))
-    found = list(steps(executor, run, rank, torch.device("cpu"), StopRequest(None)))
+    found = list(TrainingSteps(executor, ComputeClock(executor), executor.state, run, StopRequest(None)))
     return found, all(bool(weights.isfinite().all()) for weights in executor.state.kept.values())
 
 

@@ -112,8 +112,8 @@ class TrainingSteps:
     def _step(self) -> tuple[Tensor, dist.Work]:
         """One step, and the sum over the ranks that has it all.
 
-        That is the loss, the wish to stop, and for each rank what is not finite, the gradient's norm if it knows it, and
-        its own figures.
+        That is the loss, the wish to stop, and for each rank what is not finite, the gradient's norm if it knows it,
+        and its own figures.
         """
         loss = self._executor.step()
         device, rank = self._state.settings.device, self._state.rank
