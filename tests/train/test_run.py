@@ -26,7 +26,7 @@ def test_a_record_has_all_that_it_takes_to_repeat_the_run(tmp_path: Path) -> Non
     record = json.loads(json.dumps(run.record(run.corpus(), JOB.checked(), WORLD)))
     assert job_of(record) == JOB
     assert (record["command"], record["seed"], record["strategy"]) == ("shardlab train", 7, "ddp")
-    settings: dict[str, Any] = record["optimizer"]
+    settings: dict[str, Any] = record["optimizer_settings"]
     settings["betas"] = tuple(settings["betas"])
     assert AdamW(**settings) == optimizer
     assert record["data"] == [

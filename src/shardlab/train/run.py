@@ -89,7 +89,7 @@ class TrainingRun:
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             **described(self.job),
             "program": checked.program.fingerprint(),
-            "optimizer": asdict(self.config.optimizer),
+            "optimizer_settings": asdict(self.config.optimizer),
             "prompt": self.config.logging.prompt,
             "init": None if self.config.train.init is None else str(self.config.train.init.absolute()),
             "data": corpus.record(),
