@@ -75,6 +75,11 @@ class Checked:
         return [backend for backend in BACKENDS if self.why_not(backend) is None]
 
     @cached_property
+    def trains(self) -> bool:
+        """Whether weights are updated."""
+        return any(op.kind is OpKind.UPDATE for tape in self.program.tapes for op in tape)
+
+    @cached_property
     def clips(self) -> bool:
         """Whether updates are given the gradient's norm: all of a program's are, or none."""
         ops = (op for tape in self.program.tapes for op in tape)

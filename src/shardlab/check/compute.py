@@ -125,6 +125,16 @@ def _of_logits(rule: Callable[..., Spec], state: RankState, op: Op) -> None:
     _computed(rule, state, op)
 
 
+def loss(state: RankState, op: Op) -> None:
+    if op[3]:
+        _of_logits(sums.loss, state, op)
+        return
+    if state.trained:
+        state.refuse("malformed tape", "makes no gradient, but the program trains", "number the gradient")
+    state.want_layer(op, state.program.layers)
+    sums.loss(op[1], *[state.live[number] for number in op[2]])
+
+
 def attend(state: RankState, op: Op) -> None:
     _computed(state.rules.attend, state, op)
 
@@ -223,7 +233,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,
     OpKind.UPDATE: update,
-    OpKind.LOSS: partial(_of_logits, sums.loss),
+    OpKind.LOSS: loss,
     OpKind.LOSS_STATS: partial(_of_logits, sums.loss_stats),
     OpKind.LOAD_BATCH: load_batch,
     OpKind.LOAD_WEIGHT: partial(_load, Kind.WEIGHT),

@@ -13,7 +13,7 @@ from typing import NoReturn
 from shardlab.check import kept, runnable
 from shardlab.check.communication import CommunicationCheck, refuse_second_wait
 from shardlab.check.compute import COMPUTE_RULES, Rule
-from shardlab.check.ending import check_coverage, check_rank_ending, trained_layers
+from shardlab.check.ending import check_coverage, check_losses, check_rank_ending, trained_layers
 from shardlab.check.rank_state import RankState
 from shardlab.program import Op, OpKind, Program, Refused
 from shardlab.program.ops import BOOKKEEPING, COMMUNICATION
@@ -24,18 +24,23 @@ from shardlab.rules.pieces import counted
 class Dataflow:
     """Replays all tapes together; the first op that breaks a rule raises Refused.
 
+    Args:
+        program: the tapes.
+        trains: whether weights are to be updated; otherwise every microbatch's loss is wanted, and no update.
+
     Attributes:
         trained: the layers whose weights are updated, as a bit set.
         states: the ranks, with the spec of every value once the replay has ended.
         communication: replays every communication.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, trains: bool = True) -> None:
         ranks = program.mesh.world
         if ranks != program.ranks:
             given = f"the mesh has {counted(ranks, 'rank')}, but the program has {counted(program.ranks, 'tape')}"
             raise Refused("malformed tape", "", given, "give one for each rank")
-        self.trained = trained = trained_layers(program)
+        self.trained = trained = trained_layers(program) if trains else 0
+        self._trains = trains
         self.states = [RankState(index, program, trained) for index in range(ranks)]
         self._runnable = deque(self.states)
         self.communication = CommunicationCheck(self.states, self._runnable.append)
@@ -63,6 +68,8 @@ class Dataflow:
         for state in self.states:
             check_rank_ending(state)
         check_coverage(self.states, self.states[0].program.layers)
+        if not self._trains:
+            check_losses(self.states)
 
     def release(self) -> None:
         """Let go of tapes and specs: all these refer to each other, and would stay until the collector comes."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from shardlab.check.rank_state import RankState
 from shardlab.errors import About
 from shardlab.program import Holds, Kind, OpKind, Program, Refused, Spec
-from shardlab.rules.pieces import bits, common, numbered
-from shardlab.rules.spec import form_of
+from shardlab.rules.pieces import bits, common, microbatches_text, numbered
+from shardlab.rules.spec import form_of, microbatches_of
 
 LOAD_OPT_STATE = OpKind.LOAD_OPT_STATE
 
@@ -85,3 +85,23 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
             given = f"no rank loads {numbered('slice', missing)} of {of}, so nobody updates what is there"
             remedy = "load and update every slice of every layer on at least one rank"
             raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=bits(missing))
+
+
+def check_losses(states: Sequence[RankState]) -> None:
+    """Want the loss of every piece of the batch, on one rank at least, and no state of an optimizer.
+
+    Raises:
+        Refused: naming the first microbatch whose loss nobody computes, or what is loaded for updates.
+    """
+    computed = 0
+    for state in states:
+        for (kind, _, _), at in state.loaded.items():
+            if kind is Kind.OPT_STATE:
+                state.refuse("not kept", "is loaded, but nothing is trained here", "leave it out", at)
+        for op in state.ops:
+            if op.kind is OpKind.LOSS:
+                computed |= state.specs[op.inputs[0]].cells
+    space = states[0].rules.space
+    if missing := ~computed & (1 << space.cells) - 1:
+        given = f"nobody computes the loss of {microbatches_text(microbatches_of(missing, space))}"
+        raise Refused("missing microbatches", "", given, "compute every microbatch's loss", missing=bits(missing))

@@ -20,7 +20,9 @@ from shardlab.cli.compare import Compare
 from shardlab.cli.console import print_json
 from shardlab.cli.convert import Convert
 from shardlab.cli.data import DataCommand
+from shardlab.cli.eval import Eval
 from shardlab.cli.options import check_counts, option_names
+from shardlab.cli.sample import Sample
 from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.strategies import Strategies
@@ -55,6 +57,8 @@ COMMANDS: dict[str, type[Command]] = {
     "data": DataCommand,
     "train": Train,
     "verify": Verify,
+    "sample": Sample,
+    "eval": Eval,
     "convert": Convert,
     "validate": Validate,
     "bench": Bench,

@@ -148,8 +148,11 @@ def loss_stats(state: State, at: int, op: Op) -> Instruction:
 
 
 def loss(state: State, at: int, op: Op) -> Instruction:
-    """Cross-entropy, each token weighted by its share of the step's tokens, so that sums are exact means."""
-    (x, *stats), (output,), values = op.inputs, op.outputs, state.values
+    """Cross-entropy, each token weighted by its share of the step's tokens, so that sums are exact means.
+
+    Where the tape wants no gradient, none is computed.
+    """
+    (x, *stats), values = op.inputs, state.values
     spec = state.specs[x]
     slices = 1 if spec.whole_sequences else len(state.shapes.slices(spec))
     pieces = list(bits(spec.cells))[:: spec.form.space.sequence if spec.whole_sequences else 1]
@@ -167,19 +170,22 @@ def loss(state: State, at: int, op: Op) -> Instruction:
             state.loss[1] += (targets[place] >= 0).sum().cpu()
 
     def run() -> None:
-        logits: Tensor = values[x].detach().requires_grad_()
+        logits: Tensor = values[x].detach().requires_grad_(bool(op.outputs))
         targets = apart(_rows(state, spec, 1))
         losses = [loss_of(part, its) for part, its in zip(apart(logits), targets, strict=True)]
-        (values[output],) = torch.autograd.grad(
-            torch.stack(losses).sum() / (state.tokens / state.loss_scale.scale), logits
-        )
+        for output in op.outputs:
+            (values[output],) = torch.autograd.grad(
+                torch.stack(losses).sum() / (state.tokens / state.loss_scale.scale), logits
+            )
         report(losses, targets)
 
     def run_on_slices() -> None:
         logits: Tensor = values[x]
         whole = _rows(state, spec, 1)
         gathered = values[stats[0]].view(-1, *whole.shape, 3)  # (slices, rows, T, 3)
-        values[output] = tensors.loss_gradient(logits, gathered, whole, first, state.loss_scale.scale / state.tokens)
+        for output in op.outputs:
+            scale = state.loss_scale.scale / state.tokens
+            values[output] = tensors.loss_gradient(logits, gathered, whole, first, scale)
         parts, targets = apart(gathered, 1), apart(whole)
         report([tensors.combined_loss(part, its) for part, its in zip(parts, targets, strict=True)], targets)
 

@@ -31,6 +31,7 @@ class Executor:
         backend: of the process group; the program must pass its channel model.
         observer: sees every gradient before its update.
         groups: where process groups are kept for further programs (see `Communicator`).
+        of: the state of the program that this one is the forward half of; its weights are computed with.
 
     Attributes:
         state: the rank's tensors.
@@ -53,13 +54,15 @@ class Executor:
         backend: str = "gloo",
         observer: GradientObserver | None = None,
         groups: Groups | None = None,
+        of: State | None = None,
     ) -> None:
         why_not = checked.why_not(backend)
         if why_not is not None:
             raise why_not
-        want_norm(settings.precision, checked)
-        want_whole_matrices(checked, model, settings.optimizer)
-        self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer)
+        if checked.trains:
+            want_norm(settings.precision, checked)
+            want_whole_matrices(checked, model, settings.optimizer)
+        self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer, of)
         self.batches = batches
         self._microbatches = checked.program.microbatches
         self.links = Communicator(checked.program, rank, groups)

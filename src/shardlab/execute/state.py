@@ -96,6 +96,7 @@ class State:
         rows: int,
         settings: Settings,
         observer: GradientObserver | None,
+        of: State | None = None,
     ) -> None:
         self.checked = checked
         self.rank = rank
@@ -106,16 +107,19 @@ class State:
         self.specs = checked.specs[rank]
         self.layers = layers_of(model)
         self.signatures = checked.program.sizes.signatures
-        self.shapes = Shapes(checked, model, rows)
+        self.shapes = Shapes(checked, model, rows) if of is None else of.shapes
         self.loss_owners = _loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
-        self.kept = {key: self._initial(*key) for key in self.analysis.kept.loaded.values()}
+        loaded = self.analysis.kept.loaded.values()
+        self.kept: dict[tuple[int, Holds], Tensor] = {
+            key: self._initial(*key) if of is None else of.kept[key] for key in loaded
+        }
         self.opt_states = {key: self._optimizer(*key) for key in _opt_states(self.tape)}
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
-        held = [self.specs[op.outputs[0]].microbatches for op in self.tape if op.kind in readers]
+        held = [self.specs[(op.inputs or op.outputs)[0]].microbatches for op in self.tape if op.kind in readers]
         held += [mask for op in self.tape if op.factor is not None for mask, _ in op.factor.tokens]
         self.microbatches = sorted({m for mask in held for m in bits(mask)})
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}

@@ -135,7 +135,7 @@ class OpKind(Enum):
                  price=_EACH)
     ATTEND_BACKWARD = OpRow("attend_backward", (4,), (2,), "G", "orange", word="its backward", hatch="....",
                           part_of="backward", price=_EACH)
-    LOSS = OpRow("loss", (1, 2), (1,), "L", "brown")
+    LOSS = OpRow("loss", (1, 2), (0, 1), "L", "brown")
     LOSS_STATS = OpRow("loss_stats", (1,), (1,), "T", "grey", word="statistics of the loss")
     ADD = OpRow("add", (2,), (1,), "S", "grey", word="sum of gradients", combines=_SUM, in_place=True)
     NORM = OpRow("norm", (1,), (1,), "N", "grey", word="norm of the gradient")

@@ -70,8 +70,9 @@ class Op(NamedTuple):
         outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a PROJECT layer (queries,
             keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
             gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
-            the residual], saved for weight); UPDATE (weight, optimizer state); BROADCAST (value) on all but the root,
-            which has it; GATHER and REDUCE (value) on the root alone; BARRIER none.
+            the residual], saved for weight); LOSS (gradient of the activation; none where nothing is trained); UPDATE
+            (weight, optimizer state); BROADCAST (value) on all but the root, which has it; GATHER and
+            REDUCE (value) on the root alone; BARRIER none.
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from functools import partial
 from statistics import median
 
@@ -15,13 +14,15 @@ from torch import Tensor
 from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
 from shardlab.execute.collect import collect
+from shardlab.execute.communicator import Groups
 from shardlab.execute.compute_clock import ComputeClock
 from shardlab.execute.state import State
-from shardlab.models import CutModel, Model
-from shardlab.models.tensors import initial_weights, layers_of, loss_of, to_blocks, views, with_borrowed
+from shardlab.models import CutModel
+from shardlab.models.tensors import to_blocks
 from shardlab.program import Kind
 from shardlab.rules.pieces import counted
 from shardlab.train.data import Batches
+from shardlab.train.evaluate import Evaluation, InOrder
 from shardlab.train.figures import bytes_per_token
 from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
@@ -63,7 +64,11 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     world = RunningWorld.gathered(rank, device, checked.program.mesh)
     initial = run.config.train.init and initial_from(run.config.train.init, job.cut)
     settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial)
-    executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device))
+    groups: Groups = {}
+    executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device), groups=groups)
+    count = min(VALIDATION_BATCHES, batches.validation_count)
+    judged = InOrder(job.micro_batch_size, count, job.microbatches, batches.validation)
+    validation = Evaluation(job, checked, rank, device, judged, of=executor.state, groups=groups)
     profiled = run.config.logging.profile_steps
     profiler = None if profiled is None else ProfiledExecutor(executor, profiled, run.out)
     clock = ComputeClock(executor)
@@ -78,15 +83,20 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         with TrainingProgress(run.config.train.steps) as progress:
             folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title)
             folder.loggers = loggers_of(run.config.logging, run.out, run.config.as_dict())
-            return _first_rank(run, batches, executor, tracer, training, folder, progress)
+            return _first_rank(run, batches, executor, validation, tracer, training, folder, progress)
+    validation.loss()
     for step in training:
         if step.diverged:
             return None
-        if any(run.looks(step.metrics["step"])):
+        validates, samples = run.looks(step.metrics["step"])
+        if validates:
+            validation.loss()
+        if samples:
             collect(executor.state, executor.state.kept)
     collect(executor.state, executor.state.kept)
     if tracer is not None:
         tracer.finish()
+    validation.loss()
     return None
 
 
@@ -94,6 +104,7 @@ def _first_rank(
     run: TrainingRun,
     batches: Batches,
     executor: Executor,
+    validation: Evaluation,
     tracer: TracedExecutor | None,
     training: TrainingSteps,
     folder: OutputFolder,
@@ -102,7 +113,7 @@ def _first_rank(
     """What rank 0 does, from the first validation to the sample."""
     job, state = run.job, executor.state
     progress.begin("validation before training")
-    before = validate(job.model, batches, first_weights(run))
+    before = validation.loss().mean
     ops = sum(map(len, state.checked.program.tapes))
     say(f"{job.title} on {counted(job.ranks, 'rank')}: {ops} ops checked, drawn in {run.out}/strategy.svg")
 
@@ -113,13 +124,12 @@ def _first_rank(
     for step in training:
         times.append(step.metrics["dt"])
         validates, samples = (False, False) if step.diverged else run.looks(step.metrics["step"])
-        flats = _gathered(state) if validates or samples else []
         if validates:
-            step.metrics["validation_loss"] = validate(job.model, batches, flats)
+            step.metrics["validation_loss"] = validation.loss().mean
         folder.write_metrics(step.metrics, pending=not (run.logs(step.metrics["step"]) or step.diverged))
         progress.show(step.metrics)
         if samples:
-            progress.say(printable(continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer)))
+            progress.say(continued(job.model, _gathered(state), prompt, job.seed, batches.corpus.tokenizer))
         if step.diverged:
             folder.write_plot(before, math.nan)
             folder.close()
@@ -135,7 +145,7 @@ def _first_rank(
     if tracer is not None:
         tracer.finish()
     progress.begin("validation after training")
-    after = validate(job.model, batches, flats) if finite else math.nan
+    after = validation.loss().mean  # not a number where weights are not
     folder.write_plot(before, after)
     folder.close()
     if not math.isfinite(after):
@@ -154,7 +164,7 @@ def _first_rank(
         tps=job.tokens / dt,
         seconds=sum(times),
         prompt=printable(prompt.decode(errors="replace")),
-        sample=printable(continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer)),
+        sample=continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer),
         out=str(run.out),
         unwritten=folder.unwritten,
     )
@@ -165,27 +175,3 @@ def _gathered(state: State) -> list[Tensor]:
     flats = collect(state, state.kept)
     assert flats is not None, "rank 0 has them"
     return to_blocks(state.model, flats) if isinstance(state.model, CutModel) else flats
-
-
-def first_weights(run: TrainingRun) -> list[Tensor]:
-    """The whole model's flat weights before training, by layer."""
-    job, layers = run.job, range(run.job.model.layers)
-    if run.config.train.init is None:
-        return [initial_weights(job.model, layer, job.seed, torch.float32) for layer in layers]
-    read, lengths = initial_from(run.config.train.init, job.model), [job.model.layout(layer).numel for layer in layers]
-    return [read(layer, length, [(0, length)], torch.float32) for layer, length in enumerate(lengths)]
-
-
-@torch.no_grad()
-def validate(model: Model, batches: Batches, flats: Sequence[Tensor]) -> float:
-    """Mean loss on the first microbatches of the validation text, in nats per token, without dropout."""
-    layers = layers_of(model)
-    parameters = with_borrowed(model, [views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
-    total, tokens = 0.0, 0
-    for index in range(min(VALIDATION_BATCHES, batches.validation_count)):
-        x, targets = batches.validation(index)
-        for layer, weights in zip(layers, parameters, strict=True):
-            x = layer(weights, x)
-        total += float(loss_of(x, targets))
-        tokens += int((targets >= 0).sum())
-    return total / max(1, tokens)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from shardlab.data import Corpus
 from shardlab.data.tokenizers import Tokenizer
-from shardlab.models import Model
-from shardlab.models.tensors import generate
+from shardlab.models import Blocks, Model, MoE
+from shardlab.models.tensors import Choice, Initial, Writer
+from shardlab.train.printable import printable
 
 SAMPLE_TOKENS = 200
 PROMPT_BYTES = 32
@@ -30,9 +33,37 @@ def opening(corpus: Corpus) -> bytes:
     return next(filter(None, whole), text[:PROMPT_BYTES])
 
 
-@torch.no_grad()
 def continued(model: Model, flats: Sequence[Tensor], prompt: bytes, seed: int, tokenizer: Tokenizer) -> str:
     """A prompt of at least a token, and SAMPLE_TOKENS drawn from the model after it."""
-    (start,) = tokenizer.encode([prompt])
-    tokens = generate(model, flats, torch.from_numpy(start), SAMPLE_TOKENS, seed)
-    return tokenizer.decode(tokens.numpy()).decode(errors="replace")
+    writer = Writer(for_text(model), flats, Choice(seed=seed))
+    drawn = writer.go_on(tokens_of(prompt, tokenizer), SAMPLE_TOKENS)
+    return printable(prompt.decode(errors="replace")) + "".join(as_text(drawn, tokenizer))
+
+
+def tokens_of(text: bytes, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text."""
+    (found,) = tokenizer.encode([text])
+    return found.tolist()
+
+
+def for_text(model: Model) -> Model:
+    """A model as it reads one text: without dropout, and no expert drops a token, as nothing bounds a single one."""
+    model = replace(model, dropout=0.0)
+    return replace(model, capacity_factor=None) if isinstance(model, MoE) else model
+
+
+def whole_weights(model: Blocks, initial: Initial, device: torch.device) -> list[Tensor]:
+    """Every block's flat weights, as they are read from a folder, in float32."""
+    lengths = [model.layout(layer).numel for layer in range(model.layers)]
+    read = (initial(layer, length, [(0, length)], torch.float32) for layer, length in enumerate(lengths))
+    return [flat.to(device) for flat in read]
+
+
+def as_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Text that can be shown, as tokens come: characters once they are whole."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        if text := decoder.decode(tokenizer.decode(np.array([token]))):
+            yield printable(text)
+    if text := decoder.decode(b"", final=True):
+        yield printable(text)

@@ -1,17 +1,70 @@
 """Sampling text."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves some of its annotations out.
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardlab.errors import UserError
-from shardlab.models import GPT, MLP
-from shardlab.models.tensors import generate, initial_weights, views
+from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
+from shardlab.models.tensors import Choice, Writer, initial_weights, views
+from shardlab.models.tensors.cache import can_cache
 
 GPT_SMALL = GPT(layers=2, hidden_size=16, heads=2, vocab_size=20, seq_len=8)
-FLATS = [initial_weights(GPT_SMALL, layer, 0, torch.float32) for layer in range(2)]
+CACHED = {
+    "gpt": GPT(layers=3, hidden_size=16, heads=4, vocab_size=20, seq_len=24),
+    "grouped": GPT(layers=2, hidden_size=16, heads=4, kv_heads=2, vocab_size=20, seq_len=24, tied=True),
+    "llama": Llama(layers=2, hidden_size=16, heads=4, kv_heads=2, vocab_size=20, seq_len=24),
+    "moe": MoE(layers=2, hidden_size=16, heads=2, vocab_size=20, seq_len=24, capacity_factor=None),
+    "mixtral": Mixtral(layers=2, hidden_size=16, heads=4, kv_heads=2, vocab_size=20, seq_len=24, capacity_factor=None),
+}
+GREEDY = Choice(temperature=0)
+
+
+def weights_of(model: Blocks, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Larger than first weights are, so that scores differ."""
+    return [8 * initial_weights(model, layer, 0, dtype) for layer in range(model.layers)]
+
+
+def text_of(model: Blocks, prompt: list[int], count: int, choice: Choice, *, cached: bool = True) -> list[int]:
+    return list(Writer(model, weights_of(model), choice, cached=cached).go_on(prompt, count))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("lengths", [[1] * 24, [7, 1, 5, 1, 1, 9]], ids=["one by one", "several at once"])
+def test_scores_with_kept_keys_and_values_are_those_without_at_every_place(
+    name: str, lengths: list[int], dtype: torch.dtype, tolerance: float
+) -> None:
+    model = CACHED[name]
+    flats = weights_of(model, dtype)
+    tokens = torch.randint(20, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    whole = Writer(model, flats, GREEDY, cached=False).read(tokens)
+    writer = Writer(model, flats, GREEDY)
+    parts = [writer.read(part.tolist()) for part in torch.tensor(tokens).split(lengths)]
+    assert can_cache(model)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=tolerance * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_the_likeliest_text_is_the_same_with_and_without_also_past_the_last_position(name: str) -> None:
+    texts = [text_of(CACHED[name], [3, 1, 4], 30, GREEDY, cached=cached) for cached in (True, False)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+
+
+def test_a_text_goes_on_where_it_was_left() -> None:
+    once = text_of(GPT_SMALL, [3], 6, Choice())
+    writer = Writer(GPT_SMALL, weights_of(GPT_SMALL), Choice())
+    assert [*writer.go_on([3], 2), *writer.go_on([], 4)] == once
+
+
+def test_experts_that_may_drop_tokens_are_computed_anew() -> None:
+    model = MoE(layers=1, hidden_size=16, heads=2, vocab_size=20, seq_len=8)
+    assert not can_cache(model)
+    assert len(text_of(model, [1, 2], 4, GREEDY)) == 4
 
 
 def test_a_model_that_knows_each_tokens_successor_writes_it() -> None:
@@ -24,24 +77,70 @@ def test_a_model_that_knows_each_tokens_successor_writes_it() -> None:
             view.copy_(100 * torch.eye(10).roll(1, 0))
         elif parameter.name.startswith("mlp"):
             view.zero_()
-    assert generate(model, [flat], torch.tensor([7]), 6, seed=0).tolist() == [7, 8, 9, 0, 1, 2, 3]
+    assert list(Writer(model, [flat], Choice()).go_on([7], 6)) == [8, 9, 0, 1, 2, 3]
 
 
-def test_text_is_a_function_of_the_seed_and_begins_with_the_prompt() -> None:
-    prompt = torch.tensor([3, 1, 4])
-    texts = [generate(GPT_SMALL, FLATS, prompt, 20, seed) for seed in (0, 0, 1)]
-    assert torch.equal(texts[0], texts[1])
-    assert not torch.equal(texts[0], texts[2])
-    assert all(text.shape == (23,) and torch.equal(text[:3], prompt) for text in texts)
-    assert not texts[0].requires_grad
+def test_text_is_a_function_of_the_seed() -> None:
+    texts = [text_of(GPT_SMALL, [3, 1, 4], 20, Choice(seed=seed)) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
 
 
-def test_only_the_last_block_of_the_text_is_context() -> None:
-    tail = torch.arange(8)
-    long = torch.cat([torch.tensor([9, 9, 9]), tail])
-    assert torch.equal(generate(GPT_SMALL, FLATS, long, 9, 0)[3:], generate(GPT_SMALL, FLATS, tail, 9, 0))
+def test_only_the_last_tokens_that_a_model_has_places_for_are_context() -> None:
+    tail = list(range(8))
+    assert text_of(GPT_SMALL, [9, 9, 9, *tail], 9, Choice()) == text_of(GPT_SMALL, tail, 9, Choice())
 
 
-def test_an_empty_prompt_is_refused() -> None:
+LOGITS = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
+
+
+def drawn(choice: Choice) -> list[float]:
+    """How often each of the four tokens is drawn."""
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.bincount(torch.tensor([choice.draw(LOGITS, generator) for _ in range(4000)]), minlength=4) / 4000
+    ).tolist()
+
+
+@pytest.mark.parametrize(
+    ("choice", "probabilities"),
+    [
+        (Choice(), [0.5, 0.2, 0.2, 0.1]),
+        (Choice(temperature=0), [1, 0, 0, 0]),
+        (Choice(temperature=0.5), [25 / 34, 4 / 34, 4 / 34, 1 / 34]),
+        (Choice(top_k=2), [5 / 7, 2 / 7, 0, 0]),
+        (Choice(top_k=9), [0.5, 0.2, 0.2, 0.1]),
+        (Choice(top_p=0.6), [5 / 7, 2 / 7, 0, 0]),
+        (Choice(top_p=0.01), [1, 0, 0, 0]),
+        (Choice(top_k=3, top_p=0.9), [5 / 9, 2 / 9, 2 / 9, 0]),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_with_the_probabilities_that_are_asked_for(choice: Choice, probabilities: list[float]) -> None:
+    assert drawn(choice) == pytest.approx(probabilities, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": -1.0}, "a temperature of -1 means nothing"),
+        ({"temperature": float("nan")}, "a temperature of nan means nothing"),
+        ({"top_k": 0}, "a top-k of 0 leaves no token"),
+        ({"top_p": 0.0}, "a top-p of 0 is no probability"),
+        ({"top_p": 1.5}, "a top-p of 1.5 is no probability"),
+    ],
+)
+def test_a_choice_that_means_nothing_is_refused(fields: dict[str, float], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Choice(**fields)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_prompt_that_is_empty_or_of_other_tokens_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
-        generate(GPT_SMALL, FLATS, torch.empty(0, dtype=torch.int64), 5, 0)
+        text_of(GPT_SMALL, [], 5, Choice())
+    with pytest.raises(UserError, match="token 20 of the text is outside the model's vocabulary of 20"):
+        text_of(GPT_SMALL, [1, 20], 5, Choice())
+
+
+def test_weights_that_are_no_numbers_are_told() -> None:
+    with pytest.raises(UserError, match="its weights have diverged"):
+        Choice().draw(torch.tensor([1.0, float("nan")]), torch.Generator())

@@ -2,7 +2,7 @@
 
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.flat import lengthened, named_views, views, with_borrowed
-from shardlab.models.tensors.generate import generate
+from shardlab.models.tensors.generate import Choice, Writer
 from shardlab.models.tensors.layers import TensorLayer, layers_of
 from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, loss_stats
 from shardlab.models.tensors.recutting import to_blocks, to_layers
@@ -11,12 +11,13 @@ from shardlab.models.tensors.share import Share
 from shardlab.models.tensors.weights import Initial, initial_weights
 
 __all__ = [
+    "Choice",
     "Dropout",
     "Initial",
     "Share",
     "TensorLayer",
+    "Writer",
     "combined_loss",
-    "generate",
     "generator_of",
     "initial_weights",
     "layers_of",

@@ -18,6 +18,7 @@ from shardlab.models.primitives import Activate, Add, DropoutSite, Embed, Linear
 from shardlab.models.tensors import mixture
 from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.attention_with_dropout import attention_with_dropout
+from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.lookup import look_up
 from shardlab.models.tensors.rms_norm import rms_norm
@@ -35,12 +36,14 @@ class Given:
         tensors: those that it reads, by name, rows first.
         share: which slice, or which tokens, these are.
         dropout: the masks of its block (None: nothing is dropped).
+        cache: of the text's earlier tokens (None: all tokens are given).
     """
 
     parameters: Mapping[str, Tensor]
     tensors: Mapping[str, Tensor]
     share: Share
     dropout: Dropout | None
+    cache: KeysValues | None = None
 
     @property
     def x(self) -> Tensor:
@@ -136,10 +139,14 @@ def _(primitive: Attend, given: Given) -> tuple[Tensor, ...]:
     mine = primitive.heads_of(of)
     (rows, tokens, _), size = given.tensors["q"].shape, mine.hidden_size // mine.heads
     q = given.tensors["q"].view(rows, tokens, mine.heads, size).transpose(1, 2)  # (rows, heads, T, size)
-    keys_values = given.tensors["kv"].view(rows, tokens, 2 * mine.kv_heads, size).transpose(1, 2)
+    kv = given.tensors["kv"] if given.cache is None else given.cache.add(given.tensors["kv"])
+    keys_values = kv.view(rows, -1, 2 * mine.kv_heads, size).transpose(1, 2)
     k, v = keys_values[:, : mine.kv_heads], keys_values[:, mine.kv_heads :]
     if given.dropout is None:
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=mine.kv_heads < mine.heads)
+        earlier = kv.shape[1] - tokens
+        seen = q.new_ones(tokens, kv.shape[1], dtype=torch.bool).tril(earlier) if earlier > 0 and tokens > 1 else None
+        grouped = mine.kv_heads < mine.heads
+        mixed = F.scaled_dot_product_attention(q, k, v, seen, is_causal=not earlier, enable_gqa=grouped)
     else:
         if mine.kv_heads < mine.heads:
             q = q.clone()  # autograd then keeps this and not all features

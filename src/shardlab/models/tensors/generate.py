@@ -1,36 +1,139 @@
-"""Text from a trained model."""
+"""Text from a trained model, token by token."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardlab.errors import UserError
 from shardlab.models.model import Model
+from shardlab.models.tensors.cache import KeysValues, can_cache
 from shardlab.models.tensors.flat import views, with_borrowed
 from shardlab.models.tensors.layers import layers_of
 from shardlab.models.tensors.seeding import generator_of
+from shardlab.models.tensors.share import Share
 
 
-@torch.no_grad()
-def generate(model: Model, flats: Sequence[Tensor], prompt: Tensor, count: int, seed: int) -> Tensor:
-    """Continue a prompt (length,) by `count` tokens drawn from the model: (length + count,), int64.
+@dataclass(frozen=True)
+class Choice:
+    """How the next token is drawn from a model's scores.
+
+    Attributes:
+        temperature: by what scores are divided; 0 takes the likeliest token.
+        top_k: of how many of the likeliest tokens one is drawn (None: of all).
+        top_p: of the likeliest tokens that together have this probability, one is drawn (Holtzman et al. 2019,
+            arXiv 1904.09751); after `top_k`.
+        seed: what is drawn is a function of it, the weights and the text.
+
+    Raises:
+        UserError: for a value that means nothing.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"a temperature of {self.temperature:g} means nothing; give 0 or more, such as 0.8")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"a top-k of {self.top_k} leaves no token to draw; give 1 or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"a top-p of {self.top_p:g} is no probability to draw from; give more than 0, at most 1")
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        """A token, from scores (vocabulary,).
+
+        Raises:
+            UserError: when they are not numbers.
+        """
+        exact = logits.double().cpu()
+        if exact.isnan().any() or exact.isposinf().any():
+            raise UserError("the model's scores are not numbers, so no token can be drawn; its weights have diverged")
+        if self.temperature == 0:
+            return int(exact.argmax())
+        probabilities = (exact / self.temperature).softmax(0)
+        values, tokens = probabilities.sort(descending=True, stable=True)
+        if self.top_k is not None:
+            values[self.top_k :] = 0
+        if self.top_p < 1:
+            before = values.cumsum(0) - values
+            values[before >= self.top_p * values.sum()] = 0
+        drawn_from = torch.zeros_like(values).scatter_(0, tokens, values)
+        return int(torch.multinomial(drawn_from, 1, generator=generator))
+
+
+class Writer:
+    """A model that reads and writes one text.
+
+    It sees the last `model.seq_len` tokens. While the text is no longer than that, keys and values of earlier tokens
+    are kept; later every token costs a whole sequence, since its places move.
 
     Args:
-        flats: each layer's complete flat weights.
-        seed: the tokens drawn are a function of it, the weights and the prompt.
+        model: of whole blocks.
+        flats: each block's complete flat weights.
+        choice: how tokens are drawn.
+        cached: keep keys and values, if the model's tokens meet in attention alone.
     """
-    if prompt.numel() == 0:
-        raise UserError("the prompt is empty; text is continued from at least one token")
-    layers = layers_of(model)
-    parameters = with_borrowed(model, [views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
-    generator = generator_of("generate", seed)
-    text = torch.cat([prompt, prompt.new_zeros(count)])
-    for end in range(len(prompt), len(text)):
-        x = text[None, max(0, end - model.seq_len) : end]
-        for layer, weights in zip(layers, parameters, strict=True):
-            x = layer(weights, x)
-        text[end] = torch.multinomial(x[0, -1].double().softmax(-1).cpu(), 1, generator=generator)
-    return text
+
+    def __init__(self, model: Model, flats: Sequence[Tensor], choice: Choice, *, cached: bool = True) -> None:
+        self._model, self._choice = model, choice
+        self._layers = layers_of(model)
+        self._device = flats[0].device
+        self._parameters = with_borrowed(model, [views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
+        self._caches = [KeysValues() for _ in self._layers] if cached and can_cache(model) else None
+        self._text: list[int] = []
+        self._unread: list[int] = []
+        self._generator = generator_of("generate", choice.seed)
+
+    @torch.no_grad()
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Go on with some tokens: their scores (tokens, vocabulary) of what comes next.
+
+        Of more tokens than the model sees, the last ones'.
+
+        Raises:
+            UserError: when there is none, or one is outside the vocabulary.
+        """
+        if not tokens:
+            raise UserError("the prompt is empty; text is continued from at least one token")
+        for token in tokens:
+            if not 0 <= token < self._model.vocab_size:
+                raise UserError(
+                    f"token {token} of the text is outside the model's vocabulary of {self._model.vocab_size:,}; "
+                    "give text that it was made for"
+                )
+        start = len(self._text)
+        self._text += tokens
+        if len(self._text) > self._model.seq_len:
+            self._caches = None
+        if self._caches is None:
+            start = 0
+        seen = self._text[start:][-self._model.seq_len :]
+        x = torch.tensor(seen, device=self._device)[None]
+        share = Share(tokens=range(start, start + len(seen)))
+        caches = self._caches or [None] * len(self._layers)
+        for layer, weights, cache in zip(self._layers, self._parameters, caches, strict=True):
+            (x,) = layer.run(weights, (x,), share, cache=cache)
+        return x[0, -len(tokens) :]
+
+    def go_on(self, tokens: Sequence[int], count: int) -> Iterator[int]:
+        """Read some tokens, then write `count`, each given as it is drawn.
+
+        Raises:
+            UserError: as `read` and `Choice.draw` do.
+        """
+        given = [*self._unread, *tokens]
+        self._unread = []
+        for _ in range(count):
+            logits = self.read(given)
+            token = self._choice.draw(logits[-1], self._generator)
+            given = self._unread = [token]
+            yield token

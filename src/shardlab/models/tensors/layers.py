@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardlab.models.model import Model
 from shardlab.models.run import Run
+from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.share import ALL, Share
@@ -29,7 +30,12 @@ class TensorLayer:
     layer: Run
 
     def run(
-        self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share = ALL, dropout: Dropout | None = None
+        self,
+        parameters: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        share: Share = ALL,
+        dropout: Dropout | None = None,
+        cache: KeysValues | None = None,
     ) -> tuple[Tensor, ...]:
         """The layer's outputs, rows first like its inputs; the activation comes first, each is memory of its own.
 
@@ -40,6 +46,7 @@ class TensorLayer:
             inputs: activation l, (rows, *shape), and what is carried.
             share: which slice or which tokens are computed.
             dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
+            cache: keys and values of earlier tokens; the share's tokens are those that follow.
         """
         if dropout is not None and dropout.probability == 0:
             dropout = None
@@ -47,7 +54,7 @@ class TensorLayer:
         tensors = self._unpacked(inputs)
         for step, dropped in zip(self.layer.steps, self._dropped, strict=True):
             masks = None if dropout is None else replace(dropout, layer=step.block)
-            made = compute(step.primitive, Given(by_name, tensors, share, masks))
+            made = compute(step.primitive, Given(by_name, tensors, share, masks, cache))
             tensors.update(zip(step.primitive.makes, made, strict=True))
             for name in dropped:
                 del tensors[name]

@@ -1,0 +1,104 @@
+"""`shardlab eval FOLDER --data FILE`: how well the weights of a run, or of a Hugging Face folder, know a text."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from shardlab.cli.console import print_figures, print_json, stdout_console
+from shardlab.cli.options import Count, Flag, OptionalCount, Ranks
+from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.optimizers import AdamW
+from shardlab.program import Mesh, UserError
+from shardlab.program.files import want_file
+from shardlab.rules.pieces import counted
+from shardlab.strategies.entry import planned_entry
+from shardlab.strategies.plan import Plan
+from shardlab.train.launch_environment import require_port
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Compute the loss, the perplexity and the bits per byte of a text, on one device or on ranks by a strategy.
+
+    The text is read as bytes and cut into sequences; every byte but the first is predicted once, from those before it
+    in its sequence.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
+    """The folder of a run, or of Hugging Face's form."""
+
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """The text."""
+
+    batches: OptionalCount = None
+    """How many microbatches from the beginning of the text; without it, all of it."""
+
+    strategy: Annotated[str | None, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="")] = None
+    """A built-in name, or path/to/file.py:function; or none, for one device or a plan by flags."""
+
+    ranks: Ranks = None
+    """How many ranks."""
+
+    microbatches: Count = 4
+    """How many microbatches the ranks compute at once."""
+
+    micro_batch_size: Count = 4
+    """Sequences of a microbatch."""
+
+    seq_len: OptionalCount = None
+    """Tokens of a sequence, no more than the model has positions; without it, as many."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    layout: Layout = NO_FLAGS
+
+    def run(self) -> int:
+        require_port(os.environ)
+        if self.data is None:
+            raise UserError("there is no text to predict; give --data FILE")
+        want_file(self.data)
+        from shardlab.cli.ranks import checked_to_run, failures_as_exit
+        from shardlab.exchange import open_source
+        from shardlab.train.evaluate import TextJob, evaluate_rank
+        from shardlab.train.job import Job
+        from shardlab.train.launch import ranks_here, run_ranks
+
+        model = open_source(self.folder).model
+        if self.seq_len is not None:
+            if self.seq_len > model.seq_len:
+                raise UserError(
+                    f"--seq-len {self.seq_len} is more than the model's {model.seq_len} positions; give as many or less"
+                )
+            model = replace(model, seq_len=self.seq_len)
+        ranks = self.ranks or ranks_here(0) or None
+        if self.strategy is None and self.layout == NO_FLAGS and ranks in (None, 1):
+            chosen, ranks = planned_entry(Plan(Mesh()), "one device"), 1
+        else:
+            chosen, ranks = self.layout.entry(self.strategy, ranks)
+        job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.micro_batch_size, name=chosen.name)
+        text = TextJob(job, self.folder, self.data, self.batches)
+        text.tokens()
+        checked_to_run(chosen, job, AdamW())
+        with failures_as_exit():
+            loss = run_ranks(ranks, evaluate_rank, text)
+        if loss is None:  # a rank of an existing world, but not the one that reports
+            return 0
+        if self.json:
+            figures = {"perplexity": loss.perplexity, "bits_per_byte": loss.bits_per_byte}
+            print_json({"loss": loss.mean, **figures, **asdict(loss), "strategy": chosen.name, "ranks": ranks})
+            return 0
+        print_figures(
+            stdout_console(),
+            [
+                ("loss", f"{loss.mean:.4f}", f"nats per token, over {counted(loss.tokens, 'token')}"),
+                ("perplexity", f"{loss.perplexity:.4f}", ""),
+                ("bits per byte", f"{loss.bits_per_byte:.4f}", ""),
+            ],
+        )
+        return 0

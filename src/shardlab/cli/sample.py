@@ -1,0 +1,147 @@
+"""`shardlab sample FOLDER`: text from the weights of a run, or of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from shardlab.cli.console import print_json
+from shardlab.cli.options import Count, Flag, OptionalCount
+from shardlab.program import UserError
+
+if TYPE_CHECKING:
+    from shardlab.data.tokenizers import Tokenizer
+    from shardlab.models import Model
+    from shardlab.models.tensors import Writer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Go on with a text by the weights of a run or of a Hugging Face folder, shown as it comes.
+
+    The model sees as many of the last tokens as it has positions.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
+    """The folder of a run, or of Hugging Face's form."""
+
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
+    """What the model goes on from."""
+
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """The prepared folder that the model was trained on, for its tokenizer; without it, tokens are bytes."""
+
+    chat: Flag = False
+    """Take turns: a line of yours (from stdin), then a line of the model's; an empty line ends it."""
+
+    tokens: Count = 200
+    """How many tokens are written, of each line of a chat at most."""
+
+    temperature: float = 1.0
+    """By what the scores are divided before a token is drawn; 0 takes the likeliest."""
+
+    top_k: OptionalCount = None
+    """Draw from so many of the likeliest tokens."""
+
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
+
+    seed: int = 0
+    """Seed of what is drawn."""
+
+    no_cache: Flag = False
+    """Compute the whole text for every token, without kept keys and values."""
+
+    json: Flag = False
+    """Print JSON alone, at the end."""
+
+    def run(self) -> int:
+        if self.prompt is None and not self.chat:
+            raise UserError("there is nothing to go on from; give --prompt TEXT, or --chat")
+        if self.prompt == "" and not self.chat:
+            raise UserError("--prompt is empty; text is continued from at least one token")
+        if self.chat and self.json:
+            raise UserError("both --chat and --json were given; give one of them")
+        from shardlab.data.manifest import Prepared
+        from shardlab.data.tokenizers import ByteTokenizer
+        from shardlab.exchange import initial_from, open_source
+        from shardlab.models.tensors import Choice, Writer
+        from shardlab.train.launch import pick_device
+        from shardlab.train.sample import for_text, whole_weights
+
+        choice = Choice(self.temperature, self.top_k, self.top_p, self.seed)
+        source = open_source(self.folder)
+        flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device(0))
+        model = for_text(source.model)
+        tokenizer = ByteTokenizer() if self.data is None else Prepared.open(self.data).tokenizer()
+        writer = Writer(model, flats, choice, cached=not self.no_cache)
+        if self.chat:
+            self._chat(writer, tokenizer)
+        else:
+            self._continue(writer, model, tokenizer)
+        return 0
+
+    def _continue(self, writer: Writer, model: Model, tokenizer: Tokenizer) -> None:
+        """The prompt, and what the model makes of it."""
+        from shardlab.train.printable import printable
+        from shardlab.train.sample import as_text, tokens_of
+
+        prompt = (self.prompt or "").encode(errors="surrogateescape")
+        tokens, times = tokens_of(prompt, tokenizer), list[float]()
+        text: list[str] = []
+        for part in as_text(_timed(writer.go_on(tokens, self.tokens), times), tokenizer):
+            if not text and not self.json:
+                print(printable(prompt.decode(errors="replace")), end="")
+            text.append(part)
+            if not self.json:
+                print(part, end="", flush=True)
+        if self.json:
+            print_json(
+                {
+                    "prompt": printable(prompt.decode(errors="replace")),
+                    "text": "".join(text),
+                    "tokens": self.tokens,
+                    "seed": self.seed,
+                }
+            )
+            return
+        print(flush=True)
+        seconds = times[-1] - times[0]
+        speed = f", {(len(times) - 1) / seconds:,.0f} tokens/s after the first" if seconds else ""
+        window = len(tokens) + self.tokens > model.seq_len
+        seen = f"; the model sees the last {model.seq_len:,}" if window else ""
+        print(f"{len(times)} tokens{speed}{seen}", file=sys.stderr)
+
+    def _chat(self, writer: Writer, tokenizer: Tokenizer) -> None:
+        """Lines by turns, until an empty one or the end of the input."""
+        from shardlab.train.sample import as_text, tokens_of
+
+        line = self.prompt
+        while True:
+            if line is None:
+                try:
+                    line = input("> " if sys.stdin.isatty() else "")
+                except EOFError:
+                    return
+            if not line:
+                return
+            tokens = tokens_of(f"{line}\n".encode(errors="surrogateescape"), tokenizer)
+            for part in as_text(writer.go_on(tokens, self.tokens), tokenizer):
+                print(part.partition("\n")[0], end="", flush=True)
+                if "\n" in part:
+                    break
+            print(flush=True)
+            line = None
+
+
+def _timed(tokens: Iterator[int], times: list[float]) -> Iterator[int]:
+    """Tokens, and when each came."""
+    for token in tokens:
+        times.append(time.perf_counter())
+        yield token

@@ -1,0 +1,82 @@
+"""`shardlab eval`: how well a folder's weights know a text, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.models import GPT
+from tests.exchange.folders import random_run
+
+pytestmark = pytest.mark.xdist_group("ranks")
+Captured = pytest.CaptureFixture[str]
+TEXT = b"one sentence after the other, none of which is long. " * 9
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    random_run(tmp_path / "run", GPT(layers=2, hidden_size=16, heads=2, seq_len=16))
+    (tmp_path / "text").write_bytes(TEXT)
+    return tmp_path
+
+
+def judged(capsys: Captured, *arguments: str) -> dict[str, float]:
+    assert main(["eval", *arguments, "--data", "text", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("folder")
+def test_every_byte_but_the_first_is_predicted_once_and_alike_under_every_strategy(capsys: Captured) -> None:
+    found = judged(capsys, "run")
+    assert found["tokens"] == len(TEXT) - 1
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+    assert main(["convert", "run", "hf"]) == 0
+    capsys.readouterr()
+    for words in (["hf"], ["run", "--strategy", "fsdp", "--ranks", "2"], ["run", "--pp", "2"], ["run", "--cp", "2"]):
+        other = judged(capsys, *words)
+        assert other["loss"] == pytest.approx(found["loss"], rel=1e-6)
+        assert other["tokens"] == found["tokens"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_some_batches_and_shorter_sequences_are_judged_on_request(capsys: Captured) -> None:
+    assert judged(capsys, "run", "--batches", "3", "--seq-len", "8")["tokens"] == 3 * 4 * 8
+    assert main(["eval", "run", "--data", "text"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:14].strip() for line in lines] == ["loss", "perplexity", "bits per byte"]
+
+
+def test_a_tied_model_is_judged_on_one_device(folder: Path, capsys: Captured) -> None:
+    random_run(folder / "tied", GPT(layers=2, hidden_size=16, heads=2, seq_len=16, tied=True))
+    assert judged(capsys, "tied")["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run"], "there is no text to predict; give --data FILE"),
+        (["run", "--data", "nothing"], "nothing does not exist; name a text file"),
+        (["run", "--data", "short"], "short has 1 byte, but one is predicted from another; give 2"),
+        (["run", "--data", "text", "--seq-len", "17"], "--seq-len 17 is more than the model's 16 positions"),
+        (["run", "--data", "text", "--batches", "0"], "--batches: 0 is too few; give 1 or more"),
+        (["run", "--data", "text", "--bathces", "2"], "there is no option --bathces; did you mean --batches?"),
+        (["run", "--data", "text", "--strategy", "fdsp"], "there is no strategy 'fdsp'; did you mean fsdp?"),
+        (["bare", "--data", "text"], "bare has neither weights.safetensors nor config.json"),
+        (["few", "--data", "text"], "text has byte 119, which is outside the model's vocabulary of 65"),
+    ],
+)
+def test_bad_input_is_one_sentence(folder: Path, capsys: Captured, arguments: list[str], said: str) -> None:
+    (folder / "bare").mkdir()
+    (folder / "short").write_bytes(b"a")
+    random_run(folder / "few", GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=65))
+    assert main(["eval", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("shardlab: ")
+    assert said in err

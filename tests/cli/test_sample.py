@@ -1,0 +1,100 @@
+"""`shardlab sample`: text from a folder's weights, as a user sees it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.models import GPT, Mixtral
+from tests.exchange.folders import random_run
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    random_run(tmp_path / "run", GPT(layers=2, hidden_size=16, heads=2, seq_len=64))
+    return tmp_path
+
+
+def sampled(capsys: Captured, *arguments: str) -> dict[str, object]:
+    assert main(["sample", *arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return json.loads(out)
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_text_begins_with_the_prompt_and_follows_from_the_seed(capsys: Captured) -> None:
+    found = sampled(capsys, "run", "--prompt", "def ", "--tokens", "20")
+    assert (found["prompt"], found["tokens"], found["seed"]) == ("def ", 20, 0)
+    assert main(["sample", "run", "--prompt", "def ", "--tokens", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"def {found['text']}\n"
+    assert err.startswith("20 tokens, ")
+    assert sampled(capsys, "run", "--prompt", "def ", "--tokens", "20", "--seed", "1")["text"] != found["text"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_hugging_face_folder_writes_what_the_run_does_with_and_without_a_cache(capsys: Captured) -> None:
+    assert main(["convert", "run", "hf"]) == 0
+    capsys.readouterr()
+    greedy = ("--prompt", "x", "--tokens", "30", "--temperature", "0")
+    texts = [
+        sampled(capsys, *words)["text"] for words in (["run", *greedy], ["hf", *greedy], ["run", *greedy, "--no-cache"])
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_experts_of_a_bounded_mixture_drop_no_token(folder: Path, capsys: Captured) -> None:
+    random_run(folder / "experts", Mixtral(layers=1, hidden_size=16, heads=2, seq_len=64))
+    random_run(folder / "free", Mixtral(layers=1, hidden_size=16, heads=2, seq_len=64, capacity_factor=None))
+    texts = [
+        sampled(capsys, name, "--prompt", "a text", "--tokens", "30", "--temperature", "0")
+        for name in ("experts", "free")
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_text_longer_than_the_positions_goes_on_and_says_what_is_seen(capsys: Captured) -> None:
+    assert main(["sample", "run", "--prompt", "x", "--tokens", "70"]) == 0
+    assert capsys.readouterr().err.endswith("; the model sees the last 64\n")
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_chat_takes_turns_line_by_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n\nnever read\n"))
+    assert main(["sample", "run", "--chat", "--tokens", "5", "--temperature", "0"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run"], "there is nothing to go on from; give --prompt TEXT, or --chat"),
+        (["run", "--prompt", ""], "--prompt is empty; text is continued from at least one token"),
+        (["run", "--chat", "--json"], "both --chat and --json were given; give one of them"),
+        (["run", "--prompt", "x", "--temperature", "-1"], "a temperature of -1 means nothing; give 0 or more"),
+        (["run", "--prompt", "x", "--top-p", "2"], "a top-p of 2 is no probability to draw from"),
+        (["run", "--prompt", "x", "--top-k", "0"], "--top-k: 0 is too few; give 1 or more"),
+        (["run", "--prompt", "x", "--tokens", "0"], "--tokens: 0 is too few; give 1 or more"),
+        (["run", "--prompt", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),
+        (["nowhere", "--prompt", "x"], "nowhere does not exist; name the folder of a run"),
+        (["bare", "--prompt", "x"], "bare has neither weights.safetensors nor config.json"),
+        (["few", "--prompt", "x"], "token 120 of the text is outside the model's vocabulary of 65"),
+    ],
+)
+def test_bad_input_is_one_sentence(folder: Path, capsys: Captured, arguments: list[str], said: str) -> None:
+    (folder / "bare").mkdir()
+    random_run(folder / "few", GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=65))
+    assert main(["sample", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("shardlab: ")
+    assert said in err

@@ -1,0 +1,100 @@
+"""The loss of weights is one device's, whatever lays the model over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from shardlab.execute import Executor, Settings
+from shardlab.execute.communicator import Groups
+from shardlab.models.tensors import initial_weights, layers_of, loss_of, views, with_borrowed
+from shardlab.program import Mesh
+from shardlab.strategies import Plan
+from shardlab.train.cases import ALONE, CASES, FSDP
+from shardlab.train.evaluate import Evaluation, InOrder
+from shardlab.train.job import Job
+from tests.support.ranks import Ranks
+from tests.train.verify_cases import DROPPING, DROPS, TIED
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+COUNT = 5
+"""Microbatches: the last step has some that do not count."""
+
+GROUPS: Groups = {}
+
+JOBS = {
+    **{case.row: case.job() for case in CASES if case.column == ALONE},
+    "pp of dropout": Job(Plan(Mesh(pp=2), "1f1b"), 2, 4, DROPS, 2),
+    "tp of a tied head": Job(Plan(Mesh(tp=2), sequence_parallel=True), 2, 4, TIED, 2),
+    "cp": Job(Plan(Mesh(cp=2)), 2, 4, DROPS, 2),
+    "cp, gathered": Job(Plan(Mesh(cp=2), context="all_gather"), 2, 4, DROPS, 2),
+    "ep of experts that drop": Job(Plan(Mesh(ep=2)), 2, 4, DROPPING, 2),
+    "all weights cut": Job(FSDP, 2, 4, DROPS, 2),
+    "fp16": Job(FSDP, 2, 4, DROPS, 2, "fp16"),
+}
+
+
+def cut(job: Job, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A microbatch of random tokens."""
+    shape = (job.micro_batch_size, job.model.seq_len + 1)
+    tokens = torch.randint(job.model.vocab_size, shape, generator=torch.Generator().manual_seed(number))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def batches_of(job: Job) -> InOrder:
+    return InOrder(job.micro_batch_size, COUNT, job.microbatches, partial(cut, job))
+
+
+def evaluated(rank: int, job: Job) -> tuple[float, int]:
+    loss = Evaluation(job, job.checked(), rank, CPU, batches_of(job), groups=GROUPS).loss()
+    return loss.mean, loss.tokens
+
+
+@torch.no_grad()
+def alone(job: Job) -> float:
+    """The mean loss of all microbatches, layer by layer."""
+    model = job.model
+    flats = [initial_weights(model, layer, job.seed, torch.float64) for layer in range(model.layers)]
+    parameters = with_borrowed(model, [views(model.layout(layer), flat) for layer, flat in enumerate(flats)])
+    total, tokens = 0.0, 0
+    for number in range(COUNT):
+        x, targets = cut(job, number)
+        for layer, weights in zip(layers_of(model), parameters, strict=True):
+            x = layer(weights, x)
+        total += float(loss_of(x, targets))
+        tokens += targets.numel()
+    return total / tokens
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_loss_is_that_of_one_device(ranks: World, name: str) -> None:
+    job = JOBS[name]
+    found = ranks(job.ranks).call(evaluated, job)
+    tokens = COUNT * job.micro_batch_size * job.model.seq_len
+    exact = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 1e-3}[job.precision]
+    assert found == [(pytest.approx(alone(job), rel=exact), tokens)] * job.ranks
+
+
+def trained(rank: int, job: Job) -> tuple[float, float]:
+    """The loss before and after two steps, of the weights that a training keeps."""
+    groups: Groups = {}
+    checked, batches = job.checked(), batches_of(job)
+    executor = Executor(checked, rank, job.cut, batches, Settings(job.seed, job.numbers, CPU), groups=groups)
+    evaluation = Evaluation(job, checked, rank, CPU, batches, of=executor.state, groups=groups)
+    before = evaluation.loss().mean
+    for _ in range(2):
+        executor.step()
+    return before, evaluation.loss().mean
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero-1", "tp of a tied head", "pp of dropout"])
+def test_a_training_is_judged_by_the_weights_that_it_has(ranks: World, name: str) -> None:
+    job = JOBS[name]
+    before, after = ranks(job.ranks).call(trained, job)[0]
+    assert before == pytest.approx(alone(job), rel=1e-6)
+    assert after != before
