@@ -44,7 +44,11 @@ def test_json_lists_the_same_alone(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [*(name for name in COMMANDS if name != "bench"), "bench collectives", "bench compute"]
+    "command",
+    [
+        *(name for name in COMMANDS if name not in ("bench", "data")),
+        *("bench collectives", "bench compute", "data prepare", "data shakespeare", "data show"),
+    ],
 )
 def test_every_command_explains_itself(command: str, capsys: Captured) -> None:
     assert main([*command.split(), "--help"]) == 0

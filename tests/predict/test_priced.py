@@ -125,7 +125,7 @@ def test_loading_is_free_and_a_group_of_one_waits_for_nobody() -> None:
 
 
 def test_an_unknown_precision_names_the_nearest() -> None:
-    assert set(PRECISIONS) == {"fp32", "bf16", "bf16-fp32-grads", "fp16"}
+    assert set(PRECISIONS) == {"fp32", "bf16", "bf16-fp32-grads", "fp16", "fp64"}
     with pytest.raises(UserError, match=r"there is no precision 'b16'; did you mean bf16\?"):
         find_precision("b16")
     with pytest.raises(UserError, match="there are fp32"):

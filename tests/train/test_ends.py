@@ -141,7 +141,8 @@ def test_what_a_killed_rank_was_writing_does_not_stay(start: Start) -> None:
         (training.out / name).write_text("half")
     training.kill(0, signal.SIGKILL)
     training.said()
-    assert {file.name for file in training.out.iterdir()} == {"run.json", "strategy.svg", "metrics.jsonl"}
+    left = {file.name for file in training.out.iterdir()}
+    assert left == {"config.toml", "run.json", "strategy.svg", "metrics.jsonl"}
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["Ctrl-C once", "Ctrl-C twice"])
