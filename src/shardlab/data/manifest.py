@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 FORMAT = "shardlab data 1"
 
 PARTS = ("training", "validation")
-"""What is trained on, and what a model is only judged by."""
+"""Parts of the data: what is trained on, and what a model is only judged by."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Prepared:
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Size of all files together."""
         return sum(each.bytes for each in self.manifest.files.values())
 
     def verify(self) -> None:

@@ -14,7 +14,7 @@ from shardlab.program.files import want_file
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-"""Of the 1,115,394 bytes at that address."""
+"""Checksum of the 1,115,394 bytes at that address."""
 
 PATIENCE = 30
 """Seconds for which a download may stand still."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FIRST = 2.0**16
-"""As torch.amp.GradScaler begins."""
+"""Scale of a run's first step: torch.amp.GradScaler's."""
 
 CALM = 2000
 """Steps without an overflow after which the scale doubles, as torch.amp.GradScaler's."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the iteration's quintic polynomial (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
+"""Coefficients of the iteration's quintic polynomial (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 ITERATIONS = 5
 

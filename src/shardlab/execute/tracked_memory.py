@@ -22,7 +22,7 @@ from shardlab.program import Kind
 from shardlab.program.record import MemoryRecord
 
 NAMED = ("parameters", "optimizer", "gathered", "gradients")
-"""What is told apart by the tensors that hold it; all the rest is activations, with what autograd keeps."""
+"""Categories that are told apart by the tensors that they hold; the rest is activations, with what autograd keeps."""
 
 
 class Account(Protocol):

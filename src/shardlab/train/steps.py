@@ -63,7 +63,7 @@ class TrainingSteps:
         state: State,
         run: TrainingRun,
         stop: StopRequest,
-        bytes_per_token: float = 1.0,
+        bytes_per_token: float,
     ) -> None:
         self._executor = executor
         self._clock = clock

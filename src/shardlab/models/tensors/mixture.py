@@ -51,7 +51,7 @@ def experts_here(router: Router, share: Share) -> list[int]:
 
 
 def _shares(choices: Tensor, like: Tensor) -> Tensor:
-    """Of one microbatch's choices, the share of each expert."""
+    """Count the share of each expert in one microbatch's choices, (experts,)."""
     return torch.bincount(choices.flatten(), minlength=like.shape[-1]).to(like.dtype) / choices.numel()
 
 

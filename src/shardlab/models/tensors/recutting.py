@@ -1,4 +1,4 @@
-"""The same weights (or gradients) in whole blocks and in the layers of a cut model: copies, exact both ways.
+"""Weights (or gradients) in whole blocks, and the same in the layers of a cut model: copies, exact both ways.
 
 For a layer with k slices a flat buffer may be longer than its layout if its k runs are equally long: only their
 beginnings are read.
