@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from shardlab.errors import UserError
+from shardlab.errors import Refused, UserError
 from shardlab.program.mesh import AXES, WORLD, Group, Mesh, group_of
+from shardlab.program.ops import OpKind
+from shardlab.program.tape import Op
 from shardlab.program.tracer import Tracer
-from shardlab.program.value import Store
+from shardlab.program.value import Store, Value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import counted
+from shardlab.rules.spec import Spec
 
 if TYPE_CHECKING:
     from shardlab.program.world import World
@@ -113,6 +117,22 @@ class RankContext(Tracer):
             )
         place = ranks.index(self.index)
         return numbers[place * each : (place + 1) * each]
+
+    def _made_of(self, values: Sequence[Value], kind: OpKind, rule: Callable[[], Spec], **fields: Any) -> Value:
+        """Make a value, on this rank alone, of some that were read; the rule says what it is.
+
+        Args:
+            fields: of the op, beside its inputs and its output.
+        """
+        try:
+            made = rule()
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
+        output = self.make(made)
+        read = tuple([value.number for value in values])
+        self.ops.append(Op(kind, made.layer, read, (output.number,), **fields))
+        self._done_with(*values)
+        return output
 
     def _check_layer(self, op: str, layer: int) -> None:
         if layer.__class__ is not int or layer not in self.layers:

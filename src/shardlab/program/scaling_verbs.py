@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
+from functools import partial
 
-from shardlab.errors import Refused
 from shardlab.program.ops import OpKind
 from shardlab.program.rank_context import RankContext
-from shardlab.program.tape import Op
 from shardlab.program.value import Value
 from shardlab.rules import update
 from shardlab.rules.factor import Factor, factor_of
@@ -31,14 +30,7 @@ class ScalingVerbs(RankContext):
                 self.refuse("wrong factor", spec.about("scale"), f"{by!r} was given", remedy)
             by = factor_of(by)
         assert isinstance(by, Factor)
-        try:
-            made = update.scale(spec, by)
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        self.ops.append(Op(OpKind.SCALE, made.layer, (value.number,), (output.number,), factor=by))
-        self._done_with(value)
-        return output
+        return self._made_of([value], OpKind.SCALE, partial(update.scale, spec, by), factor=by)
 
     def cast(self, value: Value, dtype: str = "") -> Value:
         """A copy of a value in other numbers: in fewer bytes to be moved, in more of them to be summed.
@@ -51,14 +43,7 @@ class ScalingVerbs(RankContext):
             dtype: torch's name of them, as `bfloat16`; nothing for those of its kind, as the run's precision says.
         """
         spec = self._read(value, "cast")
-        try:
-            made = update.cast(spec, dtype)
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        self.ops.append(Op(OpKind.CAST, made.layer, (value.number,), (output.number,), dtype=dtype))
-        self._done_with(value)
-        return output
+        return self._made_of([value], OpKind.CAST, partial(update.cast, spec, dtype), dtype=dtype)
 
     def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
         """How many tokens of some microbatches count in the loss, as a factor (None: those of the whole step).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from shardlab.errors import Refused
 from shardlab.program.ops import OpKind
@@ -45,11 +46,6 @@ class SlicingVerbs(RankContext):
         if not read:
             self.refuse("wrong number", "concatenate", "no value was given", "give the pieces")
         specs = [self._read(value, "concatenate") for value in read]
-        try:
-            made = gathers.gather(specs[0].about("concatenate"), specs, Names(range(len(specs)), "piece"))
-        except Refused as refusal:
-            raise refusal.at(self.index, len(self.ops)) from None
-        output = self.make(made)
-        self.ops.append(Op(OpKind.CONCATENATE, made.layer, tuple([value.number for value in read]), (output.number,)))
-        self._done_with(*read)
-        return output
+        names = Names(range(len(specs)), "piece")
+        rule = partial(gathers.gather, specs[0].about("concatenate"), specs, names)
+        return self._made_of(read, OpKind.CONCATENATE, rule)
