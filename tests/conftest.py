@@ -16,6 +16,15 @@ settings.register_profile("shardlab", deadline=None, derandomize=True)  # the ma
 settings.load_profile("shardlab")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deal the files whose tests start ranks to two workers: one alone would be at it long after the others' end."""
+    starting = [item for item in items if item.get_closest_marker("xdist_group")]
+    files = list(dict.fromkeys(item.path for item in starting))
+    for item in starting:
+        item.add_marker(pytest.mark.xdist_group("even" if files.index(item.path) % 2 == 0 else "odd"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """Worlds of processes by size, each started at its first use and shared by all tests."""

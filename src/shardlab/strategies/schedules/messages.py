@@ -6,18 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardlab.program import UserError
-from shardlab.strategies.schedules.actions import Action, BackwardWeight, Forward, Work
+from shardlab.strategies.schedules.actions import Action, BackwardWeight, Forward
 
 
-@dataclass(frozen=True)
-class Message(Work):
-    """An activation or gradient for a neighbouring stage (`stage` is the one at this end of the message).
+@dataclass(slots=True)  # most steps of a pipeline are messages, and a frozen one takes five times as long to make
+class Message:
+    """An activation or gradient for a neighbouring stage.
 
     Attributes:
+        stage: the one at this end of the message.
+        microbatch: whose activation or gradient it is.
         forward: whether it is the stage's output, on its way up, or the gradient of its input, on its way down.
         peer: the rank at the other end.
     """
 
+    stage: int
+    microbatch: int
     forward: bool
     peer: int
 
@@ -25,12 +29,19 @@ class Message(Work):
 class Send(Message):
     """Hand on what this stage has made."""
 
+    __slots__ = ()
+
 
 class Recv(Message):
     """Expect what this stage reads."""
 
+    __slots__ = ()
+
 
 Step = Action | Send | Recv
+
+Pass = tuple[bool, int, int]
+"""(whether it is a forward pass or the gradients' way down, stage, microbatch)."""
 
 
 def with_messages(
@@ -53,11 +64,11 @@ def with_messages(
     """
     at = [0] * len(todo)
     steps: list[list[Step]] = [[] for _ in todo]
-    done: set[tuple[str, int, int]] = set()
+    done: set[Pass] = set()
     while any(place < len(actions) for place, actions in zip(at, todo, strict=True)):
         moved = False
         for rank, actions in enumerate(todo):
-            while at[rank] < len(actions) and _needs(actions[at[rank]], stages) <= done:
+            while at[rank] < len(actions) and done.issuperset(_needs(actions[at[rank]], stages)):
                 action = actions[at[rank]]
                 at[rank] += 1
                 moved = True
@@ -65,7 +76,7 @@ def with_messages(
                 if isinstance(action, BackwardWeight):
                     continue
                 forward = isinstance(action, Forward)
-                done.add(("forward" if forward else "backward", action.stage, action.microbatch))
+                done.add((forward, action.stage, action.microbatch))
                 reader = action.stage + (1 if forward else -1)
                 if 0 <= reader < stages and rank_of(reader) != rank:
                     steps[rank].append(Send(action.stage, action.microbatch, forward, rank_of(reader)))
@@ -83,12 +94,12 @@ def with_messages(
     return steps
 
 
-def _needs(action: Action, stages: int) -> set[tuple[str, int, int]]:
+def _needs(action: Action, stages: int) -> Sequence[Pass]:
     """What must have been done before an action."""
     stage, microbatch = action.stage, action.microbatch
     if isinstance(action, Forward):
-        return {("forward", stage - 1, microbatch)} if stage else set()
+        return ((True, stage - 1, microbatch),) if stage else ()
     if isinstance(action, BackwardWeight):
-        return {("backward", stage, microbatch)}
-    above = ("backward", stage + 1, microbatch) if stage + 1 < stages else ("forward", stage, microbatch)
-    return {above, ("forward", stage, microbatch)}
+        return ((False, stage, microbatch),)
+    own = True, stage, microbatch
+    return (own, (False, stage + 1, microbatch)) if stage + 1 < stages else (own,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardlab.strategies.schedules.actions import Backward, BackwardWeight, Work
+from shardlab.strategies.schedules.actions import Backward, BackwardWeight
 from shardlab.strategies.schedules.messages import Message, Send, Step
 
 
@@ -61,7 +61,7 @@ def with_sharding(steps: Sequence[Step], whole: int = 3) -> list[ShardedStep]:
     return [*result, *reduce, *(Reshard(stage) for stage in held)]
 
 
-def _next_stages(steps: Sequence[Work], count: int) -> list[list[int]]:
+def _next_stages(steps: Sequence[Step], count: int) -> list[list[int]]:
     """List for each step the first `count` stages that it and those after it compute on."""
     stages: list[int] = []
     found: list[list[int]] = []
