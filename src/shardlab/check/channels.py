@@ -16,6 +16,9 @@ from shardlab.check.checked import ChannelModel
 from shardlab.check.replay import Replay
 from shardlab.program import Program
 from shardlab.program.matching import Communication
+from shardlab.program.ops import Stream
+
+COPY = Stream.COPY
 
 SIDE_BY_SIDE = (
     " It passes only where communicators work side by side; NCCL does not promise that, and with device_id, which "
@@ -75,13 +78,15 @@ def empties(program: Program, communications: list[Communication]) -> bool:
             if not absent[communication]:
                 done += 1
                 one_less += [member[0] for member in communications[communication].participants]
-    return done == len(communications)
+    return done == sum(communication.stream is not COPY for communication in communications)
 
 
 def _queues(program: Program, communications: list[Communication]) -> list[list[list[int]]]:
     """For each rank its communications in the order of issue: each alone, or all of a batch."""
     issued: list[list[tuple[int, int]]] = [[] for _ in program.tapes]  # (index of the op, communication)
-    for number, (_, _, members) in enumerate(communications):
+    for number, (stream, _, members) in enumerate(communications):
+        if stream is COPY:  # it takes turns with nothing
+            continue
         for rank, _, at in members:
             issued[rank].append((at, number))
     queues: list[list[list[int]]] = []

@@ -15,9 +15,11 @@ from shardlab.program.mesh import group_of
 from shardlab.program.ops import COLLECTIVES, Stream
 from shardlab.program.rooted import Call, call_of, call_text
 from shardlab.program.waiting import Wait
+from shardlab.rules import place
 from shardlab.rules.pieces import counted, plural
+from shardlab.rules.place import want_here
 
-COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
+COLLECTIVE, MESSAGE, COPY = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY
 
 _participant: Callable[[type[Participant], tuple[int, int, int]], Participant] = cast(Any, tuple).__new__
 """Makes a Participant without the call that a NamedTuple's own constructor is."""
@@ -48,6 +50,8 @@ class CommunicationCheck:
         self.rules = {
             OpKind.SEND: self._send,
             OpKind.RECV: self._recv,
+            OpKind.OFFLOAD: self._offload,
+            OpKind.RELOAD: self._reload,
             **dict.fromkeys(COLLECTIVES, self._collective),
         }
         self._wake = wake
@@ -149,6 +153,7 @@ class CommunicationCheck:
     def _send(self, state: RankState, op: Op) -> None:
         spec, peer = state.live[op[2][0]], op.peer
         state.want_layer(op, spec[0].layer)
+        want_here(op.about, spec)
         member = self._issue(state, op)
         state.arrived[op[4]] = None  # buffered: the sender never waits
         _check_peer(state, op)
@@ -165,6 +170,18 @@ class CommunicationCheck:
         member = self._issue(state, op)
         _check_peer(state, op)
         self._deliver(peer, state.index, (member, None, None))
+
+    def _offload(self, state: RankState, op: Op) -> None:
+        self._copy(state, op, place.offload(state.live[op[2][0]], op.place))
+
+    def _reload(self, state: RankState, op: Op) -> None:
+        self._copy(state, op, place.reload(state.live[op[2][0]]))
+
+    def _copy(self, state: RankState, op: Op, made: Spec) -> None:
+        """A copy on one rank, which waits for nobody."""
+        state.want_layer(op, made[0].layer)
+        member = self._issue(state, op)
+        self._meet(Communication(COPY, None, [member]), [made])
 
     def _deliver(self, source: int, to: int, part: Contribution) -> None:
         """One end of a message comes; with the other one there, it is delivered."""
@@ -216,6 +233,8 @@ def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
     if reads:
         spec = state.live[op[2][0]]
         state.want_layer(op, spec[0].layer)
+        if spec[0].place:
+            want_here(spec.about(call.kind.row.name), spec)
         return spec
     if makes:
         if op.expect is None:

@@ -13,6 +13,7 @@ from shardlab.rules import dealing, gathers
 from shardlab.rules import update as sums
 from shardlab.rules.layer import BackwardResult
 from shardlab.rules.pieces import counted
+from shardlab.rules.place import want_place
 from shardlab.rules.spec import form_of
 
 Rule = Callable[[RankState, Op], None]
@@ -211,8 +212,10 @@ def _load(kind: Kind, state: RankState, op: Op) -> None:
     if (kind, layer, holds) in state.loaded:
         given = f"the same slice was loaded by op {state.loaded[kind, layer, holds]} already"
         state.refuse("loaded twice", given, "load each slice once")
+    if op.place:
+        want_place(op.about, op.place)
     state.loaded[kind, layer, holds] = state.at
-    state.make(number, Spec(form_of(kind, layer, 0, state.rules.space, holds)))
+    state.make(number, Spec(form_of(kind, layer, 0, state.rules.space, holds, place=op.place)))
 
 
 def _holds_text(holds: Holds | None) -> str:

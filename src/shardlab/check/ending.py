@@ -37,7 +37,7 @@ def check_rank_ending(state: RankState) -> None:
     finals: set[Spec] = set()
     for (kind, layer, holds), loaded in state.loaded.items():
         trained = state.trained >> layer & 1
-        final = Spec(form_of(kind, layer, trained, state.rules.space, holds))
+        final = Spec(form_of(kind, layer, trained, state.rules.space, holds, place=state.ops[loaded].place))
         finals.add(final)
         if final not in left and not trained:
             given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"

@@ -29,6 +29,7 @@ class Kept:
 
     Attributes:
         loaded: number of a loaded weight to the memory that it is a view of, in the tape's order.
+        places: where each memory is, as a form's `place` says.
         views: those, and their slices.
         final: number of a weight that the step leaves to the memory that the next step loads it from.
         arrives: those of them that are received there: by a communication that moves values, once the old one and all
@@ -39,6 +40,7 @@ class Kept:
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
         loads = [op for op in tape if op[0] is LOAD_WEIGHT and op.holds is not None]
         self.loaded: dict[int, Key] = {op.outputs[0]: (op.layer, op.holds) for op in loads if op.holds is not None}
+        self.places = {(op.layer, op.holds): op.place for op in loads if op.holds is not None}
         number_of = {key: number for number, key in self.loaded.items()}
         roots, ended = roots_of(tape, specs), ends_of(tape)
         self.views = self.loaded | {n: self.loaded[root] for n, root in roots.items() if root in self.loaded}
@@ -50,14 +52,17 @@ class Kept:
                 form = specs[number].form
                 if form.kind is Kind.WEIGHT and form.step and number not in ended:
                     key = (form.layer, form.holds)
-                    if key in number_of:
+                    if key in number_of and specs[number_of[key]].form.place == form.place:
                         self.final[number] = key
                         moves = op[0] in COMMUNICATION and not op[0].row.in_place
                         if moves and last.get(number_of[key], at) < at:
                             self.arrives.add(number)
 
     def owner(self, layer: int, holds: Holds) -> Key | None:
-        """The memory that a state's update writes: the first that contains its slices (None: the state's own)."""
+        """The memory that keeps what a state's update moves: the first that contains its slices.
+
+        An update writes it, unless it is given a copy of the weight in another place. None: the state has its own.
+        """
         return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
 
 
@@ -94,7 +99,7 @@ class Memory:
         self.tape = tape
         self.specs = specs
         self.kept = kept
-        self.moved: dict[Key, list[tuple[Holds, int]]] = defaultdict(list)  # slices, and by which op
+        self.moved: dict[Key, list[tuple[Holds, int, bool]]] = defaultdict(list)  # slices, by which op, if in place
         self.reading: dict[int, int] = {}  # handle to the view that its communication reads
 
     def follow(self, at: int, op: Op) -> None:
@@ -122,15 +127,17 @@ class Memory:
             for number in op[3]:
                 if number in self.kept.arrives:
                     key = self.kept.final[number]
-                    self.moved[key].append((key[1], at))
+                    self.moved[key].append((key[1], at, True))
 
     def _update(self, at: int, op: Op) -> None:
         holds = self.specs[op.inputs[2]].holds
         key = self.kept.owner(op.layer, holds) or (op.layer, holds)  # the state's own
-        for slices, before in self.moved[key]:
+        for slices, before, _ in self.moved[key]:
             if twice := _both(slices, holds):
                 raise _moved_twice(op, twice, self.tape[before], before)
-        for handle, number in self.reading.items():
+        place = self.specs[op.inputs[1]].form.place
+        in_place = self.kept.places.get(key, place) == place
+        for handle, number in self.reading.items() if in_place else ():
             overlap = self.kept.views[number] == key and _both(self.specs[number].holds, holds)
             if number != op.inputs[1] and overlap:
                 flying = next(other for other in self.tape if other.handle == handle)
@@ -139,11 +146,11 @@ class Memory:
                     "is still reading that"
                 )
                 raise Refused("in flight", op.about, given, "wait for it first")
-        self.moved[key].append((holds, at))
+        self.moved[key].append((holds, at, in_place))
 
     def _read(self, op: Op, number: int) -> None:
-        for slices, before in self.moved.get(self.kept.views[number], ()):
-            if _both(slices, self.specs[number].holds):
+        for slices, before, in_place in self.moved.get(self.kept.views[number], ()):
+            if in_place and _both(slices, self.specs[number].holds):
                 given = (
                     f"{self.specs[number]} is read here, but op {before} {self.tape[before]} was given another copy of "
                     "it and has written over it"

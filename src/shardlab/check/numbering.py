@@ -10,10 +10,11 @@ from shardlab.check.checked import Checked
 from shardlab.check.numbers import Numbers, positions
 from shardlab.program import Op, OpKind, Spec
 from shardlab.program.matching import Communication
-from shardlab.program.ops import COMMUNICATION, POINT_TO_POINT, ROOT_GIVES, Combiner
+from shardlab.program.ops import COMMUNICATION, COPIES, POINT_TO_POINT, ROOT_GIVES, Combiner
 from shardlab.rules.kind import ROW_KINDS, Reduction
 
-_ONE_GIVES = ROOT_GIVES | POINT_TO_POINT
+_ONE_GIVES = ROOT_GIVES | POINT_TO_POINT | COPIES
+"""Ops that deliver what one rank gives."""
 
 
 class Numbering:

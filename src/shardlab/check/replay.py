@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from shardlab.check.checked import ChannelModel
-from shardlab.program import OpKind, Program
+from shardlab.program import Op, OpKind, Program
 from shardlab.program.matching import EXCHANGES, Communication, communicator
-from shardlab.program.ops import COMMUNICATION
+from shardlab.program.ops import COLLECTIVES, POINT_TO_POINT, Stream
 from shardlab.program.waiting import Wait, explain
 
-WAIT = OpKind.WAIT
+WAIT, COPY = OpKind.WAIT, Stream.COPY
+MEETINGS = COLLECTIVES | POINT_TO_POINT
 
 
 class Slot:
@@ -63,7 +64,7 @@ class Replay:
 
     def deadlock(self) -> str | None:
         """Replay to the end: None, or the cycle in which the ranks wait."""
-        tapes = [[op for op in tape if op[0] is WAIT or op[0] in COMMUNICATION] for tape in self.program.tapes]
+        tapes = [list(self._meetings(rank)) for rank in range(len(self.program.tapes))]
         at = [0] * len(tapes)
         while self.runnable:
             rank = self.runnable.popleft()
@@ -87,6 +88,13 @@ class Replay:
         if not self.waiting:
             return None
         return explain({rank: self._wait(rank, number) for rank, number in self.waiting.items()})
+
+    def _meetings(self, rank: int) -> Iterator[Op]:
+        """What a rank issues together with others, and its waits for that: it alone takes turns with nothing."""
+        for op in self.program.tapes[rank]:
+            waits = op[0] is WAIT and self.communications[self.numbers[rank][op[4]]].stream is not COPY
+            if waits or op[0] in MEETINGS:
+                yield op
 
     def _batches(self) -> list[dict[int, list[int]]]:
         """For each rank and handle of a batched message: the communications of its batch, which NCCL awaits as one."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 from shardlab.errors import Refused
 from shardlab.program import Kind, Op, OpKind, Program, Spec
 from shardlab.program.matching import Communication
-from shardlab.program.ops import Combiner
+from shardlab.program.ops import COPIES, Combiner
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
 from shardlab.rules.spec import Form, share_of
@@ -48,11 +48,13 @@ def why_not_runnable(
             continue
         kind, spec = op[0], specs[rank][op[2][0]]
         form = spec[0]
-        if (kind, form) in sound:
+        if (kind, form) in sound and form.kind is not OPT_STATE:
             continue
         why = None
-        if form.kind is OPT_STATE:
-            why = "an optimizer state stays where it was loaded", "load it where it is updated"
+        if form.kind is OPT_STATE and kind in COPIES:
+            why = _still_used(tapes[rank], at)
+        elif form.kind is OPT_STATE:
+            why = "an optimizer state stays on the rank that loaded it", "load it where it is updated"
         elif form.kind is GRAD_ACTIVATION and form.layer == 0:
             why = "the model's input is tokens, which have no gradient", f"do not communicate {spec}"
         elif kind.row.combines is UNION:
@@ -80,6 +82,15 @@ def why_not_runnable(
 
 def _refusal(rank: int, at: int, op: Op, why: Why) -> Refused:
     return Refused("not runnable", op.about, *why).at(rank, at)
+
+
+def _still_used(tape: Sequence[Op], at: int) -> Why | None:
+    """Why what an optimizer keeps has no copy: it moves, so that nothing is where it was."""
+    (given,) = tape[at].inputs
+    reader = next((op for op in tape[at + 1 :] if given in op.inputs and op.kind is not OpKind.FREE), None)
+    if reader is None:
+        return None
+    return f"an optimizer state is in one place at a time, but {reader} reads it where it was", "use the copy alone"
 
 
 def _no_pieces(given: Sequence[Spec]) -> Why | None:

@@ -26,6 +26,8 @@ class Analysis:
         saved_of: number of an activation to those of what autograd saved from its forward passes.
         kept: the weights that outlive the step, and what is received in their place.
         roots: number of a slice to that of the value whose memory it lies in.
+        stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
+        carried: indices of updates that are given a copy of a weight which is kept elsewhere.
         slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
         empties: index of the op that ends such a weight, or the last slice of it, to the buffer.
     """
@@ -41,6 +43,16 @@ class Analysis:
                     self.saved_of[op.inputs[0]].append(number)
         self.kept = Kept(self.tape, self.specs)
         self.roots = roots_of(self.tape, self.specs)
+        updates = [(at, op) for at, op in enumerate(self.tape) if op.kind is OpKind.UPDATE]
+        self.stepped_at = {
+            (op.layer, self.specs[op.inputs[2]].holds): self.specs[op.inputs[1]].form.place for _, op in updates
+        }
+        self.carried: set[int] = set()
+        for at, op in updates:
+            holds = self.specs[op.inputs[2]].holds
+            owner, place = self.kept.owner(op.layer, holds), self.stepped_at[op.layer, holds]
+            if owner is not None and self.kept.places[owner] != place:
+                self.carried.add(at)
         self.slot: dict[int, int] = {}
         self.empties: dict[int, int] = {}
         self.slots = self._share_buffers()
@@ -63,16 +75,19 @@ class Analysis:
         dtypes: list[str] = []
         for at, op in enumerate(self.tape):
             if op.kind in _BUFFERED and op.outputs and self.specs[op.outputs[0]].kind is Kind.WEIGHT:
-                number = op.outputs[0]
-                if number in self.kept.arrives:
+                number, form = op.outputs[0], self.specs[op.outputs[0]].form
+                if number in self.kept.arrives or form.place:
                     continue
-                dtype = self.specs[number].form.dtype
+                dtype = form.dtype
                 fits = (i for i, free in enumerate(free_from) if free < at and dtypes[i] == dtype)
                 slot = next(fits, len(free_from))
                 if slot == len(free_from):
                     free_from.append(0)
                     dtypes.append(dtype)
-                free_from[slot] = ended.get(number, len(self.tape))
+                end = ended.get(number, len(self.tape))
+                if end in self.carried:  # the new weight lies where the old one did
+                    end = ended.get(self.tape[end].outputs[0], len(self.tape))
+                free_from[slot] = end
                 self.slot[number] = slot
                 self.empties[free_from[slot]] = slot
         return len(free_from)

@@ -283,7 +283,7 @@ def norm(state: State, at: int, op: Op) -> Instruction:
     (gradient,), (output,), values = op.inputs, op.outputs, state.values
 
     def run() -> None:
-        values[output] = sum_of_squares(values[gradient])
+        values[output] = sum_of_squares(values[gradient]).to(state.settings.device)
 
     return run
 
@@ -299,6 +299,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
     holds = state.specs[opt_state].holds
     places = state.shapes.places(op.layer, state.specs[gradient].holds, holds)
     slot = state.analysis.empties.get(at)
+    own = state.shapes.places(op.layer, state.specs[weight].holds, holds) if at in state.analysis.carried else ()
 
     def run() -> None:
         whole: Tensor = values[gradient]
@@ -308,6 +309,8 @@ def update(state: State, at: int, op: Op) -> Instruction:
         if state.observer is not None:
             state.observer(op.layer, holds, given if scale == 1 else given.float() / scale)
         kept: Slice = values[opt_state]
+        if own:
+            kept.carry([values[weight][start:stop] for start, stop in own])
         squared = [float(values[number]) / scale**2 for number in norms]
         for norm in squared:
             state.squared_norm = norm

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shardlab.check import Checked
 from shardlab.errors import UserError
 from shardlab.execute.lion import Lion
 from shardlab.execute.muon import Muon
+from shardlab.execute.places import Parked
 from shardlab.execute.shapes import Shapes
 from shardlab.models import Model
 from shardlab.models.layout import Parameter
@@ -79,6 +81,7 @@ class Slice:
         self.weights = weights
         self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])
         self._config = config
+        self._parked = Parked()
         self._parts: list[tuple[Sequence[Tensor], Parameter | None, int, int]] = []
         whole = matrices or {}
         edges = [place for runs in decayed for place in runs]
@@ -99,6 +102,25 @@ class Slice:
                 self._parts.append((leaves, parameter, at + begin - start, at + end - start))
             at += len(run)
         self.optimizers = torch_optimizers(config, decaying, others, orthogonal)
+
+    def carry(self, weights: list[Tensor]) -> None:
+        """Step these tensors from now on, of the same runs: a copy of weights that are kept elsewhere."""
+        self.weights = weights
+        if self.exact:
+            return
+        flat_places = list(accumulate((0, *map(len, weights))))
+        for leaves, _, begin, end in self._parts:
+            run = bisect_right(flat_places, begin) - 1
+            (leaf,) = leaves
+            leaf.data = weights[run][begin - flat_places[run] : end - flat_places[run]]
+
+    def offload(self, room: Callable[[int], torch.UntypedStorage]) -> None:
+        """Copy what the optimizer keeps into new room, and free its memory on the device."""
+        self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
+
+    def reload(self) -> None:
+        """Bring back what the optimizer keeps."""
+        self._parked.reload()
 
     @property
     def flat(self) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,7 @@ from shardlab.execute.analysis import Analysis
 from shardlab.execute.graph import FlatWeight
 from shardlab.execute.loss_scale import FIRST, LossScale
 from shardlab.execute.optimizer import Slice, muon_matrices
+from shardlab.execute.places import storage_at, tensor_at
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
 from shardlab.models.tensors import Dropout, Initial, Share, initial_weights, layers_of, lengthened
@@ -53,6 +56,7 @@ class Settings:
         optimizer: its settings.
         initial: reads the first weights (None: they are drawn from the seed).
         loss_scale: the first, in float16.
+        scratch: the folder of what is offloaded to the disk (None: that of temporary files).
     """
 
     seed: int = 0
@@ -61,6 +65,7 @@ class Settings:
     optimizer: AdamW = field(default_factory=AdamW)
     initial: Initial | None = None
     loss_scale: float = FIRST
+    scratch: Path | None = None
 
 
 GradientObserver = Callable[[int, Holds, Tensor], None]
@@ -116,6 +121,11 @@ class State:
             key: self._initial(*key) if of is None else of.kept[key] for key in loaded
         }
         self.opt_states = {key: self._optimizer(*key) for key in _opt_states(self.tape)}
+        for op in self.tape:
+            if op.kind is OpKind.LOAD_OPT_STATE and op.holds is not None and op.place:
+                key = op.layer, op.holds
+                if op.place != self.analysis.stepped_at.get(key, op.place):
+                    self.opt_states[key].offload(partial(self.storage_at, op.place))
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
@@ -134,29 +144,52 @@ class State:
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """The first weights of some slices, as they are kept."""
-        return self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
+        first = self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
+        return self._at(self.analysis.kept.places.get((layer, holds), ""), first)
 
     def _first(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
         """The first weights of some slices: read, or drawn from the seed alone."""
         ranges = self.shapes.ranges(layer, holds)
         if self.settings.initial is not None:
-            return self.settings.initial(layer, self.shapes.flat[layer], ranges, dtype).to(self.settings.device)
+            return self.settings.initial(layer, self.shapes.flat[layer], ranges, dtype)
         whole = initial_weights(self.model, layer, self.settings.seed, dtype)
         padded = lengthened(self.shapes.layouts[layer], whole, self.shapes.flat[layer])
-        return torch.cat([padded[a:b] for a, b in ranges]).to(self.settings.device)
+        return torch.cat([padded[a:b] for a, b in ranges])
+
+    def _at(self, place: str, tensor: Tensor) -> Tensor:
+        """A tensor's copy in a place."""
+        if not place:
+            return tensor.to(self.settings.device)
+        return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device, self.settings.scratch).copy_(tensor)
+
+    def storage_at(self, place: str, size: int) -> torch.UntypedStorage:
+        """So many bytes in a place beside the device."""
+        return storage_at(place, size, self.settings.device, self.settings.scratch)
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
-        """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own."""
+        """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own.
+
+        Where those are kept elsewhere than they are updated, each update is given a copy, and this has no weights.
+        """
         owner = self.analysis.kept.owner(layer, holds)
-        flat = self._initial(layer, holds) if owner is None else self.kept[owner]
+        place = self.analysis.stepped_at.get((layer, holds), "")
+        if owner is None:
+            flat = self._at(place, self._initial(layer, holds))
+        elif self.analysis.kept.places[owner] == place:
+            flat = self.kept[owner]
+        else:
+            flat = torch.empty_like(self.kept[owner], device=self.settings.device)
         runs = [flat[a:b] for a, b in self.shapes.places(layer, owner[1] if owner else holds, holds)]
         starts = [start for start, _ in self.shapes.ranges(layer, holds)]
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
         precision = self.settings.precision
-        exact = self._first(layer, holds, torch_dtype(precision.state)) if precision.copy else None
+        exact = self._at(place, self._first(layer, holds, torch_dtype(precision.state))) if precision.copy else None
         config, length = self.settings.optimizer, self.shapes.flat[layer]
         matrices = muon_matrices(self.model, layer, length) if config.optimizer == "muon" else None
-        return Slice(runs, starts, decayed, config, exact, matrices)
+        made = Slice(runs, starts, decayed, config, exact, matrices)
+        if owner is not None and self.analysis.kept.places[owner] != place:
+            flat.untyped_storage().resize_(0)
+        return made
 
     def optimizer(self, spec: Spec) -> Slice:
         """The optimizer of a slice, or of slices together: each element is stepped by one of them, always the same."""
@@ -226,6 +259,9 @@ class State:
 
     def empty(self, spec: Spec) -> Tensor:
         """Room for a value."""
+        if place := spec.form.place:
+            shape = self.shapes.shape(spec)
+            return tensor_at(place, shape, self.dtype(spec), self.settings.device, self.settings.scratch)
         return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
 
     def fill_buffer(self, slot: int, length: int) -> Tensor:

@@ -9,10 +9,18 @@ from math import inf
 from shardlab.errors import UserError, find
 from shardlab.hardware.collectives import COSTS, START, GroupSpan, collective_seconds, nodes_of
 from shardlab.hardware.device import Device
-from shardlab.hardware.links import Link
+from shardlab.hardware.links import Link, find_link
 from shardlab.hardware.measured import device_of_profile, measured_seconds
 from shardlab.hardware.profile import Profile
+from shardlab.models.kernels import Pointwise
 from shardlab.rules.pieces import counted
+from shardlab.rules.place import HOST
+
+DISK_LINK = find_link("nvme")
+
+HOST_MEMORY = 40e9
+"""Bytes/s of the host's memory that each device's share of its processors gets; assumed, of no measured host: eight
+channels of DDR5-4800 have 307 GB/s, and four devices share them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +33,7 @@ class Cluster:
         nodes: how many nodes.
         intra_node: the link between devices of a node.
         inter_node: the link between nodes; its bandwidth is that of one NIC.
+        host: the link between a device and its host's memory.
         nics: how many NICs a node has, shared evenly by its devices.
         profile: what was measured on this machine; it stands in for the links.
     """
@@ -34,6 +43,7 @@ class Cluster:
     nodes: int
     intra_node: Link
     inter_node: Link
+    host: Link
     nics: int
     profile: Profile | None = None
 
@@ -41,7 +51,7 @@ class Cluster:
     def of_profile(cls, profile: Profile) -> Cluster:
         """The machine that the profile was measured on: as many ranks as it has cores or devices, on one node."""
         link = Link("measured", 1.0, 0.0, 1.0, "a profile")
-        return cls(device_of_profile(profile), profile.machine.places, 1, link, link, 1, profile)
+        return cls(device_of_profile(profile), profile.machine.places, 1, link, link, link, 1, profile)
 
     def at_work(self, ranks: int) -> Cluster:
         """This cluster with so many of its devices at work: as measured, one alone has the memory to itself."""
@@ -125,6 +135,31 @@ class Cluster:
             return START + self.intra_node.latency + bytes / self.intra_node.pair_speed
         share = min(1.0, self.nics / self.per_node)
         return START + self.inter_node.latency + bytes / (self.inter_node.speed * share)
+
+    def copy_seconds(self, bytes: float, place: str) -> float:
+        """How long a device takes to copy to or from the host's memory or the disk; a CPU's ranks copy their own.
+
+        Raises:
+            UserError: bytes cannot be, or the profile is one of GPUs, whose copies are not measured.
+        """
+        self._want_bytes(bytes)
+        if self.on_cpu:
+            return self.device.seconds(Pointwise("copy", bytes / 2, 0.0), "float32")  # read and written
+        if self.profile is not None:
+            raise UserError("the profile has no copies to the host; predict offloading on a cluster by name")
+        link = self.host if place == HOST else DISK_LINK
+        return START + link.latency + bytes / link.speed
+
+    def host_seconds(self, bytes: float) -> float:
+        """How long a device's share of its host's processors takes to read and write so many bytes."""
+        if self.on_cpu:
+            return self.device.seconds(Pointwise("host", bytes / 4, 0.0), "float32")
+        return bytes / HOST_MEMORY
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks were measured on CPU cores."""
+        return self.profile is not None and self.profile.machine.backend == "gloo"
 
     def _want_bytes(self, bytes: float) -> None:
         if not 0 <= bytes < inf:

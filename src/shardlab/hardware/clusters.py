@@ -7,6 +7,7 @@ A file names a device and its nodes, and may put its own figures in the place of
     per_node = 8
     intra_node = "nvlink4"          # or [intra_node] with base = "nvlink4" and, say, efficiency = 0.7
     inter_node = "infiniband-ndr"
+    host = "pcie5"                  # between a device and the host's memory
     nics = 8
 """
 
@@ -39,6 +40,7 @@ class NodeType:
     devices: int
     intra_node: str
     inter_node: str
+    host: str
     nics: int
     source: str
 
@@ -121,7 +123,8 @@ def cluster_of(device: Device, count: int) -> Cluster:
             f"{count - count % per_node + per_node}, or describe the nodes in a .toml file"
         )
     nics = max(1, node.nics * per_node // node.devices)
-    return Cluster(device, per_node, count // per_node, find_link(node.intra_node), find_link(node.inter_node), nics)
+    intra_node, inter_node, host = map(find_link, (node.intra_node, node.inter_node, node.host))
+    return Cluster(device, per_node, count // per_node, intra_node, inter_node, host, nics)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -131,7 +134,7 @@ def read_cluster(path: Path) -> Cluster:
         UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
     """
     data = read_file(path, "TOML")
-    known = ("device", "nodes", "per_node", "intra_node", "inter_node", "nics")
+    known = ("device", "nodes", "per_node", "intra_node", "inter_node", "host", "nics")
     for key in data:
         if key not in known:
             raise UserError(f"{path}: {key!r} is no entry of a cluster; {nearest(key, known)}")
@@ -148,6 +151,7 @@ def read_cluster(path: Path) -> Cluster:
         nodes=whole(path, data, "nodes", 1),
         intra_node=link_of(path, data, "intra_node", node.intra_node),
         inter_node=link_of(path, data, "inter_node", node.inter_node),
+        host=link_of(path, data, "host", node.host),
         nics=whole(path, data, "nics", max(1, node.nics * per_node // node.devices)),
     )
 

@@ -61,12 +61,18 @@ class ClusterPrices(Prices):
         if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
             moved = self.recipe.update_bytes
             moved = self.precision.moved_by_update if moved is None else moved
-            elements = sizes.elements(made) * moved / 4
-            return self.cluster.device.seconds(Pointwise("adamw", elements, 0.0), "float32")
+            bytes = sizes.elements(made) * moved
+            if made.form.place:
+                return self.cluster.host_seconds(bytes)
+            return self.cluster.device.seconds(Pointwise("adamw", bytes / 4, 0.0), "float32")
+        if made.form.place:  # the sum of gradients, or pieces side by side, in the host's memory
+            return self.cluster.host_seconds(3 * sizes.bytes(made))
         if kind is OpKind.ADD:
             return self._add(sizes.elements(made))
         if kind.row.price is Price.BYTES:  # read and written, counted as float32 elements
             return self.cluster.device.seconds(Pointwise(kind.value, sizes.bytes(made) / 2, 0.0), "float32")
+        if kind is OpKind.NORM and specs[op.inputs[0]].form.place:
+            return self.cluster.host_seconds(sizes.bytes(specs[op.inputs[0]]))
         if kind is OpKind.NORM:
             return self._sum([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])
         read = specs[op.inputs[0]]
@@ -103,6 +109,9 @@ class ClusterPrices(Prices):
         seconds = self.cluster.collective_seconds(done, whole, group.ranks)
         share = bytes / whole if whole else 1.0
         return seconds * share * (1.0 - self.recipe.overlap.get(group.axis, 0.0))
+
+    def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
+        return self.cluster.copy_seconds(bytes, place)
 
     def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
         if self.recipe.sends_residual_only and value in _RESIDUALS:

@@ -18,6 +18,8 @@ from shardlab.program.tape import ExpectedValue, communication_op
 from shardlab.program.value import Value
 from shardlab.rules.kind import AUTOGRAD_KINDS, Kind, Reduction
 from shardlab.rules.pieces import mask_of
+from shardlab.rules.place import want_here
+from shardlab.rules.spec import Spec
 
 STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
 """Every kind of value that a program can hold, by the name of its store."""
@@ -193,6 +195,8 @@ class CommunicationVerbs(RankContext):
         spec = None
         if value is not None or kind not in _MAY_GIVE_NONE:
             spec = self._read(value, kind.row.name)  # pyright: ignore[reportArgumentType]  # None is refused there
+            if spec[0].place:
+                self._refuse_elsewhere(kind.row.name, spec)
         if kind in ROOTED:
             try:
                 rooted.want_sound(call, group.ranks)
@@ -208,6 +212,13 @@ class CommunicationVerbs(RankContext):
         self._issue(op, handle, value)
         collectives.meet(handle)
         return handle
+
+    def _refuse_elsewhere(self, verb: str, spec: Spec) -> None:
+        """Refuse to communicate what is not on the device."""
+        try:
+            want_here(spec.about(verb), spec)
+        except Refused as refusal:
+            raise refusal.at(self.index, len(self.ops)) from None
 
     def _reduction(self, op: str, by: str) -> Reduction:
         reduction = _REDUCTIONS.get(by)
@@ -312,6 +323,8 @@ class CommunicationVerbs(RankContext):
 
     def _send(self, verb: str, value: Value, to: int, batch: int) -> SendHandle:
         spec = self._read(value, verb)
+        if spec[0].place:
+            self._refuse_elsewhere(verb, spec)
         self._check_peer("send to", to)
         handle = self._world.channels.post_send(self, value, to)
         op = communication_op(SEND, spec[0].layer, (value.number,), (), handle.number, None, to, None, batch)

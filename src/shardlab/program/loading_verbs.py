@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardlab.errors import of_layer
+from shardlab.errors import Refused, of_layer
 from shardlab.program.ops import OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT, Op
 from shardlab.program.value import Value
 from shardlab.rules.kind import Kind
 from shardlab.rules.pieces import WHOLE, Holds, mask_of
+from shardlab.rules.place import want_place
 from shardlab.rules.spec import Spec, form_of
 
 
 class LoadingVerbs(RankContext):
     """Verbs that make values of nothing: weights, optimizer states, batches, and gradients of no microbatch."""
 
-    def load_weights(self, layer: int, shard: int = 0, of: int = 1) -> tuple[Value, Value]:
+    def load_weights(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> tuple[Value, Value]:
         """Load this step's weight and optimizer state of a layer.
 
         Args:
             shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+            place: as in `load_weight`.
 
         Returns:
             The weight and the optimizer state.
@@ -29,45 +31,53 @@ class LoadingVerbs(RankContext):
         Raises:
             Refused: as `load_weight` does.
         """
-        return self.load_weight(layer, shard, of), self.load_opt_state(layer, shard, of)
+        return self.load_weight(layer, shard, of, place=place), self.load_opt_state(layer, shard, of, place=place)
 
-    def load_weight(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+    def load_weight(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> Value:
         """Load this step's weight of a layer, or one slice of it.
 
         Args:
             shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+            place: where it is kept from step to step, and so has to be when the step ends: "host", "disk", or the
+                device.
 
         Raises:
-            Refused: for a slice that does not exist or was loaded before, and for a layer that uses another one's
-                weight.
+            Refused: for a slice that does not exist or was loaded before, for a layer that uses another one's weight,
+                and for a place that there is not.
         """
-        return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of)
+        return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of, place)
 
-    def load_opt_state(self, layer: int, shard: int = 0, of: int = 1) -> Value:
+    def load_opt_state(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> Value:
         """Load this step's optimizer state of a layer; its slice may be smaller than the weight's.
 
         A layer whose optimizer state no rank loads is frozen: its weight stays as it is, and no norm counts it.
 
         Args:
             shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
+            place: as in `load_weight`.
 
         Raises:
             Refused: as `load_weight` does.
         """
-        return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of)
+        return self._load(OpKind.LOAD_OPT_STATE, Kind.OPT_STATE, layer, shard, of, place)
 
-    def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int) -> Value:
+    def _load(self, kind: OpKind, what: Kind, layer: int, shard: int, of: int, place: str) -> Value:
         name = kind.value
         holds = self._slice_of_weights(name, layer, shard, of)
         key = (what, layer, holds)
         if key in self._loaded:
             given = f"the same slice was loaded by op {self._loaded[key]} already"
             self.refuse("loaded twice", of_layer(name, layer), given, "load each slice once")
+        if place:
+            try:
+                want_place(of_layer(name, layer), place)
+            except Refused as refusal:
+                raise refusal.at(self.index, len(self.ops)) from None
         self._loaded[key] = len(self.ops)
         if what is Kind.OPT_STATE:
             self._world.trained |= self.sizes.layers_of_weight(layer)
-        value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds)))
-        self.ops.append(Op(kind, layer, (), (value.number,), holds=holds))
+        value = self.make(Spec(form_of(what, layer, 0, self._rules.space, holds, place=place)))
+        self.ops.append(Op(kind, layer, (), (value.number,), holds=holds, place=place))
         return value
 
     def _slice_of_weights(self, name: str, layer: int, shard: int, of: int) -> Holds:

@@ -1,6 +1,7 @@
 """Who communicates with whom: what each rank issues as its k-th on a channel belongs together.
 
-A channel is a group, whose ranks meet in collectives, or (source, destination), along which messages keep their order.
+A channel is a group, whose ranks meet in collectives, or (source, destination), along which messages keep their order,
+or (rank,), on which it copies alone.
 Tracing, the check, folding and drawing all match here.
 """
 
@@ -17,7 +18,7 @@ from shardlab.program.tape import Op, Program
 Channel = Group | tuple[int, ...]
 Part = TypeVar("Part")
 
-SEND, COLLECTIVE = OpKind.SEND, Stream.COLLECTIVE
+SEND, COLLECTIVE, COPY = OpKind.SEND, Stream.COLLECTIVE, Stream.COPY
 
 EXCHANGES = "exchanges"
 """The communicator of all exchanges: the world's, which is there before the first op."""
@@ -35,9 +36,9 @@ class Communication(NamedTuple):
     """A communication with all its parts.
 
     Attributes:
-        stream: whether it is a collective or a message.
+        stream: whether it is a collective, a message or a copy.
         group: of a collective.
-        members: in group order; of a message sender, then receiver.
+        participants: in group order; of a message sender, then receiver; of a copy its rank.
     """
 
     stream: Stream
@@ -95,8 +96,11 @@ class Matcher(dict[Channel, ChannelQueue[Part]]):
 
 def channel_of(rank: int, op: Op) -> Channel | None:
     """The channel of a communication; None if its op names neither a group nor a peer."""
-    if op[0].row.stream is COLLECTIVE:
+    stream = op[0].row.stream
+    if stream is COLLECTIVE:
         return op.group
+    if stream is COPY:
+        return (rank,)
     if op.peer < 0:
         return None
     return (rank, op.peer) if op[0] is SEND else (op.peer, rank)
@@ -143,10 +147,14 @@ def communications_of(
 def communicator(program: Program, communication: Communication) -> Hashable:
     """What carries a communication (as ProcessGroupNCCL does without `device_id`).
 
-    A group's collectives have one, the single messages of two ranks another, and all exchanges a third.
+    A group's collectives have one, the single messages of two ranks another, and all exchanges a third. A rank's copies
+    to and from elsewhere have a link each.
     """
     if communication.stream is COLLECTIVE:
         return communication.group
+    if communication.stream is COPY:
+        ((rank, _, at),) = communication.participants
+        return rank, program.tapes[rank][at].kind
     if any(program.tapes[rank][at].batch >= 0 for rank, _, at in communication.participants):
         return EXCHANGES
     return frozenset(member.rank for member in communication.participants)

@@ -27,12 +27,13 @@ class Stream(Enum):
     """Where an op runs.
 
     COMPUTE: at once, in tape order. COLLECTIVE and MESSAGE: beside compute, from its issue until its group or its peer
-    has come; such an op has a handle. NONE: nowhere, it is bookkeeping.
+    has come; COPY: beside compute, on this rank alone; these three have a handle. NONE: nowhere, it is bookkeeping.
     """
 
     COMPUTE = "compute"
     COLLECTIVE = "collective"
     MESSAGE = "message"
+    COPY = "copy"
     NONE = "none"
 
 
@@ -103,7 +104,7 @@ class OpRow:
         return self.word or self.name.replace("_", "-")
 
 
-_COLLECTIVE, _MESSAGE, _NONE = Stream.COLLECTIVE, Stream.MESSAGE, Stream.NONE
+_COLLECTIVE, _MESSAGE, _COPY, _NONE = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY, Stream.NONE
 _EACH, _BYTES, _NOTHING = Price.MICROBATCH, Price.BYTES, Price.NOTHING
 _SUM, _UNION = Combiner.SUM, Combiner.UNION
 _SAVED, _HALF = Kind.SAVED, Kind.SAVED_FOR_WEIGHT
@@ -160,6 +161,8 @@ class OpKind(Enum):
     BARRIER = OpRow("barrier", (0,), (0,), "|", "light grey", "‖", stream=_COLLECTIVE)
     SEND = OpRow("send", (1,), (0,), ">", "slate", "→", stream=_MESSAGE)
     RECV = OpRow("recv", (0,), (1,), "<", "light slate", "←", word="receive", stream=_MESSAGE)
+    OFFLOAD = OpRow("offload", (1,), (1,), "^", "light grey", "↓", stream=_COPY)
+    RELOAD = OpRow("reload", (1,), (1,), "@", "grey", "↑", stream=_COPY)
     WAIT = OpRow("wait", (0,), (0,), stream=_NONE, price=_NOTHING)
     FREE = OpRow("free", (1,), (0,), stream=_NONE, price=_NOTHING, ends=(0,))
     # fmt: on
@@ -167,7 +170,10 @@ class OpKind(Enum):
 
 COLLECTIVES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COLLECTIVE)
 POINT_TO_POINT = frozenset(kind for kind in OpKind if kind.row.stream is Stream.MESSAGE)
-COMMUNICATION = COLLECTIVES | POINT_TO_POINT
+COPIES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COPY)
+COMMUNICATION = COLLECTIVES | POINT_TO_POINT | COPIES
+"""Ops that are under way beside compute, until they are waited for."""
+
 BOOKKEEPING = frozenset(kind for kind in OpKind if kind.row.stream is Stream.NONE)
 
 ROOT_GIVES = frozenset(kind for kind in OpKind if kind.row.root == "gives")

@@ -85,6 +85,7 @@ class Op(NamedTuple):
         reduction: what a REDUCE or an ALL_REDUCE makes of the members' values.
         factor: by what a SCALE multiplies.
         dtype: what a CAST makes of its value ("": the numbers of its kind).
+        place: where an OFFLOAD copies to, and where what LOAD_WEIGHT and LOAD_OPT_STATE load lies ("": the device).
     """
 
     kind: OpKind
@@ -101,6 +102,7 @@ class Op(NamedTuple):
     reduction: Reduction = Reduction.SUM
     factor: Factor | None = None
     dtype: str = ""
+    place: str = ""
 
     @property
     def about(self) -> About:
@@ -130,7 +132,7 @@ def compute_op(
     kind: OpKind, layer: int, inputs: tuple[int, ...], outputs: tuple[int, ...], holds: Holds | None = None
 ) -> Op:
     """Make an op that computes, without the call that a NamedTuple's own constructor is."""
-    return _new_op(Op, (kind, layer, inputs, outputs, -1, None, -1, holds, None, -1, -1, SUM, None, ""))
+    return _new_op(Op, (kind, layer, inputs, outputs, -1, None, -1, holds, None, -1, -1, SUM, None, "", ""))
 
 
 def communication_op(
@@ -148,7 +150,7 @@ def communication_op(
 ) -> Op:
     """Make an op that communicates, as `compute_op` does."""
     return _new_op(
-        Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "")
+        Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "", "")
     )
 
 

@@ -199,7 +199,8 @@ class Tracer:
         for value in self._values:
             if isinstance(value, Value) and value.alive:
                 spec = value.spec
-                loaded = (spec.kind, spec.layer, spec.holds) in self._loaded
+                at = self._loaded.get((spec.kind, spec.layer, spec.holds))
+                loaded = at is not None and self.ops[at].place == spec.form.place
                 final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
                 if value.keys and final and loaded and spec not in kept:
                     kept.add(spec)

@@ -118,7 +118,8 @@ def cluster_of(record: RunRecord) -> Cluster:
     nics = max(1, math.ceil(network.get("nics", 8) * per_node / 8))
     inter_node = find_link(network.get("link", usual.inter_node))
     nodes = math.ceil(hardware.gpus / per_node)
-    return Cluster(find_device(name), per_node, nodes, find_link(usual.intra_node), inter_node, nics)
+    intra_node, host = find_link(usual.intra_node), find_link(usual.host)
+    return Cluster(find_device(name), per_node, nodes, intra_node, inter_node, host, nics)
 
 
 def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:

@@ -12,6 +12,7 @@ from shardlab.errors import About, Refused
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind
 from shardlab.rules.pieces import Holds, bits, common, numbered
+from shardlab.rules.place import DISK
 from shardlab.rules.spec import Form, Joined, Spec, cells_text
 from shardlab.rules.wanted import no_slices, want_alike
 
@@ -53,6 +54,8 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 def _united_slices(forms: tuple[Form, ...]) -> Form | None:
     """The form of parameters that are put together from slices; None where they do not fit."""
     first = forms[0]
+    if first.place == DISK:
+        return None
     mask, of = 0, 1
     for form in forms:
         mine, theirs = common(Holds(mask, of), form.holds)

@@ -85,6 +85,7 @@ class Form:
         reduction: of a scalar, what was taken of several ranks' (SUM: a sum of squares).
         factor: of a gradient, by what its share of the step's mean is multiplied.
         dtype: in which numbers, by torch's name, after a cast ("": those of its kind, as the run's precision says).
+        place: where it lies, of `rules.place.PLACES` ("": on the rank's device).
     """
 
     __slots__ = (
@@ -95,6 +96,7 @@ class Form:
         "kind",
         "layer",
         "over",
+        "place",
         "reduction",
         "slices",
         "space",
@@ -115,15 +117,16 @@ class Form:
         reduction: Reduction,
         factor: Factor,
         dtype: str,
+        place: str,
     ) -> None:
         self.kind, self.layer, self.step, self.space = kind, layer, step, space
         self.holds, self.slices, self.term, self.over, self.reduction = holds, slices, term, over, reduction
-        self.factor, self.dtype = factor, dtype
+        self.factor, self.dtype, self.place = factor, dtype, place
 
     def key(self) -> tuple[object, ...]:
         return (
             self.kind, self.layer, self.step, self.space, self.holds, self.slices, self.term, self.over, self.reduction,
-            self.factor, self.dtype,
+            self.factor, self.dtype, self.place,
         )  # fmt: skip
 
     def but(self, **changes: object) -> Form:
@@ -138,7 +141,7 @@ class Form:
         return f"<{self.kind.value}[{self.layer}] {self.slices} {self.term}>"
 
 
-_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction", "factor", "dtype")
+_FIELDS = ("kind", "layer", "step", "space", "holds", "slices", "term", "over", "reduction", "factor", "dtype", "place")
 _FORMS: WeakValueDictionary[tuple[object, ...], Form] = WeakValueDictionary()
 
 
@@ -154,9 +157,10 @@ def form_of(
     reduction: Reduction = Reduction.SUM,
     factor: Factor = ONE,
     dtype: str = "",
+    place: str = "",
 ) -> Form:
     """The one form with these fields."""
-    key = (kind, layer, step, space, holds, slices, term, over, reduction, factor, dtype)
+    key = (kind, layer, step, space, holds, slices, term, over, reduction, factor, dtype, place)
     form = _FORMS.get(key)
     if form is None:
         form = _FORMS[key] = Form(*key)
@@ -264,6 +268,8 @@ class Spec(NamedTuple):
             parts.append(f"times {form.factor}")
         if form.dtype:
             parts.append(f"in {form.dtype}")
+        if form.place:
+            parts.append(f"on the {form.place}")
         if form.step:
             parts.append(f"step {form.step}")
         return self.name + (f" ({', '.join(parts)})" if parts else "")

@@ -12,6 +12,7 @@ from shardlab.rules.factor import ONE, Factor
 from shardlab.rules.index import INDICES, piece_of
 from shardlab.rules.kind import ROW_KINDS, Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed, numbered
+from shardlab.rules.place import want_here, want_together
 from shardlab.rules.spec import (
     KEY,
     Form,
@@ -192,6 +193,7 @@ def scale(value: Spec, factor: Factor) -> Spec:
         raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
     if not factor.ratio:
         raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
+    want_here(value.about("scale"), value)
     return value._replace(form=value.form.but(factor=value.form.factor * factor))
 
 
@@ -224,6 +226,7 @@ def cast(value: Spec, dtype: str) -> Spec:
     if form.kind is Kind.WEIGHT and form.step:
         given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
         raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
+    want_here(op, value)
     return value._replace(form=form.but(dtype=dtype))
 
 
@@ -286,7 +289,7 @@ def norm(layers: int, layer: int, gradient: Spec) -> Spec:
 
 
 def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
-    want_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT)
+    want_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
     if gradient.layer != layer:
         raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
 
@@ -319,10 +322,11 @@ def update(
         ("optimizer state", opt_state, Kind.OPT_STATE),
     )
     for what, spec, kind in wanted:
-        want_kind(op, what, spec, kind)
+        want_kind(op, what, spec, kind, here=False)
         if spec.layer != layer:
             remedy = f"update layer {layer} from its own gradient, weight and state"
             raise Refused("wrong layer", op, f"{spec} was given", remedy)
+    want_together(op, gradient, weight, opt_state)
     if not weight.step == opt_state.step == form.step:
         given = (
             f"the weight is of step {weight.step}, the optimizer state of step {opt_state.step} and the gradient of "
@@ -340,8 +344,11 @@ def update(
             remedy = f"give a {what} that contains every slice that is updated"
             raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
     step = form.step + 1
-    new_weight = form_of(Kind.WEIGHT, layer, step, weight.form.space, held)
-    return Spec(new_weight), Spec(form_of(Kind.OPT_STATE, layer, step, weight.form.space, held))
+    space, place = weight.form.space, weight.form.place
+    new_weight, new_state = (
+        form_of(kind, layer, step, space, held, place=place) for kind in (Kind.WEIGHT, Kind.OPT_STATE)
+    )
+    return Spec(new_weight), Spec(new_state)
 
 
 def want_no_frozen(op: About, norm: Spec, trained: Holds) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardlab.errors import About, Refused
 from shardlab.rules.kind import Kind
+from shardlab.rules.place import want_here, want_together
 from shardlab.rules.spec import Spec
 
 ALIKE = "scale them alike first, since values that are scaled by different factors do not belong together"
@@ -27,23 +28,26 @@ OWN = {
 """What parts of a layer take, and so what to do, where it is not said as for others."""
 
 
-def want_kind(op: About, what: str, spec: Spec, kind: Kind) -> None:
-    """Refuse a value of another kind than the op reads, or in other numbers than it computes in.
+def want_kind(op: About, what: str, spec: Spec, kind: Kind, *, here: bool = True) -> None:
+    """Refuse a value of another kind than the op reads, in other numbers than it computes in, or in another place.
 
     Norms and updates compute with a weight's gradient in any dtype, all others in that of the value's kind.
 
     Args:
         what: what the op takes it for.
+        here: whether the op is computed on the device alone.
     """
     form = spec.form
     if form.kind is not kind:
         raise Refused("wrong kind", op, said_of(what, spec), f"give a value of {kind.value}")
     if form.dtype and kind is not Kind.GRAD_WEIGHT:
         raise Refused("other dtypes", op, said_of(what, spec), "cast it back first, with no dtype named")
+    if here:
+        want_here(op, spec)
 
 
 def want_alike(op: About, first: Spec, spec: Spec, one: str, other: str) -> None:
-    """Refuse two values that are scaled by other factors, or are in other numbers.
+    """Refuse two values that are scaled by other factors, are in other numbers, or lie in different places.
 
     Args:
         one, other: who gave them.
@@ -52,6 +56,7 @@ def want_alike(op: About, first: Spec, spec: Spec, one: str, other: str) -> None
         raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", ALIKE)
     if spec.form.dtype != first.form.dtype:
         raise Refused("other dtypes", op, f"{one} gave {first} and {other} {spec}", "cast them alike first")
+    want_together(op, first, spec)
 
 
 def said_of(what: str, spec: Spec) -> str:

@@ -23,7 +23,7 @@ from shardlab.timeline.prices import PriceList, Prices
 from shardlab.timeline.traced import Traced
 
 FREE, WAIT, SEND = OpKind.FREE, OpKind.WAIT, OpKind.SEND
-COLLECTIVE, MESSAGE = Stream.COLLECTIVE, Stream.MESSAGE
+COLLECTIVE, MESSAGE, COPY = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY
 
 
 class Idle(NamedTuple):
@@ -166,7 +166,7 @@ class Clocks:
     def _issue(self, kind: OpKind, number: int, now: float) -> None:
         """A part of a communication is issued: a buffered send is ready at once, all else when its last part comes."""
         communication = self._traced.communications[number]
-        if communication.stream is COLLECTIVE or self._messages == "rendezvous":
+        if communication.stream is not MESSAGE or self._messages == "rendezvous":
             self._arrived[number] = self._arrived.get(number, 0) + 1
             if self._arrived[number] == len(communication.participants):
                 self._push(now, -1, number)
@@ -183,6 +183,9 @@ class Clocks:
             return
         rank, _, at = communication.participants[0]
         op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
+        if communication.stream is COPY:
+            self._run(communication, communication.participants, now, self._price.copy(op, specs))
+            return
         sending, receiving = self._price.message(op, rank, specs)
         if self._messages == "rendezvous":
             self._run(communication, communication.participants, now, sending)
@@ -200,7 +203,8 @@ class Clocks:
     def _run(self, communication: Communication, members: Sequence[Participant], now: float, duration: float) -> float:
         """Some members' part of a communication; when it ends."""
         on_link = communication.stream is MESSAGE and self._messages == "link"
-        stream = None if self._one_stream else stream_of(self._traced.program, communication)
+        together = self._one_stream and communication.stream is not COPY
+        stream = None if together else stream_of(self._traced.program, communication)
         free, start = self._stream_free, now
         if not on_link:
             for rank, _, _ in members:

@@ -103,7 +103,7 @@ def account(
     real: bool = False,
     counters: bool = False,
 ) -> RankMemory:
-    """Follow one tape, with every value as large as `size` says.
+    """Follow one tape, with every value as large as `size` says; what lies elsewhere takes no room on the device.
 
     Args:
         real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
@@ -135,7 +135,8 @@ def account(
         if kind is not FREE and kind is not WAIT:
             for number in op[3]:
                 spec = specs[number]
-                bytes = room[number] = 0 if number in free_of_room or number in views.roots else size(spec)
+                elsewhere = bool(spec[0].place) or number in free_of_room or number in views.roots
+                bytes = room[number] = 0 if elsewhere else size(spec)
                 slot = _PLACE_OF_KIND[spec[0].kind]
                 if handle >= 0:
                     gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[0].step == 0

@@ -62,6 +62,10 @@ class Prices(Protocol):
         """The sender's part and the receiver's; in a rendezvous both are the one transfer."""
         ...
 
+    def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
+        """Time of a copy to a place beside the device, or from there."""
+        ...
+
 
 class PriceList:
     """The prices of a program's ops, each asked for once: layers and microbatches are many, kinds of work are few."""
@@ -105,6 +109,15 @@ class PriceList:
         time = self._known.get(key)
         if time is None:
             time = self._known[key] = self._prices.collective_time(op[0], bytes, op.group)
+        return time
+
+    def copy(self, op: Op, specs: Mapping[int, Spec]) -> float:
+        """The time of an OFFLOAD or a RELOAD."""
+        there = specs[op[3][0] if op[0] is OpKind.OFFLOAD else op[2][0]]
+        key = (op[0], there.form, self._bytes(there))
+        time = self._known.get(key)
+        if time is None:
+            time = self._known[key] = self._prices.copy_time(op[0], self._bytes(there), there.form.place)
         return time
 
     def message(self, send: Op, row: int, specs: Mapping[int, Spec]) -> tuple[float, float]:
