@@ -176,8 +176,8 @@ SENTENCES = {
         "every layer on at least one rank."
     ),
     ("programs", "not runnable"): (
-        "rank 0, op 14 broadcast(layer 0) on world: an optimizer state stays where it was loaded; load it "
-        "where it is updated."
+        "rank 0, op 14 broadcast(layer 0) on world: an optimizer state stays on the rank that loaded it; "
+        "load it where it is updated."
     ),
     ("programs", "can hang"): (
         "on gloo this program can hang: deadlock: rank 0 waits in send to rank 1 (its op 14); rank 1 waits in"

@@ -17,7 +17,7 @@ from shardlab.program import Mesh, Op, OpKind, Program, Rank, trace
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
-from tests.check import casting_programs, slicing_programs
+from tests.check import casting_programs, offloading_programs, slicing_programs
 from tests.check.programs import PLACE, built_in
 from tests.check.scaling_programs import sum_of_tokens
 from tests.check.term_programs import terms_exchanged
@@ -110,7 +110,7 @@ async def ring(rank: Rank) -> None:
 
 BY_HAND = (
     ring, slicing_programs.updates_in_chunks, slicing_programs.a_rank_without_a_microbatch, sum_of_tokens,
-    *casting_programs.RIGHT,
+    *casting_programs.RIGHT, *offloading_programs.RIGHT,
 )  # fmt: skip
 
 

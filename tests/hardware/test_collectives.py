@@ -60,7 +60,7 @@ def test_eight_groups_with_a_member_on_each_node_share_its_cards() -> None:
     own = find_cluster("h100x16")
     assert own.span([0, 8]).inter_node == own.inter_node.speed
     assert own.span([0, 1, 8, 9]).ring == 2 * own.inter_node.speed
-    shared = type(own)(own.device, 8, 2, own.intra_node, own.inter_node, nics=2)
+    shared = type(own)(own.device, 8, 2, own.intra_node, own.inter_node, own.host, nics=2)
     assert shared.span([0, 8]).inter_node == own.inter_node.speed / 4
 
 

@@ -64,6 +64,7 @@ CHANGES: dict[str, Any] = {
     "root": 77,
     "reduction": Reduction.MAX,
     "dtype": "bfloat16",
+    "place": "host",
     "factor": st.sampled_from([None, factor_of(1), factor_of(2), factor_of(1, ((1, 1),))]),
 }
 

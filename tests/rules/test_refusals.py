@@ -399,6 +399,27 @@ SENTENCES = {
     ("rules", "other dtypes, of what is computed with"): (
         "forward(layer 0): the weight given is weights[0] (in bfloat16); cast it back first, with no dtype named."
     ),
+    ("rules", "elsewhere"): "offload(weights[0]): 'attic' is no place; name one of host, disk.",
+    ("rules", "elsewhere, on the disk"): (
+        "offload(grad_weights[1]): grad_weights[1] (sequence slice 0 of microbatch 0) was given, and the disk keeps "
+        "what nothing is added to; offload it to the host."
+    ),
+    ("rules", "elsewhere, on the device"): (
+        "reload(weights[0]): weights[0] was given, which is on the device; use it as it is."
+    ),
+    ("rules", "elsewhere, computed with"): ("forward(layer 0): weights[0] (on the host) was given; reload it first."),
+    ("rules", "elsewhere, of one sum"): (
+        "add(grad_weights[1]): grad_weights[1] (sequence slice 0 of microbatch 0) and grad_weights[1] (sequence slice "
+        "1 of microbatch 0, on the host) were given, which lie in different places; offload the one, or reload the "
+        "other."
+    ),
+    ("rules", "wrong kind, offloaded"): (
+        "offload(scalars): scalars was given; offload weights, their gradients, optimizer states or activations."
+    ),
+    ("rules", "missing terms, offloaded"): (
+        "offload(activations[1]): activations[1] (sequence slice 0 of microbatch 0, the term of feed-forward slice 0 "
+        "of 2) was given, which is a term of a sum; reduce the terms first, over the ranks that have them."
+    ),
     ("rules", "wrong kind, cast"): (
         "cast(scalars): scalars was given, which is in numbers of its own; cast weights, activations or gradients."
     ),

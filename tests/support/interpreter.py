@@ -15,6 +15,7 @@ from shardlab.program import OpKind, Program
 from tests.support.judged_compute import COMPUTE, PLACE
 from tests.support.judged_dtypes import dtype_made
 from tests.support.judged_links import Links
+from tests.support.judged_places import place_made
 from tests.support.judged_rank import JudgedRank
 from tests.support.one_device import one_device
 from tests.support.pieces import ELEMENTS, BrokenTape
@@ -52,6 +53,8 @@ ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.BARRIER: ((0,), (0,)),
     OpKind.SEND: ((1,), (0,)),
     OpKind.RECV: ((0,), (1,)),
+    OpKind.OFFLOAD: ((1,), (1,)),
+    OpKind.RELOAD: ((1,), (1,)),
     OpKind.WAIT: ((0,), (0,)),
     OpKind.FREE: ((1,), (0,)),
 }
@@ -110,12 +113,14 @@ class Interpreter:
                     if not rank.wait(op.handle):
                         break
                 elif op.kind in COMPUTE:
-                    dtype = dtype_made(rank, op)
+                    dtype, place = dtype_made(rank, op), place_made(rank, op)
                     COMPUTE[op.kind](rank, op, self.network, self.program.microbatches)
                     if dtype is not None:
                         rank.memory[op.outputs[0]].dtype = dtype
+                    for number in op.outputs if place else ():
+                        rank.memory[number].place = place
                 else:
-                    self.links.start(rank, op)
+                    self.links.start(rank, op, place_made(rank, op))
             except ValueError as error:  # arrays of other shapes
                 raise BrokenTape(f"rank {rank.index}, op {rank.at} {op}: {error}") from None
             rank.at += 1
@@ -137,9 +142,10 @@ class Interpreter:
                     Outcome.WRONG, f"rank {rank.index} writes layer {min(rank.weights.twice)} twice in a step"
                 )
             left = list(rank.memory.values())
-            for kind, layer, where in rank.loaded:
+            for (kind, layer, where), place in rank.loaded.items():
                 expected = final[layer][PLACE[kind]][list(where)]
-                same = [p.where == where and not p.dtype and bool((p.data == expected).all()) for p in left]
+                there = [p.where == where and p.place == place and not p.dtype for p in left]
+                same = [fits and bool((p.data == expected).all()) for p, fits in zip(left, there, strict=True)]
                 at = next((i for i, equal in enumerate(same) if equal), None)
                 if at is None:
                     return Verdict(Outcome.WRONG, f"rank {rank.index} does not end with layer {layer} updated")

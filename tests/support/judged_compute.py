@@ -25,7 +25,7 @@ def load(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
         raise BrokenTape(f"there are no slices {op.holds} of layer {op.layer}")
     if (op.kind, op.layer, where) in rank.loaded:
         raise BrokenTape("the same slice is loaded twice")
-    rank.loaded.append((op.kind, op.layer, where))
+    rank.loaded[op.kind, op.layer, where] = op.place
     kept = op.kind is OpKind.LOAD_WEIGHT
     data = rank.weights.buffers[op.layer, where] if kept else initial(op.layer)[1][list(where)]
     rank.write(op.outputs[0], Piece(where, data))
@@ -180,7 +180,7 @@ def update(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> Non
     new, new_state = update_slice(op.layer, parts[1], state.data, parts[0], squared)
     rank.delete(op.inputs[1])
     rank.delete(op.inputs[2])
-    new = rank.weights.step(op.layer, state.where, parts[1], new, rank.being_read())
+    new = rank.weights.step(op.layer, state, parts[1], new, rank.being_read())
     for number, data in zip(op.outputs, (new, new_state), strict=True):
         rank.write(number, Piece(state.where, data))
 

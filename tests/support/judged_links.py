@@ -22,8 +22,8 @@ class Links:
         self.turns: dict[tuple[int, object], int] = defaultdict(int)
         self.communications: dict[tuple[object, int], dict[int, tuple[Op, Piece | None]]] = defaultdict(dict)
 
-    def start(self, rank: JudgedRank, op: Op) -> None:
-        """A rank issues its part of a communication."""
+    def start(self, rank: JudgedRank, op: Op, place: str) -> None:
+        """A rank issues its part of a communication; what a copy makes lies in a place."""
         if op.kind is OpKind.SEND:
             rank.issue(op)
             rank.arrived[op.handle] = None
@@ -33,6 +33,9 @@ class Links:
             rank.issue(op)
             self.receives[self._peer(rank, op), rank.index].append(op.handle)
             self._deliver(op.peer, rank.index)
+        elif op.kind is OpKind.OFFLOAD or op.kind is OpKind.RELOAD:
+            rank.issue(op)
+            rank.arrived[op.handle] = replace(rank.given(op.inputs[0]), place=place)
         else:
             self._collective(rank, op)
 

@@ -1,6 +1,7 @@
 """The weights that a judged rank keeps from step to step: buffers that its loaded weights are views of.
 
-An update writes the first loaded weight that contains its state's slice, whatever copy of the weight it was given. So
+An update writes the first loaded weight that contains its state's slice, whatever copy of the weight it was given in
+that place; a copy in another place is written alone. So
 does a new weight that arrives, in the place of one that the rank has loaded and let go. No update may write what one of
 them has written in this step, even if the right numbers have been saved elsewhere before.
 """
@@ -11,12 +12,14 @@ import numpy as np
 
 from shardlab.program import Op, OpKind
 from tests.support.one_device import initial
-from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape
+from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape, Piece
 
 Name = tuple[int, tuple[int, ...]]
 """A layer and the elements of it that are kept."""
 
-MOVES_VALUES = (OpKind.ALL_GATHER, OpKind.GATHER, OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER)
+MOVES_VALUES = (
+    OpKind.ALL_GATHER, OpKind.GATHER, OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.OFFLOAD, OpKind.RELOAD,
+)  # fmt: skip
 
 
 def elements_of(op: Op) -> tuple[int, ...]:
@@ -38,6 +41,7 @@ class KeptWeights:
     def __init__(self, ops: list[Op]) -> None:
         loads = [op for op in ops if op.kind is OpKind.LOAD_WEIGHT and op.outputs]
         self.number: dict[Name, int] = {(op.layer, elements_of(op)): op.outputs[0] for op in loads}
+        self.place: dict[Name, str] = {(op.layer, elements_of(op)): op.place for op in loads}
         self.buffers = {name: initial(name[0])[0][list(name[1])] for name in self.number}
         self.written = {name: np.zeros(len(name[1]), np.bool_) for name in self.number}
         self.twice: set[int] = set()
@@ -51,10 +55,17 @@ class KeptWeights:
                 after = self.over.get(op.outputs[0], len(ops))
                 self.over[op.inputs[0]] = max(after, self.over.get(op.inputs[0], len(ops)))
 
-    def step(self, layer: int, where: tuple[int, ...], given: Array, made: Array, in_flight: list[Array]) -> Array:
+    def step(self, layer: int, state: Piece, given: Array, made: Array, in_flight: list[Array]) -> Array:
         """Move elements on by the step from a given weight to the one made of it; their new values, a view of a run."""
+        where = state.where
         owner = next((name for name in self.buffers if name[0] == layer and set(where) <= set(name[1])), None)
         if owner is None:
+            return made
+        if self.place[owner] != state.place:
+            places = [owner[1].index(element) for element in where]
+            if self.written[owner][places].any():
+                self.twice.add(layer)
+            self.written[owner][places] = True
             return made
         buffer, places = self.buffers[owner], [owner[1].index(element) for element in where]
         run = slice(places[0], places[0] + len(places))
@@ -69,9 +80,12 @@ class KeptWeights:
         self.written[owner][places] = True
         return buffer[run] if in_one_run else buffer[places]
 
-    def take(self, op: Op, at: int, number: int, where: tuple[int, ...], data: Array) -> Array:
+    def take(self, op: Op, at: int, number: int, piece: Piece) -> Array:
         """What arrives, in the place of the weight that it is the new value of, if that has ended before op `at`."""
+        where, data = piece.where, piece.data
         old = self.number.get((op.layer, where))
+        if old is not None and self.place[op.layer, where] != piece.place:
+            return data
         if op.kind not in MOVES_VALUES or old is None or number in self.ended or self.over.get(old, at) >= at:
             return data
         room = self.buffers[op.layer, where]

@@ -22,7 +22,7 @@ class JudgedRank:
         weights: the memory that its loaded weights are views of.
         in_flight: handle to (value read, value made, index of the op).
         arrived: handle to what it has brought (None: nothing).
-        loaded: what was loaded: the op's kind, the layer, and the elements.
+        loaded: what was loaded: the op's kind, the layer, and the elements; and where that lies.
     """
 
     def __init__(self, index: int, ops: list[Op]) -> None:
@@ -35,7 +35,7 @@ class JudgedRank:
         self.weights = KeptWeights(ops)
         self.in_flight: dict[int, tuple[int | None, int | None, int]] = {}
         self.arrived: dict[int, Piece | None] = {}
-        self.loaded: list[tuple[OpKind, int, tuple[int, ...]]] = []
+        self.loaded: dict[tuple[OpKind, int, tuple[int, ...]], str] = {}
 
     def read(self, number: int) -> Piece:
         if number not in self.memory:
@@ -102,6 +102,6 @@ class JudgedRank:
         if (piece is None) != (made is None):
             raise BrokenTape("a communication brings a value that nobody takes, or none to one who does")
         if piece is not None and made is not None:
-            data = self.weights.take(self.ops[issued], issued, made, piece.where, piece.data)
+            data = self.weights.take(self.ops[issued], issued, made, piece)
             self.write(made, replace(piece, data=data))
         return True

@@ -30,7 +30,7 @@ class Piece:
     A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + place. Where the numbers of a row
     may be on several ranks, `columns` says which these are: logits, buffers of experts, keys and values of heads.
     Rows that were put together remember whose they were, in `owners`: what takes them apart gives each rank back what
-    it sent. `dtype` names the numbers after a cast.
+    it sent. `dtype` names the numbers after a cast, `place` where they lie beside the device.
     """
 
     where: tuple[int, ...]
@@ -38,6 +38,7 @@ class Piece:
     columns: tuple[Column, ...] = ()
     owners: tuple[Owner, ...] = ()
     dtype: str = ""
+    place: str = ""
 
 
 Owner = tuple[tuple[int, ...], "tuple[Owner, ...]"]

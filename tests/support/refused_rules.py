@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlab.errors import of_layer
 from shardlab.program import Holds, Kind, Mesh, OpKind, Sizes, Spec
-from shardlab.rules import attention, dealing, update
+from shardlab.rules import attention, dealing, place, update
 from shardlab.rules.factor import factor_of
 from shardlab.rules.layer import LayerRules
 from shardlab.rules.pieces import WHOLE
@@ -141,6 +141,17 @@ RULES: Calls = {
     "other dtypes, of what is computed with": lambda: layer_of(WHOLE_BLOCKS, 0).forward(
         [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], update.cast(weight_of(WHOLE_BLOCKS, 0), "bfloat16")
     ),
+    "elsewhere": lambda: place.offload(weight_of(WHOLE_BLOCKS, 0), "attic"),
+    "elsewhere, on the disk": lambda: place.offload(rows(Kind.GRAD_WEIGHT, 0b1), "disk"),
+    "elsewhere, on the device": lambda: place.reload(weight_of(WHOLE_BLOCKS, 0)),
+    "elsewhere, computed with": lambda: layer_of(WHOLE_BLOCKS, 0).forward(
+        [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], place.offload(weight_of(WHOLE_BLOCKS, 0), "host")
+    ),
+    "elsewhere, of one sum": lambda: update.add_two(
+        rows(Kind.GRAD_WEIGHT, 0b1), place.offload(rows(Kind.GRAD_WEIGHT, 0b10), "host")
+    ),
+    "wrong kind, offloaded": lambda: place.offload(rows(Kind.SCALAR, 0), "host"),
+    "missing terms, offloaded": lambda: place.offload(term("ffn"), "host"),
     "wrong kind, cast": lambda: update.cast(rows(Kind.SCALAR, 0), "bfloat16"),
     "wrong step, cast": lambda: update.cast(rows(Kind.WEIGHT, 0, step=1), "bfloat16"),
 }

@@ -34,6 +34,9 @@ class FakePrices:
         seconds = self.start + bytes / 2**20
         return seconds, seconds
 
+    def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
+        return self.start + bytes / 2**22
+
 
 @dataclass(frozen=True)
 class FakeDevice:

@@ -13,6 +13,7 @@ from shardlab.cli.timeline_rows import print_timeline
 from shardlab.rules.pieces import counted, listed
 from shardlab.timeline import Timeline, bubble
 from shardlab.timeline.exposed import rank_times
+from shardlab.timeline.memory import peak_elsewhere
 
 
 def print_report(
@@ -57,12 +58,14 @@ def _frozen(checked: Checked) -> list[tuple[str, str, str]]:
 
 
 def _print_figures(console: Console, checked: Checked, timeline: Timeline, without: Timeline | None) -> None:
+    elsewhere = peak_elsewhere(checked)
     peak = [rank for rank, live in enumerate(timeline.peak_memory_by_rank) if live == timeline.peak_memory]
     figures = [
         ("steps", f"{timeline.steps:,.9g}", "when the last op starts"),
         ("end", f"{timeline.end:,.9g}", "when the last op ends"),
         *_bubble(timeline),
         ("peak memory", f"{timeline.peak_memory:,}", f"elements, on rank{'s' * (len(peak) > 1)} {listed(peak)}"),
+        *((f"on the {place}", f"{most:,}", "elements at most, of a rank") for place, most in elsewhere.items()),
         *_recomputed(timeline, without),
         *_layers(checked),
         *_frozen(checked),

@@ -20,6 +20,7 @@ from shardlab.program.precision import Optimizer
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.planned import planned
 from shardlab.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
+from shardlab.timeline.memory import peak_elsewhere
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ def as_json(
         **({"frozen": list(proof.frozen)} if proof.frozen else {}),
         "peak_memory": timeline.peak_memory,
         "peak_memory_by_rank": timeline.peak_memory_by_rank,
+        **{f"peak_memory_on_{place}": most for place, most in peak_elsewhere(proof).items()},
         **(
             {"without_recompute": {"steps": without.steps, "end": without.end, "peak_memory": without.peak_memory}}
             if without

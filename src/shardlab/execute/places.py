@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,12 +32,11 @@ def storage_at(place: str, size: int, device: torch.device, scratch: Path | None
         number, name = tempfile.mkstemp(prefix="shardlab-", dir=scratch)
         try:
             os.posix_fallocate(number, 0, max(1, size))  # else a full disk would end the process later
-            return torch.UntypedStorage.from_file(name, shared=True, nbytes=size)
+            return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(name, shared=True, nbytes=size))
         finally:
             os.close(number)
             os.unlink(name)  # the file stays as long as it is mapped
-    storage = torch.UntypedStorage(size)
-    return storage.pin_memory() if device.type == "cuda" else storage
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").untyped_storage()
 
 
 def tensor_at(

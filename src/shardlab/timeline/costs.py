@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlab.program import Group, Kind, Op, OpKind, Sizes, Spec
-from shardlab.program.ops import COLLECTIVES, COPIES, Price
+from shardlab.program.ops import COLLECTIVES, Price
 from shardlab.rules import attention
 from shardlab.rules.kind import AUTOGRAD_KINDS
 from shardlab.rules.spec import share_of
@@ -24,7 +24,7 @@ class Costs(Prices):
         loss_stats, loss, add, norm, update: for each op.
         collective: from the moment its last member arrives.
         send, recv: for each message; a receive starts no earlier than its send has ended.
-        copy: from the device to another place, or back.
+        offload, reload: for each value that is copied elsewhere, or back.
         link_latency: whether a send's time is spent on the link alone, which carries any number of messages at once
             (as schedules are timed in papers). Otherwise messages take the streams of both ranks, one at a time.
     """
@@ -43,7 +43,8 @@ class Costs(Prices):
     collective: float = 0.3
     send: float = 0.2
     recv: float = 0.2
-    copy: float = 0.2
+    offload: float = 0.2
+    reload: float = 0.2
     link_latency: bool = False
 
     @property
@@ -74,15 +75,14 @@ class Costs(Prices):
         return self.send, self.recv
 
     def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
-        return self.copy
+        return self.duration(kind, 1)
 
     def duration(self, kind: OpKind, microbatches: float) -> float:
         """Time units of an op that acts on so many microbatches."""
         price = kind.row.price
         if price is Price.NOTHING or price is Price.BYTES:
             return 0.0
-        group = "collective" if kind in COLLECTIVES else "copy" if kind in COPIES else kind.value
-        each: float = getattr(self, group)
+        each: float = self.collective if kind in COLLECTIVES else getattr(self, kind.value)
         return each * microbatches if price is Price.MICROBATCH else each
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 from shardlab.check.accumulation import InPlace
 from shardlab.check.views import roots_of
 from shardlab.program import Kind, Op, OpKind, Sizes, Spec
+from shardlab.rules.place import PLACES
 from shardlab.timeline.prices import Bytes
 from shardlab.timeline.traced import Traced
 
@@ -82,6 +83,17 @@ def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list
     return [account(tape, traced.specs[row], size).before for row, tape in enumerate(traced.program.tapes)]
 
 
+def peak_elsewhere(traced: Traced) -> dict[str, int]:
+    """The most elements of any rank in each place beside its device; none where nothing is offloaded."""
+    used = {spec.form.place for specs in traced.specs for spec in specs.values()}
+    elements, tapes = traced.program.sizes.elements, traced.program.tapes
+    return {
+        place: max(account(tape, traced.specs[row], elements, memory=place).peak for row, tape in enumerate(tapes))
+        for place in PLACES
+        if place in used
+    }
+
+
 def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
     """Count bytes as the executor holds them, with the peak; with all categories at every op for `counters`.
 
@@ -102,10 +114,12 @@ def account(
     *,
     real: bool = False,
     counters: bool = False,
+    memory: str = "",
 ) -> RankMemory:
-    """Follow one tape, with every value as large as `size` says; what lies elsewhere takes no room on the device.
+    """Follow one tape, with every value as large as `size` says.
 
     Args:
+        memory: which is followed, of `rules.place.PLACES` ("": the device's); other values take none of it.
         real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does; the
             puzzles count both.
         counters: whether to note all categories at every op.
@@ -135,7 +149,7 @@ def account(
         if kind is not FREE and kind is not WAIT:
             for number in op[3]:
                 spec = specs[number]
-                elsewhere = bool(spec[0].place) or number in free_of_room or number in views.roots
+                elsewhere = spec[0].place != memory or number in free_of_room or number in views.roots
                 bytes = room[number] = 0 if elsewhere else size(spec)
                 slot = _PLACE_OF_KIND[spec[0].kind]
                 if handle >= 0:

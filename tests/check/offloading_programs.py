@@ -1,0 +1,83 @@
+"""Programs that keep values in the host's memory and on the disk."""
+
+from __future__ import annotations
+
+from shardlab.program import Rank
+
+
+async def offloaded(rank: Rank) -> None:
+    """Data parallelism whose optimizer works in the host's memory, on weights that lie there (ZeRO-Offload)."""
+    for l in rank.layers:
+        rank.weights[l, "host"], rank.opt_states[l] = rank.load_weights(l, place="host")
+        rank.weights[l] = await rank.reload(rank.weights[l, "host"])
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights.pop(l))
+        total = await rank.offload(await rank.all_reduce(grad_weight))
+        rank.weights[l, "host"], rank.opt_states[l] = rank.update(l, total, rank.weights[l, "host"], rank.opt_states[l])
+
+
+async def state_away(rank: Rank) -> None:
+    """An optimizer state that lies on the disk, and comes for its update."""
+    for l in rank.layers:
+        rank.weights[l] = rank.load_weight(l)
+        rank.opt_states[l] = rank.load_opt_state(l, place="disk")
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        total = await rank.all_reduce(grad_weight)
+        state = await rank.reload(rank.opt_states.pop(l))
+        rank.weights[l], state = rank.update(l, total, rank.weights[l], state)
+        rank.opt_states[l] = await rank.offload(state, "disk")
+
+
+async def weights_away(rank: Rank) -> None:
+    """Weights that lie on the disk and are updated on the device; activations that wait in the host's memory."""
+    for l in rank.layers:
+        rank.weights[l, "disk"] = rank.load_weight(l, place="disk")
+        rank.opt_states[l] = rank.load_opt_state(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        weight = await rank.reload(rank.weights[l, "disk"])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], weight, save=False)
+        rank.activations[l] = await rank.offload(rank.activations.pop(l))
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        weight = rank.weights[l] = await rank.reload(rank.weights.pop((l, "disk")))
+        activation = await rank.reload(rank.activations.pop(l))
+        grad_weight, grad = rank.backward(l, activation, grad, weight)
+        total = await rank.all_reduce(grad_weight)
+        rank.weights[l], rank.opt_states[l] = rank.update(l, total, weight, rank.opt_states[l])
+        rank.weights[l, "disk"] = await rank.offload(rank.weights.pop(l), "disk")
+
+
+async def sums_away(rank: Rank) -> None:
+    """Gradients of single microbatches that are added up in the host's memory, where the optimizer clips by them."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l, place="host")
+    for m in rank.share():
+        rank.activations[0] = rank.load_batch([m])
+        for l in rank.layers:
+            weight = await rank.reload(rank.weights[l])
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], weight)
+        grad = rank.loss(rank.activations.pop(len(rank.layers)))
+        for l in reversed(rank.layers):
+            weight = await rank.reload(rank.weights[l])
+            made, grad = rank.backward(l, rank.activations.pop(l), grad, weight)
+            sums = await rank.offload(await rank.all_reduce(made))
+            rank.grad_weights[l] = rank.grad_weights[l] + sums if l in rank.grad_weights else sums
+    for l in rank.layers:
+        squares = rank.norm(l, rank.grad_weights[l])
+        rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
+    for l in rank.layers:
+        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
+        rank.weights[l], rank.opt_states[l] = made
+
+
+RIGHT = [offloaded, state_away, weights_away, sums_away]

@@ -1,0 +1,67 @@
+"""Memory beside the device: in the host's, in a file, and what is parked there for a while."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.execute.optimizer import Slice
+from shardlab.execute.places import Parked, copy, storage_at, tensor_at
+from shardlab.optimizers import AdamW
+from shardlab.rules.place import PLACES
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tensor_elsewhere_has_the_numbers_that_are_copied_there(place: str, tmp_path: Path) -> None:
+    given = torch.arange(6, dtype=torch.float64).view(2, 3)
+    there = tensor_at(place, given.shape, given.dtype, CPU, tmp_path)
+    copy(there, given, CPU)()
+    given.zero_()
+    assert there.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert there.dtype is torch.float64
+
+
+def test_the_disk_has_a_file_of_the_tensors_size_and_no_name_is_left(tmp_path: Path) -> None:
+    room = storage_at("disk", 5_000_000, CPU, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    first, last = (int(end, 16) for end in mapped[0].split()[0].split("-"))
+    assert last - first >= room.nbytes() == 5_000_000
+
+
+def test_parked_tensors_have_no_memory_and_get_their_numbers_back() -> None:
+    whole = torch.arange(8.0)
+    parts, parked = whole.split(4), Parked()
+    parked.offload([*parts], lambda size: storage_at("host", size, CPU))
+    assert whole.untyped_storage().nbytes() == 0
+    parked.reload()
+    assert [part.tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_optimizer_goes_on_as_if_its_state_had_never_been_away(exact: bool) -> None:
+    """With and without a copy of the weights in more bits; each update is given another tensor with the weights."""
+
+    def optimizer(weights: torch.Tensor) -> Slice:
+        return Slice([weights], [0], [(0, 3)], AdamW(), weights.double() if exact else None)
+
+    stays, moves = torch.linspace(0, 1, 5), torch.linspace(0, 1, 5)
+    staying, moving = optimizer(stays), optimizer(moves)
+    for step in range(4):
+        gradient = torch.full((5,), 0.1 + step)
+        staying.update(gradient, step)
+        moving.reload()
+        copied = moves.clone()
+        moving.carry([copied])
+        moving.update(gradient, step)
+        moving.offload(lambda size: storage_at("host", size, CPU))
+        assert all(moment.untyped_storage().nbytes() == 0 for moment in moving.moments if moment.numel() > 1)
+        moves = copied
+        assert torch.equal(stays, moves)
