@@ -67,7 +67,7 @@ def test_muon_is_refused_where_a_matrix_is_cut(sharding: str) -> None:
 def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:
     """Bytes of a rank's optimizer states, and those that the program counts."""
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
-    optimizer = AdamW(optimizer=job.optimizer, schedule_steps=1, warmup_steps=1)
+    optimizer = AdamW(optimizer=job.optimizer, schedule_steps=1, warmup_steps=1, ema=job.ema)
     state = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, optimizer)).state
     for (layer, holds), part in state.opt_states.items():
         length = sum(map(len, part.weights))
@@ -82,10 +82,11 @@ def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "muon"])
+@pytest.mark.parametrize("ema", [None, 0.9])
 def test_an_optimizer_s_state_has_the_bytes_that_are_predicted(
-    ranks: World, optimizer: Optimizer, precision: str
+    ranks: World, optimizer: Optimizer, precision: str, ema: float | None
 ) -> None:
     model = replace(MODEL, layers=1)
-    job = replace(job_of(SHARDINGS["ddp"], optimizer, precision), model=model)
+    job = replace(job_of(SHARDINGS["ddp"], optimizer, precision), model=model, ema=ema)
     for kept, predicted in ranks(2).call(kept_and_predicted, job):
         assert kept == predicted

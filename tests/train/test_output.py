@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> OutputFolder:
 def test_a_loss_that_is_not_finite_is_null(folder: OutputFolder) -> None:
     folder.write_metrics({"step": 0, "loss": float("nan")})
     folder.write_metrics({"step": 1, "loss": float("inf")})
-    folder.write_plot(1.0, float("nan"))
+    folder.write_plot(1.0, {"validation_loss": float("nan")})
     folder.close()
     assert (folder.path / "metrics.jsonl").read_text() == '{"step": 0, "loss": null}\n{"step": 1, "loss": null}\n'
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_written_is_a_sentence_and_the_rest_is_written(folder: Ou
     folder.write_metrics({"step": 0, "loss": 1.0})
     with files_of_at_most(500):
         folder.write_weights(MODEL, FLATS)
-        folder.write_plot(1.0, 1.0)
+        folder.write_plot(1.0, {"validation_loss": 1.0})
     folder.close()
     said = capsys.readouterr().err.splitlines()
     assert [line.split(" (")[0] for line in said] == [

@@ -49,7 +49,7 @@ def memory(rank: int, job: Job) -> tuple[int, int, dict[str, int]]:
     """Bytes of a rank as its loss begins: those predicted, those that were live, and what they were for."""
     checked = job.checked()
     batches = Batches(Corpus.split(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, job.microbatches, 0)
-    executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU))
+    executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU, AdamW(ema=job.ema)))
     record = MemoryRecord()
     executor.step()
     step_with_memory(executor, record)
@@ -59,9 +59,11 @@ def memory(rank: int, job: Job) -> tuple[int, int, dict[str, int]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-fp32-grads", "fp16"])
-@pytest.mark.parametrize("strategy", ["zero-1", "zero-3"])
-def test_memory_in_a_precision_is_what_is_predicted(ranks: World, strategy: str, precision: str) -> None:
-    job = Job(strategy, 2, 2, GPT(layers=2, hidden_size=64, heads=2, seq_len=8), 2, precision)
+@pytest.mark.parametrize(("strategy", "ema"), [("zero-1", None), ("zero-3", None), ("zero-1", 0.9)])
+def test_memory_in_a_precision_is_what_is_predicted(
+    ranks: World, strategy: str, ema: float | None, precision: str
+) -> None:
+    job = Job(strategy, 2, 2, GPT(layers=2, hidden_size=64, heads=2, seq_len=8), 2, precision, ema=ema)
     for predicted, live, by_category in ranks(2).call(memory, job):
         assert live == pytest.approx(predicted, rel=0.02), by_category
 

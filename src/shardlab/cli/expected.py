@@ -73,6 +73,8 @@ def predicted_seconds(entry: StrategyEntry, job: Job) -> float | str:
         job.numbers,
         lambda _, sizes, microbatches: checked(entry, job.ranks, sizes, microbatches),
         entry.columns,
+        optimizer=job.optimizer,
+        ema=job.ema is not None,
     )
     try:
         return workload.estimate().step

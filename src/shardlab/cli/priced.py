@@ -63,6 +63,7 @@ def price(
     *,
     precision: str | None = None,
     optimizer: Optimizer = "adamw",
+    ema: bool = False,
     ranks: int | None = None,
     layers: int | None = None,
     batch: BatchRequest = AS_USUAL,
@@ -75,6 +76,7 @@ def price(
         layout: flags of a plan.
         precision: by name; without one, bfloat16 where the device has it.
         optimizer: what makes a step of a gradient.
+        ema: whether an average of the weights is kept.
         batch: how large the global batch is, and how it is cut.
         force: take a profile from another machine.
 
@@ -114,7 +116,16 @@ def price(
     plan = mesh if entry.plan is None else entry.plan(ranks)
     microbatches, micro_batch_size = batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
     workload = Workload(
-        plan, model, cluster, microbatches, micro_batch_size, numbers, trace, entry.columns, optimizer=optimizer
+        plan,
+        model,
+        cluster,
+        microbatches,
+        micro_batch_size,
+        numbers,
+        trace,
+        entry.columns,
+        optimizer=optimizer,
+        ema=ema,
     )
     if entry.plan is None:
         entry.require_ops(1, model.layers, batch.microbatches or 1)

@@ -65,6 +65,9 @@ class Simulate:
     optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
     """What makes a step of a gradient, and so how large its state is; with --model."""
 
+    ema: Flag = False
+    """An average of the weights is kept beside the optimizer's state; with --model."""
+
     costs: CostsText = None
     """What ops take; those left out take no time. An unsplit backward takes backward_input + backward_weight, and a
     send's time is its link's, which carries any number of messages at once."""
@@ -113,6 +116,7 @@ class Simulate:
             "micro-batch-size": self.micro_batch_size,
             "precision": self.precision,
             "optimizer": self.optimizer,
+            "ema": self.ema,
             "force": self.pictures.force and not self.pictures.files,
         }
         for flag, given in flags.items():
@@ -136,6 +140,7 @@ class Simulate:
             self.cluster,
             precision=self.precision,
             optimizer=self.optimizer or "adamw",
+            ema=self.ema,
             ranks=self.ranks,
             layers=self.layers,
             batch=BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),

@@ -201,6 +201,8 @@ class Train:
         speed = f"{summary.tps:,.0f} tokens/s, {1000 * summary.dt:.0f} ms/step (median after {summary.warm_up} steps)"
         print_fact(console, "model", f"{model.parameter_count:,} parameters in {model.layers} layers")
         print_fact(console, "steps", f"{summary.steps}" + (" (interrupted)" if summary.interrupted else ""))
+        if summary.validation_after_ema is not None:
+            loss += f", {summary.validation_after_ema:.3f} of the averaged weights"
         print_fact(console, "validation", loss, "bold")
         print_fact(console, "speed", speed)
         files = [
@@ -212,7 +214,8 @@ class Train:
             "strategy.svg",
             "weights.safetensors",
         ]
-        files = [file for file in [*files, *["trace.json"] * config.logging.trace] if file not in summary.unwritten]
+        files += ["ema.safetensors"] * (config.optimizer.ema is not None) + ["trace.json"] * config.logging.trace
+        files = [file for file in files if file not in summary.unwritten]
         print_fact(console, "results", f"{summary.out}/: {', '.join(files)}")
         source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
         console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")

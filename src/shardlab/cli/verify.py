@@ -51,6 +51,9 @@ class Verify:
     optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
     """What makes a step of a gradient, on both."""
 
+    ema: Annotated[float | None, tyro.conf.arg(metavar="DECAY", help_behavior_hint="")] = None
+    """Decay of an average of the weights, which is compared as well."""
+
     all: Flag = False
     """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
 
@@ -91,8 +94,9 @@ class Verify:
             self.precision,
             name=chosen.name,
             optimizer=self.optimizer,
+            ema=self.ema,
         )
-        proof = checked_to_run(chosen, job, AdamW(optimizer=self.optimizer, clip=self.clip))
+        proof = checked_to_run(chosen, job, AdamW(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
         clip = clip_for(proof, self.clip)
         with failures_as_exit():
             verdict = verify(job, self.steps, clip)

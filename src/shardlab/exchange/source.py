@@ -145,21 +145,25 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     """The weights in a folder, with all their names and shapes checked, and none read.
 
     Args:
-        folder: of a run (run.json and weights.safetensors) or in Hugging Face's form (config.json and safetensors).
+        folder: of a run (run.json and weights.safetensors) or in Hugging Face's form (config.json and safetensors); or
+            another file of weights in a run's folder, such as its ema.safetensors.
         change: makes the model whose weights they are of the one that the folder says, and the name of the file that
             says it.
 
     Raises:
         UserError: when there are no weights in safetensors, they are of no model that Shardlab has, or do not fit it.
     """
+    weights = folder / WEIGHTS
+    if folder.suffix == ".safetensors" and folder.is_file() and (folder.parent / RUN).is_file():
+        folder, weights = folder.parent, folder
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; name the folder of a run, or one in Hugging Face's form")
     changed = change or _unchanged
-    if (folder / WEIGHTS).is_file():
+    if weights.is_file():
         record = _record(folder / RUN)
         model = changed(_recorded(record, folder / RUN), str(folder / RUN))
-        tensors = TensorFiles([folder / WEIGHTS])
+        tensors = TensorFiles([weights])
         return WeightSource(
             folder, "shardlab", model, tensors, own_parts, config=record.get("huggingface") or {}
         ).check()

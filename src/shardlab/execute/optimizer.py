@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.errors import UserError
+from shardlab.execute.average import Average
 from shardlab.execute.lion import Lion
 from shardlab.execute.muon import Muon
 from shardlab.execute.places import Parked
@@ -29,7 +30,7 @@ from shardlab.program import OpKind
 def torch_optimizers(
     config: AdamW, decayed: list[Tensor], others: list[Tensor], matrices: Sequence[Tensor] = (), *, fused: bool = True
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest."""
+    """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest; last an average."""
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -44,6 +45,8 @@ def torch_optimizers(
         found.append(Lion(groups, rate, config.betas))
     elif groups:
         found.append(torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=fused))
+    if config.ema is not None:
+        found.append(Average([*decayed, *others, *matrices], config.ema))
     return found
 
 
@@ -126,6 +129,13 @@ class Slice:
     def flat(self) -> Tensor:
         """The slice's weights now, (elements,); itself where the slice is one run, else a copy."""
         return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
+
+    @property
+    def average(self) -> Tensor:
+        """The average of the slice's weights over the steps, (elements,)."""
+        kept = self.optimizers[-1]
+        assert isinstance(kept, Average), "an average was asked for"
+        return torch.cat([kept.of(leaf).flatten() for leaves, *_ in self._parts for leaf in leaves])
 
     @property
     def moments(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ _NOT_NEGATIVE = number("0 or more", lambda value: 0 <= value < math.inf)
 _POSITIVE = number("a positive number", lambda value: 0 < value < math.inf)
 _NORM = number_or_none("a positive norm, or none at all", lambda value: 0 < value < math.inf, "NORM")
 _DECAYS = pair("two numbers from 0 up to but not including 1", lambda value: 0 <= value < 1)
+_DECAY = number_or_none("a number from 0 up to but not including 1, or none", lambda value: 0 <= value < 1, "DECAY")
 _SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 
@@ -44,6 +45,9 @@ class AdamW:
 
     clip: Annotated[float | None, _NORM] = None
     """The largest norm of the whole model's gradient, or none; for plans, which compute it."""
+
+    ema: Annotated[float | None, _DECAY] = None
+    """Decay of the average of weights (EMA) that is kept beside them, such as 0.999, or none for no average."""
 
     learning_rate_schedule: Annotated[Schedule, choice(Schedule)] = "cosine"
     """How the learning rate comes down after its warm-up."""

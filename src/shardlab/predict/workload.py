@@ -38,6 +38,7 @@ class Workload:
         recipe: how the framework that runs it does so.
         columns: whether that program wants every matrix cut by columns.
         optimizer: what makes a step of a gradient, which says how large its state is.
+        ema: whether an average of the weights is part of that.
     """
 
     plan: Plan | Mesh
@@ -50,6 +51,7 @@ class Workload:
     columns: bool = False
     recipe: Recipe = OWN
     optimizer: Optimizer = "adamw"
+    ema: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -79,7 +81,7 @@ class Workload:
         if isinstance(self.plan, Plan):
             self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
         elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
-        sizes = self.precision.sizes(elements, self.optimizer)
+        sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema)
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, sizes, self.microbatches)
@@ -111,7 +113,7 @@ class Workload:
             cluster = replace(cluster, nics=1)
         if self.recipe.attention:
             cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.attention))
-        numbers = self.precision.under(self.optimizer)
+        numbers = self.precision.under(self.optimizer, ema=self.ema)
         return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, self.recipe, self.mesh)
 
     def peak_bytes(self) -> int:

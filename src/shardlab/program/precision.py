@@ -54,20 +54,24 @@ class Precision:
         """Bytes of an element; of the optimizer's state, which is counted as two, half of those of a parameter."""
         return self.optimizer // 2 if kind is Kind.OPT_STATE else int(bytes_of(self.dtype(kind)))
 
-    def under(self, optimizer: Optimizer) -> Precision:
-        """The same numbers, with the state that an optimizer keeps of a parameter (Muon: of a matrix)."""
-        lacking = MOMENTS["adamw"] - MOMENTS[optimizer]
+    def under(self, optimizer: Optimizer, *, ema: bool = False) -> Precision:
+        """The same numbers, with the state that an optimizer keeps of a parameter (Muon: of a matrix).
+
+        Args:
+            ema: whether the average of the parameters is part of it.
+        """
+        lacking = MOMENTS["adamw"] - MOMENTS[optimizer] - ema
         return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
 
-    def sizes(self, sizes: Sizes, optimizer: Optimizer = "adamw") -> Sizes:
-        """A model's sizes with these bytes, and an optimizer's state."""
-        mine = self.under(optimizer)
-        states = sizes.opt_states
-        if optimizer == "muon":
-            second = int(bytes_of(self.state)) // mine.bytes(Kind.OPT_STATE)
-            pairs = zip(states, sizes.weights, sizes.matrices, strict=True)
-            states = tuple(state + second * (weight - matrices) for state, weight, matrices in pairs)
-        return replace(sizes, opt_states=states, element_bytes={kind: mine.bytes(kind) for kind in Kind})
+    def sizes(self, sizes: Sizes, optimizer: Optimizer = "adamw", *, ema: bool = False) -> Sizes:
+        """A model's sizes with these bytes, and an optimizer's state; `ema` as in `under`."""
+        mine = self.under(optimizer, ema=ema)
+        states, each = sizes.opt_states, {kind: mine.bytes(kind) for kind in Kind}
+        if optimizer == "muon":  # counted in its own numbers
+            each[Kind.OPT_STATE] = number = int(bytes_of(self.state))
+            pairs = zip(sizes.weights, sizes.matrices, strict=True)
+            states = tuple(mine.optimizer // number * weight + weight - matrices for weight, matrices in pairs)
+        return replace(sizes, opt_states=states, element_bytes=each)
 
     @property
     def scaled(self) -> bool:

@@ -22,10 +22,12 @@ from shardlab.data.text import map_text
 from shardlab.errors import UserError
 from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
+from shardlab.execute.average import averaged
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
 from shardlab.models.tensors import Initial
 from shardlab.rules.pieces import counted
+from shardlab.train.figures import VALIDATION, VALIDATION_EMA
 from shardlab.train.job import Job, agree
 from shardlab.train.launch import backend_of
 
@@ -120,7 +122,7 @@ class Evaluation:
         model = replace(job, model=replace(job.model, dropout=0.0)).cut
         settings = Settings(job.seed, job.numbers, device, initial=initial)
         half = check_forward(forward_only(checked))
-        self._batches, self._device = batches, device
+        self._batches, self._device, self._of = batches, device, of
         self._executor = Executor(half, rank, model, batches, settings, backend_of(device), groups=groups, of=of)
 
     def loss(self) -> Loss:
@@ -132,6 +134,14 @@ class Evaluation:
         total = total.to(self._device)
         dist.all_reduce(total)
         return Loss(float(total[0]), int(total[1]), int(total[1]))  # a token is a byte
+
+    def losses(self) -> dict[str, float]:
+        """The mean loss as records name it, and that of averaged weights if there are any; every rank calls this."""
+        found = {VALIDATION: self.loss().mean}
+        if self._of is not None and self._of.settings.optimizer.ema is not None:
+            with averaged(self._of):
+                found[VALIDATION_EMA] = self.loss().mean
+        return found
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Job:
         seed: of weights, data and dropout.
         name: what to call the strategy (nothing: its own name).
         optimizer: what makes a step of a gradient, which says how large its state is.
+        ema: decay of the average of weights that is part of that state (None: there is none).
     """
 
     strategy: str | Plan
@@ -46,6 +47,7 @@ class Job:
     seed: int = 0
     name: str = ""
     optimizer: Optimizer = "adamw"
+    ema: float | None = None
 
     @property
     def title(self) -> str:
@@ -80,7 +82,8 @@ class Job:
     def sizes(self) -> Sizes:
         """Elements of the program's values."""
         numbers, entry = self.numbers, load(self.strategy)
-        sizes = numbers.sizes(self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION)), self.optimizer)
+        elements = self.cut.sizes(self.micro_batch_size, numbers.bytes(Kind.ACTIVATION))
+        sizes = numbers.sizes(elements, self.optimizer, ema=self.ema is not None)
         return entry.plan(self.ranks).counted(sizes) if entry.plan else sizes
 
     @property

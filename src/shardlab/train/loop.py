@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
+from shardlab.execute.average import averaged
 from shardlab.execute.collect import collect
 from shardlab.execute.communicator import Groups
 from shardlab.execute.compute_clock import ComputeClock
@@ -23,7 +24,7 @@ from shardlab.program import Kind
 from shardlab.rules.pieces import counted
 from shardlab.train.data import Batches
 from shardlab.train.evaluate import Evaluation, InOrder
-from shardlab.train.figures import bytes_per_token
+from shardlab.train.figures import VALIDATION, VALIDATION_EMA, bytes_per_token
 from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import agree
@@ -35,7 +36,7 @@ from shardlab.train.profiling import ProfiledExecutor
 from shardlab.train.progress import TrainingProgress
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.sample import continued, opening
-from shardlab.train.saved import saved_in
+from shardlab.train.saved import AVERAGED, saved_in
 from shardlab.train.steps import TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.world import RunningWorld
@@ -90,13 +91,16 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
             return None
         validates, samples = run.looks(step.metrics["step"])
         if validates:
-            validation.loss()
+            validation.losses()
         if samples:
             collect(executor.state, executor.state.kept)
     collect(executor.state, executor.state.kept)
+    if run.config.optimizer.ema is not None:
+        with averaged(executor.state):
+            collect(executor.state, executor.state.kept)
     if tracer is not None:
         tracer.finish()
-    validation.loss()
+    validation.losses()
     return None
 
 
@@ -125,13 +129,13 @@ def _first_rank(
         times.append(step.metrics["dt"])
         validates, samples = (False, False) if step.diverged else run.looks(step.metrics["step"])
         if validates:
-            step.metrics["validation_loss"] = validation.loss().mean
+            step.metrics.update(validation.losses())
         folder.write_metrics(step.metrics, pending=not (run.logs(step.metrics["step"]) or step.diverged))
         progress.show(step.metrics)
         if samples:
             progress.say(continued(job.model, _gathered(state), prompt, job.seed, batches.corpus.tokenizer))
         if step.diverged:
-            folder.write_plot(before, math.nan)
+            folder.write_plot(before, {VALIDATION: math.nan})
             folder.close()
             raise diverged(run, step.not_finite)
         if step.not_finite:
@@ -142,11 +146,17 @@ def _first_rank(
     finite = all(bool(flat.isfinite().all()) for flat in flats)
     if finite:
         folder.write_weights(job.model, flats)  # first, since a run that is interrupted has little time
+    if run.config.optimizer.ema is not None:
+        with averaged(state):
+            averages = _gathered(state)
+        if finite:
+            folder.write_weights(job.model, averages, AVERAGED)
     if tracer is not None:
         tracer.finish()
     progress.begin("validation after training")
-    after = validation.loss().mean  # not a number where weights are not
-    folder.write_plot(before, after)
+    losses = validation.losses()
+    after = losses[VALIDATION]  # not a number where weights are not
+    folder.write_plot(before, losses)
     folder.close()
     if not math.isfinite(after):
         raise diverged(run, f"the validation loss after step {len(times)}")
@@ -159,6 +169,7 @@ def _first_rank(
         interrupted=len(times) < run.config.train.steps,
         validation_before=before,
         validation_after=after,
+        validation_after_ema=losses.get(VALIDATION_EMA),
         warm_up=warm_up,
         dt=dt,
         tps=job.tokens / dt,

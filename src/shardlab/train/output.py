@@ -29,6 +29,7 @@ from shardlab.models.tensors import views
 from shardlab.program import UserError
 from shardlab.program.files import whole_file, write_whole
 from shardlab.timeline import simulate
+from shardlab.train.figures import VALIDATION
 from shardlab.train.heartbeat import say
 from shardlab.train.loggers import Logger
 from shardlab.train.saved import METRICS, WEIGHTS
@@ -108,17 +109,17 @@ class OutputFolder:
         self._last = None
         self._flush()
 
-    def write_weights(self, model: Model, flats: Sequence[Tensor]) -> None:
+    def write_weights(self, model: Model, flats: Sequence[Tensor], name: str = WEIGHTS) -> None:
         """All parameters by name, `layers.<l>.<name>`; in a folder for temporary files where they find no room here."""
         tensors: dict[str, Tensor] = {}
         for layer, flat in enumerate(flats):
             layout = model.layout(layer)
             for parameter, view in zip(layout.parameters, views(layout, flat), strict=True):
                 tensors[f"layers.{layer}.{parameter.name}"] = view.contiguous()
-        with self._noted(WEIGHTS) as path, whole_file(path) as part:
+        with self._noted(name) as path, whole_file(path) as part:
             save_file(tensors, part)
-        if WEIGHTS in self._unwritten:
-            elsewhere = Path(tempfile.mkdtemp(prefix="shardlab-"), WEIGHTS)
+        if name in self._unwritten:
+            elsewhere = Path(tempfile.mkdtemp(prefix="shardlab-"), name)
             try:
                 with whole_file(elsewhere) as part:
                     save_file(tensors, part)
@@ -127,17 +128,20 @@ class OutputFolder:
             else:
                 say(f"shardlab: the weights are in {elsewhere} instead")
 
-    def write_plot(self, before: float, after: float) -> None:
-        """The training loss over the steps, with the validation loss at both ends; what is not finite is left out."""
+    def write_plot(self, before: float, after: Mapping[str, float]) -> None:
+        """The training loss over the steps, with the validation losses at both ends; what is not finite is left out."""
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         steps = [metrics["step"] for metrics in self._history]
         losses = [math.nan if metrics["loss"] is None else metrics["loss"] for metrics in self._history]
         axes.plot(steps, losses, linewidth=1.2, label="training")
-        between = [(row["step"] + 1, row["validation_loss"]) for row in self._history if "validation_loss" in row]
-        validated, found = zip((0, before), *between, (steps[-1] + 1 if steps else 0, after), strict=True)
-        axes.plot(validated, found, "o", label="validation")
+        for name, loss in after.items():
+            points = [(row["step"] + 1, row[name]) for row in self._history if row.get(name) is not None]
+            points.append((steps[-1] + 1 if steps else 0, loss))
+            first = [(0, before)] if name == VALIDATION else []
+            label = "validation" if name == VALIDATION else "validation, averaged weights"
+            axes.plot(*zip(*first, *points, strict=True), "o", label=label)
         axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
         axes.grid(alpha=0.3)
         axes.legend()

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardlab.train.figures import VALIDATION, VALIDATION_EMA
 from shardlab.train.heartbeat import SILENCE, Heartbeat
 
 PIPE_LINES = 10
@@ -81,19 +82,15 @@ class TrainingProgress:
     def show(self, metrics: dict[str, Any]) -> None:
         """A step has ended, and the next one is under way."""
         text = as_line(metrics)
-        if "validation_loss" in metrics:
-            text += f" validation loss {metrics['validation_loss']:.3f}"
+        for name in (VALIDATION, VALIDATION_EMA):
+            if name in metrics:
+                text += f" {name.replace('_', ' ')} {metrics[name]:.3f}"
         done = metrics["step"] + 1
         self._bar.update(self._task, completed=done, description=text)
         if self._lines is not None:
             tenth = done % max(1, self._steps // PIPE_LINES) == 0
             now = time.monotonic()
-            if (
-                tenth
-                or "validation_loss" in metrics
-                or done in (1, self._steps)
-                or now - self._shown >= self._silence / 2
-            ):
+            if tenth or VALIDATION in metrics or done in (1, self._steps) or now - self._shown >= self._silence / 2:
                 self._lines.say(f"step {done:>5}/{self._steps}  {text}")
                 self._shown = now
             self._lines.doing = f"step {done + 1:>5}/{self._steps}"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,16 +27,18 @@ class Reference:
         losses: mean loss of each step.
         gradients: for each step and layer the flat gradient.
         weights: for each layer the flat weights after the last step.
+        averages: for each layer the average of the flat weights over the steps (none: nobody asked).
     """
 
     losses: list[float]
     gradients: list[list[Tensor]]
     weights: list[Tensor]
+    averages: list[Tensor]
 
     @property
     def all(self) -> list[list[Tensor]]:
-        """The gradients of each step, then the weights."""
-        return [*self.gradients, self.weights]
+        """The gradients of each step, then the weights, and their averages if there are any."""
+        return [*self.gradients, self.weights, *([self.averages] if self.averages else [])]
 
 
 def train_reference(
@@ -78,7 +80,8 @@ def train_reference(
                 pair, role = (matrices_of(tensor, parameter), matrices_of(gradient, parameter)), 2
             stepped += zip(*pair, strict=True)
             roles[role] += pair[0]
-    optimizers = torch_optimizers(config, *roles, fused=False)
+    optimizers = torch_optimizers(replace(config, ema=None), *roles, fused=False)
+    followed, counted = [torch.zeros_like(copy) for copy in exact], 0.0
     losses: list[float] = []
     gradients: list[list[Tensor]] = []
     for step in range(steps):
@@ -108,7 +111,16 @@ def train_reference(
             optimizer.step()
         for flat, copy in zip(flats, exact, strict=True):
             flat.copy_(copy)
-    return Reference(losses, gradients, flats)
+        if config.ema is not None:
+            counted = config.ema * counted + 1
+            for total, copy in zip(followed, exact, strict=True):
+                total.mul_(config.ema).add_(copy)
+    averages = (
+        []
+        if config.ema is None
+        else [(total / counted).to(flat.dtype) for total, flat in zip(followed, flats, strict=True)]
+    )
+    return Reference(losses, gradients, flats, averages)
 
 
 def _add_gradients(sums: list[Tensor], parameters: list[Tensor]) -> None:

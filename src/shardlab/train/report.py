@@ -53,6 +53,8 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
         "device-hours": f"{summary.seconds * job.ranks / 3600:.4f} ({summary.seconds:.1f} s on {job.ranks} devices)",
         "cost": _cost(run.config.logging.price, summary.seconds * job.ranks / 3600),
     }
+    if summary.validation_after_ema is not None:
+        rows["validation loss of averages"] = f"{summary.validation_after_ema:.4f} after"
     places = [f"| {each['rank']} | {each['host']} | {each['device']} | {_mesh(each)} |" for each in record["places"]]
     return "\n".join(
         [

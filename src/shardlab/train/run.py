@@ -51,6 +51,7 @@ class TrainingRun:
             train.seed,
             plan.name,
             config.optimizer.optimizer,
+            config.optimizer.ema,
         )
 
     def looks(self, step: int) -> tuple[bool, bool]:
@@ -107,6 +108,7 @@ class Summary:
         epochs: how often each source of the data was gone through.
         interrupted: whether it was.
         validation_before, validation_after: loss on text that is not trained on, nats per token.
+        validation_after_ema: that of the averaged weights, if there are any.
         warm_up: how many of the first steps the speeds leave out.
         dt, tps: median seconds of the other steps, and the tokens per second that follow.
         seconds: of all steps together.
@@ -121,6 +123,7 @@ class Summary:
     interrupted: bool
     validation_before: float
     validation_after: float
+    validation_after_ema: float | None
     warm_up: int
     dt: float
     tps: float

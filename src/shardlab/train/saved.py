@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardlab.rules.pieces import counted
 
-WEIGHTS = "weights.safetensors"
+WEIGHTS, AVERAGED = "weights.safetensors", "ema.safetensors"
 METRICS = "metrics.jsonl"
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardlab.check import Checked
 from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute.average import averaged
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State, torch_dtype
 from shardlab.models import CutModel, Model
@@ -54,8 +55,9 @@ class Errors:
 
     Attributes:
         loss_error: largest relative difference of a step's loss.
-        gradient_error, weight_error: of the worst layer (and step), max|a - b| / max|b| over all its parameters
-            together; elementwise, a gradient of zero (an attention's key bias has one) would make it meaningless.
+        gradient_error, weight_error: of the worst layer (and step; averages are weights), max|a - b| / max|b| over all
+            its parameters together; elementwise, a gradient of zero (an attention's key bias has one) would make it
+            meaningless.
         gradient_layer, weight_layer: the worst layers.
     """
 
@@ -136,7 +138,7 @@ def verify_rank(
     agree(checked, "")
     eps = SMALL_EPS if job.numbers is FP64 else LARGE_EPS
     limit = clip_for(checked, clip)
-    optimizer = AdamW(optimizer=job.optimizer, schedule_steps=steps, warmup_steps=1, clip=limit, eps=eps)
+    optimizer = AdamW(job.optimizer, schedule_steps=steps, warmup_steps=1, clip=limit, eps=eps, ema=job.ema)
     settings = Settings(job.seed, job.numbers, device, optimizer, loss_scale=SAFE_SCALE)
     seen: dict[tuple[int, Holds], Tensor] = {}
 
@@ -156,19 +158,23 @@ def verify_rank(
         losses.append(float(loss[0] / loss[1]))
         gradients.append(dict(seen))
     state = executor.state
+    kept: list[Slices] = [state.kept]
+    if job.ema is not None:
+        with averaged(state):
+            kept.append({key: weight.clone() for key, weight in state.kept.items()})
 
     def errors(expected: Reference, its: Reference | None = None) -> Errors:
         """Of what this rank has, or of what one device has of the same slices."""
         found = [abs(a - b) / abs(b) for a, b in zip(its.losses if its else losses, expected.losses, strict=True)]
-        given = [*gradients, state.kept]
+        given = [*gradients, *kept]
         if its is not None:
             given = [
                 {key: _slice(state, whole, *key) for key in mine}
                 for mine, whole in zip(given, (_as_cut(model, each) for each in its.all), strict=True)
             ]
         worst = _worst if expected is alone else _worst_in_all
-        *of_steps, last = (worst(state, a, _as_cut(model, b)) for a, b in zip(given, expected.all, strict=True))
-        return Errors(max(map(_number, found)), *max(of_steps), *last)
+        found_of = [worst(state, a, _as_cut(model, b)) for a, b in zip(given, expected.all, strict=True)]
+        return Errors(max(map(_number, found)), *max(found_of[:steps]), *max(found_of[steps:]))
 
     if job.numbers is FP64:
         return Verdict(**asdict(errors(alone)))
