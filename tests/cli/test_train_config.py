@@ -40,6 +40,7 @@ def test_flags_prevail_over_the_file_and_the_file_over_the_preset(elsewhere: Pat
     assert [found["model"][name] for name in ("heads", "hidden_size", "bias")] == [2, 128, False]
     assert found["train"] == {
         "steps": 2000, "microbatches": 2, "micro_batch_size": 6, "seed": 0, "init": None, "non_finite": "stop",
+        "batch_ramp": None,
     }  # fmt: skip
 
 
@@ -48,12 +49,13 @@ def test_without_words_it_is_as_ever(capsys: Captured) -> None:
     assert found["plan"] == {"strategy": "fsdp", "ranks": 4}
     assert found["train"] == {
         "steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0, "init": None, "non_finite": "stop",
+        "batch_ramp": None,
     }  # fmt: skip
     assert found["optimizer"] == {
         "optimizer": "adamw", "momentum": 0.95,
         "learning_rate": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "clip": None,
         "learning_rate_schedule": "cosine", "schedule_steps": 200, "warmup_steps": 10, "decay_steps": 190,
-        "min_learning_rate_ratio": 0.1,
+        "min_learning_rate_ratio": 0.1, "ema": None,
     }  # fmt: skip
     assert found["parameters"]["parameters"] == 236_928
 
@@ -102,6 +104,24 @@ def test_one_dial_sets_sizes_batch_steps_and_learning_rate(capsys: Captured) -> 
     small = config_of(capsys, "--depth 2 --steps 7 --hidden-size 96")
     assert [small["model"][name] for name in ("layers", "hidden_size", "heads")] == [2, 96, 1]
     assert (small["train"]["steps"], small["optimizer"]["learning_rate"]) == (7, 0.0017)
+
+
+def test_a_batch_ramp_and_a_number_of_microbatches_prevail_over_each_other(elsewhere: Path, capsys: Captured) -> None:
+    (elsewhere / "mine.toml").write_text('[train]\nbatch_ramp = "0:2,5:8"')
+    train = config_of(capsys, "--config mine.toml")["train"]
+    assert (train["batch_ramp"], train["microbatches"]) == ("0:2,5:8", 8)
+    train = config_of(capsys, "--config mine.toml --microbatches 3")["train"]
+    assert (train["batch_ramp"], train["microbatches"]) == (None, 3)
+    train = config_of(capsys, "--config mine.toml --batch-ramp 0:1,7:4")["train"]
+    assert (train["batch_ramp"], train["microbatches"]) == ("0:1,7:4", 4)
+    train = config_of(capsys, "--config mine.toml --batch-ramp none")["train"]
+    assert (train["batch_ramp"], train["microbatches"]) == (None, 8)
+
+
+def test_one_dial_counts_the_steps_of_a_batch_ramp(capsys: Captured) -> None:
+    even = config_of(capsys, "--depth 1 --micro-batch-size 4 --microbatches 8")["train"]["steps"]
+    ramped = config_of(capsys, "--depth 1 --micro-batch-size 4 --batch-ramp 0:4,100:8")["train"]["steps"]
+    assert ramped == even + 50
 
 
 def test_the_file_of_the_page_on_training_is_one(elsewhere: Path, capsys: Captured) -> None:
@@ -184,6 +204,15 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("[plan]\nstrategy = 'ddp'\nschedule = '1f1b'", "", "ddp is a program of its own, which fields of a plan do"),
         ("[plan]\nmesh = { tp = 2 }", "--ranks 4", "there are to be 4 ranks, but the plan's mesh is tp 2"),
         ("[[", "", "mine.toml is not TOML"),
+        ("", "--batch-ramp 1:4", "batch_ramp is '1:4'; give ascending steps from 0 on, each with its number"),
+        ("", "--batch-ramp 0:4,8:8,8:4", "batch_ramp is '0:4,8:8,8:4'; give ascending steps from 0 on"),
+        ("", "--batch-ramp 0:4,8:0", "batch_ramp is '0:4,8:0'; give ascending steps from 0 on"),
+        ("[train]\nbatch_ramp = 4", "", "mine.toml: batch_ramp is 4; give ascending steps from 0 on"),
+        ("", "--batch-ramp 0:2,8:4 --microbatches 8", "microbatches is 8, but the batch ramp 0:2,8:4 ends with 4"),
+        ("", "--batch-ramp 0:8,9:2 --ranks 4 --strategy fsdp", "2 microbatches do not divide among 4 ranks; give"),
+        ("", "--batch-ramp 0:3,9:4 --pp 2 --dp-shard 2", "3 microbatches do not divide among 2 data-parallel ranks"),
+        ("", "--batch-ramp 0:4,9:8 --trace", "--trace looks at steps 0 to 14, between which the batch ramp 0:4,9:8"),
+        ("", "--batch-ramp 0:4,9:8 --profile-steps 8:10", "--profile-steps looks at steps 8 to 9, between which the"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_nothing_is_written(

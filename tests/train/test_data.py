@@ -19,6 +19,7 @@ from shardlab.data import Corpus
 from shardlab.data.stream import SequenceStream, TokenRun
 from shardlab.data.tokenizers import ByteTokenizer
 from shardlab.train.data import Batches
+from shardlab.train.ramp import BatchRamp
 
 TEXT = bytes(i % 251 for i in range(5000))
 BATCHES = Batches(Corpus.split(TEXT, seq_len=16), seq_len=16, micro_batch_size=4, microbatches=2, seed=0)
@@ -89,6 +90,29 @@ def test_each_sequence_comes_once_an_epoch_over_all_microbatches(
         int(row[0]) // 8 for step in range(steps) for m in range(microbatches) for row in batches.microbatch(step, m)[0]
     ]
     for epoch in range(3):
+        assert sorted(seen[epoch * sequences : (epoch + 1) * sequences]) == list(range(sequences))
+
+
+RAMPS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=4).map(
+    lambda each: BatchRamp(tuple((sum(steps for steps, _ in each[:at]), count) for at, (_, count) in enumerate(each)))
+)
+"""Stages of some steps and microbatches each."""
+
+
+@given(ramp=RAMPS, sequences=st.integers(1, 40), micro_batch_size=st.integers(1, 3))
+def test_each_sequence_comes_once_an_epoch_while_the_batch_grows(
+    ramp: BatchRamp, sequences: int, micro_batch_size: int
+) -> None:
+    batches = Batches(corpus_of(8 * sequences + 1, []), 8, micro_batch_size, ramp.stages[-1][1], 3, ramp)
+    steps = ramp.steps(-(-2 * sequences // micro_batch_size))
+    seen: list[int] = []
+    for step in range(steps):
+        assert batches.position(step).sequence == len(seen)
+        microbatches = [batches.microbatch(step, m)[0] for m in range(ramp.microbatches(step))]
+        assert batches.counted(step, len(microbatches)) == sum(tokens.numel() for tokens in microbatches)
+        seen += [int(row[0]) // 8 for tokens in microbatches for row in tokens]
+    assert len(seen) >= 2 * sequences > len(seen) - ramp.microbatches(steps - 1) * micro_batch_size
+    for epoch in range(2):
         assert sorted(seen[epoch * sequences : (epoch + 1) * sequences]) == list(range(sequences))
 
 

@@ -30,8 +30,9 @@ from shardlab.train.config_sources import ConfigSource, config_file, origin, pla
 from shardlab.train.depth import of_depth
 
 if TYPE_CHECKING:
+    from shardlab.check import Checked
     from shardlab.train.heartbeat import Heartbeat
-    from shardlab.train.run import Summary
+    from shardlab.train.run import Summary, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Train:
         config: TrainingConfig,
         sources: list[ConfigSource],
     ) -> int:
-        from shardlab.cli.ranks import checked_to_run, failures_as_exit, refuse_restart, tell_interrupted
+        from shardlab.cli.ranks import failures_as_exit, refuse_restart, tell_interrupted
         from shardlab.train.launch import run_ranks
         from shardlab.train.loggers import require_loggers
         from shardlab.train.loop import train_rank
@@ -150,12 +151,21 @@ class Train:
         first_step, end = config.logging.profile_steps or (0, 0)
         if end > steps:
             raise UserError(f"--profile-steps {first_step}:{end} needs {end} steps, but --steps is {steps}; give more")
+        ramp, looked = config.train.ramp, {"--profile-steps": (first_step, end)} if end else {}
+        if config.logging.trace:
+            looked["--trace"] = 0, run.tracing.steps
+        for flag, (begin, stop) in looked.items():
+            if ramp.stage(begin) != ramp.stage(stop - 1):
+                raise UserError(
+                    f"{flag} looks at steps {begin} to {stop - 1}, between which the batch ramp "
+                    f"{config.train.batch_ramp} changes the batch; let it change before or after"
+                )
         require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         heartbeat.doing = "check of the program"
-        proof = checked_to_run(chosen, run.job, config.optimizer)
+        proof = self._checked(chosen, run)
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
                 f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "
@@ -180,6 +190,16 @@ class Train:
             tell_interrupted(out)
             return INTERRUPTED
         return 1 if summary.unwritten else 0
+
+    def _checked(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
+        """The program of the last steps; those of other numbers of microbatches are checked as well."""
+        from shardlab.cli.ranks import checked_to_run
+        from shardlab.train.ramped import want_same_slices
+
+        jobs = (replace(run.job, microbatches=count) for count in run.config.train.ramp.counts)
+        proofs = {job.microbatches: checked_to_run(chosen, job, run.config.optimizer) for job in jobs}
+        want_same_slices(proofs, run.job.cut)
+        return proofs[run.job.microbatches]
 
     def _print_config(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
         counts = count_parameters(config.model)

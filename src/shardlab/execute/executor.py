@@ -31,7 +31,8 @@ class Executor:
         backend: of the process group; the program must pass its channel model.
         observer: sees every gradient before its update.
         groups: where process groups are kept for further programs (see `Communicator`).
-        of: the state of the program that this one is the forward half of; its weights are computed with.
+        of: the state of another program, whose weights this one computes with, and whose optimizer states it steps: of
+            the one that it is the forward half of, or that takes other microbatches.
 
     Attributes:
         state: the rank's tensors.

@@ -120,12 +120,15 @@ class State:
         self.kept: dict[tuple[int, Holds], Tensor] = {
             key: self._initial(*key) if of is None else of.kept[key] for key in loaded
         }
-        self.opt_states = {key: self._optimizer(*key) for key in _opt_states(self.tape)}
+        shared = of if checked.trains else None
+        self.opt_states: dict[tuple[int, Holds], Slice] = {} if shared is None else shared.opt_states
         for op in self.tape:
-            if op.kind is OpKind.LOAD_OPT_STATE and op.holds is not None and op.place:
+            if op.kind is OpKind.LOAD_OPT_STATE and op.holds is not None:
                 key = op.layer, op.holds
-                if op.place != self.analysis.stepped_at.get(key, op.place):
-                    self.opt_states[key].offload(partial(self.storage_at, op.place))
+                if key not in self.opt_states:
+                    self.opt_states[key] = self._optimizer(*key)
+                    if op.place and op.place != self.analysis.stepped_at.get(key, op.place):
+                        self.opt_states[key].offload(partial(self.storage_at, op.place))
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
@@ -135,6 +138,8 @@ class State:
         self.batch: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens = 0
         self.loss_scale = LossScale(settings.loss_scale if settings.precision.scaled else 1.0)
+        if shared is not None:
+            self.loss_scale = shared.loss_scale
         self.finite = True
         self.not_finite: int | None = None
         self.squared_norm = math.nan
@@ -297,11 +302,6 @@ class State:
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype that torch calls so."""
     return getattr(torch, name)
-
-
-def _opt_states(tape: list[Op]) -> list[tuple[int, Holds]]:
-    """(layer, slices) of each optimizer state that is loaded."""
-    return [(op.layer, op.holds) for op in tape if op.kind is OpKind.LOAD_OPT_STATE and op.holds is not None]
 
 
 def _loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:

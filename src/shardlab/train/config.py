@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+from shardlab.errors import UserError
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
 from shardlab.optimizers import AdamW
 from shardlab.program.field_types import AMOUNT, COUNT, FOLDER, INTEGER, SPAN, SWITCH, TEXTS, check_fields, choice, text
 from shardlab.program.toml import as_toml
 from shardlab.strategies.plan import Plan
+from shardlab.train.ramp import RAMP, BatchRamp
 
 PrecisionName = Literal["fp32", "bf16", "bf16-fp32-grads", "fp16", "fp64"]
 """As in `shardlab.program.precision`."""
@@ -41,7 +43,7 @@ class LoopConfig:
     """How many optimizer steps."""
 
     microbatches: Annotated[int, COUNT] = 4
-    """How many microbatches the global batch is cut into."""
+    """How many microbatches the global batch is cut into; with a batch ramp, its last one."""
 
     micro_batch_size: Annotated[int, COUNT] = 4
     """Sequences of a microbatch."""
@@ -56,8 +58,21 @@ class LoopConfig:
     """What follows a loss or a gradient that is not finite: the run stops, or leaves out the step and goes on, which
     takes a plan. In fp16 a step whose gradient overflows is left out in any case."""
 
+    batch_ramp: Annotated[str | None, RAMP] = None
+    """A batch that grows: from which step on it has how many microbatches, such as 0:4,200:8,1000:16."""
+
     def __post_init__(self) -> None:
         check_fields(self)
+        if (last := self.ramp.stages[-1][1]) != self.microbatches:
+            raise UserError(
+                f"microbatches is {self.microbatches}, but the batch ramp {self.batch_ramp} ends with {last}; "
+                "leave out one of them"
+            )
+
+    @property
+    def ramp(self) -> BatchRamp:
+        """How many microbatches each step has."""
+        return BatchRamp.of(self.batch_ramp or f"0:{self.microbatches}")
 
 
 @dataclass(frozen=True)

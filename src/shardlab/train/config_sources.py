@@ -17,6 +17,7 @@ from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.load import load
 from shardlab.strategies.plan import Plan
 from shardlab.train.config import SECTIONS, StrategyConfig, TrainingConfig, by_rule
+from shardlab.train.ramp import RAMP, BatchRamp
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -102,14 +103,22 @@ def merged(sources: Sequence[ConfigSource], section: str) -> dict[str, Any]:
     """A section's fields, each from the last source that has it."""
     fields: dict[str, Any] = {}
     for source in prevailing(sources, section):
-        fields |= source.sections.get(section, {})
+        fields |= _fields(source, section)
     return fields
 
 
 def origin(sources: Sequence[ConfigSource], section: str, name: str) -> str | None:
     """Name the source that a field comes from; None: from none of them."""
-    found = [source.name for source in prevailing(sources, section) if name in source.sections.get(section, {})]
+    found = [source.name for source in prevailing(sources, section) if name in _fields(source, section)]
     return found[-1] if found else None
+
+
+def _fields(source: ConfigSource, section: str) -> Mapping[str, Any]:
+    """What a source says of a section: a batch ramp says how many microbatches as well, and such a number, no ramp."""
+    given = source.sections.get(section, {})
+    if (ramp := given.get("batch_ramp")) and not RAMP.wanted(ramp):
+        return {"microbatches": BatchRamp.of(ramp).stages[-1][1], **given}
+    return {"batch_ramp": None, **given} if "microbatches" in given else given
 
 
 def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.data import Corpus
 from shardlab.data.shuffle import Numbers
+from shardlab.train.ramp import BatchRamp
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Batches:
         micro_batch_size: sequences of a microbatch.
         microbatches: of the global batch.
         seed: of the run.
+        ramp: how many microbatches each step has (None: always as many).
     """
 
     corpus: Corpus
@@ -49,21 +51,22 @@ class Batches:
     micro_batch_size: int
     microbatches: int
     seed: int
+    ramp: BatchRamp | None = None
 
     def position(self, step: int) -> Position:
         """Where the run is before a step."""
-        sequence = step * self.microbatches * self.micro_batch_size
+        sequence = self._before(step) * self.micro_batch_size
         return Position(step, sequence, tuple(self.corpus.training.epochs(sequence, self.seq_len)))
 
     def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets, int64 (micro_batch_size, seq_len): a function of seed, step and microbatch."""
-        first = step * self.microbatches + microbatch
+        first = self._before(step) + microbatch
         tokens, targets = self.corpus.training.cut(self._numbers(first, 1), self.seq_len, self.seed)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def counted(self, step: int, microbatches: int) -> int:
         """Targets that count in a step; 1 at least, so that it can be divided by."""
-        numbers = self._numbers(step * self.microbatches, microbatches)
+        numbers = self._numbers(self._before(step), microbatches)
         return max(1, self.corpus.training.counted(numbers, self.seq_len, self.seed))
 
     @property
@@ -75,6 +78,10 @@ class Batches:
         """Tokens and targets as above, from one place after the other; at the end it begins anew."""
         tokens, targets = self.corpus.validation.cut(self._numbers(index, 1), self.seq_len, None)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+    def _before(self, step: int) -> int:
+        """Microbatches of all steps before one."""
+        return step * self.microbatches if self.ramp is None else self.ramp.before(step)
 
     def _numbers(self, first: int, microbatches: int) -> Numbers:
         """The numbers of the sequences of some microbatches, counted over all steps."""

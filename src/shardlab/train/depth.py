@@ -11,6 +11,7 @@ from shardlab.errors import UserError
 from shardlab.models.counts import count_parameters
 from shardlab.models.named import find_model, sources
 from shardlab.train.config_sources import ConfigSource, merged, model_of
+from shardlab.train.ramp import BatchRamp
 
 WIDTH_OF_A_LAYER = 64
 """Width / depth (nanochat's aspect ratio, scripts/base_train.py)."""
@@ -63,8 +64,9 @@ def of_depth(depth: int, given: Sequence[ConfigSource]) -> ConfigSource:
     train["micro_batch_size"] = set_train.get(
         "micro_batch_size", max(1, round(batch / (train["microbatches"] * model.seq_len)))
     )
-    tokens_of_a_step = train["microbatches"] * train["micro_batch_size"] * model.seq_len
-    steps = set_train.get("steps", math.ceil(tokens / tokens_of_a_step))
+    microbatches = math.ceil(tokens / (train["micro_batch_size"] * model.seq_len))
+    ramp = BatchRamp.of(train.get("batch_ramp") or f"0:{train['microbatches']}")
+    steps = set_train.get("steps", ramp.steps(microbatches))
     rate = float(f"{RATE * math.sqrt(RATE_WIDTH / model.hidden_size):.3g}")
     optimizer = {"learning_rate": rate, "schedule_steps": steps, "warmup_steps": -(-steps // 20)}
     found["train"] = _unset({"steps": steps, "micro_batch_size": train["micro_batch_size"]}, set_train)

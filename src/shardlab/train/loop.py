@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -16,7 +17,6 @@ from shardlab.execute import Executor, Settings
 from shardlab.execute.average import averaged
 from shardlab.execute.collect import collect
 from shardlab.execute.communicator import Groups
-from shardlab.execute.compute_clock import ComputeClock
 from shardlab.execute.state import State
 from shardlab.models import CutModel
 from shardlab.models.tensors import to_blocks
@@ -32,8 +32,8 @@ from shardlab.train.launch import backend_of
 from shardlab.train.loggers import loggers_of
 from shardlab.train.output import OutputFolder
 from shardlab.train.printable import printable
-from shardlab.train.profiling import ProfiledExecutor
 from shardlab.train.progress import TrainingProgress
+from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.sample import continued, opening
 from shardlab.train.saved import AVERAGED, saved_in
@@ -59,25 +59,28 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
 
 def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest) -> Summary | None:
     job, corpus = run.job, run.corpus()
-    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
-    checked = job.checked()
-    agree(checked, corpus.identity)
+    ramp = run.config.train.ramp
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed, ramp)
+    proofs = {count: replace(job, microbatches=count).checked() for count in ramp.counts}
+    checked = proofs[job.microbatches]
+    for proof in proofs.values():
+        agree(proof, corpus.identity)
     world = RunningWorld.gathered(rank, device, checked.program.mesh)
     initial = run.config.train.init and initial_from(run.config.train.init, job.cut)
     settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial)
     groups: Groups = {}
-    executor = Executor(checked, rank, job.cut, batches, settings, backend_of(device), groups=groups)
+    needed = rank, job.cut, batches, settings, backend_of(device)
+    executor = Executor(checked, *needed, groups=groups)
+    executors = {
+        count: executor if proof is checked else Executor(proof, *needed, groups=groups, of=executor.state)
+        for count, proof in proofs.items()
+    }
     count = min(VALIDATION_BATCHES, batches.validation_count)
     judged = InOrder(job.micro_batch_size, count, job.microbatches, batches.validation)
     validation = Evaluation(job, checked, rank, device, judged, of=executor.state, groups=groups)
-    profiled = run.config.logging.profile_steps
-    profiler = None if profiled is None else ProfiledExecutor(executor, profiled, run.out)
-    clock = ComputeClock(executor)
-    tracer = TracedExecutor(executor, job, run.out, run.tracing) if run.config.logging.trace else None
-    stepping: Executor | TracedExecutor | ProfiledExecutor = tracer or executor
-    if profiler is not None:
-        profiler.inner, stepping = stepping, profiler
-    training = TrainingSteps(stepping, clock, executor.state, run, stop, bytes_per_token(corpus))
+    ramped = RampedExecutor(executors, run)
+    tracer = ramped.tracer
+    training = TrainingSteps(ramped, ramped, run, stop, bytes_per_token(corpus))
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
         world.print(Console(file=sys.stderr))
@@ -161,7 +164,9 @@ def _first_rank(
     if not math.isfinite(after):
         raise diverged(run, f"the validation loss after step {len(times)}")
     progress.begin("sample")
-    warm_up = min(WARM_UP, len(times) - 1)
+    last = len(times) - 1
+    began, microbatches = run.config.train.ramp.stage(last)  # speeds are those of one batch, the last
+    warm_up = min(max(WARM_UP, began), last)
     dt = median(times[warm_up:])
     return Summary(
         steps=len(times),
@@ -172,7 +177,7 @@ def _first_rank(
         validation_after_ema=losses.get(VALIDATION_EMA),
         warm_up=warm_up,
         dt=dt,
-        tps=job.tokens / dt,
+        tps=replace(job, microbatches=microbatches).tokens / dt,
         seconds=sum(times),
         prompt=printable(prompt.decode(errors="replace")),
         sample=continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer),

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab.execute import Executor
 from shardlab.execute.compute import Instruction
+from shardlab.execute.state import State
 from shardlab.program import Op
 from shardlab.rules.pieces import bits, listed
 from shardlab.train.output import written
@@ -37,6 +38,11 @@ class ProfiledExecutor:
         plain = zip(executor.state.tape, executor.instructions, strict=True)
         executor.instructions[:] = [self._named(self._name(op), instruction) for op, instruction in plain]
         self.inner: Executor | TracedExecutor = executor
+
+    @property
+    def state(self) -> State:
+        """The rank's tensors."""
+        return self._state
 
     def step(self) -> Tensor:
         """Run a step as `Executor.step` does."""

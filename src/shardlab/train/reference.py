@@ -44,8 +44,7 @@ class Reference:
 def train_reference(
     model: Model,
     batches: Sampler,
-    microbatches: int,
-    steps: int,
+    microbatches: Sequence[int],
     seed: int,
     precision: Precision,
     config: AdamW,
@@ -54,6 +53,7 @@ def train_reference(
     """Plain autograd through all layers, one optimizer over all parameters, one microbatch after the other.
 
     Args:
+        microbatches: of each step.
         precision: of the parameters, their gradients, and the optimizer's copy of the parameters if it has one.
         trained: for each layer, like its flat weights, 1 where parameters are trained and 0 where they are frozen
             (None: all are trained).
@@ -84,17 +84,17 @@ def train_reference(
     followed, counted = [torch.zeros_like(copy) for copy in exact], 0.0
     losses: list[float] = []
     gradients: list[list[Tensor]] = []
-    for step in range(steps):
+    for step, count in enumerate(microbatches):
         for total in sums:
             total.zero_()
         mean = torch.zeros((), dtype=torch.float64)
-        for microbatch in range(microbatches):
+        for microbatch in range(count):
             x, targets = batches.microbatch(step, microbatch)
             layers = zip(layers_of(model), with_borrowed(model, parameters), strict=True)
             for number, (layer, weights) in enumerate(layers):
                 dropout = Dropout(model.dropout, seed, step, number, (microbatch,))
-                x = layer(weights, x, dropout, Share(of_step=microbatches))
-            loss = loss_of(x, targets) / batches.counted(step, microbatches)
+                x = layer(weights, x, dropout, Share(of_step=count))
+            loss = loss_of(x, targets) / batches.counted(step, count)
             loss.backward()
             mean += loss.detach()
             for layout, total, its in zip(layouts, sums, parameters, strict=True):

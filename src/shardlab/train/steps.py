@@ -22,10 +22,9 @@ from shardlab.program import UserError
 from shardlab.rules.pieces import listed
 from shardlab.train.figures import SPREAD, bits_per_byte, memory_of, speeds, spreads
 from shardlab.train.interrupt import StopRequest
-from shardlab.train.profiling import ProfiledExecutor
+from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
-from shardlab.train.tracing import TracedExecutor
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class TrainingSteps:
     """One rank's optimizer steps.
 
     Args:
-        executor: of the rank's tape, perhaps traced.
+        executor: of the rank's tape or tapes, perhaps traced.
         clock: of its forward and backward passes.
         run: what is asked for.
         stop: whether this rank is asked to stop.
@@ -58,16 +57,14 @@ class TrainingSteps:
 
     def __init__(
         self,
-        executor: Executor | TracedExecutor | ProfiledExecutor,
-        clock: ComputeClock,
-        state: State,
+        executor: Executor | RampedExecutor,
+        clock: ComputeClock | RampedExecutor,
         run: TrainingRun,
         stop: StopRequest,
         bytes_per_token: float,
     ) -> None:
         self._executor = executor
         self._clock = clock
-        self._state = state
         self._run = run
         self._stop = stop
         self._bytes_per_token = bytes_per_token
@@ -116,11 +113,12 @@ class TrainingSteps:
         and its own figures.
         """
         loss = self._executor.step()
-        device, rank = self._state.settings.device, self._state.rank
+        state = self._executor.state
+        device, rank = state.settings.device, state.rank
         own = [*self._clock.read(), memory_of(device)]
         began, self._ended = self._ended, time.perf_counter()
         flags = torch.zeros(2 + len(SPREAD), self._run.config.plan.ranks, dtype=loss.dtype)
-        flags[:, rank] = torch.tensor([_flag(loss, self._state), self._state.squared_norm, self._ended - began, *own])
+        flags[:, rank] = torch.tensor([_flag(loss, state), state.squared_norm, self._ended - began, *own])
         sums = torch.cat([loss, torch.tensor([float(self._stop.asked)]), flags.flatten()]).to(device)
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
@@ -132,6 +130,7 @@ class TrainingSteps:
         known = norms[~norms.isnan()]
         spread = spreads(torch.stack(figures))
         job, loss = run.job, total / max(1.0, tokens)
+        sequences = run.config.train.ramp.microbatches(step) * job.micro_batch_size
         metrics = {
             "step": step,
             "loss": loss,
@@ -139,7 +138,7 @@ class TrainingSteps:
             "learning_rate": run.config.optimizer.rate(step),
             "grad_norm": math.sqrt(known[0]) if len(known) else None,
             **spread,
-            **speeds(job.model, job.microbatches * job.micro_batch_size, spread["dt"], job.ranks, run.peak),
+            **speeds(job.model, sequences, spread["dt"], job.ranks, run.peak),
         }
         flags = [int(flag) for flag in diverged]
         stops = run.config.train.non_finite == "stop"

@@ -148,7 +148,7 @@ def verify_rank(
     model = job.cut
     executor = Executor(checked, rank, model, batches, settings, backend_of(device), observe, groups)
     trained = _trained(job, checked)
-    task = job.model, batches, job.microbatches, steps, job.seed
+    task = job.model, batches, [job.microbatches] * steps, job.seed
     alone = train_reference(*task, job.numbers, settings.optimizer, trained)
     losses: list[float] = []
     gradients: list[Slices] = []
