@@ -14,8 +14,9 @@ import pytest
 from shardlab.cli import main
 from shardlab.models import GPT, MoE
 from shardlab.optimizers import AdamW
+from shardlab.program.field_types import field_types
 from shardlab.strategies.plan import Plan
-from shardlab.train.config import LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
+from shardlab.train.config import SECTIONS, LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
 
 Captured = pytest.CaptureFixture[str]
 
@@ -118,6 +119,27 @@ def test_a_batch_ramp_and_a_number_of_microbatches_prevail_over_each_other(elsew
     assert (train["batch_ramp"], train["microbatches"]) == (None, 8)
 
 
+def test_every_switch_that_a_file_turns_on_is_turned_off_by_a_flag(elsewhere: Path, capsys: Captured) -> None:
+    switches = {
+        section: [name for name, each in field_types(kind).items() if each.words is bool]
+        for section, kind in {**SECTIONS, "plan": Plan}.items()
+    }
+    assert {"tensorboard", "wandb", "trace"} <= set(switches["logging"])
+    assert switches["plan"] == ["sequence_parallel"]
+    tables = {**switches, "plan": [*switches["plan"], "mesh"], "model": ["bias", "tied"]}
+    lines = {name: "{ tp = 2 }" if name == "mesh" else "true" for names in tables.values() for name in names}
+    text = "".join(
+        f"[{section}]\n" + "".join(f"{name} = {lines[name]}\n" for name in names) for section, names in tables.items()
+    )
+    (elsewhere / "mine.toml").write_text(text)
+    flags = " ".join(f"--no-{name.replace('_', '-')}" for names in switches.values() for name in names)
+    for words, value in (("", True), (f" {flags} --no-bias --untied", False)):
+        found = config_of(capsys, "--config mine.toml" + words)
+        names = [(section, name) for section, names in tables.items() for name in names if name != "mesh"]
+        assert [found[section][name] for section, name in names] == [value] * len(names)
+        assert found["plan"]["mesh"] == {"tp": 2}
+
+
 def test_one_dial_counts_the_steps_of_a_batch_ramp(capsys: Captured) -> None:
     even = config_of(capsys, "--depth 1 --micro-batch-size 4 --microbatches 8")["train"]["steps"]
     ramped = config_of(capsys, "--depth 1 --micro-batch-size 4 --batch-ramp 0:4,100:8")["train"]["steps"]
@@ -183,6 +205,8 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("", "--depth 4 --layers 3", "--depth and --layers both say how many layers the model has; give one of them"),
         ("", "--depth 4 --model llama3-8b", "--depth sets sizes, but llama3-8b has its own"),
         ("", "--bias --no-bias", "both --bias and --no-bias were given; give one of them"),
+        ("", "--trace --no-trace", "both --trace and --no-trace were given; give one of them"),
+        ("", "--tied --untied", "both --tied and --untied were given; give one of them"),
         ("", "--warmup-steps 300", "warmup_steps is 300, but the learning rate's schedule has 200 steps"),
         ("", "--clip much", "clip is 'much'; give a positive norm, or none at all"),
         ("", "--config gone.toml", "gone.toml cannot be read: No such file or directory"),

@@ -13,7 +13,7 @@ import torch
 from shardlab.data import Corpus
 from shardlab.execute import AdamW, Executor, Settings
 from shardlab.execute.collect import collect
-from shardlab.models import GPT
+from shardlab.models import GPT, CutModel
 from shardlab.models.tensors import to_blocks
 from shardlab.program import Mesh, UserError
 from shardlab.strategies.plan import Plan
@@ -55,7 +55,7 @@ def batches_of(job: Job) -> Batches:
 
 def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:
     """Each step's loss, as this rank sums it, with the tokens; and on rank 0 the weights in the end."""
-    settings, batches = Settings(0, job.numbers, CPU, OPTIMIZER), batches_of(job)
+    model, settings, batches = job.cut, Settings(0, job.numbers, CPU, OPTIMIZER), batches_of(job)
     proofs = {count: replace(job, microbatches=count).checked() for count in RAMP.counts}
     want_same_slices(proofs, job.cut)
     first = Executor(proofs[job.microbatches], rank, job.cut, batches, settings)
@@ -64,10 +64,10 @@ def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:
         for count, proof in proofs.items()
     }
     executor = RampedExecutor(executors, run_with(job, Path("nowhere")))
-    losses = [executor.step().tolist() for _ in range(STEPS)]
+    losses = [[float(figure) for figure in executor.step()] for _ in range(STEPS)]
     assert executor.state.step == STEPS
     flats = collect(first.state, first.state.kept)
-    return losses, [] if flats is None else [*to_blocks(job.cut, flats)] if job.cut != job.model else flats
+    return losses, [] if flats is None else to_blocks(model, flats) if isinstance(model, CutModel) else flats
 
 
 @pytest.mark.parametrize("name", PLANS)

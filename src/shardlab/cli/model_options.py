@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from shardlab.cli.options import Flag, Layers, OptionalCount, one_word
-from shardlab.program import UserError
+from shardlab.cli.options import Flag, Layers, OptionalCount, one_word, switched
 
 if TYPE_CHECKING:
     from shardlab.models import Blocks
@@ -29,6 +28,10 @@ Factor = Annotated[float | None, one_word("{FLOAT|none}", _factor, float), tyro.
 
 OptionalNumber = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")]
+
+
+OFF = ("no_bias", "untied")
+"""Flags that turn a switch off."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,8 @@ class ModelOptions:
             UserError: when they contradict each other.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {field: value for field, value in given.items() if value is not None and value is not False}
-        for flag, opposite in (("bias", "no_bias"), ("tied", "untied")):
-            if flag in given and opposite in given:
-                raise UserError(f"both --{flag} and --{opposite.replace('_', '-')} were given; give one of them")
-            if given.pop(opposite, False):
-                given[flag] = False
+        given |= {"bias": switched(self, "bias"), "tied": switched(self, "tied", "untied")}
+        given = {field: value for field, value in given.items() if value is not None and field not in OFF}
         if given.get("capacity_factor") == math.inf:
             given["capacity_factor"] = None
         return given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
@@ -87,6 +87,30 @@ Norm = Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint=
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """`--flag`, without a `--no-flag`."""
+
+
+def switch_flags(name: str, about: str) -> Iterator[tuple[str, Any, bool]]:
+    """The two flags of a switch, `--name` and `--no-name`: the name of each, its type for tyro, and False."""
+    yield name, Annotated[Flag, tyro.conf.arg(help=about)], False
+    yield f"no_{name}", Annotated[Flag, tyro.conf.arg(help="Not so, where an earlier place says that it is.")], False
+
+
+def switched(options: object, name: str, opposite: str | None = None) -> bool | None:
+    """What the two flags of a switch say; None: neither is given.
+
+    Args:
+        opposite: the name of the one that turns it off (None: `no_` and its name).
+
+    Raises:
+        UserError: both are given.
+    """
+    opposite = opposite or f"no_{name}"
+    on, off = getattr(options, name), getattr(options, opposite)
+    if on and off:
+        flags = " and ".join(f"--{each.replace('_', '-')}" for each in (name, opposite))
+        raise UserError(f"both {flags} were given; give one of them")
+    return on if on or off else None
+
 
 NewFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 """A file to be written."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardlab.cli.options import Flag, OptionalCount
+from shardlab.cli.options import OptionalCount, switch_flags, switched
 from shardlab.program import AXES, Mesh, UserError
 from shardlab.program.field_types import COUNT, as_flags, field_helps, field_types
 from shardlab.rules.pieces import counted
@@ -31,9 +31,17 @@ class PlanOptions:
     """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan."""
 
     def given(self) -> dict[str, Any]:
-        """The flags that are given, by field."""
+        """The flags that are given, by field.
+
+        Raises:
+            UserError: when they contradict each other.
+        """
         every: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {field: value for field, value in every.items() if value not in (None, False)}
+        for name, each in field_types(Plan).items():
+            if each.words is bool:
+                every[name] = switched(self, name)
+                del every[f"no_{name}"]
+        return {field: value for field, value in every.items() if value is not None}
 
     def entry(self, name: str | None, ranks: int | None, base: Plan | None = None) -> tuple[StrategyEntry, int]:
         """The strategy that is meant, and on how many ranks.
@@ -104,7 +112,7 @@ def _flags() -> Iterator[tuple[str, Any, Any]]:
     for name, written in types.items():
         about = tyro.conf.arg(metavar=written.metavar or None, help=helps[name], help_behavior_hint="")
         if written.words is bool:
-            yield name, Annotated[Flag, tyro.conf.arg(help=helps[name])], False
+            yield from switch_flags(name, helps[name])
         else:
             yield name, Annotated[OptionalCount if written.words is int else written.words | None, about], None
 

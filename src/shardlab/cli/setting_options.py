@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import tyro
 
-from shardlab.cli.options import Flag, OptionalCount
+from shardlab.cli.options import OptionalCount, switch_flags, switched
 from shardlab.program.field_types import COUNT, field_helps, field_types
 from shardlab.train.config import SECTIONS
 from shardlab.train.config_sources import preset
@@ -19,16 +19,19 @@ class SettingOptions:
     """Settings that flags give; a field is None, or False, where its flag is not given."""
 
     def given(self) -> dict[str, dict[str, Any]]:
-        """The fields that flags give, by section."""
+        """The fields that flags give, by section.
+
+        Raises:
+            UserError: when they contradict each other.
+        """
         found: dict[str, dict[str, Any]] = {}
         for section, kind in SECTIONS.items():
             types = field_types(kind)
-            words = {name: getattr(self, name) for name in types}
-            found[section] = {
-                name: types[name].of_words(value)
-                for name, value in words.items()
-                if value is not None and value is not False  # 0 is given
+            words = {
+                name: switched(self, name) if each.words is bool else getattr(self, name)
+                for name, each in types.items()
             }
+            found[section] = {name: types[name].of_words(value) for name, value in words.items() if value is not None}
         return found
 
 
@@ -43,7 +46,7 @@ def _flags() -> Iterator[tuple[str, Any, Any]]:
             hint = "" if shown is None else f"(default: {shown})"
             about = tyro.conf.arg(metavar=written.metavar, help=helps[name], help_behavior_hint=hint)
             if written.words is bool:
-                yield name, Annotated[Flag, tyro.conf.arg(help=helps[name])], False
+                yield from switch_flags(name, helps[name])
             else:
                 yield name, Annotated[OptionalCount if written is COUNT else written.words | None, about], None
 

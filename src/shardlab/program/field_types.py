@@ -94,13 +94,16 @@ def as_text(value: Any) -> str:
 def as_flags(values: Mapping[str, Any]) -> str:
     """Fields, or axes of a mesh, as the flags that give them.
 
+    >>> as_flags({"sequence_parallel": False})
+    '--no-sequence-parallel'
     >>> as_flags({"dp_shard": 2, "sequence_parallel": True, "shard_optimizer": ("dp_shard", "cp")})
     '--dp-shard 2 --sequence-parallel --shard-optimizer dp_shard cp'
     """
     flags: list[str] = []
     for name, value in values.items():
-        words = cast(tuple[Any, ...], value) if isinstance(value, tuple) else () if value is True else (value,)
-        flags.append(" ".join([f"--{name.replace('_', '-')}", *map(str, words)]))
+        words = cast(tuple[Any, ...], value) if isinstance(value, tuple) else (value,)
+        flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+        flags.append(" ".join([flag, *([] if isinstance(value, bool) else map(str, words))]))
     return " ".join(flags)
 
 
