@@ -140,6 +140,30 @@ def test_every_switch_that_a_file_turns_on_is_turned_off_by_a_flag(elsewhere: Pa
         assert found["plan"]["mesh"] == {"tp": 2}
 
 
+def test_a_vocabulary_that_nobody_chooses_is_that_of_the_data(elsewhere: Path, capsys: Captured) -> None:
+    (elsewhere / "text.txt").write_text("".join(map(chr, range(0x100, 0x100 + 300))) * 4)
+    assert main(["data", "prepare", "text.txt", "--tokenizer", "chars", "--out", "letters"]) == 0
+    (elsewhere / "mine.toml").write_text("[model]\nvocab_size = 400\n")
+    (elsewhere / "data.toml").write_text('[data]\ndata = ["letters"]\n')
+    (elsewhere / "small.toml").write_text('model = "llama"\nvocab_size = 500\n')
+    capsys.readouterr()
+    for words, expected in (
+        ("--data letters", 300),
+        ("--config data.toml --model llama", 300),
+        ("--data letters --depth 2", 300),
+        ("--data letters --vocab-size 320", 320),
+        ("--data letters --config mine.toml", 400),
+        ("--data letters --model small.toml", 500),
+        ("--data letters --model gpt2", 50257),
+        ("--data letters --preset wordplay", 65),
+        ("--data text.txt", 256),
+        ("", 256),
+    ):
+        assert config_of(capsys, words)["model"]["vocab_size"] == expected, words
+    main(["train", "--data", "letters", "--print-config"])
+    assert re.search(r"vocab_size +300 +the data", capsys.readouterr().out)
+
+
 def test_one_dial_counts_the_steps_of_a_batch_ramp(capsys: Captured) -> None:
     even = config_of(capsys, "--depth 1 --micro-batch-size 4 --microbatches 8")["train"]["steps"]
     ramped = config_of(capsys, "--depth 1 --micro-batch-size 4 --batch-ramp 0:4,100:8")["train"]["steps"]

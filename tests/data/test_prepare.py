@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,50 @@ def test_what_is_interrupted_leaves_nothing(
     with pytest.raises((KeyboardInterrupt, UserError)):
         prepare([text], tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+PREPARING = """
+import sys, time
+from pathlib import Path
+from shardlab.data.documents import Input
+from shardlab.data.prepare import prepare
+
+def wait(doing, done):
+    print(doing, flush=True)
+    time.sleep(100)
+
+prepare([Input(Path("a.txt"), "text")], Path("out"), progress=wait)
+"""
+
+
+def test_what_a_killed_process_leaves_goes_with_the_next_and_what_another_fills_stays(
+    text: Input, tmp_path: Path
+) -> None:
+    def parts() -> list[Path]:
+        return sorted(tmp_path.glob("out.part-*"))
+
+    command = [sys.executable, "-c", PREPARING]
+    running = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(2)]
+    for process in running:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"tokens\n"
+    try:
+        assert len(parts()) == 2
+        running[0].kill()
+        running[0].wait()
+        assert len(parts()) == 2
+        (tmp_path / "outer.part-1").mkdir()
+        prepare([text], tmp_path / "out")
+        (left,) = parts()
+        assert running[1].poll() is None
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    shutil.rmtree(tmp_path / "out")
+    prepare([text], tmp_path / "out")
+    assert not left.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out", "outer.part-1"]
 
 
 def test_a_folder_that_is_there_is_refused_and_left_alone(text: Input, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from shardlab.program.precision import find_precision
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config import TrainingConfig
-from shardlab.train.config_sources import ConfigSource, config_file, origin, plan_below, preset, resolved
+from shardlab.train.config_sources import ConfigSource, config_file, of_data, origin, plan_below, preset, resolved
 from shardlab.train.depth import of_depth
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ class Train:
         names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
         files = [] if self.config is None else [config_file(self.config)]
         sources = [*map(preset, names), *files, flags]
-        return sources if self.depth is None else [*sources, of_depth(self.depth, sources)]
+        if (data := of_data(sources)) is not None:
+            sources.append(data)
+        return sources if self.depth is None else [*sources, of_depth(self.depth, sources, flags.sections)]
 
     def _resolved(self, sources: list[ConfigSource], launched: int | None) -> tuple[StrategyEntry, TrainingConfig]:
         """The strategy and the configuration that sources make together; `launched` ranks are there, if any."""

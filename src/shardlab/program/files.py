@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -63,6 +65,9 @@ def whole_file(path: Path) -> Generator[Path, None, None]:
 def whole_folder(path: Path) -> Generator[Path, None, None]:
     """Fill a folder beside `path`: it becomes `path` when the block ends, and goes if the block raises.
 
+    What processes that were killed have left of such folders goes first. One that is being filled is locked, and a
+    process that ends unlocks what it holds, however it ends.
+
     Yields:
         the folder to write into.
 
@@ -71,15 +76,39 @@ def whole_folder(path: Path) -> Generator[Path, None, None]:
     """
     if os.path.lexists(path):
         raise UserError(f"{path} exists; name a new folder, so that nothing is overwritten")
+    for left in path.parent.glob(f"{glob.escape(path.name)}.part-*"):
+        with _locked(left) as mine:
+            if mine:
+                shutil.rmtree(left, ignore_errors=True)
     part = path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
     try:
         part.mkdir(parents=True)
-        yield part
-        part.rename(path)
+        with _locked(part):
+            yield part
+            part.rename(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror or error}); name another folder") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[bool, None, None]:
+    """Lock a folder for as long as the block takes; whether nobody else had locked it."""
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # renamed or removed meanwhile, or no folder
+        yield False
+        return
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except OSError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(place)
 
 
 def write_whole(path: Path, text: str) -> None:

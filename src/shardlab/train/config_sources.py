@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from shardlab.data import sources_of
+from shardlab.data.manifest import Prepared
 from shardlab.errors import UserError, find, nearest
 from shardlab.models import Blocks
 from shardlab.models.named import find_model, unsized, with_written
@@ -139,6 +141,24 @@ def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
 
         want_same(_model_in(init), model, init)
     return model
+
+
+def of_data(sources: Sequence[ConfigSource]) -> ConfigSource | None:
+    """The vocabulary of prepared data, for a model whose vocabulary nobody has chosen.
+
+    It is taken as it is: where tensor parallelism cuts it unevenly, the last slice is filled up. (nanoGPT fills up
+    GPT-2's 50,257 tokens to 50,304, a multiple of 64, for speed: `vocab_size: int = 50304` in its model.py.)
+
+    Raises:
+        UserError: when the data cannot be read.
+    """
+    written, init = merged(sources, "model"), merged(sources, "train").get("init")
+    of_init = init is not None and origin(sources, "model", "model") == "default"
+    if of_init or "vocab_size" in written or "vocab_size" not in unsized(name := written["model"], find_model(name)):
+        return None
+    folders = [source.path for source in sources_of(merged(sources, "data").get("data", ())) if source.path.is_dir()]
+    sizes = [Prepared.open(folder).manifest.vocab_size for folder in folders]
+    return ConfigSource("the data", {"model": {"vocab_size": max(sizes)}}) if sizes else None
 
 
 def _model_in(folder: Path) -> Blocks:

@@ -10,7 +10,7 @@ from typing import Any
 from shardlab.errors import UserError
 from shardlab.models.counts import count_parameters
 from shardlab.models.named import find_model, sources
-from shardlab.train.config_sources import ConfigSource, merged, model_of
+from shardlab.train.config_sources import ConfigSource, Sections, merged, model_of
 from shardlab.train.ramp import BatchRamp
 
 WIDTH_OF_A_LAYER = 64
@@ -31,8 +31,8 @@ RATE, RATE_WIDTH = 6e-4, 768
 2020, arXiv 2005.14165, table 2.1) and nanoGPT's for GPT-2; the root is nanochat's rule for its AdamW parameters."""
 
 
-def of_depth(depth: int, given: Sequence[ConfigSource]) -> ConfigSource:
-    """What the dial sets, but for what the last source, that of the flags, sets itself.
+def of_depth(depth: int, given: Sequence[ConfigSource], flags: Sections) -> ConfigSource:
+    """What the dial sets, but for what flags set themselves.
 
     - width: 64 x depth; heads: as many as make a head's width come nearest to 128 (nanochat);
     - tokens of the run: 20 x parameters, position embeddings not counted (Chinchilla);
@@ -44,7 +44,6 @@ def of_depth(depth: int, given: Sequence[ConfigSource]) -> ConfigSource:
     Raises:
         UserError: when a flag sets the layers as well, or the model is a published one, which has its own sizes.
     """
-    flags = given[-1].sections
     if "layers" in flags.get("model", {}):
         raise UserError("--depth and --layers both say how many layers the model has; give one of them")
     name = merged(given, "model")["model"]
