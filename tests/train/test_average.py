@@ -31,6 +31,7 @@ from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
+from tests.train.verify_cases import ROOTED
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -50,6 +51,13 @@ def job_of(plan: Plan, precision: str = "fp64") -> Job:
 def test_averages_are_one_device_s_under_every_sharding(ranks: World, name: str, precision: str) -> None:
     job = job_of((PLANS | PIPED)[name], precision)
     verdict = ranks(job.ranks).call(verify_rank, CPU, job, 4)[0]
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("program", ["examples/parameter_server.py:parameter_server", f"{ROOTED}:by_root"])
+def test_ranks_that_step_nothing_are_given_averages_of_what_they_keep(ranks: World, program: str) -> None:
+    job = Job(program, 2, 4, MODEL, 2, "fp64", ema=0.7)
+    verdict = ranks(2).call(verify_rank, CPU, job, 3)[0]
     assert verdict.ok, verdict
 
 

@@ -80,8 +80,8 @@ def _fill(state: State) -> None:
         )
         if lacking:
             if average is None:
-                length = sum(stop - start for start, stop in ranges)
-                average = next(iter(state.opt_states.values())).average.new_empty(length)
+                dtype = getattr(torch, state.settings.precision.state)
+                average = torch.empty(sum(b - a for a, b in ranges), dtype=dtype, device=state.settings.device)
             dist.broadcast(average, next(rank for rank, steps in enumerate(stepped) if (layer, holds) in steps))
         if average is not None:
             for (of, kept), tensor in state.kept.items():

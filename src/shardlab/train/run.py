@@ -90,6 +90,7 @@ class TrainingRun:
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             **described(self.job),
             "program": checked.program.fingerprint(),
+            "batch_ramp": self.config.train.batch_ramp,
             "optimizer_settings": asdict(self.config.optimizer),
             "prompt": self.config.logging.prompt,
             "init": None if self.config.train.init is None else str(self.config.train.init.absolute()),
