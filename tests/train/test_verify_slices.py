@@ -53,7 +53,7 @@ SLICING = "tests/check/slicing_programs.py"
 )
 def test_programs_by_hand_give_the_numbers_of_one_device(ranks: World, strategy: str, count: int) -> None:
     model = GPT(layers=2, hidden_size=16, heads=4, seq_len=8, dropout=0.1)
-    job = Job(f"{ROOT}/{strategy}", count, 4, model, 2, "fp64")
+    job = Job(f"{ROOT}/{strategy}", count, 4, model, 2, "fp64", ema=0.7)
     verdict = ranks(count).call(verify_rank, CPU, job, 3)[0]
     assert verdict.ok, verdict
 
