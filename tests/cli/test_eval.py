@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from shardlab.data.manifest import Prepared
+from shardlab.data.tokenizers import ByteTokenizer
 from shardlab.models import GPT
 from tests.exchange.folders import random_run
 
@@ -25,8 +27,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def judged(capsys: Captured, *arguments: str) -> dict[str, float]:
-    assert main(["eval", *arguments, "--data", "text", "--json"]) == 0
+def judged(capsys: Captured, *arguments: str, data: str = "text") -> dict[str, float]:
+    assert main(["eval", *arguments, "--data", *data.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -52,6 +54,30 @@ def test_some_batches_and_shorter_sequences_are_judged_on_request(capsys: Captur
     assert [line[:14].strip() for line in lines] == ["loss", "perplexity", "bits per byte"]
 
 
+def test_documents_are_judged_apart_and_by_the_tokenizer_of_the_weights(folder: Path, capsys: Captured) -> None:
+    documents = [TEXT.decode()[:40], TEXT.decode()[60:75]]
+    (folder / "two.jsonl").write_text("".join(json.dumps({"body": each}) + "\n" for each in documents))
+    for name, document in zip("ab", documents, strict=True):
+        (folder / name).write_text(document)
+    both, *each = (judged(capsys, "run", data=data) for data in ("two.jsonl --field body", "a", "b"))
+    assert both["tokens"] == both["bytes"] == 39 + 14
+    assert both["total"] == pytest.approx(each[0]["total"] + each[1]["total"], rel=1e-6)
+
+
+def test_a_prepared_folder_gives_what_its_text_does(folder: Path, capsys: Captured) -> None:
+    assert main(["data", "prepare", "text", "--format", "text", "--tokenizer", "chars", "--out", "data"]) == 0
+    prepared = Prepared.open(folder / "data")
+    tokenizer = prepared.tokenizer()
+    model = GPT(layers=1, hidden_size=16, heads=2, seq_len=16, vocab_size=tokenizer.vocab_size)
+    random_run(folder / "chars", model, tokenizer=tokenizer)
+    random_run(folder / "bytes", GPT(layers=1, hidden_size=16, heads=2, seq_len=16), tokenizer=ByteTokenizer())
+    (folder / "part").write_bytes(TEXT[-prepared.manifest.validation.tokens :])
+    capsys.readouterr()
+    assert judged(capsys, "chars", data="data") == judged(capsys, "chars", data="part")
+    assert main(["eval", "bytes", "--data", "data"]) == 2
+    assert "data has another tokenizer (chars, " in capsys.readouterr().err
+
+
 def test_a_tied_model_is_judged_on_one_device(folder: Path, capsys: Captured) -> None:
     random_run(folder / "tied", GPT(layers=2, hidden_size=16, heads=2, seq_len=16, tied=True))
     assert judged(capsys, "tied")["loss"] > 0
@@ -60,15 +86,18 @@ def test_a_tied_model_is_judged_on_one_device(folder: Path, capsys: Captured) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run"], "there is no text to predict; give --data FILE"),
+        (["run"], "there is no text to predict; give --data PATH"),
         (["run", "--data", "nothing"], "nothing does not exist; name a text file"),
-        (["run", "--data", "short"], "short has 1 byte, but one is predicted from another; give 2"),
+        (
+            ["run", "--data", "short"],
+            "short has no token to predict: each is predicted from those before it in its document",
+        ),
         (["run", "--data", "text", "--seq-len", "17"], "--seq-len 17 is more than the model's 16 positions"),
         (["run", "--data", "text", "--batches", "0"], "--batches: 0 is too few; give 1 or more"),
         (["run", "--data", "text", "--bathces", "2"], "there is no option --bathces; did you mean --batches?"),
         (["run", "--data", "text", "--strategy", "fdsp"], "there is no strategy 'fdsp'; did you mean fsdp?"),
         (["bare", "--data", "text"], "bare has neither weights.safetensors nor config.json"),
-        (["few", "--data", "text"], "text has byte 119, which is outside the model's vocabulary of 65"),
+        (["few", "--data", "text"], "text has token 119, which is outside the model's vocabulary of 65"),
     ],
 )
 def test_bad_input_is_one_sentence(folder: Path, capsys: Captured, arguments: list[str], said: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from shardlab.data.tokenizers import Characters
 from shardlab.models import GPT, Mixtral
 from tests.exchange.folders import random_run
 
@@ -68,10 +69,39 @@ def test_a_text_longer_than_the_positions_goes_on_and_says_what_is_seen(capsys: 
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_chat_takes_turns_line_by_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n\nnever read\n"))
+def test_a_chat_through_a_pipe_answers_each_line_and_says_what_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
     assert main(["sample", "run", "--chat", "--tokens", "5", "--temperature", "0"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert err == "1 turn dropped from the beginning: the model sees 64 tokens\n"
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_turn_that_cannot_be_taken_ends_a_pipe_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello " * 20))
+    assert main(["sample", "run", "--chat", "--tokens", "5"]) == 2
+    assert "but the model sees 64; say less" in capsys.readouterr().err
+
+
+def test_the_tokenizer_beside_the_weights_is_taken_also_after_a_conversion(folder: Path, capsys: Captured) -> None:
+    words = "to be or not to be, that is the question"
+    tokenizer = Characters.of([words])
+    model = GPT(layers=1, hidden_size=16, heads=2, seq_len=32, vocab_size=tokenizer.vocab_size)
+    random_run(folder / "chars", model, tokenizer=tokenizer)
+    assert main(["convert", "chars", "hf"]) == 0
+    assert main(["convert", "hf", "back"]) == 0
+    capsys.readouterr()
+    options = ("--prompt", "to be", "--tokens", "9")
+    texts = [sampled(capsys, name, *options)["text"] for name in ("chars", "hf", "back")]
+    assert texts[0] == texts[1] == texts[2]
+    assert set(str(texts[0])) <= set(words)
+    assert main(["sample", "chars", "--prompt", "x"]) == 2
+    assert "the character 'x' is not among the 14 characters of the vocabulary" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

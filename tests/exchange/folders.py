@@ -12,12 +12,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from shardlab.data.kept import described
+from shardlab.data.tokenizers import Tokenizer
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
 
 
-def random_run(folder: Path, model: Blocks, dtype: torch.dtype = torch.float32) -> Path:
-    """A folder like that of a run, with its weights and its model."""
+def random_run(
+    folder: Path, model: Blocks, dtype: torch.dtype = torch.float32, tokenizer: Tokenizer | None = None
+) -> Path:
+    """A folder like that of a run, with its weights and its model, and its tokenizer if there is one."""
     generator = torch.Generator().manual_seed(0)
     folder.mkdir()
     tensors = {
@@ -26,6 +30,10 @@ def random_run(folder: Path, model: Blocks, dtype: torch.dtype = torch.float32) 
         for parameter in model.layout(layer).parameters
     }
     save_file(tensors, folder / "weights.safetensors")
-    record = {"model": {"kind": name_of(type(model)), **asdict(model)}}
+    record: dict[str, object] = {"model": {"kind": name_of(type(model)), **asdict(model)}}
+    if tokenizer is not None:
+        record["tokenizer"] = described(tokenizer)
+        for name, content in tokenizer.files().items():
+            (folder / name).write_bytes(content)
     (folder / "run.json").write_text(json.dumps(record))
     return folder

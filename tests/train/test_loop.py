@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardlab.data import Corpus
+from shardlab.data.documents import Input
+from shardlab.data.kept import kept_tokenizer
+from shardlab.data.prepare import prepare
 from shardlab.exchange import converted, open_source
 from shardlab.execute import AdamW
 from shardlab.models import GPT, MoE
@@ -77,6 +81,18 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     weights = load_file(tmp_path / "run" / "weights.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) == MODEL.parameter_count
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_a_run_keeps_the_tokenizer_of_its_data(ranks: World, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 40)
+    prepared = prepare([Input.of(tmp_path / "a.txt", None, "text")], tmp_path / "data", "chars")
+    job = Job("ddp", 1, 2, replace(MODEL, vocab_size=prepared.manifest.vocab_size), 2)
+    plan = run_of(job, AdamW(schedule_steps=1, warmup_steps=0), tmp_path / "run", data=(str(tmp_path / "data"),))
+    ranks(1).call(train_rank_quietly, plan)
+    shutil.rmtree(tmp_path / "data")
+    found = kept_tokenizer(tmp_path / "run")
+    assert found is not None
+    assert found.decode(found.encode([b"to be"])[0]) == b"to be"
 
 
 def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: World, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardlab.data.tokenizers import ByteTokenizer
 from shardlab.models import MLP
 from shardlab.program import UserError
 from shardlab.train.job import Job
@@ -117,6 +118,6 @@ def test_weights_for_which_the_disk_has_no_room_are_refused_before_training(tmp_
 def test_a_full_disk_before_the_first_step_is_one_sentence(folder: OutputFolder) -> None:
     checked = Job("ddp", 2, 2, MODEL, 2).checked()
     with files_of_at_most(500), pytest.raises(UserError, match=r"strategy\.svg cannot be written \(File too large\)"):
-        folder.begin({"seed": 0}, "", checked, "ddp")
+        folder.begin({"seed": 0}, "", checked, "ddp", ByteTokenizer())
     folder.close()
     assert sorted(os.listdir(folder.path)) == ["config.toml", "metrics.jsonl", "run.json"]

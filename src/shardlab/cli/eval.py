@@ -1,4 +1,4 @@
-"""`shardlab eval FOLDER --data FILE`: how well the weights of a run, or of a Hugging Face folder, know a text."""
+"""`shardlab eval FOLDER --data PATH`: how well the weights of a run, or of a Hugging Face folder, know a text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Annotated
 import tyro
 
 from shardlab.cli.console import print_figures, print_json, stdout_console
-from shardlab.cli.options import Count, Flag, OptionalCount, Ranks
+from shardlab.cli.options import Count, Flag, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.optimizers import AdamW
 from shardlab.program import Mesh, UserError
-from shardlab.program.files import want_file
 from shardlab.rules.pieces import counted
 from shardlab.strategies.entry import planned_entry
 from shardlab.strategies.plan import Plan
@@ -25,15 +24,21 @@ from shardlab.train.launch_environment import require_port
 class Eval:
     """Compute the loss, the perplexity and the bits per byte of a text, on one device or on ranks by a strategy.
 
-    The text is read as bytes and cut into sequences; every byte but the first is predicted once, from those before it
-    in its sequence.
+    The text becomes tokens by the tokenizer that lies beside the weights. Each of its documents is cut into sequences,
+    and each token but a document's first is predicted once, from those before it in its sequence.
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
     """The folder of a run, or of Hugging Face's form."""
 
-    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """The text."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """A text, a file of documents (.jsonl, .parquet), or a prepared folder, whose validation part is taken."""
+
+    format: Name = None
+    """text, jsonl or parquet, for files whose names do not tell."""
+
+    field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
+    """The field of a line, or the column, that has the text."""
 
     batches: OptionalCount = None
     """How many microbatches from the beginning of the text; without it, all of it."""
@@ -61,12 +66,11 @@ class Eval:
     def run(self) -> int:
         require_port(os.environ)
         if self.data is None:
-            raise UserError("there is no text to predict; give --data FILE")
-        want_file(self.data)
+            raise UserError("there is no text to predict; give --data PATH")
         from shardlab.cli.ranks import checked_to_run, failures_as_exit
         from shardlab.exchange import open_source
-        from shardlab.train.evaluate import TextJob, evaluate_rank
         from shardlab.train.job import Job
+        from shardlab.train.judged import TextJob, evaluate_rank
         from shardlab.train.launch import ranks_here, run_ranks
 
         model = open_source(self.folder).model
@@ -82,8 +86,8 @@ class Eval:
         else:
             chosen, ranks = self.layout.entry(self.strategy, ranks)
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.micro_batch_size, name=chosen.name)
-        text = TextJob(job, self.folder, self.data, self.batches)
-        text.tokens()
+        text = TextJob(job, self.folder, self.data, self.batches, self.format, self.field)
+        text.text()
         checked_to_run(chosen, job, AdamW())
         with failures_as_exit():
             loss = run_ranks(ranks, evaluate_rank, text)

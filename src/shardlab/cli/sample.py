@@ -14,11 +14,13 @@ import tyro
 from shardlab.cli.console import print_json
 from shardlab.cli.options import Count, Flag, OptionalCount
 from shardlab.program import UserError
+from shardlab.rules.pieces import counted
 
 if TYPE_CHECKING:
     from shardlab.data.tokenizers import Tokenizer
     from shardlab.models import Model
     from shardlab.models.tensors import Writer
+    from shardlab.train.chat import Conversation
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Sample:
     """What the model goes on from."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """The prepared folder that the model was trained on, for its tokenizer; without it, tokens are bytes."""
+    """A prepared folder, whose tokenizer is taken instead of the one that lies beside the weights."""
 
     chat: Flag = False
-    """Take turns: a line of yours (from stdin), then a line of the model's; an empty line ends it."""
+    """Talk with the model: a line of yours (from stdin), then its answer, until Ctrl-D; by the template in its folder,
+    or else as "User: ..." and "Assistant: ..."."""
 
     tokens: Count = 200
-    """How many tokens are written, of each line of a chat at most."""
+    """How many tokens are written, or at most in an answer of a chat."""
 
     temperature: float = 1.0
     """By what the scores are divided before a token is drawn; 0 takes the likeliest."""
@@ -68,23 +71,27 @@ class Sample:
             raise UserError("--prompt is empty; text is continued from at least one token")
         if self.chat and self.json:
             raise UserError("both --chat and --json were given; give one of them")
+        from shardlab.data.chat import chat_template
+        from shardlab.data.kept import want_tokenizer
         from shardlab.data.manifest import Prepared
-        from shardlab.data.tokenizers import ByteTokenizer
         from shardlab.exchange import initial_from, open_source
         from shardlab.models.tensors import Choice, Writer
+        from shardlab.train.chat import Conversation
         from shardlab.train.launch import pick_device
         from shardlab.train.sample import for_text, whole_weights
 
         choice = Choice(self.temperature, self.top_k, self.top_p, self.seed)
         source = open_source(self.folder)
+        model, cached = for_text(source.model), not self.no_cache
+        tokenizer = (
+            want_tokenizer(self.folder, model.vocab_size) if self.data is None else Prepared.open(self.data).tokenizer()
+        )
         flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device(0))
-        model = for_text(source.model)
-        tokenizer = ByteTokenizer() if self.data is None else Prepared.open(self.data).tokenizer()
-        writer = Writer(model, flats, choice, cached=not self.no_cache)
         if self.chat:
-            self._chat(writer, tokenizer)
+            template = chat_template(self.folder, tokenizer)
+            self._chat(Conversation(model, flats, tokenizer, template, choice, self.tokens, cached))
         else:
-            self._continue(writer, model, tokenizer)
+            self._continue(Writer(model, flats, choice, cached=cached), model, tokenizer)
         return 0
 
     def _continue(self, writer: Writer, model: Model, tokenizer: Tokenizer) -> None:
@@ -118,26 +125,30 @@ class Sample:
         seen = f"; the model sees the last {model.seq_len:,}" if window else ""
         print(f"{len(times)} tokens{speed}{seen}", file=sys.stderr)
 
-    def _chat(self, writer: Writer, tokenizer: Tokenizer) -> None:
-        """Lines by turns, until an empty one or the end of the input."""
-        from shardlab.train.sample import as_text, tokens_of
-
-        line = self.prompt
+    def _chat(self, conversation: Conversation) -> None:
+        """Turns, until the end of the input."""
+        told, given = 0, self.prompt
         while True:
-            if line is None:
-                try:
-                    line = input("> " if sys.stdin.isatty() else "")
-                except EOFError:
-                    return
-            if not line:
+            try:
+                line = given or input("> " if sys.stdin.isatty() else "")
+            except EOFError:
                 return
-            tokens = tokens_of(f"{line}\n".encode(errors="surrogateescape"), tokenizer)
-            for part in as_text(writer.go_on(tokens, self.tokens), tokenizer):
-                print(part.partition("\n")[0], end="", flush=True)
-                if "\n" in part:
-                    break
+            given = None
+            if not line.strip():
+                continue
+            try:
+                for part in conversation.answer(line):
+                    print(part, end="", flush=True)
+            except UserError as error:
+                if not sys.stdin.isatty():
+                    raise
+                print(f"shardlab: {error}", file=sys.stderr)
+                continue
             print(flush=True)
-            line = None
+            if conversation.dropped > told:
+                told = conversation.dropped
+                seen = f"the model sees {conversation.model.seq_len:,} tokens"
+                print(f"{counted(told, 'turn')} dropped from the beginning: {seen}", file=sys.stderr)
 
 
 def _timed(tokens: Iterator[int], times: list[float]) -> Iterator[int]:

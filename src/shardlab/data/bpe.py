@@ -160,6 +160,13 @@ class HuggingFace(Tokenizer):
             ) from None
         return [np.array(each.ids, np.int64) for each in found]
 
+    def encode_spelled(self, text: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return super().encode_spelled(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False).encode()
 

@@ -50,6 +50,11 @@ class FileSum:
         with path.open("rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
+    @classmethod
+    def of_content(cls, content: bytes) -> FileSum:
+        """Hash what a file is to hold."""
+        return cls(len(content), hashlib.sha256(content).hexdigest())
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -158,11 +163,16 @@ class Prepared:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the folder has with it."""
-        makers: dict[str, Callable[[dict[str, bytes]], Tokenizer]] = {
-            ByteTokenizer.kind: lambda files: ByteTokenizer(),
-            Characters.kind: Characters.read,
-            Gpt2.kind: Gpt2,
-            HuggingFace.kind: lambda files: HuggingFace(files["tokenizer.json"]),
-        }
         names = [name for name in self.manifest.files if not name.endswith(".bin")]
-        return makers[self.manifest.tokenizer]({name: (self.folder / name).read_bytes() for name in names})
+        return made_again(self.manifest.tokenizer, {name: (self.folder / name).read_bytes() for name in names})
+
+
+def made_again(kind: str, files: dict[str, bytes]) -> Tokenizer:
+    """A tokenizer, from its kind and its files."""
+    makers: dict[str, Callable[[dict[str, bytes]], Tokenizer]] = {
+        ByteTokenizer.kind: lambda files: ByteTokenizer(),
+        Characters.kind: Characters.read,
+        Gpt2.kind: Gpt2,
+        HuggingFace.kind: lambda files: HuggingFace(files["tokenizer.json"]),
+    }
+    return makers[kind](files)

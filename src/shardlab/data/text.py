@@ -13,7 +13,7 @@ from shardlab.program.files import want_file
 DEFAULT_BYTES = 4_000_000
 """The default text ends here at the latest: enough for minutes of training, and read at once."""
 
-Text = bytes | mmap.mmap
+Text = bytes | mmap.mmap | memoryview
 """Bytes; those of a user's file stay in it, mapped into memory, so that no rank reads more than it trains on."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,14 @@ class Tokenizer(ABC):
         Raises:
             UserError: for a text that it has no tokens for.
         """
+
+    def encode_spelled(self, text: str) -> list[int]:
+        """The tokens of a text that spells out special tokens, if the tokenizer has any.
+
+        Raises:
+            UserError: as `encode` does.
+        """
+        return self.encode([text.encode(errors="surrogateescape")])[0].tolist()
 
     @abstractmethod
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
@@ -82,8 +90,15 @@ class Characters(Tokenizer):
 
     @classmethod
     def read(cls, files: dict[str, bytes]) -> Characters:
-        """Made again from its file."""
-        characters: Any = json.loads(files[cls.FILE])
+        """Made again from its file.
+
+        Raises:
+            UserError: when the file is no list of characters.
+        """
+        found: Any = json.loads(files[cls.FILE])
+        characters = cast(list[Any], found if isinstance(found, list) else [None])
+        if not all(isinstance(each, str) and len(each) == 1 for each in characters):
+            raise UserError(f"{cls.FILE} is no list of characters; copy the folder that it belongs to anew")
         return cls(characters)
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
@@ -96,7 +111,7 @@ class Characters(Tokenizer):
         if unknown.size:
             raise UserError(
                 f"the character {chr(int(unknown[0]))!r} is not among the {self.vocab_size} characters of the "
-                "vocabulary; leave it out, or prepare the data with a text that has it"
+                "vocabulary; leave it out, or train on data with a vocabulary that has it"
             )
         return tokens
 

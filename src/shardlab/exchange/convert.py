@@ -32,8 +32,11 @@ from shardlab.program.files import whole_folder, write_whole
 SHARD_BYTES = 5 * 10**9
 """Bytes of a file, unless one tensor has more: transformers' own bound."""
 
-BESIDE = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "generation_config.json")
-"""Files of Hugging Face's folders that are copied as they are."""
+BESIDE = (
+    *("tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json", "generation_config.json"),
+    *("vocabulary.json", "vocab.bpe", "encoder.json"),
+)
+"""Files beside the weights that are copied as they are: of Hugging Face's folders, and a run's own tokenizers."""
 
 
 class Planned(NamedTuple):

@@ -85,7 +85,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
         world.print(Console(file=sys.stderr))
         with TrainingProgress(run.config.train.steps) as progress:
-            folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title)
+            folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title, corpus.tokenizer)
             folder.loggers = loggers_of(run.config.logging, run.out, run.config.as_dict())
             return _first_rank(run, batches, executor, validation, tracer, training, folder, progress)
     validation.loss()

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardlab.check import Checked
+from shardlab.data.tokenizers import Tokenizer
 from shardlab.draw import save_timeline
 from shardlab.exchange.tensor_files import reason
 from shardlab.models import Model
@@ -73,9 +74,9 @@ class OutputFolder:
         """Names of the files that could not be written."""
         return sorted(self._unwritten)
 
-    def begin(self, record: Mapping[str, Any], config: str, checked: Checked, name: str) -> None:
-        """Write what is known before the first step: the run's record, its configuration, and a drawing of its program
-        in unit costs.
+    def begin(self, record: Mapping[str, Any], config: str, checked: Checked, name: str, tokenizer: Tokenizer) -> None:
+        """Write what is known before the first step: the run's record, its configuration, a drawing of its program in
+        unit costs, and the files of the data's tokenizer, if it has any.
 
         Raises:
             UserError: when they cannot be written.
@@ -86,6 +87,9 @@ class OutputFolder:
             write_whole(path, config)
         with written(self.path / "strategy.svg") as path:
             save_timeline(simulate(checked), path, f"{name}: one optimizer step")
+        for file, content in tokenizer.files().items():
+            with written(self.path / file) as path:
+                path.write_bytes(content)
 
     def write_metrics(self, metrics: Mapping[str, float | None], *, pending: bool = False) -> None:
         """Append a step's figures; they are on disk when this returns, or are tried again with the next step's.

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardlab.check import Checked
 from shardlab.data import Corpus, sources_of
+from shardlab.data.kept import described as described_tokenizer
 from shardlab.train.config import TrainingConfig
 from shardlab.train.described import described
 from shardlab.train.job import Job
@@ -95,6 +96,7 @@ class TrainingRun:
             "prompt": self.config.logging.prompt,
             "init": None if self.config.train.init is None else str(self.config.train.init.absolute()),
             "data": corpus.record(),
+            "tokenizer": described_tokenizer(corpus.tokenizer),
             "platform": platform.platform(),
             **world.as_dict(),
         }

@@ -1,0 +1,84 @@
+"""The tokenizer of a model, kept beside its weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardlab.data.bpe import GPT2_FILES, Gpt2, HuggingFace
+from shardlab.data.manifest import FileSum, made_again
+from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
+from shardlab.errors import UserError
+from shardlab.program.nesting import read_file
+
+RECORD = "run.json"
+"""Where a run's folder tells of its tokenizer; one of Hugging Face's has only the files."""
+
+FILES: dict[str, tuple[str, ...]] = {
+    HuggingFace.kind: ("tokenizer.json",),
+    Characters.kind: (Characters.FILE,),
+    Gpt2.kind: tuple(GPT2_FILES),
+}
+"""Files by which the kind of a tokenizer is known, where nothing else tells it."""
+
+
+def described(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a run's record says of its tokenizer: kind, sizes, and the checksums of the files that lie beside it."""
+    sums = {name: asdict(FileSum.of_content(content)) for name, content in tokenizer.files().items()}
+    return {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end, "files": sums}
+
+
+def kept_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder of weights, a run's or one of Hugging Face's form; None where nothing tells of one.
+
+    Raises:
+        UserError: when its files are missing or have changed.
+    """
+    recorded = _recorded(folder / RECORD)
+    if recorded is not None:
+        kind, sums = recorded
+        contents = {name: _content(folder / name, wanted) for name, wanted in sums.items()}
+        return made_again(kind, contents)
+    for kind, names in FILES.items():
+        if all((folder / name).is_file() for name in names):
+            return made_again(kind, {name: (folder / name).read_bytes() for name in names})
+    return None
+
+
+def want_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer in a folder of weights; where nothing tells of one, a run's tokens are bytes.
+
+    Args:
+        vocab_size: the model's.
+
+    Raises:
+        UserError: when a folder of Hugging Face's form has none, and its vocabulary is not that of bytes.
+    """
+    found = kept_tokenizer(folder)
+    if found is None and not (folder / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
+        raise UserError(
+            f"{folder} has no tokenizer (such as a tokenizer.json), and a vocabulary of {vocab_size:,} tokens is not "
+            "that of bytes; copy its tokenizer there, or name the prepared folder of its data with --data"
+        )
+    return found or ByteTokenizer()
+
+
+def _recorded(path: Path) -> tuple[str, dict[str, FileSum]] | None:
+    """Kind and checksums in a run's record; None where it does not tell."""
+    found: dict[str, Any] = read_file(path, "JSON") if path.is_file() else {}
+    try:
+        record: dict[str, Any] | None = found.get("tokenizer")
+        if record is None:
+            return None
+        return record["kind"], {name: FileSum(**each) for name, each in record["files"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: tokenizer is not what a run records ({error}); copy the run's folder anew") from None
+
+
+def _content(path: Path, wanted: FileSum) -> bytes:
+    content = path.read_bytes() if path.is_file() else None
+    if content is None or FileSum.of_content(content) != wanted:
+        found = "is missing" if content is None else "has another checksum than run.json says"
+        raise UserError(f"{path} {found}: the model was trained with another tokenizer; copy the run's folder whole")
+    return content

@@ -1,0 +1,112 @@
+"""What a model is judged by: each document apart, every token but its first predicted once, and bytes counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardlab.data.bpe import HuggingFace
+from shardlab.data.documents import Input
+from shardlab.data.judged import JudgedText, judged_text
+from shardlab.data.prepare import prepare
+from shardlab.data.tokenizers import ByteTokenizer, Characters
+from shardlab.errors import UserError
+
+DOCUMENTS = ["abcde", "f", "", "ghi", "jk" * 9]
+BYTES = ByteTokenizer()
+
+
+def jsonl(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    return path
+
+
+def read(text: JudgedText) -> list[tuple[bytes, bytes]]:
+    """Each sequence's tokens and targets that count, as text."""
+    tokens, targets = text.cut(0, len(text))
+    return [
+        (text.tokenizer.decode(t[y >= 0]), text.tokenizer.decode(y[y >= 0]))
+        for t, y in zip(tokens, targets, strict=True)
+    ]
+
+
+def test_a_document_begins_a_sequence_and_its_first_token_is_not_predicted(tmp_path: Path) -> None:
+    text = judged_text(jsonl(tmp_path / "a.jsonl", DOCUMENTS[:4]), BYTES, 3)
+    assert read(text) == [(b"abc", b"bcd"), (b"d", b"e"), (b"gh", b"hi")]
+    assert text.bytes(len(text)) == 4 + 2
+    assert [text.bytes(count) for count in range(4)] == [0, 3, 4, 6]
+
+
+def test_beyond_the_last_sequence_nothing_counts(tmp_path: Path) -> None:
+    text = judged_text(jsonl(tmp_path / "a.jsonl", DOCUMENTS), BYTES, 4)
+    tokens, targets = text.cut(len(text) - 1, 3)
+    assert (tokens.shape, targets.shape) == ((3, 4), (3, 4))
+    assert (targets[0] >= 0).any()
+    assert (targets[1:] == -1).all()
+
+
+def test_a_text_is_one_document_whatever_its_name(tmp_path: Path) -> None:
+    for name, format in (("a.txt", None), ("a.py", None), ("a.jsonl", "text")):
+        (tmp_path / name).write_text("{}\nabc\n")
+        text = judged_text(tmp_path / name, BYTES, 16, format=format)
+        assert read(text) == [(b"{}\nabc", b"}\nabc\n")]
+
+
+def test_the_end_of_a_document_is_predicted_but_is_no_text(tmp_path: Path) -> None:
+    words = "the whole of it\n" * 20
+    tokenizer = HuggingFace.train([words], 270)
+    text = judged_text(jsonl(tmp_path / "a.jsonl", [words, words]), tokenizer, 64)
+    _, targets = text.cut(0, len(text))
+    assert (targets == tokenizer.end).sum() == 2
+    (first,) = tokenizer.encode([words.encode()])
+    assert text.bytes(len(text)) == 2 * (len(words) - len(tokenizer.decode(first[:1])))
+
+
+def test_a_prepared_folder_is_judged_by_its_validation_part(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", ["some words", "other words", "the last words"])
+    prepare([Input.of(source, None, "text")], tmp_path / "data", "chars", validation=0.3)
+    characters = Characters.of(["some words", "other words", "the last words"])
+    text = judged_text(tmp_path / "data", characters, 16)
+    assert read(text) == [(b"the last word", b"he last words")]
+    assert read(judged_text(tmp_path / "data", None, 16)) == read(text)
+    with pytest.raises(UserError, match=r"has another tokenizer \(chars, 12 tokens\) than the model \(bytes, 256 tok"):
+        judged_text(tmp_path / "data", BYTES, 16)
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["abcdefgh"] * 50)
+    path.write_text(path.read_text() + "no JSON\n")
+    text = judged_text(path, BYTES, 4, at_most=10)
+    assert 10 <= len(text) <= 20
+    with pytest.raises(UserError, match="line 51 is not JSON"):
+        judged_text(path, BYTES, 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a", "has no token to predict"),
+        ("", "has no token to predict"),
+        ("abx", "a.txt: the character 'x' is not among the 2 characters of the vocabulary"),
+        (b"ab\xff", "a.txt: the text is not UTF-8"),
+    ],
+)
+def test_what_cannot_be_judged_is_one_sentence(tmp_path: Path, content: str | bytes, said: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=said):
+        judged_text(tmp_path / "a.txt", Characters.of(["ab"]), 8)
+
+
+def test_every_target_of_many_documents_is_there_once(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    documents = [
+        "".join(map(chr, generator.integers(97, 120, length).tolist()))
+        for length in generator.integers(0, 40, 60).tolist()
+    ]
+    text = judged_text(jsonl(tmp_path / "a.jsonl", documents), BYTES, 7)
+    joined = b"".join(targets for _, targets in read(text))
+    assert joined == "".join(each[1:] for each in documents).encode()
+    assert text.bytes(len(text)) == len(joined)

@@ -1,0 +1,78 @@
+"""The tokenizer beside a model's weights is the one that it was trained with, or a sentence says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.data.bpe import HuggingFace
+from shardlab.data.corpus import same
+from shardlab.data.kept import described, kept_tokenizer, want_tokenizer
+from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
+from shardlab.errors import UserError
+
+TEXT = "To be, or not to be, that is the question. " * 9
+TOKENIZERS = [ByteTokenizer(), Characters.of([TEXT]), HuggingFace.train([TEXT], 270)]
+
+
+def written(folder: Path, tokenizer: Tokenizer, *, record: bool = True) -> Path:
+    """A folder as a run leaves it, or as one of Hugging Face's form is."""
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)
+    if record:
+        (folder / "run.json").write_text(json.dumps({"tokenizer": described(tokenizer)}))
+    return folder
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["run", "hf"])
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
+def test_what_was_kept_is_the_tokenizer_again(tmp_path: Path, tokenizer: Tokenizer, record: bool) -> None:
+    found = want_tokenizer(written(tmp_path, tokenizer, record=record), tokenizer.vocab_size)
+    assert same(found, tokenizer)
+    (tokens,) = found.encode([TEXT.encode()])
+    assert found.decode(tokens) == TEXT.encode()
+
+
+def test_a_run_without_a_record_has_bytes_and_another_folder_only_if_its_vocabulary_is_theirs(tmp_path: Path) -> None:
+    assert kept_tokenizer(tmp_path) is None
+    assert want_tokenizer(tmp_path, 256).kind == "bytes"
+    with pytest.raises(UserError, match=r"has no tokenizer .*, and a vocabulary of 50,257 tokens is not that of bytes"):
+        want_tokenizer(tmp_path, 50257)
+    (tmp_path / "run.json").write_text("{}")
+    assert want_tokenizer(tmp_path, 65).kind == "bytes"
+
+
+def test_a_tokenizer_that_has_changed_or_gone_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, TOKENIZERS[1])
+    path = tmp_path / "vocabulary.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(UserError, match=r"vocabulary\.json has another checksum than run\.json says"):
+        kept_tokenizer(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match=r"vocabulary\.json is missing: .*; copy the run's folder whole"):
+        kept_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("tokenizer", ["chars", {"kind": "chars"}, {"kind": "chars", "files": {"a": {"size": 1}}}])
+def test_a_record_that_is_none_is_refused(tmp_path: Path, tokenizer: object) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"tokenizer": tokenizer}))
+    with pytest.raises(UserError, match="tokenizer is not what a run records"):
+        kept_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", '["ab"]', "[1]"])
+def test_a_vocabulary_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "vocabulary.json").write_text(content)
+    with pytest.raises(UserError, match=r"vocabulary\.json is no list of characters"):
+        kept_tokenizer(tmp_path)
+
+
+def test_special_tokens_are_text_unless_a_template_spells_them() -> None:
+    tokenizer = TOKENIZERS[2]
+    spelled = "to be<|endoftext|>"
+    assert tokenizer.encode_spelled(spelled)[-1] == tokenizer.end
+    (tokens,) = tokenizer.encode([spelled.encode()])
+    assert tokenizer.end not in tokens.tolist()
+    assert tokenizer.encode_spelled("to be") == tokenizer.encode([b"to be"])[0].tolist()
