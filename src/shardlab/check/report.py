@@ -25,24 +25,27 @@ def check(program: Program) -> Checked:
         Refused: naming rank, op, layer and what is missing or doubled.
         Deadlock: when ranks wait for one another under every channel model.
     """
-    return _checked(program, trains=True)
+    return _checked(program, judged=0)
 
 
-def check_forward(program: Program) -> Checked:
+def check_forward(program: Program, microbatches: int = -1) -> Checked:
     """Prove that a program computes the loss of every microbatch with the weights that it leaves, and cannot hang.
 
     As `check`, but for a program that trains nothing (see `forward_only`).
+
+    Args:
+        microbatches: whose losses are wanted, as a bit set.
 
     Raises:
         Refused: naming rank, op, layer and what is missing; for an update as well.
         Deadlock: when ranks wait for one another under every channel model.
     """
-    return _checked(program, trains=False)
+    return _checked(program, judged=microbatches)
 
 
-def _checked(program: Program, *, trains: bool) -> Checked:
+def _checked(program: Program, *, judged: int) -> Checked:
     with gc_paused():
-        dataflow = Dataflow(program, trains=trains)
+        dataflow = Dataflow(program, judged=judged)
         try:
             dataflow.run()
         finally:

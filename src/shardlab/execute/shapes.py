@@ -24,7 +24,8 @@ class Shapes:
     Every layer's flat buffer is padded so that it splits evenly into every number of slices that any value is cut into.
     """
 
-    def __init__(self, checked: Checked, model: Model, rows: int) -> None:
+    def __init__(self, checked: Checked, model: Model, rows: int, flat: list[int] | None = None) -> None:
+        """Find the lengths of all layers' flat buffers, unless they are given."""
         cuts: dict[int, int] = defaultdict(lambda: 1)
         for specs in checked.specs:
             for form in {spec.form for spec in specs.values()}:
@@ -34,7 +35,7 @@ class Shapes:
         self.rows = rows
         self._sizes = checked.program.sizes
         self.layouts = [model.layout(layer) for layer in range(model.layers)]
-        self.flat = [layout.padded(cuts[layer]) for layer, layout in enumerate(self.layouts)]
+        self.flat = flat or [layout.padded(cuts[layer]) for layer, layout in enumerate(self.layouts)]
 
     def layout_of_weight(self, layer: int) -> LayerLayout:
         """The layout of the weight that a layer computes with, and of its gradient."""

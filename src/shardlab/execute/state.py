@@ -112,7 +112,7 @@ class State:
         self.specs = checked.specs[rank]
         self.layers = layers_of(model)
         self.signatures = checked.program.sizes.signatures
-        self.shapes = Shapes(checked, model, rows) if of is None else of.shapes
+        self.shapes = Shapes(checked, model, rows, None if of is None else of.shapes.flat)
         self.loss_owners = _loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -19,7 +20,7 @@ from shardlab.execute.collect import collect
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State
 from shardlab.models import CutModel
-from shardlab.models.tensors import to_blocks
+from shardlab.models.tensors import Choice, to_blocks
 from shardlab.program import Kind
 from shardlab.rules.pieces import counted
 from shardlab.train.data import Batches
@@ -31,6 +32,7 @@ from shardlab.train.job import agree
 from shardlab.train.launch import backend_of
 from shardlab.train.loggers import loggers_of
 from shardlab.train.output import OutputFolder
+from shardlab.train.parallel_writer import ParallelWriter
 from shardlab.train.printable import printable
 from shardlab.train.progress import TrainingProgress
 from shardlab.train.ramped import RampedExecutor
@@ -80,6 +82,13 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     validation = Evaluation(job, checked, rank, device, judged, of=executor.state, groups=groups)
     ramped = RampedExecutor(executors, run)
     tracer = ramped.tracer
+    writer = ParallelWriter(job, checked, executor.state, Choice(seed=job.seed), lambda: stop.asked, groups)
+    given = run.config.logging.prompt
+    prompt = opening(corpus) if given is None else given.encode(errors="surrogateescape")
+
+    def sample() -> str:
+        return continued(writer.go_on, prompt, corpus.tokenizer)
+
     training = TrainingSteps(ramped, ramped, run, stop, bytes_per_token(corpus))
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
@@ -87,7 +96,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         with TrainingProgress(run.config.train.steps) as progress:
             folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title, corpus.tokenizer)
             folder.loggers = loggers_of(run.config.logging, run.out, run.config.as_dict())
-            return _first_rank(run, batches, executor, validation, tracer, training, folder, progress)
+            return _first_rank(run, batches, executor, validation, tracer, training, folder, progress, prompt, sample)
     validation.loss()
     for step in training:
         if step.diverged:
@@ -96,14 +105,15 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         if validates:
             validation.losses()
         if samples:
-            collect(executor.state, executor.state.kept)
+            sample()
     collect(executor.state, executor.state.kept)
     if run.config.optimizer.ema is not None:
         with averaged(executor.state):
             collect(executor.state, executor.state.kept)
     if tracer is not None:
         tracer.finish()
-    validation.losses()
+    if math.isfinite(validation.losses()[VALIDATION]):
+        sample()
     return None
 
 
@@ -116,6 +126,8 @@ def _first_rank(
     training: TrainingSteps,
     folder: OutputFolder,
     progress: TrainingProgress,
+    prompt: bytes,
+    sample: Callable[[], str],
 ) -> Summary:
     """What rank 0 does, from the first validation to the sample."""
     job, state = run.job, executor.state
@@ -126,8 +138,6 @@ def _first_rank(
 
     progress.begin("first step")
     times: list[float] = []
-    given = run.config.logging.prompt
-    prompt = opening(batches.corpus) if given is None else given.encode(errors="surrogateescape")
     for step in training:
         times.append(step.metrics["dt"])
         validates, samples = (False, False) if step.diverged else run.looks(step.metrics["step"])
@@ -136,7 +146,7 @@ def _first_rank(
         folder.write_metrics(step.metrics, pending=not (run.logs(step.metrics["step"]) or step.diverged))
         progress.show(step.metrics)
         if samples:
-            progress.say(continued(job.model, _gathered(state), prompt, job.seed, batches.corpus.tokenizer))
+            progress.say(sample())
         if step.diverged:
             folder.write_plot(before, {VALIDATION: math.nan})
             folder.close()
@@ -180,7 +190,7 @@ def _first_rank(
         tps=replace(job, microbatches=microbatches).tokens / dt,
         seconds=sum(times),
         prompt=printable(prompt.decode(errors="replace")),
-        sample=continued(job.model, flats, prompt, job.seed, batches.corpus.tokenizer),
+        sample=sample(),
         out=str(run.out),
         unwritten=folder.unwritten,
     )

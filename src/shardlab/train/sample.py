@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +16,10 @@ from torch import Tensor
 from shardlab.data import Corpus
 from shardlab.data.tokenizers import Tokenizer
 from shardlab.models import Blocks, Model, MoE
-from shardlab.models.tensors import Choice, Initial, Writer
+from shardlab.models.tensors import Initial
 from shardlab.train.printable import printable
 
-SAMPLE_TOKENS = 200
+SAMPLE_TOKENS = 128
 PROMPT_BYTES = 32
 _SEARCHED = 1000
 
@@ -33,10 +33,9 @@ def opening(corpus: Corpus) -> bytes:
     return next(filter(None, whole), text[:PROMPT_BYTES])
 
 
-def continued(model: Model, flats: Sequence[Tensor], prompt: bytes, seed: int, tokenizer: Tokenizer) -> str:
-    """A prompt of at least a token, and SAMPLE_TOKENS drawn from the model after it."""
-    writer = Writer(for_text(model), flats, Choice(seed=seed))
-    drawn = writer.go_on(tokens_of(prompt, tokenizer), SAMPLE_TOKENS)
+def continued(go_on: Callable[[Sequence[int], int], Iterable[int]], prompt: bytes, tokenizer: Tokenizer) -> str:
+    """A prompt of at least a token, and SAMPLE_TOKENS with which a model goes on."""
+    drawn = go_on(tokens_of(prompt, tokenizer), SAMPLE_TOKENS)
     return printable(prompt.decode(errors="replace")) + "".join(as_text(drawn, tokenizer))
 
 
