@@ -2,7 +2,8 @@
 
 A comment before a console block says how much of its output is fixed: `test: the same`, with `up to numbers` (which
 differ between machines) or `where it is shown` (`...` stands for the rest) if need be; or `test: it runs`. The commands
-of a block run one after the other in one folder.
+of a block run one after the other in one folder; those of a session, a page whose comments say `session: shown`, all do
+(tests/test_hands_on.py).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ BLOCKS = [
     for m in FENCE.finditer(text)
 ]
 CONSOLE = [block for block in BLOCKS if block.language == "console"]
-COMMANDS = [block for block in CONSOLE if block.commands[0].line.startswith("shardlab")]
+OF_SESSIONS = [block for block in CONSOLE if block.comment == "session: shown"]
+COMMANDS = [block for block in CONSOLE if block.commands[0].line.startswith("shardlab") and block not in OF_SESSIONS]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 
 
