@@ -6,45 +6,68 @@ Numbers differ, runs are shortened, and a text of the same 65 characters stands 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from shardlab.cli import main
-from shardlab.data import shakespeare as tiny
-from tests.test_readme import OF_SESSIONS, TEXTS, elsewhere, squeezed
+from tests.test_readme import OF_SESSIONS, ROOT, TEXTS, elsewhere, squeezed
 
 __all__ = ["elsewhere"]
 
-pytestmark = pytest.mark.xdist_group("ranks")
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-MOST_STEPS = 16
-"""What --trace needs."""
+END = "\x1e"
+"""Ends what a command prints; its exit status follows."""
+
+SESSION = f"""
+import shlex, sys
+from shardlab.cli import main
+from shardlab.data import shakespeare
+shakespeare.SHA256 = sys.argv[1]
+for line in sys.stdin:
+    print(main(shlex.split(line)[1:]), end="\\n{END}", flush=True)
+"""
 
 
-def shortened(line: str) -> list[str]:
-    """A command with fewer steps."""
-    return shlex.split(re.sub(r"--steps (\d+)", lambda m: f"--steps {min(int(m[1]), MOST_STEPS)}", line))[1:]
+def shortened(line: str) -> str:
+    """A command with fewer steps; --trace needs 15."""
+    most = 16 if "--trace" in line else 4
+    return re.sub(r"--steps (\d+)", lambda m: f"--steps {min(int(m[1]), most)}", line)
 
 
-def test_the_hands_on_session_runs_as_it_is_written(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def flat(text: str) -> str:
+    """A text up to numbers and to where its lines are wrapped."""
+    return " ".join(squeezed(text).split())
+
+
+def test_the_hands_on_session_runs_as_it_is_written(elsewhere: Path) -> None:
+    """In a process of its own, whose output and errors are one file, as in a terminal."""
     drawn = np.random.default_rng(0).integers(0, len(CHARACTERS), 40_000)
     text = "".join(CHARACTERS[each] for each in drawn.tolist())
-    (elsewhere / "input.txt").write_text(text)
-    monkeypatch.setattr(tiny, "SHA256", hashlib.sha256(text.encode()).hexdigest())
     assert len(set(text)) == len(CHARACTERS) == 65
+    (elsewhere / "input.txt").write_text(text)
     commands = [command for block in OF_SESSIONS for command in block.commands]
     assert len(commands) == TEXTS["docs/hands-on.md"].count("\n$ ")
-    for command in commands:
-        status = main(shortened(command.line))
-        written = capfd.readouterr()
-        assert (status == 0) == (not command.output.startswith("shardlab: ")), f"{command.line}: {written.err}"
-        rest = squeezed("".join(line.rstrip() + "\n" for line in (written.err + written.out).splitlines()))
-        for shown in filter(None, squeezed(command.output).split("...\n")):
-            before, found, rest = rest.partition(shown)
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", SESSION, hashlib.sha256(text.encode()).hexdigest()],
+        input="\n".join(shortened(command.line) for command in commands),
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    *printed, rest = done.stdout.split(END)
+    assert (len(printed), rest) == (len(commands), ""), done.stdout
+    for command, whole in zip(commands, printed, strict=True):
+        output, _, status = whole.rpartition("\n")[0].rpartition("\n")
+        refused = command.output.startswith("shardlab: ")
+        assert (status != "0") == refused, f"{command.line}: {whole}"
+        left = flat(output)
+        for shown in map(flat, command.output.split("...\n")):
+            before, found, left = left.partition(shown) if shown else ("", "", left)
             assert found == shown, f"{command.line}: {shown!r} is not in what follows {before!r}"
