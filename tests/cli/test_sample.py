@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
-from shardlab.data.tokenizers import Characters
+from shardlab.data.bpe import HuggingFace
+from shardlab.data.tokenizers import Characters, Tokenizer
 from shardlab.models import GPT, Mixtral
 from tests.exchange.folders import random_run
 
@@ -88,18 +89,29 @@ def test_a_turn_that_cannot_be_taken_ends_a_pipe_with_a_sentence(
     assert "but the model sees 64; say less" in capsys.readouterr().err
 
 
-def test_the_tokenizer_beside_the_weights_is_taken_also_after_a_conversion(folder: Path, capsys: Captured) -> None:
-    words = "to be or not to be, that is the question"
-    tokenizer = Characters.of([words])
+WORDS = "to be or not to be, that is the question"
+
+
+@pytest.mark.parametrize("tokenizer", [Characters.of([WORDS]), HuggingFace.train([WORDS], 260)], ids=lambda t: t.kind)
+def test_the_tokenizer_beside_the_weights_is_taken_also_after_a_conversion(
+    folder: Path, capsys: Captured, tokenizer: Tokenizer
+) -> None:
     model = GPT(layers=1, hidden_size=16, heads=2, seq_len=32, vocab_size=tokenizer.vocab_size)
-    random_run(folder / "chars", model, tokenizer=tokenizer)
-    assert main(["convert", "chars", "hf"]) == 0
+    random_run(folder / "run of words", model, tokenizer=tokenizer)
+    assert main(["convert", "run of words", "hf"]) == 0
     assert main(["convert", "hf", "back"]) == 0
+    for name, content in tokenizer.files().items():
+        assert (folder / "hf" / name).read_bytes() == content
     capsys.readouterr()
     options = ("--prompt", "to be", "--tokens", "9")
-    texts = [sampled(capsys, name, *options)["text"] for name in ("chars", "hf", "back")]
+    texts = [sampled(capsys, name, *options)["text"] for name in ("run of words", "hf", "back")]
     assert texts[0] == texts[1] == texts[2]
-    assert set(str(texts[0])) <= set(words)
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_sentence(folder: Path, capsys: Captured) -> None:
+    tokenizer = Characters.of([WORDS])
+    model = GPT(layers=1, hidden_size=16, heads=2, seq_len=32, vocab_size=tokenizer.vocab_size)
+    random_run(folder / "chars", model, tokenizer=tokenizer)
     assert main(["sample", "chars", "--prompt", "x"]) == 2
     assert "the character 'x' is not among the 14 characters of the vocabulary" in capsys.readouterr().err
 
