@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from shardlab.data.bpe import HuggingFace
@@ -101,11 +101,8 @@ def test_what_cannot_be_judged_is_one_sentence(tmp_path: Path, content: str | by
 
 
 def test_every_target_of_many_documents_is_there_once(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    documents = [
-        "".join(map(chr, generator.integers(97, 120, length).tolist()))
-        for length in generator.integers(0, 40, 60).tolist()
-    ]
+    generator = random.Random(0)
+    documents = ["".join(generator.choices("abcdefgh", k=generator.randrange(40))) for _ in range(60)]
     text = judged_text(jsonl(tmp_path / "a.jsonl", documents), BYTES, 7)
     joined = b"".join(targets for _, targets in read(text))
     assert joined == "".join(each[1:] for each in documents).encode()
