@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from shardlab.cli import main
 from shardlab.data.bpe import HuggingFace
 from shardlab.data.tokenizers import Characters, Tokenizer
 from shardlab.models import GPT, Mixtral
+from shardlab.models.tensors import Writer
 from tests.exchange.folders import random_run
 
 Captured = pytest.CaptureFixture[str]
@@ -106,6 +108,31 @@ def test_the_tokenizer_beside_the_weights_is_taken_also_after_a_conversion(
     options = ("--prompt", "to be", "--tokens", "9")
     texts = [sampled(capsys, name, *options)["text"] for name in ("run of words", "hf", "back")]
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_chat_follows_the_template_of_a_hugging_face_folder(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = HuggingFace.train([WORDS], 260)
+    model = GPT(layers=1, hidden_size=16, heads=2, seq_len=64, vocab_size=tokenizer.vocab_size)
+    random_run(folder / "words", model, tokenizer=tokenizer)
+    assert main(["convert", "words", "hf"]) == 0
+    template = "{% for message in messages %}[{{ message.content }}]{{ eos_token }}{% endfor %}"
+    config = {"chat_template": template, "eos_token": "<|endoftext|>"}
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
+    read: list[list[int]] = []
+
+    def go_on(self: Writer, tokens: list[int], count: int) -> Iterator[int]:
+        read.append(tokens)
+        return iter([*tokenizer.encode_spelled("or not"), tokenizer.end or 0, 1, 2])
+
+    monkeypatch.setattr(Writer, "go_on", go_on)
+    monkeypatch.setattr("sys.stdin", io.StringIO("to be"))
+    capsys.readouterr()
+    assert main(["sample", "hf", "--chat"]) == 0
+    assert capsys.readouterr().out == "or not\n"
+    assert read == [tokenizer.encode_spelled("[to be]<|endoftext|>")]
+    assert read[0][-1] == tokenizer.end
 
 
 def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_sentence(folder: Path, capsys: Captured) -> None:

@@ -132,6 +132,7 @@ class Sample:
             try:
                 line = given or input("> " if sys.stdin.isatty() else "")
             except EOFError:
+                print(end="\n" if sys.stdin.isatty() else "")
                 return
             given = None
             if not line.strip():

@@ -66,11 +66,10 @@ class JudgedText:
         judged = np.clip(sequences - (np.cumsum(counts) - counts), 0, counts)
         ends = np.minimum(first + judged * self.seq_len, last)
         pairs = zip(first.tolist(), ends.tolist(), strict=True)
-        return sum(self._length(a, b + 1) - self._length(a, a + 1) for a, b in pairs if a < b)
+        return sum(self._count(a, b + 1) - self._count(a, a + 1) for a, b in pairs if a < b)
 
-    def _length(self, start: int, stop: int) -> int:
-        tokens, end = np.asarray(self.run.tokens[start:stop]), self.tokenizer.end
-        return len(self.tokenizer.decode(tokens if end is None else tokens[tokens != end]))
+    def _count(self, start: int, stop: int) -> int:
+        return self.tokenizer.count_bytes(np.asarray(self.run.tokens[start:stop]))
 
 
 def judged_text(

@@ -47,6 +47,10 @@ class Tokenizer(ABC):
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         """The text of some tokens, which may begin and end within a character."""
 
+    def count_bytes(self, tokens: NDArray[np.integer]) -> int:
+        """Bytes of the text of some tokens; the token that ends a document stands for none."""
+        return len(self.decode(tokens if self.end is None else tokens[tokens != self.end]))
+
     def files(self) -> dict[str, bytes]:
         """What it takes to make it again: names and contents of files."""
         return {}

@@ -88,7 +88,7 @@ def flops_per_token(model: Blocks) -> float:
 def bytes_per_token(corpus: Corpus) -> float:
     """Bytes of text that a token stands for, on average over the first of the validation text."""
     tokens = np.asarray(corpus.validation.runs[0].tokens[:READ])
-    return len(corpus.tokenizer.decode(tokens)) / len(tokens)
+    return max(1, corpus.tokenizer.count_bytes(tokens)) / len(tokens)
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
