@@ -54,6 +54,13 @@ def test_averages_are_one_device_s_under_every_sharding(ranks: World, name: str,
     assert verdict.ok, verdict
 
 
+@pytest.mark.parametrize("program", ["offloaded", "state_away", "weights_away"])
+def test_averages_of_weights_and_states_that_lie_elsewhere_are_one_device_s(ranks: World, program: str) -> None:
+    job = Job(f"tests/check/offloading_programs.py:{program}", 2, 4, MODEL, 2, "fp64", ema=0.7)
+    verdict = ranks(2).call(verify_rank, CPU, job, 3)[0]
+    assert verdict.ok, verdict
+
+
 @pytest.mark.parametrize("program", ["examples/parameter_server.py:parameter_server", f"{ROOTED}:by_root"])
 def test_ranks_that_step_nothing_are_given_averages_of_what_they_keep(ranks: World, program: str) -> None:
     job = Job(program, 2, 4, MODEL, 2, "fp64", ema=0.7)

@@ -71,7 +71,7 @@ def _fill(state: State) -> None:
     for layer, holds in dict.fromkeys(key for keys in stepped for key in keys):
         ranges = shapes.ranges(layer, holds)
         mine = (layer, holds) in stepped[state.rank]
-        average = state.opt_states[layer, holds].average if mine else None
+        average = state.opt_states[layer, holds].average.to(state.settings.device) if mine else None
         lacking = any(
             _common(ranges, shapes.ranges(layer, kept))
             for its, steps in zip(loaded, stepped, strict=True)

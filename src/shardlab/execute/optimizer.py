@@ -132,7 +132,8 @@ class Slice:
 
     @property
     def average(self) -> Tensor:
-        """The average of the slice's weights over the steps, (elements,)."""
+        """The average of the slice's weights over the steps, (elements,); what was offloaded comes back for it."""
+        self.reload()
         kept = self.optimizers[-1]
         assert isinstance(kept, Average), "an average was asked for"
         return torch.cat([kept.of(leaf).flatten() for leaves, *_ in self._parts for leaf in leaves])
