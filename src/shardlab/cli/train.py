@@ -134,7 +134,8 @@ class Train:
         sources: list[ConfigSource],
     ) -> int:
         from shardlab.cli.ranks import failures_as_exit, refuse_restart, tell_interrupted
-        from shardlab.train.launch import run_ranks
+        from shardlab.execute.compiling import want_compilable
+        from shardlab.train.launch import pick_device, run_ranks
         from shardlab.train.loggers import require_loggers
         from shardlab.train.loop import train_rank
         from shardlab.train.output import free_folder
@@ -168,6 +169,8 @@ class Train:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         heartbeat.doing = "check of the program"
         proof = self._checked(chosen, run)
+        if config.train.compile:
+            want_compilable(proof, pick_device(0), traced=config.logging.trace)
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
                 f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "

@@ -54,6 +54,9 @@ class Verify:
     ema: Annotated[float | None, tyro.conf.arg(metavar="DECAY", help_behavior_hint="")] = None
     """Decay of an average of the weights, which is compared as well."""
 
+    compile: Flag = False
+    """Compile the ranks' layers by torch.compile; the one device's are not."""
+
     all: Flag = False
     """Verify every strategy, and every way to shard on every pipeline; takes minutes."""
 
@@ -77,8 +80,9 @@ class Verify:
 
         from shardlab.cli.ranks import checked_to_run, failures_as_exit
         from shardlab.execute import AdamW
+        from shardlab.execute.compiling import want_compilable
         from shardlab.train.job import Job
-        from shardlab.train.launch import ranks_here
+        from shardlab.train.launch import pick_device, ranks_here
         from shardlab.train.verify import TOLERANCE, clip_for, verify
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
@@ -97,9 +101,11 @@ class Verify:
             ema=self.ema,
         )
         proof = checked_to_run(chosen, job, AdamW(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
+        if self.compile:
+            want_compilable(proof, pick_device(0))
         clip = clip_for(proof, self.clip)
         with failures_as_exit():
-            verdict = verify(job, self.steps, clip)
+            verdict = verify(job, self.steps, clip, self.compile)
         if verdict is None:  # a rank of an existing world, but not the one that reports
             return 0
         if self.json:

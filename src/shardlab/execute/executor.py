@@ -12,6 +12,7 @@ from torch import Tensor
 from shardlab.check import Checked
 from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
+from shardlab.execute.compiling import want_compilable
 from shardlab.execute.compute import COMPUTE, Instruction
 from shardlab.execute.optimizer import want_whole_matrices
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
@@ -42,7 +43,8 @@ class Executor:
 
     Raises:
         Refused: when the program cannot run on this backend.
-        UserError: in float16, when the program computes no norm; for Muon, when it cuts a matrix.
+        UserError: in float16, when the program computes no norm; for Muon, when it cuts a matrix; when layers are to be
+            compiled, and cannot be.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Executor:
         if checked.trains:
             want_norm(settings.precision, checked)
             want_whole_matrices(checked, model, settings.optimizer)
+        if settings.compile:
+            want_compilable(checked, settings.device)
         self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer, of)
         self.batches = batches
         self._microbatches = checked.program.microbatches

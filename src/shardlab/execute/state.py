@@ -20,7 +20,15 @@ from shardlab.execute.optimizer import Slice, muon_matrices
 from shardlab.execute.places import storage_at, tensor_at
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
-from shardlab.models.tensors import Dropout, Initial, Share, initial_weights, layers_of, lengthened
+from shardlab.models.tensors import (
+    Dropout,
+    Initial,
+    Share,
+    compiled_layers_of,
+    initial_weights,
+    layers_of,
+    lengthened,
+)
 from shardlab.optimizers import AdamW
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.precision import FP32, FP64, Precision
@@ -57,6 +65,7 @@ class Settings:
         initial: reads the first weights (None: they are drawn from the seed).
         loss_scale: the first, in float16.
         scratch: the folder of what is offloaded to the disk (None: that of temporary files).
+        compile: whether layers are compiled, each kind once.
     """
 
     seed: int = 0
@@ -66,6 +75,7 @@ class Settings:
     initial: Initial | None = None
     loss_scale: float = FIRST
     scratch: Path | None = None
+    compile: bool = False
 
 
 GradientObserver = Callable[[int, Holds, Tensor], None]
@@ -110,7 +120,7 @@ class State:
         self.observer = observer
         self.tape = checked.program.tapes[rank]
         self.specs = checked.specs[rank]
-        self.layers = layers_of(model)
+        self.layers = compiled_layers_of(model) if settings.compile else layers_of(model)
         self.signatures = checked.program.sizes.signatures
         self.shapes = Shapes(checked, model, rows, None if of is None else of.shapes.flat)
         self.loss_owners = _loss_owners(checked)

@@ -61,6 +61,9 @@ class LoopConfig:
     batch_ramp: Annotated[str | None, RAMP] = None
     """A batch that grows: from which step on it has how many microbatches, such as 0:4,200:8,1000:16."""
 
+    compile: Annotated[bool, SWITCH] = False
+    """Compile layers by torch.compile, each kind of layer once; the first step then takes long."""
+
     def __post_init__(self) -> None:
         check_fields(self)
         if (last := self.ramp.stages[-1][1]) != self.microbatches:

@@ -69,7 +69,8 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         agree(proof, corpus.identity)
     world = RunningWorld.gathered(rank, device, checked.program.mesh)
     initial = run.config.train.init and initial_from(run.config.train.init, job.cut)
-    settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial)
+    compiles = run.config.train.compile
+    settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial, compile=compiles)
     groups: Groups = {}
     needed = rank, job.cut, batches, settings, backend_of(device)
     executor = Executor(checked, *needed, groups=groups)

@@ -105,11 +105,12 @@ def clip_for(checked: Checked, clip: float | None) -> float | None:
     return SMALL_NORM if clip is None and checked.clips else clip
 
 
-def verify(job: Job, steps: int, clip: float | None = None) -> Verdict | None:
+def verify(job: Job, steps: int, clip: float | None = None, compile: bool = False) -> Verdict | None:
     """Train `steps` steps under the job's strategy on its ranks, and on one device, and compare.
 
     Args:
         clip: the largest norm of the gradient (None: see `clip_for`).
+        compile: compile the layers of the ranks.
 
     Returns:
         The verdict; None in a process of an existing world that is not rank 0.
@@ -120,17 +121,25 @@ def verify(job: Job, steps: int, clip: float | None = None) -> Verdict | None:
         UserError: for a request that cannot be met.
     """
     job.checked()  # in this process first: a refusal needs no ranks
-    return run_ranks(job.ranks, _verdict, job, steps, clip)
+    return run_ranks(job.ranks, _verdict, job, steps, clip, compile)
 
 
-def _verdict(rank: int, device: torch.device, job: Job, steps: int, clip: float | None) -> Verdict | None:
+def _verdict(
+    rank: int, device: torch.device, job: Job, steps: int, clip: float | None, compile: bool
+) -> Verdict | None:
     """`verify_rank`, of which only rank 0 tells."""
-    verdict = verify_rank(rank, device, job, steps, None, clip)
+    verdict = verify_rank(rank, device, job, steps, None, clip, compile)
     return verdict if rank == 0 else None
 
 
 def verify_rank(
-    rank: int, device: torch.device, job: Job, steps: int, groups: Groups | None = None, clip: float | None = None
+    rank: int,
+    device: torch.device,
+    job: Job,
+    steps: int,
+    groups: Groups | None = None,
+    clip: float | None = None,
+    compile: bool = False,
 ) -> Verdict | None:
     """Verify one rank's part: it compares every slice that it holds, so that replicas are judged as well."""
     batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
@@ -139,7 +148,7 @@ def verify_rank(
     eps = SMALL_EPS if job.numbers is FP64 else LARGE_EPS
     limit = clip_for(checked, clip)
     optimizer = AdamW(job.optimizer, schedule_steps=steps, warmup_steps=1, clip=limit, eps=eps, ema=job.ema)
-    settings = Settings(job.seed, job.numbers, device, optimizer, loss_scale=SAFE_SCALE)
+    settings = Settings(job.seed, job.numbers, device, optimizer, loss_scale=SAFE_SCALE, compile=compile)
     seen: dict[tuple[int, Holds], Tensor] = {}
 
     def observe(layer: int, holds: Holds, gradient: Tensor) -> None:

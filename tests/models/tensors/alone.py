@@ -18,6 +18,7 @@ from shardlab.models.primitive import Primitive
 from shardlab.models.primitives import Activate, Add, DropoutSite, Embed, Linear, Lookup, Norm, Scores, features_of
 from shardlab.models.tensors import Dropout, Share
 from shardlab.models.tensors.compute import Given, compute
+from shardlab.models.tensors.factors import Surroundings, factor
 from shardlab.models.tensors.mixture import slots_of
 
 ROWS, T, C, HIDDEN = 3, 6, 8, 16
@@ -131,7 +132,9 @@ def made_by(
     """What it makes, by name."""
     drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
     dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
-    return dict(zip(primitive.makes, compute(primitive, Given(parameters, tensors, share, dropout)), strict=True))
+    x = next(iter(tensors.values()))
+    its = factor(primitive, Surroundings(len(x), T, share, dropout, x))
+    return dict(zip(primitive.makes, compute(primitive, Given(parameters, tensors, share, its)), strict=True))
 
 
 def gradients(made: Mapping[str, Tensor], above: Mapping[str, Tensor], of: Mapping[str, Tensor]) -> dict[str, Tensor]:

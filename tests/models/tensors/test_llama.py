@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from shardlab.models import GPT, Llama, Mixtral
 from shardlab.models.tensors import Share, layers_of, loss_of, views
 from shardlab.models.tensors.rms_norm import rms_norm
-from shardlab.models.tensors.rotary import rotated
+from shardlab.models.tensors.rotary import rotated, turns
 from tests.models.small import Dimensions
 from tests.models.tensors.comparing import error, gradient_of
 
@@ -182,9 +183,22 @@ def test_logits_loss_and_gradients_are_an_independent_models(model: GPT) -> None
         assert error(*gradients) <= 1e-12
 
 
+def angles(tokens: Sequence[int], size: int, theta: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return turns(theta, None, size, tuple(tokens), dtype, torch.device("cpu"))
+
+
+def test_turns_in_real_numbers_are_those_in_complex_numbers() -> None:
+    x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
+    whole = angles([0, 5, 6], 4, 100.0)
+    made = [rotated(x, each, 2) for each in (whole, torch.view_as_real(whole))]
+    torch.testing.assert_close(*made, rtol=1e-14, atol=1e-14)
+    back = [torch.autograd.grad(each.square().sum(), x)[0] for each in made]
+    torch.testing.assert_close(*back, rtol=1e-14, atol=1e-14)
+
+
 def test_what_is_written_out_has_the_right_gradients() -> None:
     def turned(y: Tensor) -> Tensor:
-        return rotated(y, 2, 4, [0, 5, 6], 100.0)
+        return rotated(y, angles([0, 5, 6], 4, 100.0), 2)
 
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(12, dtype=torch.float64, requires_grad=True)
@@ -196,14 +210,15 @@ def test_what_is_written_out_has_the_right_gradients() -> None:
 def test_half_precision_is_normalised_and_turned_in_single(dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, 8, 12, dtype=dtype), torch.ones(12, dtype=dtype)
     assert rms_norm(100 * x, weight).dtype == dtype
-    turned = rotated(x, 2, 4, range(8), 100.0)
-    torch.testing.assert_close(turned, rotated(x.double(), 2, 4, range(8), 100.0).to(dtype))
+    turned = rotated(x, angles(range(8), 4, 100.0, torch.float32), 2)
+    torch.testing.assert_close(turned, rotated(x.double(), angles(range(8), 4, 100.0), 2).to(dtype))
     assert torch.equal(turned[..., 8:], x[..., 8:])  # values stay
 
 
 def test_products_of_turned_queries_and_keys_depend_on_their_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
     products = [
-        (rotated(q, 1, 8, [place + 3], 1e4) * rotated(k, 1, 8, [place], 1e4)).sum() for place in (0, 1, 50, 700)
+        (rotated(q, angles([place + 3], 8, 1e4), 1) * rotated(k, angles([place], 8, 1e4), 1)).sum()
+        for place in (0, 1, 50, 700)
     ]
     torch.testing.assert_close(torch.stack(products), products[0].expand(4), rtol=1e-12, atol=1e-12)

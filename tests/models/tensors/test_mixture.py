@@ -44,7 +44,7 @@ def branch_of(router: Router, p: Mapping[str, Tensor], x: Tensor, share: Share) 
     """What a mixture makes of its tokens."""
     tensors = {"x": x}
     for step in steps_of(router):
-        tensors |= zip(step.makes, compute(step, Given(p, tensors, share, None)), strict=True)
+        tensors |= zip(step.makes, compute(step, Given(p, tensors, share)), strict=True)
     return tensors["x"]
 
 

@@ -1,5 +1,6 @@
 """The models' arithmetic on torch: layers, dropout, first weights, loss and sampling."""
 
+from shardlab.models.tensors.compiled import compiled_layers_of
 from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.flat import lengthened, named_views, views, with_borrowed
 from shardlab.models.tensors.generate import Choice, Writer
@@ -18,6 +19,7 @@ __all__ = [
     "TensorLayer",
     "Writer",
     "combined_loss",
+    "compiled_layers_of",
     "generator_of",
     "initial_weights",
     "layers_of",

@@ -14,12 +14,11 @@ from shardlab.errors import UserError
 from shardlab.models.attention import Attend, Projection
 from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route
 from shardlab.models.primitive import Primitive
-from shardlab.models.primitives import Activate, Add, DropoutSite, Embed, Linear, Lookup, Norm, Scores
+from shardlab.models.primitives import Activate, Add, Embed, Linear, Lookup, Norm, Scores
 from shardlab.models.tensors import mixture
 from shardlab.models.tensors.activations import activated
 from shardlab.models.tensors.attention_with_dropout import attention_with_dropout
 from shardlab.models.tensors.cache import KeysValues
-from shardlab.models.tensors.dropout import Dropout
 from shardlab.models.tensors.lookup import look_up
 from shardlab.models.tensors.rms_norm import rms_norm
 from shardlab.models.tensors.rotary import rotated
@@ -35,14 +34,14 @@ class Given:
         parameters: by name; of one slice where they are sliced.
         tensors: those that it reads, by name, rows first.
         share: which slice, or which tokens, these are.
-        dropout: the masks of its block (None: nothing is dropped).
+        factor: what it multiplies by beside its parameters (see `factors`).
         cache: of the text's earlier tokens (None: all tokens are given).
     """
 
     parameters: Mapping[str, Tensor]
     tensors: Mapping[str, Tensor]
     share: Share
-    dropout: Dropout | None
+    factor: Tensor | None = None
     cache: KeysValues | None = None
 
     @property
@@ -74,8 +73,8 @@ def _(primitive: Embed, given: Given) -> tuple[Tensor, ...]:
     x = given.x
     if primitive.positions:
         x = x + rows_of(given.parameters["wpe.weight"], given.share.tokens or range(x.shape[1]))
-    if (mask := _mask(DropoutSite.EMBEDDING, primitive, given)) is not None:
-        x = x * mask
+    if given.factor is not None:
+        x = x * given.factor
     return (x.clone() if x is given.x else x,)
 
 
@@ -116,8 +115,7 @@ def _(primitive: Add, given: Given) -> tuple[Tensor, ...]:
     x, s = given.tensors[primitive.branch], given.tensors["s"]
     if primitive.bias:
         x = x + given.parameters[primitive.bias]
-    mask = _mask(primitive.site, primitive, given)
-    return (s + x if mask is None else torch.addcmul(s, x, mask),)
+    return (s + x if given.factor is None else torch.addcmul(s, x, given.factor),)
 
 
 @compute.register
@@ -125,24 +123,21 @@ def _(primitive: Projection, given: Given) -> tuple[Tensor, ...]:
     """Queries, and keys and values, are views of one tensor."""
     x, (_, of) = given.x, given.share.piece("head")
     features = F.linear(x, given.parameters["attn.c_attn.weight"], given.parameters.get("attn.c_attn.bias"))
-    if primitive.rope_theta is not None:
-        heads, size = (primitive.heads + primitive.kv_heads) // of, primitive.hidden_size // primitive.heads
-        tokens = given.share.tokens or range(x.shape[1])
-        features = rotated(features, heads, size, tokens, primitive.rope_theta, primitive.rope_scaling)
+    if given.factor is not None:
+        features = rotated(features, given.factor, (primitive.heads + primitive.kv_heads) // of)
     queries, keys_values = torch.split(features, [primitive.hidden_size // of, 2 * primitive.kv_width // of], -1)
     return queries, keys_values
 
 
 @compute.register
 def _(primitive: Attend, given: Given) -> tuple[Tensor, ...]:
-    number, of = given.share.piece("head")
-    mine = primitive.heads_of(of)
+    mine = primitive.heads_of(given.share.piece("head")[1])
     (rows, tokens, _), size = given.tensors["q"].shape, mine.hidden_size // mine.heads
     q = given.tensors["q"].view(rows, tokens, mine.heads, size).transpose(1, 2)  # (rows, heads, T, size)
     kv = given.tensors["kv"] if given.cache is None else given.cache.add(given.tensors["kv"])
     keys_values = kv.view(rows, -1, 2 * mine.kv_heads, size).transpose(1, 2)
     k, v = keys_values[:, : mine.kv_heads], keys_values[:, mine.kv_heads :]
-    if given.dropout is None:
+    if given.factor is None:
         earlier = kv.shape[1] - tokens
         seen = q.new_ones(tokens, kv.shape[1], dtype=torch.bool).tril(earlier) if earlier > 0 and tokens > 1 else None
         grouped = mine.kv_heads < mine.heads
@@ -151,9 +146,7 @@ def _(primitive: Attend, given: Given) -> tuple[Tensor, ...]:
         if mine.kv_heads < mine.heads:
             q = q.clone()  # autograd then keeps this and not all features
             k, v = (each.repeat_interleave(mine.heads // mine.kv_heads, 1) for each in (k, v))
-        whole = (rows, primitive.heads, tokens, tokens)
-        here = range(number * mine.heads, (number + 1) * mine.heads)
-        mixed = attention_with_dropout(q, k, v, given.dropout.mask(DropoutSite.ATTENTION, whole, q, 1, here))
+        mixed = attention_with_dropout(q, k, v, given.factor)
     return (mixed.transpose(1, 2).flatten(2),)
 
 
@@ -190,12 +183,3 @@ def _(primitive: ExpertActivate, given: Given) -> tuple[Tensor, ...]:
 @compute.register
 def _(primitive: Combine, given: Given) -> tuple[Tensor, ...]:
     return (mixture.combine(given.x, given.tensors["gates"], given.tensors["slots"]),)
-
-
-def _mask(site: DropoutSite, primitive: Add | Embed, given: Given) -> Tensor | None:
-    """The mask of the tokens that are here, drawn for the whole sequence."""
-    if given.dropout is None:
-        return None
-    x, tokens = given.x, given.share.tokens
-    whole = (len(x), x.shape[1] if tokens is None else primitive.tokens, primitive.hidden_size)
-    return given.dropout.mask(site, whole, x, 1, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from shardlab.models.run import Run
 from shardlab.models.tensors.cache import KeysValues
 from shardlab.models.tensors.compute import Given, compute
 from shardlab.models.tensors.dropout import Dropout
+from shardlab.models.tensors.factors import Surroundings, factor
 from shardlab.models.tensors.share import ALL, Share
 
 
@@ -48,13 +49,33 @@ class TensorLayer:
             dropout: the step's and the microbatches'; the layer's masks are those of the blocks that it is made of.
             cache: keys and values of earlier tokens; the share's tokens are those that follow.
         """
+        return self.compute(parameters, inputs, self.factors(parameters, inputs, share, dropout), share, cache)
+
+    def factors(
+        self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share, dropout: Dropout | None
+    ) -> Iterator[Tensor | None]:
+        """What each step multiplies by beside its parameters, made one after the other."""
         if dropout is not None and dropout.probability == 0:
             dropout = None
+        rows, length = inputs[-1].shape[:2]  # the first may be experts' buffers
+        around = Surroundings(rows, length, share, None, parameters[0] if parameters else inputs[0])
+        for step in self.layer.steps:
+            masks = None if dropout is None else replace(dropout, layer=step.block)
+            yield factor(step.primitive, around if masks is None else replace(around, dropout=masks))
+
+    def compute(
+        self,
+        parameters: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        factors: Iterable[Tensor | None],
+        share: Share,
+        cache: KeysValues | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`run`, given what the steps multiply by: a function of tensors alone."""
         by_name = dict(zip(self.names, parameters, strict=True))
         tensors = self._unpacked(inputs)
-        for step, dropped in zip(self.layer.steps, self._dropped, strict=True):
-            masks = None if dropout is None else replace(dropout, layer=step.block)
-            made = compute(step.primitive, Given(by_name, tensors, share, masks, cache))
+        for step, dropped, its in zip(self.layer.steps, self._dropped, factors, strict=True):
+            made = compute(step.primitive, Given(by_name, tensors, share, its, cache))
             tensors.update(zip(step.primitive.makes, made, strict=True))
             for name in dropped:
                 del tensors[name]

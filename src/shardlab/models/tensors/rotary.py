@@ -10,7 +10,6 @@ eq. 34; Llama's own code). So a query's product with a key depends on how far ap
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -20,35 +19,37 @@ from torch import Tensor
 from shardlab.models.attention import RopeScaling
 
 
-def rotated(
-    features: Tensor, heads: int, size: int, tokens: Sequence[int], theta: float, scaling: RopeScaling | None = None
-) -> Tensor:
+def rotated(features: Tensor, turns: Tensor, heads: int) -> Tensor:
     """Heads side by side, (rows, T, features), of which the first ones are turned; memory of its own.
 
     Args:
         features: of queries, then of keys, then of values.
+        turns: of the tokens, as `turns` gives them.
         heads: how many are turned: those of queries and of keys.
-        size: features of a head.
-        tokens: the places in the sequence.
-        theta: base of the angles.
-        scaling: how slower frequencies are stretched (None: not).
     """
-    assert len(tokens) == features.shape[1], f"{tokens} are not the {features.shape[1]} tokens given"
-    exact = torch.promote_types(features.dtype, torch.float32)
-    turns = _turns(theta, scaling, size, tuple(tokens), exact, features.device)
+    assert len(turns) == features.shape[1], f"turns of {len(turns)} tokens, but {features.shape[1]} tokens are given"
     return cast(Tensor, _Rotate.apply(features, turns, heads))
 
 
 @lru_cache(maxsize=16)
-def _turns(
+def turns(
     theta: float,
     scaling: RopeScaling | None,
     size: int,
-    tokens: tuple[int, ...],
+    tokens: range | tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """e^(i angle), (T, 1, size / 2), computed in float64."""
+    """Make e^(i angle) for tokens and pairs of features, (T, 1, size / 2), computed in float64.
+
+    Args:
+        theta: base of the angles.
+        scaling: how slower frequencies are stretched (None: not).
+        size: features of a head.
+        tokens: the places in the sequence.
+        dtype: of real and imaginary parts.
+        device: of the result.
+    """
     rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     if scaling is not None:
         factor, low, high, context = scaling
@@ -68,11 +69,23 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(gradients[0], ctx.turns.conj(), ctx.heads), None, None
+        turns = ctx.turns
+        back = turns.conj() if turns.is_complex() else turns * turns.new_tensor([1.0, -1.0])
+        return _turned(gradients[0], back, ctx.heads), None, None
 
 
 def _turned(features: Tensor, turns: Tensor, heads: int) -> Tensor:
+    if not turns.is_complex():
+        return _turned_by_parts(features, turns, heads)
     made = features.to(turns.dtype.to_real(), copy=True, memory_format=torch.contiguous_format)
     pairs = torch.view_as_complex(made.view(*made.shape[:-1], -1, turns.shape[-1], 2))  # (rows, T, heads, size / 2)
     pairs[..., :heads, :].mul_(turns)
     return made.to(features.dtype)
+
+
+def _turned_by_parts(features: Tensor, turns: Tensor, heads: int) -> Tensor:
+    """The same in real numbers, for compilers that know no others; turns are (T, 1, size / 2, 2)."""
+    pairs = features.to(turns.dtype).view(*features.shape[:-1], -1, turns.shape[-2], 2)
+    (even, odd), (cos, sin) = pairs[..., :heads, :, :].unbind(-1), turns.unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    return torch.cat([turned, pairs[..., heads:, :, :]], -3).flatten(-3).to(features.dtype)

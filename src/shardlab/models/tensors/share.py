@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardlab.rules.pieces import WHOLE, Holds
 
@@ -31,6 +32,13 @@ class Share:
     def piece(self, index: str) -> tuple[int, int]:
         """(number of the piece, how many there are) of an index."""
         return self.pieces.get(index, (0, 1))
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What two equal shares have in common, to be looked up by."""
+        tokens = self.tokens if self.tokens is None or isinstance(self.tokens, range) else tuple(self.tokens)
+        pieces = tuple(sorted(self.pieces.items()))
+        return pieces, tokens, self.microbatches, self.of_step, self.experts, self.loss_scale
 
 
 ALL = Share()

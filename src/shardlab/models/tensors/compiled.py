@@ -1,0 +1,80 @@
+"""Layers compiled by torch.compile: one function for all layers that compute alike."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.models.model import Model
+from shardlab.models.tensors.cache import KeysValues
+from shardlab.models.tensors.dropout import Dropout
+from shardlab.models.tensors.layers import TensorLayer, layers_of
+from shardlab.models.tensors.share import ALL, Share
+
+BACKEND = "inductor"
+"""Compiler behind torch.compile."""
+
+Compiled = Callable[..., tuple[Tensor, ...]]
+
+_FUNCTIONS: dict[tuple[Any, ...], Compiled] = {}
+"""Functions by what they compute; torch.compile adds a graph to each for every shape, and for no_grad."""
+
+
+class CompiledLayer(TensorLayer):
+    """A layer whose arithmetic is compiled at its first call. Masks and angles are made outside, as its inputs."""
+
+    def run(
+        self,
+        parameters: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        share: Share = ALL,
+        dropout: Dropout | None = None,
+        cache: KeysValues | None = None,
+    ) -> tuple[Tensor, ...]:
+        assert cache is None, "text is written by layers that are not compiled"
+        factors = list(self.factors(parameters, inputs, share, dropout))
+        given = (torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None)
+        function = self._function(share, tuple(each is not None for each in factors))
+        return function(*parameters, *inputs, *given)
+
+    def _function(self, share: Share, factors: tuple[bool, ...]) -> Compiled:
+        """Find the function of (parameters, inputs, factors) of this kind of layer; `factors`: which steps have one."""
+        layer, attend = self.layer, self.layer.attend
+        primitives = tuple(step.primitive for step in layer.steps)
+        ends = layer.inputs, layer.outputs, attend and attend.primitive
+        key = BACKEND, self.names, primitives, ends, share.key, factors
+        if key not in _FUNCTIONS:
+            _FUNCTIONS[key] = _compiled(TensorLayer(self.names, layer), share, factors)
+        return _FUNCTIONS[key]
+
+
+def compiled_layers_of(model: Model) -> list[TensorLayer]:
+    """The model's layers, in order, each compiled at its first call."""
+    return [CompiledLayer(layer.names, layer.layer) for layer in layers_of(model)]
+
+
+def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Compiled:
+    held, taken = len(layer.names), sum(factors)
+
+    # Dynamo would read our Python; the layer is a function of tensors, so that tracing it on tensors is enough.
+    @torch.compiler.allow_in_graph
+    def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
+        first = len(tensors) - taken
+        given = iter(tensors[first:])
+        its = (next(given) if has else None for has in factors)
+        return layer.compute(tensors[:held], tensors[held:first], its, share)
+
+    def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return compute(*tensors)
+
+    # Graphs are kept, and their number is limited, for each code object: every kind of layer gets one of its own.
+    code = traced.__code__.replace(co_name=f"layer_{layer.layer.name.replace('-', '_')}")
+    own = FunctionType(code, traced.__globals__, code.co_name, None, traced.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
