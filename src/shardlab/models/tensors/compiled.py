@@ -23,7 +23,7 @@ BACKEND = "inductor"
 
 Compiled = Callable[..., tuple[Tensor, ...]]
 
-_FUNCTIONS: dict[tuple[Any, ...], Compiled] = {}
+FUNCTIONS: dict[tuple[Any, ...], Compiled] = {}
 """Functions by what they compute; torch.compile adds a graph to each for every shape, and for no_grad."""
 
 
@@ -50,9 +50,9 @@ class CompiledLayer(TensorLayer):
         primitives = tuple(step.primitive for step in layer.steps)
         ends = layer.inputs, layer.outputs, attend and attend.primitive
         key = BACKEND, self.names, primitives, ends, share.key, factors
-        if key not in _FUNCTIONS:
-            _FUNCTIONS[key] = _compiled(TensorLayer(self.names, layer), share, factors)
-        return _FUNCTIONS[key]
+        if key not in FUNCTIONS:
+            FUNCTIONS[key] = _compiled(TensorLayer(self.names, layer), share, factors)
+        return FUNCTIONS[key]
 
 
 def compiled_layers_of(model: Model) -> list[TensorLayer]:
