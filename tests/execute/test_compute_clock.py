@@ -13,7 +13,7 @@ from shardlab.program import OpKind
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
 
-SLEEP = 0.003
+SLEEP = 0.05
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def watched(rank: int) -> list[tuple[str, bool, bool]]:
         "message": partial(dist.isend, whole, 1) if rank == 0 else partial(dist.irecv, whole, 0),
     }
     for name, start in starts.items():
-        wait, over = stopwatch.watch(start())
+        wait, over = stopwatch.watch(start(), batched=False)
         until = time.perf_counter() + 60
         while over() is None and time.perf_counter() < until:
             time.sleep(0.001)
@@ -57,7 +57,7 @@ class Lost:
 
 
 def test_a_failure_is_heard_where_the_rank_waits_and_has_no_end() -> None:
-    wait, over = HostStopwatch().watch(Lost())
+    wait, over = HostStopwatch().watch(Lost(), batched=False)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         wait()
     assert over() is None
@@ -70,7 +70,7 @@ def test_threads_that_wait_are_used_again() -> None:
 
     stopwatch, before = HostStopwatch(), threading.active_count()
     for _ in range(50):
-        wait, over = stopwatch.watch(Done())
+        wait, over = stopwatch.watch(Done(), batched=False)
         wait()
         time.sleep(0.002)
         assert over() is not None

@@ -159,9 +159,22 @@ def test_a_port_in_use_is_one_sentence_from_every_rank() -> None:
 
 def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
-    assert launch.pick_device(1) == launch.torch.device("cuda", 1)
-    assert launch.backend_of(launch.pick_device(1)) == "nccl"
-    assert launch.backend_of(launch.pick_device(2)) == "gloo"
+    assert launch.device_of(1, 2) == launch.torch.device("cuda", 1)
+    assert launch.backend_of(launch.device_of(1, 2)) == "nccl"
+    assert [launch.device_of(rank, 3).type for rank in range(3)] == ["cpu"] * 3
+    assert [launch.pick_device(ranks).type for ranks in (1, 2, 3)] == ["cuda", "cuda", "cpu"]
+
+
+def test_a_launchers_rank_without_a_gpu_is_refused_where_others_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
+    for name, number in (("RANK", 7), ("WORLD_SIZE", 8), ("LOCAL_RANK", 3)):
+        monkeypatch.setenv(name, str(number))
+    with pytest.raises(
+        launch.UserError, match="rank 7 is number 3 on its host, whose GPUs are numbers 0 to 1"
+    ):
+        launch.pick_device()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launch.pick_device() == launch.torch.device("cuda", 1)
 
 
 def own_device(_: int, device: launch.torch.device) -> launch.torch.device:

@@ -40,7 +40,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: AdamW) -> Checked:
     ):
         lacking = f"the gradient's norm, which {entry.name} does not compute"
         raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3")
-    if (why_not := proof.why_not(backend_of(pick_device(0)))) is not None:
+    if (why_not := proof.why_not(backend_of(pick_device(job.ranks)))) is not None:
         raise why_not
     return proof
 

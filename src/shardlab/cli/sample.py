@@ -86,7 +86,7 @@ class Sample:
         tokenizer = (
             want_tokenizer(self.folder, model.vocab_size) if self.data is None else Prepared.open(self.data).tokenizer()
         )
-        flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device(0))
+        flats = whole_weights(source.model, initial_from(self.folder, source.model), pick_device())
         if self.chat:
             template = chat_template(self.folder, tokenizer)
             self._chat(Conversation(model, flats, tokenizer, template, choice, self.tokens, cached))

@@ -170,7 +170,7 @@ class Train:
         heartbeat.doing = "check of the program"
         proof = self._checked(chosen, run)
         if config.train.compile:
-            want_compilable(proof, pick_device(0), traced=config.logging.trace)
+            want_compilable(proof, pick_device(config.plan.ranks), traced=config.logging.trace)
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
                 f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "

@@ -102,7 +102,7 @@ class Verify:
         )
         proof = checked_to_run(chosen, job, AdamW(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
         if self.compile:
-            want_compilable(proof, pick_device(0))
+            want_compilable(proof, pick_device(ranks))
         clip = clip_for(proof, self.clip)
         with failures_as_exit():
             verdict = verify(job, self.steps, clip, self.compile)

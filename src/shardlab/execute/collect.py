@@ -31,7 +31,8 @@ def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor]) -> list[Te
             if flat is not None:
                 given = slices.get((layer, holds)) if source == 0 else None
                 if given is None:
-                    given = flat.new_empty(sum(stop - start for start, stop in ranges))
+                    length, device = sum(stop - start for start, stop in ranges), state.settings.device
+                    given = torch.empty(length, dtype=dtype, device=device)
                     dist.recv(given, source)
                 parts = torch.split(given.cpu(), [stop - start for start, stop in ranges])
                 for (start, stop), part in zip(ranges, parts, strict=True):

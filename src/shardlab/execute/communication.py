@@ -15,6 +15,7 @@ from shardlab.execute.optimizer import Slice
 from shardlab.execute.places import copy
 from shardlab.execute.slicing import Join, along_sequence, cut_of, join_of
 from shardlab.execute.state import State
+from shardlab.models.tensors.tokens import index_on
 from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
@@ -78,7 +79,7 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
 
         def sort() -> None:
             wait()
-            whole.view(pieces)[places] = inbox.view(pieces)
+            whole.view(pieces)[index_on(whole.device, tuple(places))] = inbox.view(pieces)
 
         return sort
 

@@ -18,7 +18,7 @@ from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
 from shardlab.models import tensors
 from shardlab.models.tensors import loss_of, views
-from shardlab.models.tensors.tokens import rows_of
+from shardlab.models.tensors.tokens import rows_of, sent_to
 from shardlab.program import Kind, Op, OpKind, Spec
 from shardlab.rules.pieces import bits
 
@@ -88,7 +88,7 @@ def load_batch(state: State, at: int, op: Op) -> Instruction:
 def _rows(state: State, spec: Spec, which: int) -> Tensor:
     """What a value holds of this step's tokens (0) or targets (1): (rows, tokens) on the device."""
     rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
-    return rows_of(rows.T, state.shapes.tokens(spec)).T.contiguous().to(state.settings.device)
+    return sent_to(state.settings.device, rows_of(rows.T, state.shapes.tokens(spec)).T.contiguous())
 
 
 def forward(state: State, at: int, op: Op) -> Instruction:
@@ -166,8 +166,8 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 
     def report(losses: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         for place in reported:
-            state.loss[0] += losses[place].detach().double().cpu()
-            state.loss[1] += (targets[place] >= 0).sum().cpu()
+            state.loss[0] += losses[place].detach()
+            state.loss[1] += (targets[place] >= 0).sum()
 
     def run() -> None:
         logits: Tensor = values[x].detach().requires_grad_(bool(op.outputs))
@@ -311,7 +311,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
         kept: Slice = values[opt_state]
         if own:
             kept.carry([values[weight][start:stop] for start, stop in own])
-        squared = [float(values[number]) / scale**2 for number in norms]
+        squared = [state.number(each) / scale**2 for each in norms]
         for norm in squared:
             state.squared_norm = norm
         if not all(map(math.isfinite, squared)):

@@ -27,8 +27,8 @@ def all_to_all(
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
     mine, result = state.specs[given], state.specs[output]
-    sent = [_places(state.shapes, mine, _common(mine, theirs)) for theirs in received]
-    came = [_places(state.shapes, result, _common(theirs, result)) for theirs in members]
+    sent = [_places(state, mine, _common(mine, theirs)) for theirs in received]
+    came = [_places(state, result, _common(theirs, result)) for theirs in members]
     shape = state.shapes.shape(result)
 
     def start() -> Wait:
@@ -55,8 +55,9 @@ def _common(one: Spec, other: Spec) -> Spec:
     return one._replace(form=one.form.but(slices=slices), cells=one.cells & other.cells)
 
 
-def _places(shapes: Shapes, spec: Spec, part: Spec) -> Places:
+def _places(state: State, spec: Spec, part: Spec) -> Places:
     """Where the elements of a part lie in the tensor of a value that holds it."""
+    shapes, device = state.shapes, state.settings.device
     held = list(bits(spec.microbatches))
     rows = [held.index(m) for m in bits(part.microbatches)]
     if shapes.model.is_buffers(spec.layer):  # experts' buffers: of each microbatch, one expert's after the other's
@@ -64,10 +65,10 @@ def _places(shapes: Shapes, spec: Spec, part: Spec) -> Places:
         experts = shapes.model.activation_shape(spec.layer)[0] // of
         here = list(bits(spec.pieces("expert")))
         mine = [here.index(piece) * experts + e for piece in bits(part.pieces("expert")) for e in range(experts)]
-        return (torch.tensor([row * len(here) * experts + e for row in rows for e in mine]),)
+        return (torch.tensor([row * len(here) * experts + e for row in rows for e in mine], device=device),)
     rows = [row * shapes.rows + r for row in rows for r in range(shapes.rows)]
     places = (rows, shapes.positions(spec, part), _features(shapes, spec, part))
-    return torch.meshgrid(*map(torch.tensor, places), indexing="ij")
+    return torch.meshgrid(*(torch.tensor(each, device=device) for each in places), indexing="ij")
 
 
 def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:

@@ -6,7 +6,6 @@ waited for where the tape waits, and a value is dropped where the tape frees it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shardlab.check import Checked
@@ -78,13 +77,13 @@ class Executor:
         """Run one optimizer step.
 
         Returns:
-            (2,) float64: the loss summed over the tokens that this rank reports, and their number; each token of the
-            step is reported by one rank.
+            (2,) float64, on the rank's device: the loss summed over the tokens that this rank reports, and their
+            number; each token of the step is reported by one rank.
         """
         state = self.state
         state.batch = {m: self.batches.microbatch(state.step, m) for m in state.microbatches}
         state.tokens = self.batches.counted(state.step, self._microbatches)
-        state.loss, state.finite, state.not_finite = torch.zeros(2, dtype=torch.float64), True, None
+        state.begin()
         for instruction in self.instructions:
             instruction()
         state.keep()

@@ -35,6 +35,7 @@ class OpTimer:
         self._over: dict[int, list[Read]] = defaultdict(list)
         self._issuing: Iterator[int] = iter(())
         self._batches = _batches(executor.state.tape)
+        self._batched = frozenset(chain(*self._batches.values()))
         plain = zip(executor.state.tape, executor.instructions, strict=True)
         self._timed = [self._around(at, op, instruction) for at, (op, instruction) in enumerate(plain)]
 
@@ -71,8 +72,9 @@ class OpTimer:
 
     def _watched(self, work: Any) -> Wait:
         """In place of the executor's own way to wait; the works of a batch come in the order of its ops."""
-        wait, over = self._watch.watch(work)
-        self._over[next(self._issuing)].append(over)
+        at = next(self._issuing)
+        wait, over = self._watch.watch(work, batched=at in self._batched)
+        self._over[at].append(over)
         return wait
 
     def _keep(self, began: Read, ended: Read | None) -> None:

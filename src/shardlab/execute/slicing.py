@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardlab.execute.shapes import Shapes
 from shardlab.execute.state import State
-from shardlab.models.tensors.tokens import rows_of
+from shardlab.models.tensors.tokens import index_on, rows_of
 from shardlab.program import Kind, Op, Spec
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits
@@ -99,11 +99,11 @@ def _of_pieces(numbers: Sequence[Sequence[int]], dim: int) -> Join:
 
 
 def _of_tokens(tokens: Sequence[Sequence[int]]) -> Join:
-    order = _ascending(list(chain(*tokens)))
+    order = tuple(_ascending(list(chain(*tokens))))
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         joined = torch.cat(list(tensors), 1)
-        return joined if order == sorted(order) else joined[:, order]
+        return joined if order == tuple(sorted(order)) else joined[:, index_on(joined.device, order)]
 
     return join
 

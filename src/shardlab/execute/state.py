@@ -100,7 +100,7 @@ class State:
         finite: whether the gradient of the step has been so far, as its norm says.
         not_finite: the first layer of the step whose gradient, as this rank was to update by it, is not finite.
         squared_norm: of the step's whole gradient; NaN where the program gives no update a norm.
-        loss: (2,) float64: the loss summed over the tokens that this rank reports, and their number.
+        loss: (2,) float64, on the device: the loss summed over the tokens that this rank reports, and their number.
     """
 
     def __init__(
@@ -150,10 +150,9 @@ class State:
         self.loss_scale = LossScale(settings.loss_scale if settings.precision.scaled else 1.0)
         if shared is not None:
             self.loss_scale = shared.loss_scale
-        self.finite = True
-        self.not_finite: int | None = None
         self.squared_norm = math.nan
-        self.loss = torch.zeros(2, dtype=torch.float64)
+        self._numbers: dict[int, float] = {}
+        self.begin()
         self.reads: dict[int, Set[int]] = {}
         self._weights: dict[tuple[int, int, int], FlatWeight] = {}
 
@@ -245,6 +244,19 @@ class State:
         """Find the first token of the vocabulary that a slice of the logits is about."""
         assert isinstance(self.model, CutModel), "only a cut model has slices of the logits"
         return self.model.first_token(logits.pieces(self.checked.program.sizes.scores_index).bit_length() - 1)
+
+    def begin(self) -> None:
+        """A step begins: nothing is known of its loss and its gradient."""
+        self.loss = torch.zeros(2, dtype=torch.float64, device=self.settings.device)
+        self.finite = True
+        self.not_finite: int | None = None
+        self._numbers.clear()
+
+    def number(self, scalar: int) -> float:
+        """A scalar on the host; the device, which it waits for, is asked once a step."""
+        if scalar not in self._numbers:
+            self._numbers[scalar] = float(self.values[scalar])
+        return self._numbers[scalar]
 
     def keep(self) -> None:
         """The step has ended: what it leaves of each weight that was loaded is what the next one begins with."""

@@ -32,8 +32,12 @@ class Stopwatch(Protocol):
         """This moment, in the order of what is computed."""
         ...
 
-    def watch(self, work: Any) -> tuple[Wait, Read]:
-        """How to wait for a communication that has started, and when it was over."""
+    def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
+        """How to wait for a communication that has started, and when it was over.
+
+        Args:
+            batched: whether it stands for several messages that were issued together.
+        """
         ...
 
 
@@ -54,7 +58,7 @@ class HostStopwatch:
         moment = time.perf_counter()
         return lambda: moment
 
-    def watch(self, work: Any) -> tuple[Wait, Read]:
+    def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
         over: Future[float] = Future()
 
         def note(future: Any) -> None:
@@ -113,7 +117,9 @@ class DeviceStopwatch:
         event.record()
         return lambda: self._read(event)
 
-    def watch(self, work: Any) -> tuple[Wait, Read]:
+    def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
+        if batched:
+            return self._watch_wait(work)
         event = torch.cuda.Event(enable_timing=True)
 
         def note(_: Any) -> None:
@@ -123,6 +129,16 @@ class DeviceStopwatch:
         # up. A wait on such a stream would not do: it lets go of tensors that the communication still uses.
         work.get_future().add_done_callback(note)
         return work.wait, lambda: self._read(event)
+
+    def _watch_wait(self, work: Any) -> tuple[Wait, Read]:
+        """NCCL's batches have no future (ProcessGroupNCCL::endCoalescing): they are over when nobody waits any more."""
+        over: list[Read] = []
+
+        def wait() -> None:
+            work.wait()
+            over.append(self.now())
+
+        return wait, lambda: over[0]() if over else None
 
     def _read(self, event: torch.cuda.Event) -> float | None:
         return self._begun + self._origin.elapsed_time(event) / 1000 if event.query() else None

@@ -112,11 +112,10 @@ class Evaluation:
 
     def loss(self) -> Loss:
         """The loss over all batches; every rank calls this, and knows it."""
-        total = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._executor.state.step = 0
         for _ in range(self._batches.steps):
             total += self._executor.step()
-        total = total.to(self._device)
         dist.all_reduce(total)
         return Loss(float(total[0]), int(total[1]))
 

@@ -31,11 +31,32 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """This process's GPU if there is one for it, else the CPU."""
-    if local_rank < torch.cuda.device_count():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+def device_of(local_rank: int, local_ranks: int) -> torch.device:
+    """A rank's device: its GPU if each of this host's ranks has one, else the CPU, for all of them."""
+    return torch.device("cuda", local_rank) if local_ranks <= torch.cuda.device_count() else torch.device("cpu")
+
+
+def pick_device(ranks: int = 1) -> torch.device:
+    """This process's device, or that of the first of `ranks` which it starts.
+
+    Raises:
+        UserError: when a launcher has started more ranks on this host than it has GPUs.
+    """
+    environment = find_launch_environment(os.environ)
+    if environment is None or environment.world == 1:
+        return device_of(0, ranks)
+    return _launched_device(environment)
+
+
+def _launched_device(environment: LaunchEnvironment) -> torch.device:
+    """The device of a launcher's rank: nobody tells it how many ranks its host has."""
+    gpus, local_rank = torch.cuda.device_count(), environment.local_rank
+    if 0 < gpus <= local_rank:
+        raise UserError(
+            f"rank {environment.rank} is number {local_rank} on its host, whose GPUs are numbers 0 to {gpus - 1}; "
+            "start one rank for each GPU, or hide GPUs by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    return device_of(local_rank, local_rank + 1)
 
 
 def ranks_here(otherwise: int) -> int:
@@ -73,7 +94,8 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
     if _elastic():
         end_with_starter()  # a launcher that was killed has ended nobody
     with _ended_by_ctrl_c():
-        device = _meet(environment, None if _elastic() else store_of(environment))
+        device = _launched_device(environment)
+        _meet(environment, device, None if _elastic() else store_of(environment))
     return _call(environment.rank, device, function, *arguments)
 
 
@@ -86,13 +108,13 @@ def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -
 def _started(rank: int, world: int, port: int, function: Callable[..., Result], *arguments: Any) -> Result:
     """What a process that was started here does."""
     environment = LaunchEnvironment(rank, world, rank, "127.0.0.1", port)
-    device = _meet(environment, dist.TCPStore(environment.address, environment.port, is_master=False))
+    device = device_of(rank, world)
+    _meet(environment, device, dist.TCPStore(environment.address, environment.port, is_master=False))
     return _call(rank, device, function, *arguments)
 
 
-def _meet(environment: LaunchEnvironment, store: dist.Store | None) -> torch.device:
-    """Join the world that meets at a store (None: the one that torchrun names), with the device that is this rank's."""
-    device = pick_device(environment.local_rank)
+def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store | None) -> None:
+    """Join the world that meets at a store (None: the one that torchrun names), with this rank's device."""
     if device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()
@@ -106,7 +128,6 @@ def _meet(environment: LaunchEnvironment, store: dist.Store | None) -> torch.dev
         # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
         device_id=None if device.type == "cpu" else device,
     )
-    return device
 
 
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardlab.execute import Executor
 from shardlab.execute.compute_clock import ComputeClock
 from shardlab.execute.state import State
+from shardlab.models.tensors.tokens import sent_to
 from shardlab.program import UserError
 from shardlab.rules.pieces import listed
 from shardlab.train.figures import SPREAD, bits_per_byte, memory_of, speeds, spreads
@@ -119,7 +120,8 @@ class TrainingSteps:
         began, self._ended = self._ended, time.perf_counter()
         flags = torch.zeros(2 + len(SPREAD), self._run.config.plan.ranks, dtype=loss.dtype)
         flags[:, rank] = torch.tensor([_flag(loss, state), state.squared_norm, self._ended - began, *own])
-        sums = torch.cat([loss, torch.tensor([float(self._stop.asked)]), flags.flatten()]).to(device)
+        asked = torch.tensor([float(self._stop.asked)], dtype=loss.dtype)
+        sums = torch.cat([loss, *(sent_to(device, each) for each in (asked, flags.flatten()))])
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
     def _summed(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardlab.models.attention import Attend
-from shardlab.models.tensors.tokens import runs
+from shardlab.models.tensors.tokens import index_on, runs
 
 
 def attend(
@@ -110,8 +110,12 @@ def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[in
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     if key_tokens[-1] <= tokens[0]:
         return scores
-    places, key_places = (torch.tensor(each, device=q.device) for each in (tokens, key_tokens))
+    places, key_places = (index_on(q.device, _hashable(each)) for each in (tokens, key_tokens))
     return scores.masked_fill_(key_places > places[:, None], float("-inf"))
+
+
+def _hashable(numbers: Sequence[int]) -> range | tuple[int, ...]:
+    return numbers if isinstance(numbers, range) else tuple(numbers)
 
 
 def _heads(primitive: Attend, x: Tensor, heads: int) -> Tensor:

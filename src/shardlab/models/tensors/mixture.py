@@ -52,7 +52,7 @@ def experts_here(router: Router, share: Share) -> list[int]:
 
 def _shares(choices: Tensor, like: Tensor) -> Tensor:
     """Count the share of each expert in one microbatch's choices, (experts,)."""
-    return torch.bincount(choices.flatten(), minlength=like.shape[-1]).to(like.dtype) / choices.numel()
+    return F.one_hot(choices.flatten(), like.shape[-1]).sum(0).to(like.dtype) / choices.numel()
 
 
 class _Choose(torch.autograd.Function):

@@ -1,8 +1,9 @@
-"""Some tokens of a sequence: their rows of a matrix."""
+"""Some tokens of a sequence: their rows of a matrix, and how numbers come to a device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -23,3 +24,14 @@ def rows_of(matrix: Tensor, tokens: Sequence[int]) -> Tensor:
     """Some tokens' rows (dim 0); a view where they follow one another. Autograd keeps nothing for them."""
     pieces = [matrix[tokens[start] : tokens[stop - 1] + 1] for start, stop in runs(tokens)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+@lru_cache(maxsize=64)
+def index_on(device: torch.device, numbers: range | tuple[int, ...]) -> Tensor:
+    """Numbers as a tensor on a device, kept there: a list as an index would be copied, and waited for, at each use."""
+    return torch.tensor(numbers, device=device)
+
+
+def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor of the host on a device. The host goes on at once: a GPU copies what is pinned by itself."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
