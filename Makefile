@@ -3,11 +3,12 @@
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help train test verify-all clean
+.PHONY: help train test gpu verify-all clean
 
 help:
 	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
 	@echo "make test    lint, types and all tests"
+	@echo "make gpu     the tests and measurements that need a GPU"
 	@echo "make verify-all"
 	@echo "             every strategy and every pair of strategies against one device, in minutes"
 	@echo "make clean   remove .venv and caches"
@@ -20,6 +21,11 @@ test: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/pytest
+
+gpu: .venv/installed
+	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch sees no GPU here')"
+	$(BIN)/pytest -m gpu -n 0 -rs
+	$(BIN)/python benchmarks/gpu.py
 
 verify-all: .venv/installed
 	$(BIN)/shardlab verify --all

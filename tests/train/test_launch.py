@@ -169,9 +169,7 @@ def test_a_launchers_rank_without_a_gpu_is_refused_where_others_have_one(monkeyp
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
     for name, number in (("RANK", 7), ("WORLD_SIZE", 8), ("LOCAL_RANK", 3)):
         monkeypatch.setenv(name, str(number))
-    with pytest.raises(
-        launch.UserError, match="rank 7 is number 3 on its host, whose GPUs are numbers 0 to 1"
-    ):
+    with pytest.raises(launch.UserError, match="rank 7 is number 3 on its host, whose GPUs are numbers 0 to 1"):
         launch.pick_device()
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert launch.pick_device() == launch.torch.device("cuda", 1)

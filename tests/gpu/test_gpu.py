@@ -1,0 +1,104 @@
+"""What runs on GPUs has the numbers of one CPU; `make gpu` runs these tests."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.cli import main
+from shardlab.execute import Executor, Settings
+from shardlab.execute.compute_clock import ComputeClock
+from shardlab.execute.recording import OpTimer
+from shardlab.execute.tracked_memory import step_with_memory
+from shardlab.models import GPT
+from shardlab.program.record import MemoryRecord
+from shardlab.train.data import Batches, Corpus
+from shardlab.train.job import Job
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("gpus")]
+
+ONE_RANK = "--dp-shard 1"
+
+PLANS = [
+    ("--dp-shard 2", 2),
+    ("zero-3 --ranks 2", 2),
+    ("--tp 2 --sequence-parallel", 2),
+    ("--cp 2", 2),
+    ("--ep 2", 2),
+    ("--pp 2 --schedule 1f1b", 2),
+    ("--pp 2 --schedule zb-h1", 2),
+    ("--pp 2 --tp 2 --dp-shard 2 --recompute full", 8),
+]
+
+
+@pytest.fixture
+def gpus() -> int:
+    found = torch.cuda.device_count()
+    assert found, "torch sees no CUDA device here; this test is for machines that have one"
+    return found
+
+
+def executor(steps_of: str = "single") -> Executor:
+    job = Job(steps_of, 1, 2, GPT(layers=2, hidden_size=64, heads=2, seq_len=32), 2)
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, 32), 32, 2, 2, 0)
+    return Executor(job.checked(), 0, job.cut, batches, Settings(device=torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize("options", ["", "--compile", "--recompute full", "--model llama", "--model moe"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
+def test_one_gpu_has_the_numbers_of_the_cpu(options: str, precision: str) -> None:
+    assert main(["verify", *ONE_RANK.split(), *options.split(), "--precision", precision]) == 0
+
+
+@pytest.mark.parametrize(("words", "ranks"), PLANS)
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_ranks_on_nccl_have_the_numbers_of_one_device(words: str, ranks: int, precision: str, gpus: int) -> None:
+    if gpus < ranks:
+        pytest.skip(f"{words} needs {ranks} GPUs, and this machine has {gpus}")
+    assert main(["verify", *words.split(), "--precision", precision]) == 0
+
+
+def test_seconds_forward_and_backward_are_a_part_of_the_step() -> None:
+    ours = executor()
+    clock, timer = ComputeClock(ours), OpTimer(ours)
+    for _ in range(3):
+        timer.step()
+    forward, backward = clock.read()
+    whole = sum(step.ended - step.began for step in timer.steps if step.ended is not None)
+    assert 0 < forward < whole
+    assert 0 < backward < whole
+    assert forward + backward < whole
+
+
+def test_every_op_has_a_beginning_and_an_end_by_the_devices_clock() -> None:
+    ours = executor()
+    timer = OpTimer(ours)
+    timer.step()
+    (step,) = timer.steps
+    assert len(step.ops) == len(ours.state.tape)
+    assert all(None not in moments[:2] for moments in step.ops.values())
+
+
+def test_memory_is_the_allocators() -> None:
+    ours, record = executor(), MemoryRecord()
+    ours.step()
+    step_with_memory(ours, record)
+    assert record.peak >= max(sum(each.values()) for each in record.live.values())
+
+
+def test_a_run_in_bf16_learns_and_leaves_a_trace_that_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = f"train {ONE_RANK} --steps 40 --precision bf16 --trace --out {out} --json"
+    assert main(words.split()) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["validation_after"] < summary["validation_before"] - 1
+    assert main(["compare", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["measured"] > 0
