@@ -318,7 +318,7 @@ def agreement(options: Options, ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="shardlab-") as place:
         folder = Path(place)
         bench = BENCH_TINY if options.cpu else BENCH
-        shardlab(["bench", "compute", "--ranks", str(ranks), "--dtype", "bfloat16", *bench.split()], folder)
+        shardlab(["bench", "compute", "--ranks", str(ranks), "--dtype", "bfloat16", "float32", *bench.split()], folder)
         if ranks > 1:
             shardlab(["bench", "collectives", "--ranks", str(ranks), "--kinds", "all_reduce"], folder)
         model = (TRACED_TINY if options.cpu else TRACED).split()
