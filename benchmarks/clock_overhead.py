@@ -4,6 +4,7 @@
 
 Both kinds of step are of one executor in one process, so that nothing else differs. The small model computes for some
 milliseconds between two readings; the tiny one hardly computes, so that what surrounds its ops is most of its step.
+On a CPU, times are those that the process has computed for, so that others on the machine count little.
 `ratio` is the median, over turns, of a step's time with the clock by that of the step without it beside it, and
 `middle half` what half of the turns lie between.
 """
@@ -63,18 +64,19 @@ def ratios(name: str, turns: int, device: torch.device) -> tuple[list[float], fl
     plain = list(executor.instructions)
     clock = ComputeClock(executor)
     clocked = executor.instructions
+    now = time.perf_counter if device.type == "cuda" else time.process_time
 
     def seconds(timed: bool) -> float:
         executor.instructions = clocked if timed else plain
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        start = now()
         executor.step()
         if timed:
             clock.read()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        return now() - start
 
     found: list[float] = []
     without: list[float] = []
