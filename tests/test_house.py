@@ -153,6 +153,7 @@ def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
         ["simulate", "fsdp", "--json"],
         ["simulate", "gpipe"],
         ["train", "--help"],
+        ["launch", "--help"],
         ["data", "prepare", "--help"],
         ["verify", "--help"],
         ["convert", "--help"],

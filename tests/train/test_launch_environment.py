@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +68,30 @@ def test_slurm_on_several_hosts_meets_where_the_step_was_started() -> None:
 def test_contradicting_variables_are_refused_by_name(change: dict[str, str], names: str) -> None:
     with pytest.raises(UserError, match=names):
         find_launch_environment({**TORCHRUN, **change})
+
+
+def test_pals_says_all_and_pbs_where_to_meet(tmp_path: Path) -> None:
+    pals = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_SIZE": "4"}
+    hosts = tmp_path / "nodefile"
+    hosts.write_text("x1\nx1\nx2\nx2\n")
+    found = find_launch_environment({**pals, "PBS_NODEFILE": str(hosts)})
+    assert found == LaunchEnvironment(5, 8, 1, "x1", 29500, 4)
+    hosts.write_text("x1\n")
+    assert find_launch_environment({**pals, "PBS_NODEFILE": str(hosts)}) == LaunchEnvironment(
+        5, 8, 1, "127.0.0.1", 29500, 4
+    )
+    with pytest.raises(UserError, match="PBS_NODEFILE is 'gone', which cannot be read"):
+        find_launch_environment({**pals, "PBS_NODEFILE": "gone"})
+
+
+@pytest.mark.parametrize(("node", "here"), [("0", 2), ("2", 2), ("3", 1)])
+def test_slurm_says_how_many_ranks_are_on_each_host(node: str, here: int) -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+    found = find_launch_environment({**step, "SLURM_NODEID": node, "MASTER_ADDR": "a"})
+    assert found is not None
+    assert found.local_world == here
+
+
+def test_a_world_as_variables_is_read_back() -> None:
+    world = LaunchEnvironment(3, 4, 1, "node7", 1234, 2)
+    assert find_launch_environment(world.variables()) == world

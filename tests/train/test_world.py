@@ -50,3 +50,9 @@ def test_of_many_ranks_some_are_shown() -> None:
     lines = printed([RankPlace(rank, "a", "cpu", {}) for rank in range(64)]).splitlines()
     assert "and 48 more, in run.json" in lines
     assert len(lines) == 1 + 16 + 2
+
+
+def test_the_table_has_cpus_where_ranks_of_a_host_have_their_own() -> None:
+    bound = printed([RankPlace(0, "a", "cpu", {}, "0-3"), RankPlace(1, "a", "cpu", {}, "4-7")])
+    assert bound.splitlines()[:2] == ["rank  host  device  cpus", "   0  a     cpu      0-3"]
+    assert "cpus" not in printed([RankPlace(0, "a", "cpu", {}, "0-7"), RankPlace(1, "a", "cpu", {}, "0-7")])

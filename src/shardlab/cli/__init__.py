@@ -21,6 +21,7 @@ from shardlab.cli.console import print_json
 from shardlab.cli.convert import Convert
 from shardlab.cli.data import DataCommand
 from shardlab.cli.eval import Eval
+from shardlab.cli.launch import Launch
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.sample import Sample
 from shardlab.cli.schedule import ScheduleCommand
@@ -57,6 +58,7 @@ COMMANDS: dict[str, type[Command]] = {
     "data": DataCommand,
     "train": Train,
     "verify": Verify,
+    "launch": Launch,
     "sample": Sample,
     "eval": Eval,
     "convert": Convert,

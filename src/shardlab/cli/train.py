@@ -66,6 +66,9 @@ class Train:
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A new folder for the results; without one, runs/NAME-1, -2, ..."""
 
+    bind: Flag = False
+    """Give each rank CPUs of its own, unless the launcher has."""
+
     max_ops: MaxOps = None
     """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
 
@@ -182,7 +185,7 @@ class Train:
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
         with failures_as_exit(out):
-            summary = run_ranks(config.plan.ranks, train_rank, run)
+            summary = run_ranks(config.plan.ranks, train_rank, run, bound=self.bind)
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
         try:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.program import UserError
+from shardlab.train.binding import bind, dealt, usable_cpus
 from shardlab.train.heap import keep_freed_memory
 from shardlab.train.interrupt import end_with_starter
 from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, port_in_use
@@ -65,7 +66,7 @@ def ranks_here(otherwise: int) -> int:
     return otherwise if environment is None or environment.world == 1 else environment.world
 
 
-def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
+def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, bound: bool = False) -> Result:
     """Call `function(rank, device, *arguments)` on every rank of a process group.
 
     Under torchrun, SLURM or mpiexec this process is one of the ranks and joins that world; otherwise the ranks are
@@ -73,6 +74,7 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
 
     Args:
         function: importable by name, since processes are started for it.
+        bound: give each rank CPUs of its own.
 
     Returns:
         What this process's call returned; rank 0's, if the ranks were started here.
@@ -85,7 +87,9 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
     environment = find_launch_environment(os.environ)
     # An interactive shell under srun is a world of one.
     if environment is None or environment.world == 1 < ranks:
-        return _start_local(ranks, function, *arguments)
+        if bound:
+            dealt(usable_cpus(), ranks)  # a refusal needs no ranks
+        return _start_local(ranks, bound, function, *arguments)
     if environment.world != ranks:
         raise UserError(
             f"{ranks} ranks were asked for, but the launcher started {environment.world} processes; "
@@ -95,26 +99,28 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> R
         end_with_starter()  # a launcher that was killed has ended nobody
     with _ended_by_ctrl_c():
         device = _launched_device(environment)
-        _meet(environment, device, None if _elastic() else store_of(environment))
+        _meet(environment, device, None if _elastic() else store_of(environment), bound)
     return _call(environment.rank, device, function, *arguments)
 
 
-def _start_local(ranks: int, function: Callable[..., Result], *arguments: Any) -> Result:
+def _start_local(ranks: int, bound: bool, function: Callable[..., Result], *arguments: Any) -> Result:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
     preload = (function.__module__, "torch._dynamo")  # the second is what torch's optimizers import at their first use
-    return run_processes(ranks, preload, _started, ranks, store.port, function, *arguments)
+    return run_processes(ranks, preload, _started, ranks, store.port, bound, function, *arguments)
 
 
-def _started(rank: int, world: int, port: int, function: Callable[..., Result], *arguments: Any) -> Result:
+def _started(rank: int, world: int, port: int, bound: bool, function: Callable[..., Result], *arguments: Any) -> Result:
     """What a process that was started here does."""
-    environment = LaunchEnvironment(rank, world, rank, "127.0.0.1", port)
+    environment = LaunchEnvironment(rank, world, rank, "127.0.0.1", port, world)
     device = device_of(rank, world)
-    _meet(environment, device, dist.TCPStore(environment.address, environment.port, is_master=False))
+    _meet(environment, device, dist.TCPStore(environment.address, environment.port, is_master=False), bound)
     return _call(rank, device, function, *arguments)
 
 
-def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store | None) -> None:
+def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store | None, bound: bool) -> None:
     """Join the world that meets at a store (None: the one that torchrun names), with this rank's device."""
+    if bound:
+        bind(environment)  # before the threads of the process group
     if device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()

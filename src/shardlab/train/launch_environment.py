@@ -1,11 +1,13 @@
-"""The world that torchrun, SLURM or mpiexec has put this process into, if any, and whether it can meet there."""
+"""The world that torchrun, SLURM, PBS or mpiexec has put this process into, if any, and whether it can meet there."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardlab.program import UserError
 
@@ -18,6 +20,7 @@ class LaunchEnvironment:
         rank, world: its number among all processes, and how many there are.
         local_rank: its number on its own host: the device that it uses.
         address, port: where the processes meet.
+        local_world: how many processes are on its host; None if the launcher does not say.
     """
 
     rank: int
@@ -25,14 +28,30 @@ class LaunchEnvironment:
     local_rank: int
     address: str
     port: int
+    local_world: int | None = None
 
+    def variables(self) -> dict[str, str]:
+        """The world as torch.distributed's `env://` reads it, and every script that torchrun can start."""
+        local = {} if self.local_world is None else {"LOCAL_WORLD_SIZE": str(self.local_world)}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local_rank),
+            **local,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+_OMPI = "OMPI_COMM_WORLD_"
 
 _LAUNCHERS = (
-    # launcher, its variables for rank, world size, local rank
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("SLURM's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    # launcher, its variables for rank, world size, local rank, local size
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("Open MPI's mpiexec", f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
+    ("PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
+    ("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 
@@ -40,12 +59,12 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     """Read the launcher's environment variables; None if no launcher started this process.
 
     All processes meet at MASTER_ADDR:MASTER_PORT. torchrun sets both; under SLURM the host that started the step is
-    taken if there is none, and a world on one host meets on 127.0.0.1.
+    taken if there is none, under PBS the first of the job's hosts, and a world on one host meets on 127.0.0.1.
 
     Raises:
         UserError: when the variables contradict each other, or hosts are several and none is named to meet on.
     """
-    for launcher, rank_name, world_name, local_name in _LAUNCHERS:
+    for launcher, rank_name, world_name, local_name, size_name in _LAUNCHERS:
         if rank_name not in environment or world_name not in environment:
             continue
         numbers: dict[str, int] = {}
@@ -57,16 +76,42 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
         rank, world = numbers[rank_name], numbers[world_name]
         if rank >= world:
             raise UserError(f"{rank_name} is {rank} but {world_name} is {world}; {launcher} counts ranks from 0")
-        address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+        address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR") or _of_pbs(environment)
         if address is None and environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
             raise UserError(f"{launcher} started {world} processes on several hosts; name one of them in MASTER_ADDR")
-        return LaunchEnvironment(rank, world, numbers[local_name], address or "127.0.0.1", numbers["MASTER_PORT"])
+        here = _tasks_here(environment.get(size_name, ""), environment.get("SLURM_NODEID", "0"))
+        port = numbers["MASTER_PORT"]
+        return LaunchEnvironment(rank, world, numbers[local_name], address or "127.0.0.1", port, here)
     return None
+
+
+def _of_pbs(environment: Mapping[str, str]) -> str | None:
+    """The first of a PBS job's hosts, if it has several."""
+    file = environment.get("PBS_NODEFILE")
+    if file is None:
+        return None
+    try:
+        hosts = dict.fromkeys(Path(file).read_text().split())
+    except OSError as error:
+        raise UserError(f"PBS_NODEFILE is {file!r}, which cannot be read ({error.strerror})") from error
+    return next(iter(hosts)) if len(hosts) > 1 else None
+
+
+def _tasks_here(text: str, node: str) -> int | None:
+    """How many processes are on this host: a number, or SLURM's list such as `2(x3),1`, host by host."""
+    counts: list[int] = []
+    for word in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    at = int(node) if node.isdecimal() else 0
+    return counts[at] if at < len(counts) else counts[0]
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
     """What started this process: the launcher's name, or shardlab itself."""
-    found = (name for name, rank, world, _ in _LAUNCHERS if rank in environment and environment.get(world, "1") != "1")
+    found = (name for name, rank, world, *_ in _LAUNCHERS if rank in environment and environment.get(world, "1") != "1")
     return next(found, "shardlab")
 
 

@@ -32,7 +32,12 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", 
 
 def is_lost(error: BaseException) -> bool:
     """Whether a rank failed only since another one has gone."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+    return isinstance(error, RuntimeError) and sounds_lost(str(error))
+
+
+def sounds_lost(text: str) -> bool:
+    """Whether a rank's message is about another one that has gone."""
+    return any(word in text for word in _LOST)
 
 
 class RankFailed(Exception):

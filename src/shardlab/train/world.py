@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.program import Mesh
+from shardlab.train.binding import as_ranges, usable_cpus
 from shardlab.train.launch_environment import launcher_of
 
 VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
@@ -35,12 +36,14 @@ class RankPlace:
         rank: its number.
         host, device: on which it runs.
         mesh: its coordinate on each axis of several ranks.
+        cpus: those on which it may run, such as 0-3.
     """
 
     rank: int
     host: str
     device: str
     mesh: dict[str, int]
+    cpus: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class RunningWorld:
         """Ask all ranks, which call this together."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         coordinates = {axis: mesh.coordinate(rank, axis) for axis in mesh.used}
-        mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates)
+        mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates, as_ranges(usable_cpus()))
         places = [mine] * dist.get_world_size()
         dist.all_gather_object(places, mine)
         versions = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
@@ -74,14 +77,23 @@ class RunningWorld:
         """What stands in run.json."""
         return asdict(self)
 
+    @property
+    def bound(self) -> bool:
+        """Whether ranks of the same host run on different CPUs."""
+        hosts = {place.host for place in self.places}
+        own = {(place.host, place.cpus) for place in self.places}
+        return len(hosts) < len(own) == len(self.places)
+
     def print(self, console: Console) -> None:
         """Print a row for each rank, and below them what is common to all."""
         table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
         axes = list(self.places[0].mesh)
-        for name in ("rank", "host", "device", *axes):
+        bound = ["cpus"] * self.bound
+        for name in ("rank", "host", "device", *bound, *axes):
             table.add_column(name, justify="left" if name in ("host", "device") else "right", overflow="fold")
         for place in self.places[:SHOWN]:
-            table.add_row(str(place.rank), place.host, place.device, *(str(place.mesh[axis]) for axis in axes))
+            cpus, mesh = [place.cpus] * len(bound), [str(place.mesh[axis]) for axis in axes]
+            table.add_row(str(place.rank), place.host, place.device, *cpus, *mesh)
         console.print(table)
         if (left := len(self.places) - SHOWN) > 0:
             console.print(f"and {left} more, in run.json", highlight=False)
