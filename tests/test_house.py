@@ -35,12 +35,13 @@ MAY_IMPORT = {
     "train": CORE
     | {"data", "strategies", "check", "timeline", "recorded", "draw", "models", "optimizers", "execute", "exchange"},
     "measure": CORE | {"strategies", "check", "draw", "models", "hardware", "execute"},
+    "doctor": CORE | {"measure", "train"},
     "puzzles": CORE | {"check", "timeline", "draw"},
     "published": CORE | {"strategies", "timeline", "predict", "models", "hardware"},
 }
 """Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
 
-TORCH = ("models/tensors", "exchange", "execute", "train", "measure", "cli")
+TORCH = ("models/tensors", "exchange", "execute", "train", "measure", "doctor", "cli")
 """Only these import torch; what a command line without training runs is tried without torch below."""
 
 LONGEST = {"src": 400, "tests": 500, "benchmarks": 400, "examples": 400, "docs": 400}
@@ -154,6 +155,7 @@ def test_checking_timing_and_drawing_need_no_torch(tmp_path: Path) -> None:
         ["simulate", "gpipe"],
         ["train", "--help"],
         ["launch", "--help"],
+        ["doctor", "--help"],
         ["data", "prepare", "--help"],
         ["verify", "--help"],
         ["convert", "--help"],

@@ -20,6 +20,7 @@ from shardlab.cli.compare import Compare
 from shardlab.cli.console import print_json
 from shardlab.cli.convert import Convert
 from shardlab.cli.data import DataCommand
+from shardlab.cli.doctor import Doctor
 from shardlab.cli.eval import Eval
 from shardlab.cli.launch import Launch
 from shardlab.cli.options import check_counts, option_names
@@ -59,6 +60,7 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "verify": Verify,
     "launch": Launch,
+    "doctor": Doctor,
     "sample": Sample,
     "eval": Eval,
     "convert": Convert,

@@ -138,7 +138,7 @@ class Train:
     ) -> int:
         from shardlab.cli.ranks import failures_as_exit, refuse_restart, tell_interrupted
         from shardlab.execute.compiling import want_compilable
-        from shardlab.train.launch import pick_device, run_ranks
+        from shardlab.train.launch import Joining, pick_device, run_ranks
         from shardlab.train.loggers import require_loggers
         from shardlab.train.loop import train_rank
         from shardlab.train.output import free_folder
@@ -185,7 +185,7 @@ class Train:
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
         with failures_as_exit(out):
-            summary = run_ranks(config.plan.ranks, train_rank, run, bound=self.bind)
+            summary = run_ranks(config.plan.ranks, train_rank, run, joining=Joining(self.bind))
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
         try:

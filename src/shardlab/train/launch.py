@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +27,22 @@ from shardlab.train.launch_environment import LaunchEnvironment, find_launch_env
 from shardlab.train.processes import run_processes
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How ranks meet.
+
+    Attributes:
+        bound: each gets CPUs of its own.
+        timeout: after which a rank that waits for another fails, also at the start.
+    """
+
+    bound: bool = False
+    timeout: timedelta = dist.default_pg_timeout
+
+
+JOINING = Joining()
 
 
 def backend_of(device: torch.device) -> str:
@@ -66,7 +84,7 @@ def ranks_here(otherwise: int) -> int:
     return otherwise if environment is None or environment.world == 1 else environment.world
 
 
-def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, bound: bool = False) -> Result:
+def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, joining: Joining = JOINING) -> Result:
     """Call `function(rank, device, *arguments)` on every rank of a process group.
 
     Under torchrun, SLURM or mpiexec this process is one of the ranks and joins that world; otherwise the ranks are
@@ -74,7 +92,7 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, boun
 
     Args:
         function: importable by name, since processes are started for it.
-        bound: give each rank CPUs of its own.
+        joining: how the ranks meet.
 
     Returns:
         What this process's call returned; rank 0's, if the ranks were started here.
@@ -87,9 +105,9 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, boun
     environment = find_launch_environment(os.environ)
     # An interactive shell under srun is a world of one.
     if environment is None or environment.world == 1 < ranks:
-        if bound:
+        if joining.bound:
             dealt(usable_cpus(), ranks)  # a refusal needs no ranks
-        return _start_local(ranks, bound, function, *arguments)
+        return _start_local(ranks, joining, function, *arguments)
     if environment.world != ranks:
         raise UserError(
             f"{ranks} ranks were asked for, but the launcher started {environment.world} processes; "
@@ -99,27 +117,29 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, boun
         end_with_starter()  # a launcher that was killed has ended nobody
     with _ended_by_ctrl_c():
         device = _launched_device(environment)
-        _meet(environment, device, None if _elastic() else store_of(environment), bound)
+        _meet(environment, device, None if _elastic() else store_of(environment, joining.timeout), joining)
     return _call(environment.rank, device, function, *arguments)
 
 
-def _start_local(ranks: int, bound: bool, function: Callable[..., Result], *arguments: Any) -> Result:
+def _start_local(ranks: int, joining: Joining, function: Callable[..., Result], *arguments: Any) -> Result:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
     preload = (function.__module__, "torch._dynamo")  # the second is what torch's optimizers import at their first use
-    return run_processes(ranks, preload, _started, ranks, store.port, bound, function, *arguments)
+    return run_processes(ranks, preload, _started, ranks, store.port, joining, function, *arguments)
 
 
-def _started(rank: int, world: int, port: int, bound: bool, function: Callable[..., Result], *arguments: Any) -> Result:
+def _started(
+    rank: int, world: int, port: int, joining: Joining, function: Callable[..., Result], *arguments: Any
+) -> Result:
     """What a process that was started here does."""
     environment = LaunchEnvironment(rank, world, rank, "127.0.0.1", port, world)
     device = device_of(rank, world)
-    _meet(environment, device, dist.TCPStore(environment.address, environment.port, is_master=False), bound)
+    _meet(environment, device, dist.TCPStore(environment.address, environment.port, is_master=False), joining)
     return _call(rank, device, function, *arguments)
 
 
-def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store | None, bound: bool) -> None:
+def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store | None, joining: Joining) -> None:
     """Join the world that meets at a store (None: the one that torchrun names), with this rank's device."""
-    if bound:
+    if joining.bound:
         bind(environment)  # before the threads of the process group
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -129,6 +149,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
     dist.init_process_group(
         backend_of(device),
         store=store,
+        timeout=joining.timeout,
         rank=environment.rank,
         world_size=environment.world,
         # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
@@ -164,11 +185,11 @@ ANSWER = 5.0
 """Seconds in which rank 0's store answers, once something listens there; torch waits for ever for what is no store."""
 
 
-def store_of(environment: LaunchEnvironment) -> dist.Store:
+def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
     """Find the store of this world.
 
     Raises:
-        UserError: when its port is in use, or rank 0 does not come within torch's time limit.
+        UserError: when its port is in use, or rank 0 does not come in time.
     """
     where = f"{environment.address}:{environment.port}"
     if environment.rank == 0:
@@ -176,7 +197,7 @@ def store_of(environment: LaunchEnvironment) -> dist.Store:
             return dist.TCPStore(environment.address, environment.port, is_master=True, wait_for_workers=False)
         except dist.DistNetworkError as error:
             raise port_in_use(environment, str(error).splitlines()[0]) from error
-    _wait_for_listener(environment)
+    _wait_for_listener(environment, timeout.total_seconds())
     found: list[dist.Store] = []
     thread = threading.Thread(target=lambda: found.append(_client(environment)), daemon=True)
     thread.start()
@@ -193,8 +214,7 @@ def _client(environment: LaunchEnvironment) -> dist.Store:
     return dist.TCPStore(environment.address, environment.port, is_master=False)
 
 
-def _wait_for_listener(environment: LaunchEnvironment) -> None:
-    limit = dist.default_pg_timeout.total_seconds()
+def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
     deadline = time.monotonic() + limit
     while True:
         try:

@@ -70,8 +70,7 @@ class RunningWorld:
         mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates, as_ranges(usable_cpus()))
         places = [mine] * dist.get_world_size()
         dist.all_gather_object(places, mine)
-        versions = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
-        return cls(places, str(dist.get_backend()), launcher_of(os.environ), versions)
+        return cls(places, str(dist.get_backend()), launcher_of(os.environ), versions())
 
     def as_dict(self) -> dict[str, Any]:
         """What stands in run.json."""
@@ -99,6 +98,11 @@ class RunningWorld:
             console.print(f"and {left} more, in run.json", highlight=False)
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items() if number)
         console.print(f"{self.backend}, started by {self.launcher}; {versions}", highlight=False, soft_wrap=True)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that training rests on; None for one that nobody installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
 
 
 def _version(package: str) -> str | None:
