@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "train": CORE
     | {"data", "strategies", "check", "timeline", "recorded", "draw", "models", "optimizers", "execute", "exchange"},
     "measure": CORE | {"strategies", "check", "draw", "models", "hardware", "execute"},
-    "doctor": CORE | {"measure", "train"},
+    "doctor": CORE | {"strategies", "models", "execute", "measure", "train"},
     "puzzles": CORE | {"check", "timeline", "draw"},
     "published": CORE | {"strategies", "timeline", "predict", "models", "hardware"},
 }

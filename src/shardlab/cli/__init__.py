@@ -27,6 +27,7 @@ from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.sample import Sample
 from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
+from shardlab.cli.smoke_test import SmokeTest
 from shardlab.cli.strategies import Strategies
 from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
@@ -61,6 +62,7 @@ COMMANDS: dict[str, type[Command]] = {
     "verify": Verify,
     "launch": Launch,
     "doctor": Doctor,
+    "test": SmokeTest,
     "sample": Sample,
     "eval": Eval,
     "convert": Convert,

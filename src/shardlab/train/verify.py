@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -140,8 +140,13 @@ def verify_rank(
     groups: Groups | None = None,
     clip: float | None = None,
     compile: bool = False,
-) -> Verdict | None:
-    """Verify one rank's part: it compares every slice that it holds, so that replicas are judged as well."""
+    trained: Callable[[State], object] | None = None,
+) -> Verdict:
+    """Verify one rank's part: it compares every slice that it holds, so that replicas are judged as well.
+
+    Args:
+        trained: called with what this rank has after the last step.
+    """
     batches = Batches(_random_corpus(job), job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     checked = job.checked()
     agree(checked, "")
@@ -156,9 +161,9 @@ def verify_rank(
 
     model = job.cut
     executor = Executor(checked, rank, model, batches, settings, backend_of(device), observe, groups)
-    trained = _trained(job, checked)
+    unfrozen = _unfrozen(job, checked)
     task = job.model, batches, [job.microbatches] * steps, job.seed
-    alone = train_reference(*task, job.numbers, settings.optimizer, trained)
+    alone = train_reference(*task, job.numbers, settings.optimizer, unfrozen)
     losses: list[float] = []
     gradients: list[Slices] = []
     for _ in range(steps):
@@ -167,6 +172,8 @@ def verify_rank(
         losses.append(float(loss[0] / loss[1]))
         gradients.append(dict(seen))
     state = executor.state
+    if trained is not None:
+        trained(state)
     kept: list[Slices] = [state.kept]
     if job.ema is not None:
         with averaged(state):
@@ -187,7 +194,7 @@ def verify_rank(
 
     if job.numbers is FP64:
         return Verdict(**asdict(errors(alone)))
-    exact = train_reference(*task, FP64, settings.optimizer, trained)
+    exact = train_reference(*task, FP64, settings.optimizer, unfrozen)
     rounding = torch.finfo(torch_dtype(job.numbers.compute)).eps
     return Verdict(**asdict(errors(alone)), exact=errors(exact), one_device=errors(exact, alone), rounding=rounding)
 
@@ -239,7 +246,7 @@ def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     return to_layers(model, blocks) if isinstance(model, CutModel) else blocks
 
 
-def _trained(job: Job, checked: Checked) -> Sequence[Tensor]:
+def _unfrozen(job: Job, checked: Checked) -> Sequence[Tensor]:
     """Every block's flat buffer: 1 where its parameters are trained, and 0 where they are frozen."""
     blocks = [torch.ones(job.model.layout(layer).numel) for layer in range(job.model.layers)]
     model = job.cut
