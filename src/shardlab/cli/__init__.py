@@ -22,6 +22,7 @@ from shardlab.cli.convert import Convert
 from shardlab.cli.data import DataCommand
 from shardlab.cli.doctor import Doctor
 from shardlab.cli.eval import Eval
+from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.sample import Sample
@@ -60,6 +61,8 @@ COMMANDS: dict[str, type[Command]] = {
     "data": DataCommand,
     "train": Train,
     "verify": Verify,
+    "history": History,
+    "show": Show,
     "launch": Launch,
     "doctor": Doctor,
     "test": SmokeTest,

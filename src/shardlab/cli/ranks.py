@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardlab.optimizers import AdamW
 from shardlab.program import OpKind, Refused, UserError
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
+from shardlab.train.history import End, note_end
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, pick_device
 from shardlab.train.launch_environment import find_launch_environment, restarts
@@ -70,17 +72,28 @@ def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
     Args:
         out: the folder of a run that saves; the message says what is there.
     """
+    began = time.time()
+
+    def note(how: End, why: str) -> None:
+        environment = find_launch_environment(os.environ)
+        if out is not None and (environment is None or environment.rank == 0):
+            note_end(out, how, began, why)
+
     try:
         yield
     except RankFailed as failure:
+        lines = str(failure).splitlines()
+        note("failed", " ".join(dict.fromkeys((lines[0], lines[-1]))))
         if out is not None:
             sweep(out)
             print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
         print(f"shardlab: {failure}", file=sys.stderr)
         raise SystemExit(1) from None
-    except (UserError, Refused):
+    except (UserError, Refused) as error:
+        note("failed", str(error))
         raise
     except Exception as error:  # in a launcher's world this process is a rank
+        note("failed", f"{type(error).__name__}: {error}".splitlines()[0])
         environment = find_launch_environment(os.environ)
         if out is not None and environment is not None and environment.rank == 0:
             print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
@@ -89,6 +102,7 @@ def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
         print(f"shardlab: rank {environment.rank} lost its connection, since another rank has ended", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt as interrupt:
+        note("interrupted", str(interrupt))
         if out is not None and find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
             sweep(out)
         tell_interrupted(out, str(interrupt))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -138,6 +139,7 @@ class Train:
     ) -> int:
         from shardlab.cli.ranks import failures_as_exit, refuse_restart, tell_interrupted
         from shardlab.execute.compiling import want_compilable
+        from shardlab.train.history import note_end
         from shardlab.train.launch import Joining, pick_device, run_ranks
         from shardlab.train.loggers import require_loggers
         from shardlab.train.loop import train_rank
@@ -184,10 +186,12 @@ class Train:
             sys.stdout.flush()
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
+        began = time.time()
         with failures_as_exit(out):
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=Joining(self.bind))
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
+        note_end(out, "interrupted" if summary.interrupted else "finished", began)
         try:
             write_report(run, summary, predicted_seconds(chosen, run.job))
         except UserError as error:

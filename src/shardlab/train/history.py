@@ -1,0 +1,158 @@
+"""Runs of the past, read off their folders: what they were, how far they came, how they ended."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from shardlab.program import UserError
+from shardlab.program.files import write_whole
+from shardlab.program.nesting import read_file
+from shardlab.train.saved import METRICS, WEIGHTS
+
+RECORD, CONFIG = "run.json", "config.toml"
+
+TAIL = 1 << 16
+"""Bytes at the end of the metrics in which the last line is."""
+
+End = Literal["finished", "interrupted", "failed"]
+
+
+def note_end(out: Path, how: End, since: float, why: str = "") -> None:
+    """Put on a run's record how it ended, if its folder is this process's: its record is no older than `since`.
+
+    Args:
+        since: seconds since the epoch.
+        why: a line.
+    """
+    path = out / RECORD
+    with suppress(OSError, ValueError):  # the run has ended in any case
+        if path.stat().st_mtime < since - 1:  # the file system's clock may be coarse
+            return
+        ended = {"how": how, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
+        write_whole(path, json.dumps({**json.loads(path.read_text()), "ended": ended}, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run's folder.
+
+    Attributes:
+        folder: where it is.
+        record: what stands in run.json; empty if that cannot be read.
+        steps: optimizer steps on record.
+        wanted: steps that were asked for, if that is known.
+        last: the last figures on record.
+        ended: "finished", "interrupted", "failed", "running", "killed" (no end is on record), or "unreadable".
+        why: a line on that, if there is more to say.
+        checkpoints: steps of those that are complete, ascending.
+    """
+
+    folder: Path
+    record: Mapping[str, Any]
+    steps: int
+    wanted: int | None
+    last: Mapping[str, float | None]
+    ended: str
+    why: str
+    checkpoints: list[int]
+
+    @property
+    def resume(self) -> str | None:
+        """The command that goes on with the run; None if it is over or running, or has no checkpoint."""
+        if not self.checkpoints or self.ended in ("finished", "running"):
+            return None
+        return f"shardlab train --resume {self.folder}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What --json prints."""
+        return {**vars(self), "folder": str(self.folder), "resume": self.resume}
+
+
+def past_runs(folders: Sequence[Path]) -> list[PastRun]:
+    """Find the runs in some folders, each a run's or one with runs in it, in the order in which they began.
+
+    Raises:
+        UserError: when there is no such folder.
+    """
+    found: dict[Path, PastRun] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}; name one of a run, or one with runs in it")
+        inside = [folder] if (folder / RECORD).exists() else sorted(path.parent for path in folder.glob(f"*/{RECORD}"))
+        found |= {path.resolve(): past_run(path) for path in inside}
+    return sorted(found.values(), key=lambda run: str(run.record.get("began", "")))
+
+
+def past_run(folder: Path) -> PastRun:
+    """Read a run's folder.
+
+    Raises:
+        UserError: when there is none.
+    """
+    if not (folder / RECORD).is_file():
+        raise UserError(f"{folder} is not the folder of a run: it has no {RECORD}")
+    try:
+        record = dict(read_file(folder / RECORD, "JSON"))
+        ended = dict(record.get("ended") or {})
+    except UserError as error:
+        record, ended = {}, {"how": "unreadable", "why": str(error)}
+    except (TypeError, ValueError):
+        record, ended = {}, {"how": "unreadable", "why": f"{folder / RECORD} is not the record of a run"}
+    last = _last_line(folder / METRICS)
+    steps = int(last["step"] or 0) + 1 if "step" in last else 0
+    wanted = _wanted(folder)
+    how = ended.get("how") or _without_record(folder, wanted is not None and steps >= wanted)
+    return PastRun(folder, record, steps, wanted, last, how, ended.get("why", ""), sorted(_checkpoints(folder)))
+
+
+def _without_record(folder: Path, complete: bool) -> str:
+    """How a run ended that did not say so."""
+    if _in_use(folder / METRICS):
+        return "running"
+    return "finished" if complete and (folder / WEIGHTS).exists() else "killed"
+
+
+def _last_line(path: Path) -> dict[str, float | None]:
+    """The last whole line of a run's metrics; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError):  # the last one may be torn
+            return json.loads(line)
+    return {}
+
+
+def _wanted(folder: Path) -> int | None:
+    try:
+        return int(read_file(folder / CONFIG, "TOML")["train"]["steps"])
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a process has locked a run's metrics, as the one that writes them does."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def _checkpoints(folder: Path) -> Iterator[int]:
+    for manifest in folder.glob("checkpoints/step-*/manifest.json"):
+        number = manifest.parent.name.removeprefix("step-")
+        if number.isdecimal():
+            yield int(number)

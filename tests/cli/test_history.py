@@ -1,0 +1,132 @@
+"""`shardlab history` and `shardlab show`: what is told of runs, however they ended and whatever their folders hold."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.train.history import note_end, past_run, past_runs
+
+Captured = pytest.CaptureFixture[str]
+
+
+def made(folder: Path, steps: int = 3, wanted: int = 5, **record: Any) -> Path:
+    folder.mkdir(parents=True)
+    model = {"kind": "gpt", "layers": 4, "hidden_size": 16}
+    known = {"began": "2026-01-02T03:04:05+00:00", "name": "ddp", "ranks": 2, "model": model}
+    (folder / "run.json").write_text(json.dumps({**known, **record}))
+    (folder / "config.toml").write_text(f"[train]\nsteps = {wanted}\n")
+    lines = [json.dumps({"step": step, "loss": 5.0 - step, "dt": 0.1}) for step in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def test_runs_are_listed_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    made(tmp_path / "runs" / "b", began="2026-01-01")
+    made(tmp_path / "runs" / "a", began="2026-01-03")
+    other = made(tmp_path / "elsewhere", began="2026-01-02")
+    runs = past_runs([tmp_path / "runs", other, tmp_path / "runs"])
+    assert [run.folder.name for run in runs] == ["b", "elsewhere", "a"]
+
+
+def test_a_run_that_ended_says_how_and_the_last_whole_line_counts(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", ended={"how": "failed", "why": "rank 1 failed"})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    run = past_run(folder)
+    assert (run.ended, run.why, run.steps, run.wanted, run.last["loss"]) == ("failed", "rank 1 failed", 3, 5, 3.0)
+
+
+def test_a_run_without_an_end_was_killed_unless_its_metrics_are_locked(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a")
+    assert past_run(folder).ended == "killed"
+    with (folder / "metrics.jsonl").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert past_run(folder).ended == "running"
+
+
+def test_only_a_complete_checkpoint_can_be_resumed_from(tmp_path: Path, capsys: Captured) -> None:
+    folder = made(tmp_path / "a", ended={"how": "interrupted"})
+    (folder / "checkpoints" / "step-000002.part").mkdir(parents=True)
+    (folder / "checkpoints" / "step-000002").mkdir()
+    assert past_run(folder).resume is None
+    for step in (1, 2):
+        whole = folder / "checkpoints" / f"step-{step:06}"
+        whole.mkdir(exist_ok=True)
+        (whole / "manifest.json").write_text("{}")
+    assert past_run(folder).resume == f"shardlab train --resume {folder}"
+    assert main(["history", str(tmp_path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"go on after step 2: shardlab train --resume {folder}" in told
+    (folder / "run.json").write_text(json.dumps({"ended": {"how": "finished"}}))
+    assert past_run(folder).resume is None
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"ended": 3}', "\x00"])
+def test_a_torn_record_is_told_and_hides_no_other_run(text: str, tmp_path: Path, capsys: Captured) -> None:
+    (made(tmp_path / "torn") / "run.json").write_text(text)
+    made(tmp_path / "whole")
+    assert main(["history", str(tmp_path), "--json"]) == 0
+    runs = {Path(run["folder"]).name: run for run in json.loads(capsys.readouterr().out)}
+    assert runs["torn"]["ended"] == "unreadable"
+    assert "run.json" in runs["torn"]["why"]
+    assert runs["whole"]["ended"] == "killed"
+
+
+def test_the_end_is_noted_only_of_a_run_that_this_process_began(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a")
+    began = time.time()
+    note_end(folder, "finished", began)
+    assert past_run(folder).ended == "finished"
+    os.utime(folder / "run.json", (began - 60, began - 60))
+    note_end(folder, "failed", began)
+    assert past_run(folder).ended == "finished"
+    note_end(tmp_path / "none", "failed", began)  # which never began
+
+
+def test_a_run_is_shown_with_its_configuration_and_files(tmp_path: Path, capsys: Captured) -> None:
+    folder = made(tmp_path / "a", ended={"how": "failed", "why": "the loss is not finite"})
+    assert main(["show", str(folder)]) == 0
+    told = capsys.readouterr().out
+    for line in ("train    steps  5", "steps           3 of 5", "failed: the loss is not finite", "loss 3, dt 0.1"):
+        assert line in told
+    assert "metrics.jsonl" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("history nowhere", "there is no folder nowhere"),
+        ("history", "there is no folder runs here"),
+        ("show", "no run was named"),
+        ("show .", "is not the folder of a run: it has no run.json"),
+    ],
+)
+def test_a_folder_that_is_none_of_a_run_is_one_sentence(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    ("flags", "ended", "why"),
+    [("--steps 2", "finished", ""), ("--steps 9 --learning-rate 1e30", "failed", "is not finite")],
+)
+def test_a_run_leaves_its_end_on_record(flags: str, ended: str, why: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m shardlab train --strategy ddp --ranks 2 --hidden-size 16 {flags} --out run"
+    subprocess.run(command.split(), cwd=tmp_path, capture_output=True, timeout=200, check=False)
+    run = past_run(tmp_path / "run")
+    assert run.ended == ended
+    assert why in run.why
