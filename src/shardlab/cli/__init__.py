@@ -30,6 +30,7 @@ from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
 from shardlab.cli.smoke_test import SmokeTest
 from shardlab.cli.strategies import Strategies
+from shardlab.cli.submit import Submit
 from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
@@ -64,6 +65,7 @@ COMMANDS: dict[str, type[Command]] = {
     "history": History,
     "show": Show,
     "launch": Launch,
+    "submit": Submit,
     "doctor": Doctor,
     "test": SmokeTest,
     "sample": Sample,

@@ -1,0 +1,119 @@
+"""A scheduler of one node, started here from Debian's packages, runs a job that Shardlab submits.
+
+As root: `apt-get install slurmctld slurmd slurm-client munge`, then `python benchmarks/slurm.py [COMMAND ...]`. Without
+a command of Shardlab's it is `test`. Everything but munge's socket is in a folder for temporary files, and ends with
+this script.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LIMIT = 300
+"""Seconds until the job has to be over."""
+
+CONFIG = """
+ClusterName=shardlab
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+SlurmctldPort={port}
+SlurmdPort={other}
+AuthType=auth/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def said(*command: str) -> str:
+    """What a command prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def start_munge() -> subprocess.Popen[bytes] | None:
+    """Start the daemon that vouches for users, unless one is there."""
+    if (
+        Path("/run/munge/munge.socket.2").is_socket()
+        and subprocess.run(["munge", "-n"], capture_output=True).returncode == 0
+    ):
+        return None
+    Path("/run/munge").mkdir(exist_ok=True)
+    shutil.chown("/run/munge", "munge", "munge")
+    return subprocess.Popen(["runuser", "-u", "munge", "--", "munged", "--foreground"], stderr=subprocess.DEVNULL)
+
+
+def main(command: list[str]) -> int:
+    """Start the daemons, submit the job, wait until it is over, and print its log; its exit status is the job's."""
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
+    if missing or os.geteuid():
+        print(f"run this as root, with slurmctld, slurmd, slurm-client and munge installed; missing: {missing}")
+        return 2
+    daemons = [munge] if (munge := start_munge()) else []
+    with tempfile.TemporaryDirectory(prefix="slurm-") as name:
+        folder = Path(name)
+        (folder / "state").mkdir()
+        (folder / "spool").mkdir()
+        host, cpus = socket.gethostname().partition(".")[0], len(os.sched_getaffinity(0))
+        config = CONFIG.format(host=host, folder=folder, port=free_port(), other=free_port(), cpus=cpus)
+        (folder / "slurm.conf").write_text(config)
+        os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+        try:
+            time.sleep(1)
+            daemons += [
+                subprocess.Popen([daemon, "-D"], stderr=subprocess.DEVNULL) for daemon in ("slurmctld", "slurmd")
+            ]
+            while host not in said("sinfo", "--noheader", "--states=idle", "--format=%n"):
+                time.sleep(0.2)
+            print(said("sinfo"), flush=True)
+            ranks = str(min(2, cpus))
+            flags = ["--scheduler", "slurm", "--ranks-per-node", ranks, "--time", "0:10:00"]
+            words = [sys.executable, "-m", "shardlab", "submit", *flags, "--", *command]
+            answer = said(*words).strip()
+            print(f"{shlex.join(words)}\n{answer}", flush=True)
+            job, state, began = answer.split()[-1], "", time.monotonic()
+            while state not in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED") and time.monotonic() - began < LIMIT:
+                time.sleep(0.5)
+                fields = dict(
+                    word.split("=", 1) for word in said("scontrol", "show", "job", job).split() if "=" in word
+                )
+                state = fields["JobState"]
+            log = Path(f"shardlab-{job}.log")
+            print(log.read_text() if log.exists() else "the job has left no log", end="")
+            print(f"\n{state} after {time.monotonic() - began:.1f} s")
+            return 0 if state == "COMPLETED" else 1
+        finally:
+            for daemon in reversed(daemons):
+                daemon.terminate()
+                daemon.wait()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:] or ["test"]))

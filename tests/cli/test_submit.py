@@ -1,0 +1,144 @@
+"""`shardlab submit`: job scripts that a shell understands, and schedulers that take them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+
+Captured = pytest.CaptureFixture[str]
+
+TRAIN = "-- train --strategy ddp --steps 10"
+
+
+def printed(words: str, capsys: Captured) -> str:
+    assert main(["submit", "--dry-run", *words.split()]) == 0
+    return capsys.readouterr().out
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs that come before all others; nothing knows a scheduler but they."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_a_slurm_job_is_told_before_its_end_requeued_and_resumed(capsys: Captured) -> None:
+    asked = (
+        "--scheduler slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 8 --time 2:00:00 --partition big --account me"
+    )
+    script = printed(f"{asked} {TRAIN}", capsys)
+    lines = script.splitlines()
+    for line in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=8", "time=2:00:00", "partition=big", "account=me"):
+        assert f"#SBATCH --{line}" in lines
+    assert "#SBATCH --requeue" in lines
+    assert "#SBATCH --signal=USR1@120" in lines
+    (started,) = [line for line in lines if line.startswith("srun")]
+    assert "--cpus-per-task=8" in started
+    assert "train --strategy ddp --steps 10 --out runs/shardlab --resume auto" in started
+
+
+def test_a_pbs_job_asks_for_as_much(capsys: Captured) -> None:
+    script = printed(f"--scheduler pbs --nodes 2 --ranks-per-node 4 --gpus-per-node 4 --queue big {TRAIN}", capsys)
+    assert "#PBS -l select=2:ncpus=4:mpiprocs=4:ngpus=4\n#PBS -l walltime=1:00:00\n#PBS -q big\n" in script
+    assert "mpiexec -n 8 " in script
+
+
+def test_flags_of_ones_own_prevail(capsys: Captured) -> None:
+    words = f"--scheduler slurm {TRAIN} --out elsewhere --save-every 5 --resume=auto"
+    (started,) = [line for line in printed(words, capsys).splitlines() if line.startswith("srun")]
+    assert started.endswith("train --strategy ddp --steps 10 --out elsewhere --save-every 5 --resume=auto")
+
+
+def run(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-u"], input=script, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(("status", "count", "requeued"), [(0, 0, False), (1, 0, True), (1, 2, True), (1, 3, False)])
+def test_a_slurm_job_that_fails_is_requeued_three_times(
+    status: int, count: int, requeued: bool, bin: Path, capsys: Captured
+) -> None:
+    program(bin, "srun", f'echo "$MASTER_PORT" > port; exit {status}')
+    program(bin, "scontrol", 'echo "$@" > requeued')
+    script = printed(f"--scheduler slurm {TRAIN}", capsys)
+    done = run(script, bin, SLURM_JOB_ID="10042", SLURM_RESTART_COUNT=str(count))
+    assert done.returncode == status, done.stderr
+    assert (bin / "port").read_text() == "30042\n"
+    assert (bin / "requeued").exists() == requeued
+
+
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (9, 1)])
+def test_a_pbs_job_that_fails_starts_again_three_times(failures: int, status: int, bin: Path, capsys: Captured) -> None:
+    program(bin, "mpiexec", f'echo "$MASTER_ADDR" >> started; [ "$(wc -l < started)" -gt {failures} ]')
+    (bin / "nodes").write_text("first\nsecond\n")
+    script = printed(f"--scheduler pbs {TRAIN}", capsys)
+    done = run(script, bin, PBS_JOBID="7.server", PBS_O_WORKDIR=str(bin), PBS_NODEFILE=str(bin / "nodes"))
+    assert done.returncode == status, done.stderr
+    assert (bin / "started").read_text().split() == ["first"] * min(failures + 1, 4)
+
+
+def test_a_pbs_job_whose_time_is_nearly_over_is_told(bin: Path, capsys: Captured) -> None:
+    program(bin, "mpiexec", "trap 'echo told > told; exit 0' USR1; while :; do sleep 0.1; done")
+    (bin / "nodes").write_text("first\n")
+    script = printed(f"--scheduler pbs --time 0:02:02 {TRAIN}", capsys)
+    done = run(script, bin, PBS_JOBID="7.server", PBS_O_WORKDIR=str(bin), PBS_NODEFILE=str(bin / "nodes"))
+    assert done.returncode == 124, done.stderr
+    assert (bin / "told").exists()
+
+
+@pytest.mark.parametrize(("name", "scheduler"), [("sbatch", "slurm"), ("qsub", "pbs")])
+def test_the_scheduler_that_is_there_gets_the_script(
+    name: str, scheduler: str, bin: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{bin}:/usr/bin:/bin")
+    if name == "qsub":
+        monkeypatch.setattr("shardlab.cli.submit.SUBMIT", {"pbs": "qsub"})  # also where SLURM is installed
+    program(bin, name, f'cat > "{bin}/script"; echo "Submitted batch job 42"')
+    assert main(["submit", *TRAIN.split()]) == 0
+    assert capsys.readouterr().out == "Submitted batch job 42\n"
+    assert (bin / "script").read_text() == printed(f"--scheduler {scheduler} {TRAIN}", capsys)
+
+
+def test_a_scheduler_that_refuses_is_quoted(bin: Path, capsys: Captured) -> None:
+    program(bin, "sbatch", 'echo "sbatch: error: invalid partition" >&2; exit 1')
+    assert main(["submit", "--scheduler", "slurm", *TRAIN.split()]) == 2
+    told = capsys.readouterr().err
+    assert told == "shardlab: sbatch has refused the job: sbatch: error: invalid partition\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--scheduler pbs -- train", "there is no qsub here, so this host knows no PBS"),
+        ("-- train", "neither sbatch nor qsub is here"),
+        ("--scheduler slurm", "there is no command; give one after --"),
+        ("--scheduler slurm -- trian", "'trian' joins no launcher's world; did you mean train?"),
+        ("--scheduler slurm --time 1h -- train", "--time is '1h'; give HOURS:MINUTES:SECONDS"),
+        ("--scheduler slurm --time 0:02:00 -- train", "more than 120 seconds"),
+        ("--scheduler slurm --name a;b -- train", "--name 'a;b': give letters"),
+        ("--scheduler slurm --nodes 0 -- train", "--nodes: 0 is too few"),
+    ],
+)
+def test_what_cannot_be_submitted_is_one_sentence(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["submit", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
