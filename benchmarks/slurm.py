@@ -98,13 +98,10 @@ def main(command: list[str]) -> int:
             words = [sys.executable, "-m", "shardlab", "submit", *flags, "--", *command]
             answer = said(*words).strip()
             print(f"{shlex.join(words)}\n{answer}", flush=True)
-            job, state, began = answer.split()[-1], "", time.monotonic()
-            while state not in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED") and time.monotonic() - began < LIMIT:
+            job, state, began = answer.split()[-1], "PENDING", time.monotonic()
+            while state in ("PENDING", "RUNNING", "COMPLETING") and time.monotonic() - began < LIMIT:
                 time.sleep(0.5)
-                fields = dict(
-                    word.split("=", 1) for word in said("scontrol", "show", "job", job).split() if "=" in word
-                )
-                state = fields["JobState"]
+                state = re.findall(r"JobState=(\w+)", said("scontrol", "show", "job", job))[0]
             log = Path(f"shardlab-{job}.log")
             print(log.read_text() if log.exists() else "the job has left no log", end="")
             print(f"\n{state} after {time.monotonic() - began:.1f} s")
