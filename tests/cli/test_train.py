@@ -120,6 +120,7 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         ("train --prompt ''", "prompt is ''; give some text"),
         ("train --data short.txt", "short.txt has 20 bytes but 130 are needed"),
         ("train --out .", "exists"),
+        ("train --strategy 1f1b --ranks 2 --audit-every 5", "but under 1f1b no two do; leave it out, or add an axis"),
         ("train --steps 0", "0 is too few; give 1 or more"),
         ("verify single --ranks 2", "runs on one device, but 2 ranks were asked for"),
         ("verify user.py:gone", "has no function 'gone'"),

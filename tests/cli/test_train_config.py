@@ -43,7 +43,16 @@ def test_flags_prevail_over_the_file_and_the_file_over_the_preset(elsewhere: Pat
         "steps": 2000, "microbatches": 2, "micro_batch_size": 6, "seed": 0, "init": None, "non_finite": "stop",
         "batch_ramp": None,
         "compile": False,
+        "timeout": 600.0, "audit_every": None,
     }  # fmt: skip
+
+
+def test_a_time_has_a_unit_or_is_in_seconds(elsewhere: Path, capsys: Captured) -> None:
+    for words, seconds in {"90s": 90, "10m": 600, "1.5h": 5400, "7": 7}.items():
+        assert config_of(capsys, f"--timeout {words}")["train"]["timeout"] == seconds
+    for written in ('"2m"', "120"):
+        (elsewhere / "mine.toml").write_text(f"[train]\ntimeout = {written}\n")
+        assert config_of(capsys, "--config mine.toml")["train"]["timeout"] == 120
 
 
 def test_without_words_it_is_as_ever(capsys: Captured) -> None:
@@ -53,6 +62,7 @@ def test_without_words_it_is_as_ever(capsys: Captured) -> None:
         "steps": 200, "microbatches": 4, "micro_batch_size": 4, "seed": 0, "init": None, "non_finite": "stop",
         "batch_ramp": None,
         "compile": False,
+        "timeout": 600.0, "audit_every": None,
     }  # fmt: skip
     assert found["optimizer"] == {
         "optimizer": "adamw", "momentum": 0.95,
@@ -235,6 +245,8 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("", "--tied --untied", "both --tied and --untied were given; give one of them"),
         ("", "--warmup-steps 300", "warmup_steps is 300, but the learning rate's schedule has 200 steps"),
         ("", "--clip much", "clip is 'much'; give a positive norm, or none at all"),
+        ("", "--timeout soon", "timeout is 'soon'; give seconds, above 0, or 90s, 10m, 2h"),
+        ("", "--timeout 0s", "timeout is 0.0; give seconds, above 0, or 90s, 10m, 2h"),
         ("", "--config gone.toml", "gone.toml cannot be read: No such file or directory"),
         (
             "",

@@ -7,14 +7,19 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from shardlab.check import Checked
+from shardlab.check.blame import Retrace
+from shardlab.check.copies import compared_ranks, replicas_of, results_of
 from shardlab.cli.strategy import checked
 from shardlab.execute.executor import want_norm
 from shardlab.execute.optimizer import want_whole_matrices
+from shardlab.faults.waits import LineOf
 from shardlab.optimizers import AdamW
-from shardlab.program import OpKind, Refused, UserError
+from shardlab.program import OpKind, Refused, UserError, World
+from shardlab.program.user_file import file_and_name
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.history import End, note_end
@@ -45,6 +50,32 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: AdamW) -> Checked:
     if (why_not := proof.why_not(backend_of(pick_device(job.ranks)))) is not None:
         raise why_not
     return proof
+
+
+def require_audit(proof: Checked, name: str) -> None:
+    """Refuse an audit where there is nothing to compare.
+
+    Raises:
+        UserError: if no two ranks keep or compute the same.
+    """
+    if not compared_ranks(replicas_of(proof), results_of(proof)):
+        raise UserError(
+            f"--audit-every compares what several ranks keep or compute, but under {name} no two do; "
+            "leave it out, or add an axis of data parallelism"
+        )
+
+
+def lines_of(entry: StrategyEntry, job: Job) -> LineOf:
+    """Find the line of a user's file that wrote an op of a rank; a built-in strategy has none of the user's."""
+    path, _ = file_and_name(entry.name)
+    if path is None:
+        return lambda rank, op: ""
+
+    @cache
+    def traced() -> Retrace:
+        return Retrace(entry.program, str(path), World(entry.grid(job.ranks), job.sizes, job.microbatches))
+
+    return lambda rank, op: f" ({path}:{traced().line(rank, op)})"
 
 
 def refuse_restart(out: Path | None) -> None:
@@ -85,9 +116,11 @@ def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
         lines = str(failure).splitlines()
         note("failed", " ".join(dict.fromkeys((lines[0], lines[-1]))))
         if out is not None:
-            sweep(out)
+            if find_launch_environment(os.environ) is None:  # a launcher's other ranks may still write
+                sweep(out)
             print(f"shardlab: the run failed; {saved_in(out)}", file=sys.stderr)
-        print(f"shardlab: {failure}", file=sys.stderr)
+        report = f"{failure.report}\n\n" if failure.report else ""
+        print(f"{report}shardlab: {failure}", file=sys.stderr)
         raise SystemExit(1) from None
     except (UserError, Refused) as error:
         note("failed", str(error))

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -137,15 +138,23 @@ class Train:
         config: TrainingConfig,
         sources: list[ConfigSource],
     ) -> int:
-        from shardlab.cli.ranks import failures_as_exit, refuse_restart, tell_interrupted
+        from shardlab.cli.ranks import (
+            failures_as_exit,
+            lines_of,
+            refuse_restart,
+            require_audit,
+            tell_interrupted,
+        )
         from shardlab.execute.compiling import want_compilable
+        from shardlab.faults import Watching
         from shardlab.train.history import note_end
-        from shardlab.train.launch import Joining, pick_device, run_ranks
+        from shardlab.train.launch import Joining, limit_of, pick_device, run_ranks
         from shardlab.train.loggers import require_loggers
         from shardlab.train.loop import train_rank
         from shardlab.train.output import free_folder
         from shardlab.train.report import write_report
         from shardlab.train.run import TrainingRun
+        from shardlab.train.saved import saved_in
 
         refuse_restart(self.out)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
@@ -181,6 +190,8 @@ class Train:
                 f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "
                 "take a plan, such as zero-3, or --non-finite stop"
             )
+        if config.train.audit_every is not None:
+            require_audit(proof, chosen.name)
         if first and not self.json:
             print_config(stdout_console(), config, sources, all=False)
             sys.stdout.flush()
@@ -188,7 +199,9 @@ class Train:
         heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
         began = time.time()
         with failures_as_exit(out):
-            summary = run_ranks(config.plan.ranks, train_rank, run, joining=Joining(self.bind))
+            watching = Watching(config.train.timeout, proof, lines_of(chosen, run.job), partial(saved_in, out))
+            joining = Joining(self.bind, limit_of(config.train.timeout))
+            summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
         note_end(out, "interrupted" if summary.interrupted else "finished", began)

@@ -301,16 +301,12 @@ def update(state: State, at: int, op: Op) -> Instruction:
     slot = state.analysis.empties.get(at)
     own = state.shapes.places(op.layer, state.specs[weight].holds, holds) if at in state.analysis.carried else ()
 
-    def run() -> None:
-        whole: Tensor = values[gradient]
+    def step(kept: Slice, whole: Tensor) -> None:
         parts = [whole[start:stop] for start, stop in places]
         given = parts[0] if len(parts) == 1 else torch.cat(parts)
         scale = state.loss_scale.scale
         if state.observer is not None:
             state.observer(op.layer, holds, given if scale == 1 else given.float() / scale)
-        kept: Slice = values[opt_state]
-        if own:
-            kept.carry([values[weight][start:stop] for start, stop in own])
         squared = [state.number(each) / scale**2 for each in norms]
         for norm in squared:
             state.squared_norm = norm
@@ -319,6 +315,13 @@ def update(state: State, at: int, op: Op) -> Instruction:
             if state.not_finite is None and not given.isfinite().all():
                 state.not_finite = op.layer
         kept.update(given, state.step, *squared, scale=scale)
+
+    def run() -> None:
+        kept: Slice = values[opt_state]
+        if own:
+            kept.carry([values[weight][start:stop] for start, stop in own])
+        if not state.rehearses:
+            step(kept, values[gradient])
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept
         if slot is not None:  # the weight was received; the rank's own slice takes its place

@@ -6,6 +6,8 @@ waited for where the tape waits, and a value is dropped where the tape frees it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from shardlab.check import Checked
@@ -14,6 +16,7 @@ from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compiling import want_compilable
 from shardlab.execute.compute import COMPUTE, Instruction
 from shardlab.execute.optimizer import want_whole_matrices
+from shardlab.execute.progress import begin_tape
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
 from shardlab.program import Op, OpKind, UserError
@@ -81,16 +84,38 @@ class Executor:
             number; each token of the step is reported by one rank.
         """
         state = self.state
-        state.batch = {m: self.batches.microbatch(state.step, m) for m in state.microbatches}
-        state.tokens = self.batches.counted(state.step, self._microbatches)
-        state.begin()
-        for instruction in self.instructions:
-            instruction()
+        self._run(self.batches, self.instructions)
         state.keep()
         if state.settings.precision.scaled:
             state.loss_scale.after(state.finite)
         state.step += 1
         return state.loss
+
+    def rehearse(self, batches: Sampler, instructions: Sequence[Instruction]) -> None:
+        """Run the tape on other batches, without dropout, and leave everything as it was.
+
+        Args:
+            instructions: in place of the executor's own, one for each op.
+        """
+        state = self.state
+        before = state.loss, state.finite, state.not_finite
+        state.rehearses = True
+        try:
+            self._run(batches, instructions)
+        finally:
+            state.rehearses = False
+            state.loss, state.finite, state.not_finite = before
+
+    def _run(self, batches: Sampler, instructions: Sequence[Instruction]) -> None:
+        state = self.state
+        words, base = begin_tape(state.step, len(instructions), evaluates=not state.checked.trains)
+        state.batch = {m: batches.microbatch(state.step, m) for m in state.microbatches}
+        state.tokens = batches.counted(state.step, self._microbatches)
+        state.begin()
+        for at, instruction in enumerate(instructions, base):
+            words[0] = at
+            instruction()
+        words[0] = base + len(instructions)
 
     def _prepare(self, at: int, op: Op) -> Instruction:
         waits, handle = self._waits, op.handle

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,12 +30,18 @@ def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.
     for groups in rounds(program, known):
         mine = next((group for group in groups if rank in group.ranks), None)
         ranks = [rank] if mine is None else list(mine.ranks)
-        group = dist.new_group(ranks, use_local_synchronization=True)
+        group = dist.new_group(ranks, timeout=_limit(), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), f"rank {rank} is not in {ranks}"
         known |= dict.fromkeys(groups)
         if mine is not None:
             known[mine] = group
     return {group: made for group, made in known.items() if made is not None}
+
+
+def _limit() -> timedelta:
+    """Time after which a communication of the default group is given up; torch has another for new groups."""
+    world: Any = dist.group.WORLD
+    return world._get_backend(world._device_types[0]).options._timeout
 
 
 def rounds(program: Program, known: Collection[Group] = ()) -> list[list[Group]]:

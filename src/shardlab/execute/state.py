@@ -101,7 +101,10 @@ class State:
         not_finite: the first layer of the step whose gradient, as this rank was to update by it, is not finite.
         squared_norm: of the step's whole gradient; NaN where the program gives no update a norm.
         loss: (2,) float64, on the device: the loss summed over the tokens that this rank reports, and their number.
+        rehearses: whether the tape runs without dropout and without changing what outlives the step.
     """
+
+    rehearses = False
 
     def __init__(
         self,
@@ -235,7 +238,7 @@ class State:
 
     def dropout(self, op: Op) -> Dropout | None:
         """This step's masks of a layer, for the microbatches that an op reads."""
-        if not self.model.dropout:
+        if not self.model.dropout or self.rehearses:
             return None
         microbatches = tuple(bits(self.specs[op.inputs[0]].microbatches))
         return Dropout(self.model.dropout, self.settings.seed, self.step, op.layer, microbatches)

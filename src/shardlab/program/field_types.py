@@ -194,6 +194,25 @@ def _span_of(words: str) -> tuple[int, ...] | str:
 SPAN = FieldType(str, "FIRST:END", _span, _span_of)
 
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def _seconds(words: str) -> float | str:
+    number, unit = words[:-1], words[-1:]
+    try:
+        return float(number) * _SECONDS[unit] if unit in _SECONDS else float(words)
+    except ValueError:
+        return words
+
+
+DURATION = FieldType(
+    str,
+    "TIME",
+    lambda value: "" if _is_number(value) and 0 < value < math.inf else "seconds, above 0, or 90s, 10m, 2h",
+    _seconds,
+)
+
+
 def word(*objects: type) -> FieldType:
     """A name, or in Python an object of one of these types."""
     return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")

@@ -12,7 +12,19 @@ from shardlab.errors import UserError
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
 from shardlab.optimizers import AdamW
-from shardlab.program.field_types import AMOUNT, COUNT, FOLDER, INTEGER, SPAN, SWITCH, TEXTS, check_fields, choice, text
+from shardlab.program.field_types import (
+    AMOUNT,
+    COUNT,
+    DURATION,
+    FOLDER,
+    INTEGER,
+    SPAN,
+    SWITCH,
+    TEXTS,
+    check_fields,
+    choice,
+    text,
+)
 from shardlab.program.toml import as_toml
 from shardlab.strategies.plan import Plan
 from shardlab.train.ramp import RAMP, BatchRamp
@@ -63,6 +75,14 @@ class LoopConfig:
 
     compile: Annotated[bool, SWITCH] = False
     """Compile layers by torch.compile, each kind of layer once; the first step then takes long."""
+
+    timeout: Annotated[float, DURATION] = 600.0
+    """Time in which every rank gets on; if one does not, all end, and a report says who waits for whom. It is longer
+    than any step, evaluation, sample or save: seconds, or 90s, 10m, 2h."""
+
+    audit_every: Annotated[int | None, COUNT] = None
+    """Compare ranks after every so many steps: hashes of weights that several keep, and results of one microbatch that
+    all compute; a rank that differs ends the run. It costs one or two steps."""
 
     def __post_init__(self) -> None:
         check_fields(self)

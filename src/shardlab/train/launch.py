@@ -1,7 +1,7 @@
 """Starting the ranks as processes of this machine, or joining the world of a launcher."""
 
-# pyright: reportPrivateImportUsage=false
-# torch does not mark its stores as exported.
+# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
+# torch does not mark its stores as exported, and leaves some of its annotations out.
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardlab.faults import Watching
+from shardlab.faults.watch import START
+from shardlab.faults.watchdog import Watchdog
 from shardlab.program import UserError
 from shardlab.train.binding import bind, dealt, usable_cpus
 from shardlab.train.heap import keep_freed_memory
 from shardlab.train.interrupt import end_with_starter
-from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, port_in_use
-from shardlab.train.processes import run_processes
+from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, port_in_use, restarts
+from shardlab.train.processes import RankFailed, is_lost, run_processes
 
 Result = TypeVar("Result")
 
@@ -84,7 +87,13 @@ def ranks_here(otherwise: int) -> int:
     return otherwise if environment is None or environment.world == 1 else environment.world
 
 
-def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, joining: Joining = JOINING) -> Result:
+def run_ranks(
+    ranks: int,
+    function: Callable[..., Result],
+    *arguments: Any,
+    joining: Joining = JOINING,
+    watching: Watching | None = None,
+) -> Result:
     """Call `function(rank, device, *arguments)` on every rank of a process group.
 
     Under torchrun, SLURM or mpiexec this process is one of the ranks and joins that world; otherwise the ranks are
@@ -93,12 +102,14 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, join
     Args:
         function: importable by name, since processes are started for it.
         joining: how the ranks meet.
+        watching: how they are watched for hanging (None: they are not).
 
     Returns:
         What this process's call returned; rank 0's, if the ranks were started here.
 
     Raises:
-        RankFailed: when a rank that was started here failed, with the traceback of the first one.
+        RankFailed: when a rank that was started here failed, with the traceback of the first one, or hung; if they are
+            watched in a launcher's world, on one rank of a host.
         UserError: when a rank raised one; when the world that exists has another size, or its port is taken.
         KeyboardInterrupt: when ranks that were started here were asked to end by a signal, and gave no result.
     """
@@ -107,7 +118,7 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, join
     if environment is None or environment.world == 1 < ranks:
         if joining.bound:
             dealt(usable_cpus(), ranks)  # a refusal needs no ranks
-        return _start_local(ranks, joining, function, *arguments)
+        return _start_local(ranks, joining, watching, function, *arguments)
     if environment.world != ranks:
         raise UserError(
             f"{ranks} ranks were asked for, but the launcher started {environment.world} processes; "
@@ -116,15 +127,32 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any, join
     if _elastic():
         end_with_starter()  # a launcher that was killed has ended nobody
     with _ended_by_ctrl_c():
+        store = _agents_store(environment) if _elastic() else store_of(environment, joining.timeout)
         device = _launched_device(environment)
-        _meet(environment, device, None if _elastic() else store_of(environment, joining.timeout), joining)
-    return _call(environment.rank, device, function, *arguments)
+        _meet(environment, device, store, joining)
+    if watching is None:
+        return _call(environment.rank, device, function, *arguments)
+    with Watchdog(environment.rank, watching, _gathered, RankFailed, is_lost, UserError):
+        return _call(environment.rank, device, function, *arguments)
 
 
-def _start_local(ranks: int, joining: Joining, function: Callable[..., Result], *arguments: Any) -> Result:
+def _gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _start_local(
+    ranks: int, joining: Joining, watching: Watching | None, function: Callable[..., Result], *arguments: Any
+) -> Result:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
     preload = (function.__module__, "torch._dynamo")  # the second is what torch's optimizers import at their first use
-    return run_processes(ranks, preload, _started, ranks, store.port, joining, function, *arguments)
+    return run_processes(ranks, preload, _started, ranks, store.port, joining, function, *arguments, watching=watching)
+
+
+def limit_of(timeout: float) -> timedelta:
+    """Time after which torch itself gives a communication up: late, for the watch is to say first what hangs."""
+    return timedelta(seconds=timeout + 2 * START)
 
 
 def _started(
@@ -138,7 +166,7 @@ def _started(
 
 
 def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store | None, joining: Joining) -> None:
-    """Join the world that meets at a store (None: the one that torchrun names), with this rank's device."""
+    """Join the world that meets at a store (None: rank 0's under torchrun), with this rank's device."""
     if joining.bound:
         bind(environment)  # before the threads of the process group
     if device.type == "cpu":
@@ -164,8 +192,19 @@ def _call(rank: int, device: torch.device, function: Callable[..., Result], *arg
 
 
 def _elastic() -> bool:
-    """Whether torchrun's agent holds the store, which a worker then only reads."""
+    """Whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _agents_store(environment: LaunchEnvironment) -> dist.Store | None:
+    """The store of torchrun's agent, with names of this start's own; None where rank 0 is to hold one.
+
+    The agent's store outlives a restart, and torch itself would find the addresses of ranks that are gone there
+    (https://github.com/pytorch/pytorch/issues/167288).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.PrefixStore(f"start-{restarts(os.environ)}", _client(environment))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from shardlab.models import CutModel
 from shardlab.models.tensors import Choice, to_blocks
 from shardlab.program import Kind
 from shardlab.rules.pieces import counted
+from shardlab.train.audit import Audit, AuditedExecutor
 from shardlab.train.data import Batches
 from shardlab.train.evaluate import Evaluation, InOrder
 from shardlab.train.figures import VALIDATION, VALIDATION_EMA, bytes_per_token
@@ -81,6 +82,8 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     count = min(VALIDATION_BATCHES, batches.validation_count)
     judged = InOrder(job.micro_batch_size, count, job.microbatches, batches.validation)
     validation = Evaluation(job, checked, rank, device, judged, of=executor.state, groups=groups)
+    every = run.config.train.audit_every
+    audits = [] if every is None else [Audit(each) for each in executors.values()]
     ramped = RampedExecutor(executors, run)
     tracer = ramped.tracer
     writer = ParallelWriter(job, checked, executor.state, Choice(seed=job.seed), lambda: stop.asked, groups)
@@ -90,7 +93,8 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     def sample() -> str:
         return continued(writer.go_on, prompt, corpus.tokenizer)
 
-    training = TrainingSteps(ramped, ramped, run, stop, bytes_per_token(corpus))
+    stepping = ramped if every is None else AuditedExecutor(ramped, audits, every, partial(saved_in, run.out))
+    training = TrainingSteps(stepping, ramped, run, stop, bytes_per_token(corpus))
     if rank == 0:
         folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
         world.print(Console(file=sys.stderr))

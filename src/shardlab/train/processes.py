@@ -8,12 +8,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+from shardlab.execute.progress import RankProgress
+from shardlab.faults import Watch, Watching
+from shardlab.faults.stacks import stack_text, write_when_asked
 from shardlab.program import UserError
 from shardlab.train.interrupt import ASKING, GRACE, StopRequest, caught, end_with_starter
 from shardlab.train.streams import unbroken
@@ -26,8 +30,8 @@ LAST_WORDS = 3.0
 AT_ONCE = 0.5
 """Seconds in which a second signal is the first one again: `timeout` sends it to the process and to its group."""
 
-_LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe")
-"""What torch.distributed says when another rank has gone."""
+_LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe", "Timed out waiting")
+"""What torch.distributed says when another rank has gone, or hangs."""
 
 
 def is_lost(error: BaseException) -> bool:
@@ -41,7 +45,15 @@ def sounds_lost(text: str) -> bool:
 
 
 class RankFailed(Exception):
-    """A rank failed; the message ends with that rank's own traceback, if it raised."""
+    """A rank failed, or all hang; the message ends with that rank's own traceback, if it raised.
+
+    Attributes:
+        report: where every rank was, if they were watched.
+    """
+
+    def __init__(self, message: str, report: str = "") -> None:
+        super().__init__(message)
+        self.report = report
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,13 @@ class _Answer:
     trace: str = ""
 
 
-def run_processes(count: int, preload: Sequence[str], function: Callable[..., Result], *arguments: Any) -> Result:
+def run_processes(
+    count: int,
+    preload: Sequence[str],
+    function: Callable[..., Result],
+    *arguments: Any,
+    watching: Watching | None = None,
+) -> Result:
     """Call `function(rank, *arguments)` in `count` processes, and give what rank 0's returned.
 
     When one fails, all end. When one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM; a
@@ -72,24 +90,30 @@ def run_processes(count: int, preload: Sequence[str], function: Callable[..., Re
     Args:
         preload: modules that are imported once, for all of them.
         function: importable by name.
+        watching: how they are watched for hanging (None: they are not).
 
     Raises:
-        RankFailed: when a rank raised, or was killed.
+        RankFailed: when a rank raised, was killed, or did not get on in time.
         UserError: when a rank raised one.
         KeyboardInterrupt: when the processes were asked to end and gave no result; it says why, if they were killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     hear, tell = context.Pipe(duplex=False)
-    with caught() as signals, hear, tell:
+    progresses = {} if watching is None else {rank: RankProgress() for rank in range(count)}
+    with caught() as signals, hear, tell, ExitStack() as files:
+        for progress in progresses.values():
+            files.callback(progress.close)
         _start_forkserver()
-        ranks = _Ranks()
+        ranks = _Ranks(Watch(watching, progresses) if watching else None)
         try:
             for rank in range(count):
                 ours, theirs = context.Pipe(duplex=False)
                 with theirs:
                     process = context.Process(
-                        target=_work, args=(rank, theirs, tell, function, arguments), name=f"rank-{rank}"
+                        target=_work,
+                        args=(rank, theirs, tell, progresses.get(rank), function, arguments),
+                        name=f"rank-{rank}",
                     )
                     process.start()
                 ranks.add(process, ours)
@@ -103,7 +127,7 @@ def run_processes(count: int, preload: Sequence[str], function: Callable[..., Re
                         ranks.ask(again=number != signal.SIGHUP)
         finally:
             ranks.kill()
-    return ranks.outcome()
+        return ranks.outcome()
 
 
 def _start_forkserver() -> None:
@@ -118,7 +142,12 @@ def _start_forkserver() -> None:
 
 
 def _work(
-    rank: int, answers: Connection, starter: Connection, function: Callable[..., Any], arguments: Sequence[Any]
+    rank: int,
+    answers: Connection,
+    starter: Connection,
+    progress: RankProgress | None,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> None:
     """What a started process does: call the function, and answer."""
     for number in ASKING:
@@ -127,12 +156,19 @@ def _work(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)  # the server's, until now
     end_with_starter()
     StopRequest.starter = starter
+    if progress is not None:
+        progress.take()
+        write_when_asked(progress)
     sys.stdout, sys.stderr = unbroken(sys.stdout), unbroken(sys.stderr)
     try:
         answer = _Answer(function(rank, *arguments))
+        if progress is not None:
+            progress.ended = True
     except Exception as error:
         sentence = str(error) if isinstance(error, UserError) else ""
         answer = _Answer(time=time.time_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
+        if progress is not None:
+            progress.fail(answer.time, answer.lost, stack_text(traceback.extract_tb(error.__traceback__)))
     try:
         answers.send(answer)
     except BrokenPipeError:  # the process that started this one has gone
@@ -143,7 +179,9 @@ def _work(
 class _Ranks:
     """The processes as their starter sees them."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
+        self._hang: tuple[str, str] | None = None  # the report, and its verdict
         self._processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, _Answer] = {}
@@ -161,13 +199,19 @@ class _Ranks:
     def wait(self, others: Sequence[Any]) -> list[Any]:
         """Wait until something happens, and take note of what happens to the ranks; gives what is ready."""
         left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
-        ready: list[Any] = wait([*others, *self._pipes], left)
-        if not ready:
+        looks = left is None and self._watch is not None
+        ready: list[Any] = wait([*others, *self._pipes], self._watch.interval if looks and self._watch else left)
+        if looks and self._watch is not None and self._watch.look():
+            self._hang = self._watch.report_hang()
+            self.kill()
+        elif not ready and not looks:
             self._late = _late([rank for rank in range(len(self._processes)) if rank not in self._ended])
             self.kill()
         for pipe in [pipe for pipe in self._pipes if pipe in ready]:
             try:
-                self._answers[self._pipes[pipe]] = pipe.recv()
+                self._answers[self._pipes[pipe]] = answer = pipe.recv()
+                if answer.time:
+                    self._look_at_others()
             except (EOFError, OSError):
                 self._note_end(self._pipes.pop(pipe))
                 pipe.close()
@@ -179,7 +223,13 @@ class _Ranks:
         process.join(1)
         self._ended[rank] = process.exitcode or 0
         if self._ended[rank] or rank not in self._answers:
+            self._look_at_others()
             self._end = min(self._end, time.monotonic() + LAST_WORDS)
+
+    def _look_at_others(self) -> None:
+        """A rank has failed: the others say where they are while they still wait for it."""
+        if self._watch is not None and self._end == float("inf"):
+            self._watch.ask_for_stacks()
 
     def ask(self, *, again: bool = False) -> None:
         """Ask all ranks to end; if they were asked before, and this is asked again, end them."""
@@ -206,13 +256,16 @@ class _Ranks:
 
     def outcome(self) -> Any:
         """Rank 0's result, or why there is none."""
+        if self._hang is not None:
+            report, verdict = self._hang
+            raise RankFailed(verdict, report)
         failed = {rank: answer for rank, answer in self._answers.items() if answer.time}
         own = {rank: answer for rank, answer in failed.items() if not answer.lost}
         if own:
             rank = min(own, key=lambda rank: own[rank].time)
             if own[rank].sentence:
                 raise UserError(own[rank].sentence)
-            raise RankFailed(f"rank {rank} failed, and the run ended with it.\n\n{own[rank].trace}")
+            raise self._failure(f"rank {rank} failed, and the run ended with it.\n\n{own[rank].trace}")
         asked = self._asked < float("inf")
         silent = [rank for rank in self._ended if rank not in self._answers]
         if 0 in self._answers and 0 not in failed and (asked or (not silent and not failed)):
@@ -225,9 +278,18 @@ class _Ranks:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
         if silent:  # what the others then lost explains nothing
             rank = next((rank for rank in silent if self._ended[rank] < 0), silent[0])
-            raise RankFailed(f"rank {rank} {_ending(self._ended[rank])}, and the run ended with it.")
+            raise self._failure(f"rank {rank} {_ending(self._ended[rank])}, and the run ended with it.")
         rank = min(failed, key=lambda rank: failed[rank].time)
-        raise RankFailed(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
+        raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
+
+    def _failure(self, verdict: str) -> RankFailed:
+        """A failure with a report of all ranks."""
+        if self._watch is None:
+            return RankFailed(verdict)
+        fates = {rank: _ending(code) for rank, code in self._ended.items() if rank not in self._answers and code}
+        for rank, answer in self._answers.items():
+            fates[rank] = "lost its connection" if answer.lost else "failed" if answer.time else "has ended"
+        return RankFailed(verdict, self._watch.report(fates))
 
 
 def _late(ranks: Sequence[int]) -> str:

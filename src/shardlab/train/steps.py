@@ -9,13 +9,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute import Executor
 from shardlab.execute.compute_clock import ComputeClock
 from shardlab.execute.state import State
 from shardlab.models.tensors.tokens import sent_to
@@ -26,6 +25,19 @@ from shardlab.train.interrupt import StopRequest
 from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
+
+
+class Stepping(Protocol):
+    """An executor, or what stands around one."""
+
+    @property
+    def state(self) -> State:
+        """The rank's tensors, as the last step has left them."""
+        ...
+
+    def step(self) -> Tensor:
+        """Run a step as `Executor.step` does."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class TrainingSteps:
     """One rank's optimizer steps.
 
     Args:
-        executor: of the rank's tape or tapes, perhaps traced.
+        executor: of the rank's tape or tapes, perhaps traced or audited.
         clock: of its forward and backward passes.
         run: what is asked for.
         stop: whether this rank is asked to stop.
@@ -58,7 +70,7 @@ class TrainingSteps:
 
     def __init__(
         self,
-        executor: Executor | RampedExecutor,
+        executor: Stepping,
         clock: ComputeClock | RampedExecutor,
         run: TrainingRun,
         stop: StopRequest,

@@ -1,0 +1,158 @@
+"""How far a rank has come: a few words of memory that other processes read, also when the rank hangs or is dead.
+
+A rank writes the number of each op before it runs it, which takes some 40 ns; it never asks what time it is. Who
+watches looks now and then, and so knows since when nothing changes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+OP_BITS = 24
+"""Bits of the first word that number the op; those above count the tapes that the rank has begun."""
+
+_WHERE, _STEP, _EVALUATES, _LENGTH, _PID, _ENDED, _FAILED, _LOST, _REPORTED = range(9)
+
+
+class TapePosition(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        round: how many tapes it has begun; all ranks begin the same ones, so this orders them.
+        op: the op that it runs or waits in; after the last one, their number.
+        step: the optimizer step, from 0; of an evaluation, which of its own.
+        evaluates: whether the tape is the forward half.
+        length: ops of the tape.
+    """
+
+    round: int
+    op: int
+    step: int
+    evaluates: bool
+    length: int
+
+
+class RankProgress:
+    """One rank's words, and behind them the text of stacks that were asked for.
+
+    They are a file without a name, so nothing of it stays whoever is killed. A started process is handed it by its
+    starter; processes of one host find each other's by `path`.
+
+    Attributes:
+        words: this process's own; each write is one aligned word.
+    """
+
+    words: ClassVar[Any] = array("q", bytes(72))
+
+    def __init__(self, file: int | None = None) -> None:
+        """Make the file, or take one that is open (by its descriptor)."""
+        if file is None:
+            memory = Path("/dev/shm")
+            with tempfile.TemporaryFile(dir=memory if os.access(memory, os.W_OK) else None) as new:
+                file = os.dup(new.fileno())
+            os.ftruncate(file, mmap.PAGESIZE)
+            os.lseek(file, mmap.PAGESIZE, os.SEEK_SET)  # where text begins
+        self.file = file
+        self._memory = mmap.mmap(file, mmap.PAGESIZE)
+        self._words = memoryview(self._memory).cast("q")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.reduction import DupFd
+
+        return _received, (DupFd(self.file),)
+
+    def close(self) -> None:
+        """Let the file go, in this process."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.file)
+
+    @property
+    def path(self) -> str:
+        """Where processes of this host find the file while this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
+
+    @classmethod
+    def at(cls, path: str) -> Self:
+        """Open what another process names.
+
+        Raises:
+            OSError: when it is on another host, or gone.
+        """
+        return cls(os.open(path, os.O_RDWR))
+
+    def take(self) -> None:
+        """Make these the words of this process."""
+        RankProgress.words = self._words
+        self._words[_PID] = os.getpid()
+
+    @property
+    def pid(self) -> int:
+        """The process whose words these are; 0 until it has taken them."""
+        return self._words[_PID]
+
+    @property
+    def position(self) -> TapePosition | None:
+        """Where the rank is; None before its first tape."""
+        where = self._words[_WHERE]
+        if not where:
+            return None
+        tape_round, op = where >> OP_BITS, where & ((1 << OP_BITS) - 1)
+        step, evaluates, length = self._words[_STEP], bool(self._words[_EVALUATES]), self._words[_LENGTH]
+        return TapePosition(tape_round, op, step, evaluates, length)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank has done all it had to."""
+        return bool(self._words[_ENDED])
+
+    @ended.setter
+    def ended(self, whether: bool) -> None:
+        self._words[_ENDED] = whether
+
+    @property
+    def failed(self) -> int:
+        """When the rank failed, in nanoseconds since 1970; 0 if it did not."""
+        return self._words[_FAILED]
+
+    @property
+    def lost(self) -> bool:
+        """Whether it failed for want of another rank."""
+        return bool(self._words[_LOST])
+
+    def fail(self, time: int, lost: bool, stack: str) -> None:
+        """Note that the rank has failed, and where."""
+        self._words[_LOST], self._words[_FAILED] = lost, time
+        os.write(self.file, stack.encode())
+
+    @property
+    def reported(self) -> bool:
+        """Whether this rank has said what went wrong, so that the others need not."""
+        return bool(self._words[_REPORTED])
+
+    @reported.setter
+    def reported(self, whether: bool) -> None:
+        self._words[_REPORTED] = whether
+
+    @property
+    def text(self) -> str:
+        """What was written behind the words."""
+        length = os.fstat(self.file).st_size - mmap.PAGESIZE
+        return os.pread(self.file, length, mmap.PAGESIZE).decode(errors="replace")
+
+
+def begin_tape(step: int, length: int, *, evaluates: bool) -> tuple[Any, int]:
+    """Note that a tape begins: gives the words, of which the first is to be the number given and that of the op."""
+    words = RankProgress.words
+    base = ((words[_WHERE] >> OP_BITS) + 1) << OP_BITS
+    words[_STEP], words[_EVALUATES], words[_LENGTH], words[_WHERE] = step, evaluates, length, base
+    return words, base
+
+
+def _received(file: Any) -> RankProgress:
+    return RankProgress(file.detach())

@@ -1,0 +1,80 @@
+"""What goes wrong on one rank of a training, at the update of its third step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shardlab.data import Corpus
+from shardlab.execute import Executor, Settings
+from shardlab.program import Holds
+from shardlab.train.data import Batches
+from shardlab.train.interrupt import StopRequest
+from shardlab.train.job import Job
+
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A socket filter of one instruction: keep 0 bytes of a packet."""
+
+SO_ATTACH_FILTER = 26
+
+
+def drop_everything() -> None:
+    """Have this process hear nothing more on any connection, as behind a network that drops all: not even resets."""
+    code = ctypes.create_string_buffer(DROP_ALL)
+    program = struct.pack("HL", 1, ctypes.addressof(code))
+    for entry in Path("/proc/self/fd").iterdir():
+        if entry.is_socket():
+            with socket.socket(fileno=os.dup(int(entry.name))) as each:
+                if each.family in (socket.AF_INET, socket.AF_INET6):
+                    each.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("the batch is a fish")
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "killed": die,
+    "endless loop": loop,
+    "raises": fail,
+    "stopped": stop,
+    "deaf": drop_everything,
+}
+
+
+def train(rank: int, device: torch.device, job: Job, fault: str, culprit: int, steps: int = 50) -> None:
+    """Take steps; on one rank something goes wrong in the third."""
+    went_wrong = False
+
+    def observe(layer: int, holds: Holds, gradient: torch.Tensor) -> None:
+        nonlocal went_wrong
+        if rank == culprit and executor.state.step == 2 and not went_wrong:
+            went_wrong = True
+            FAULTS[fault]()
+
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers), observer=observe)
+    with StopRequest(None):  # as a training does: a launcher asks the others to end as soon as one has
+        for _ in range(steps):
+            executor.step()

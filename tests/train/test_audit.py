@@ -1,0 +1,177 @@
+"""A rank whose weights or results are no longer what they should be is named within the steps between two audits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardlab.check.copies import compared_ranks, replicas_of, results_of
+from shardlab.data import Corpus
+from shardlab.errors import UserError
+from shardlab.execute import Executor, Settings
+from shardlab.models.gpt import GPT
+from shardlab.strategies.plan import Plan
+from shardlab.train.audit import Audit, AuditedExecutor, hash_of
+from shardlab.train.data import Batches
+from shardlab.train.job import Job
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+STEPS = 4
+
+
+def job_of(strategy: str | Plan, ranks: int, precision: str = "fp32", dropout: float = 0.0) -> Job:
+    model = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, vocab_size=256, dropout=dropout)
+    return Job(strategy, ranks, 4 if ranks != 3 else 3, model, 1, precision)
+
+
+def executor_of(rank: int, job: Job) -> Executor:
+    corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
+    return Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers))
+
+
+def faults(rank: int, job: Job, wrong: str, culprit: int) -> list[str]:
+    """What audits after each of some steps say; before the third step something goes wrong on one rank."""
+    executor = executor_of(rank, job)
+    audit = Audit(executor)
+    said: list[str] = []
+    for step in range(STEPS):
+        if step == 2 and rank == culprit:
+            spoil(executor, audit, wrong)
+        executor.step()
+        said.append(audit.fault())
+    return said
+
+
+def spoil(executor: Executor, audit: Audit, wrong: str) -> None:
+    if wrong == "weight":
+        flip(next(iter(executor.state.kept.values())), 21)
+    elif wrong != "nothing":
+        flip_result(executor, audit, once=wrong == "once")
+
+
+def flip(tensor: Tensor, bit: int) -> None:
+    """Flip a bit of the first number."""
+    tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
+
+
+def flip_result(executor: Executor, audit: Audit, *, once: bool) -> None:
+    """Have layer 1, or the rank's first one, err in its forward pass from now on, or in the next audit alone."""
+    forward = {op.layer: at for at, op in reversed(list(enumerate(executor.state.tape))) if op.kind.value == "forward"}
+    at = forward.get(1, forward[min(forward)])
+    instructions, number = audit._instructions, executor.state.tape[at].outputs[0]  # pyright: ignore[reportPrivateUsage]
+    plain, prints = executor.instructions[at], audit._prints  # pyright: ignore[reportPrivateUsage]
+    right = instructions[at]
+    print_of = audit._print  # pyright: ignore[reportPrivateUsage]
+
+    def run() -> None:
+        plain()
+        flip(executor.state.values[number], 30)
+        prints.append(print_of(executor.state.values[number]))
+        prints.extend([(0.0, 0.0)] * (len(executor.state.tape[at].outputs) - 1))
+        if once:
+            instructions[at] = right
+
+    instructions[at] = run
+
+
+Make = Callable[[int], Ranks]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "fsdp", "tensor-parallel", "1f1b"])
+def test_an_audit_finds_nothing_where_nothing_is_wrong(ranks: Make, strategy: str) -> None:
+    assert ranks(2).call(faults, job_of(strategy, 2), "nothing", 0) == [[""] * STEPS] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "pp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
+)
+def test_an_audit_finds_nothing_in_a_plan_of_several_axes(ranks: Make, mesh: dict[str, int], precision: str) -> None:
+    job = job_of(Plan.from_dict({"mesh": mesh}), 4, precision, dropout=0.1)
+    assert ranks(4).call(faults, job, "nothing", 0) == [[""] * STEPS] * 4
+
+
+def test_a_flipped_bit_in_a_weight_names_the_rank_that_differs_from_the_others(ranks: Make) -> None:
+    for said in ranks(3).call(faults, job_of("ddp", 3), "weight", 1):
+        assert said[:2] == ["", ""]
+        assert said[2] == "weights[0], which ranks keep bit by bit alike, differ: rank 1 from ranks 0, 2"
+
+
+def test_of_two_copies_both_are_named(ranks: Make) -> None:
+    for said in ranks(2).call(faults, job_of("ddp", 2), "weight", 1):
+        assert said[2].startswith("weights[0], which ranks keep bit by bit alike, differ: rank 0 and rank 1 differ")
+
+
+def test_a_rank_that_computes_wrongly_is_named_with_the_op(ranks: Make) -> None:
+    """Weights that are sharded have no copies: only recomputation can tell."""
+    for said in ranks(3).call(faults, job_of("fsdp", 3), "always", 2):
+        assert said[2] == (
+            "one microbatch, computed by all, gives other results in forward(layer 1): rank 2 from ranks 0-1"
+        )
+
+
+def test_of_two_ranks_a_recomputation_sides_with_one(ranks: Make) -> None:
+    for said in ranks(2).call(faults, job_of("fsdp", 2), "once", 0):
+        assert said[2].endswith("in forward(layer 1): recomputed, rank 0 sides with the others, so it erred before")
+
+
+def test_a_rank_is_not_named_for_what_comes_of_the_error_of_another_stage(ranks: Make) -> None:
+    """The gradients that the first stage gets are wrong as well, and their ranks come first."""
+    job = job_of(Plan.from_dict({"mesh": {"dp_replicate": 2, "pp": 2}}), 4)
+    tapes = job.checked().program.tapes
+    last_stage = [rank for rank, tape in enumerate(tapes) if any(op.kind.value == "loss" for op in tape)]
+    for said in ranks(4).call(faults, job, "once", last_stage[-1]):
+        assert said[2].endswith(f"in forward(layer 1): rank {last_stage[-1]} does not even repeat its own")
+
+
+def unchanged(rank: int, job: Job) -> bool:
+    """Whether a training goes on from an audit bit by bit as without it."""
+    plain, audited = executor_of(rank, job), executor_of(rank, job)
+    audit = Audit(audited)
+    for _ in range(STEPS):
+        plain.step()
+        audited.step()
+        audit.fault()
+    pairs = zip(plain.state.kept.values(), audited.state.kept.values(), strict=True)
+    return all(hash_of(one) == hash_of(other) for one, other in pairs)
+
+
+OFFLOADING = [f"tests/check/offloading_programs.py:{name}" for name in ("offloaded", "state_away", "weights_away")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "fsdp", "tensor-parallel", "1f1b", *OFFLOADING])
+def test_an_audit_changes_no_bit_of_what_is_trained(ranks: Make, strategy: str) -> None:
+    assert all(ranks(2).call(unchanged, job_of(strategy, 2, dropout=0.1)))
+
+
+def stopped(rank: int, job: Job) -> str:
+    executor = executor_of(rank, job)
+    audited = AuditedExecutor(executor, [Audit(executor)], 2, lambda: "nothing is saved")
+    if rank == 0:
+        flip(next(iter(executor.state.kept.values())), 21)
+    audited.step()
+    try:
+        audited.step()
+    except UserError as error:
+        return str(error)
+    except SystemExit as error:
+        return f"exit {error.code}"
+    return ""
+
+
+def test_a_fault_ends_the_run_on_all_ranks_after_the_audited_step(ranks: Make) -> None:
+    sentence, *others = ranks(3).call(stopped, job_of("ddp", 3))
+    assert sentence.startswith("the audit after step 2 found a silent fault: weights[0], which ranks keep")
+    assert "differ: rank 0 from ranks 1-2. Training has stopped; nothing is saved." in sentence
+    assert others == ["exit 1", "exit 1"]
+
+
+def test_where_no_two_ranks_have_anything_alike_there_is_nothing_to_audit() -> None:
+    alone = job_of("1f1b", 2).checked()
+    assert not compared_ranks(replicas_of(alone), results_of(alone))
