@@ -29,24 +29,14 @@ MAY_IMPORT = {
     "draw": CORE | {"check", "timeline"},
     "models": CORE,
     "hardware": CORE | {"models"},
-    "exchange": CORE | {"models"},
+    "exchange": CORE | {"models", "checkpoint"},
     "optimizers": CORE,
     "execute": CORE | {"check", "models", "optimizers"},
+    "checkpoint": CORE | {"check", "models", "execute"},
     "faults": CORE | {"check", "execute"},
     "train": CORE
-    | {
-        "faults",
-        "data",
-        "strategies",
-        "check",
-        "timeline",
-        "recorded",
-        "draw",
-        "models",
-        "optimizers",
-        "execute",
-        "exchange",
-    },
+    | {"data", "strategies", "check", "timeline", "recorded", "draw", "models", "optimizers", "execute", "exchange"}
+    | {"checkpoint", "faults"},
     "measure": CORE | {"strategies", "check", "draw", "models", "hardware", "execute"},
     "doctor": CORE | {"strategies", "models", "execute", "measure", "train"},
     "puzzles": CORE | {"check", "timeline", "draw"},
@@ -54,7 +44,7 @@ MAY_IMPORT = {
 }
 """Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
 
-TORCH = ("models/tensors", "exchange", "execute", "train", "measure", "doctor", "cli")
+TORCH = ("models/tensors", "exchange", "execute", "checkpoint", "train", "measure", "doctor", "cli")
 """Only these import torch; what a command line without training runs is tried without torch below."""
 
 LONGEST = {"src": 400, "tests": 500, "benchmarks": 400, "examples": 400, "docs": 400}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shardlab.exchange import converted, initial_from, open_source
-from shardlab.exchange.tensor_files import TensorFiles
 from shardlab.models import GPT, Blocks, Llama, Mixtral, Model, cut
 from shardlab.models.tensors import lengthened, to_layers
+from shardlab.models.tensors.tensor_files import TensorFiles
 from shardlab.program import UserError
 from tests.exchange.folders import random_run
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from shardlab.exchange import converted, open_source
-from shardlab.exchange.tensor_files import TensorFiles
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
+from shardlab.models.tensors.tensor_files import TensorFiles
 from shardlab.program import UserError
 from tests.exchange.folders import random_run
 

@@ -108,8 +108,14 @@ def rank_1(training: Training, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("to", "number"),
-    [(alone, signal.SIGTERM), (group, signal.SIGINT), (rank_1, signal.SIGTERM), (alone, signal.SIGKILL)],
-    ids=["SIGTERM", "Ctrl-C", "SIGTERM to a rank", "its parent killed"],
+    [
+        (alone, signal.SIGTERM),
+        (group, signal.SIGINT),
+        (rank_1, signal.SIGTERM),
+        (group, signal.SIGUSR1),
+        (alone, signal.SIGKILL),
+    ],
+    ids=["SIGTERM", "Ctrl-C", "SIGTERM to a rank", "a scheduler's warning", "its parent killed"],
 )
 def test_a_run_that_is_asked_to_end_saves_and_says_so(
     start: Start, to: Callable[[Training, int], None], number: int
@@ -120,8 +126,9 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
     files = {file.name for file in training.out.iterdir()}
     assert {"weights.safetensors", "loss.svg", "strategy.svg", "run.json"} <= files
     assert said.count(f"the weights after {training.steps} steps are in {training.out}/weights.safetensors") == 1, said
+    assert said.count(f"go on after step {training.steps} with: shardlab train --resume {training.out}") == 1, said
     assert "Traceback" not in said
-    assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 
 
 def test_a_rank_that_is_killed_ends_all_and_nothing_is_said_to_be_saved(start: Start) -> None:
@@ -172,7 +179,7 @@ def test_a_terminal_that_is_closed_loses_no_weights(start: Start) -> None:
     training = start(["-c", OWN_TERMINAL], theirs)
     os.close(theirs)
     os.close(ours)
-    assert training.process.wait(LIMIT) == 130
+    assert training.process.wait(LIMIT) == 0
     assert training.saves
 
 
@@ -190,7 +197,7 @@ def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: S
     training = start([*TORCHRUN, "--max-restarts", "1"])
     training.kill(1, signal.SIGKILL)
     said = training.process.communicate(timeout=120)[1]
-    assert "(restart 1), but there are no checkpoints to go on from" in said
+    assert "(restart 1), and it does not begin again at step 0 by itself" in said
     assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
     assert not training.saves
 

@@ -23,6 +23,7 @@ from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
 from shardlab.train.loop import TrainingRun, train_rank
+from shardlab.train.saving import Saver
 from shardlab.train.steps import StepResult, TrainingSteps
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
@@ -52,7 +53,8 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
     optimizer = AdamW(schedule_steps=6, warmup_steps=1)
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(JOB, optimizer, Path("nowhere"))
-    return list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), 1.0))
+    saver = Saver(executor, run, batches)
+    return list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), saver, 1.0))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -92,7 +94,8 @@ def steps_with_a_gradient(rank: int, policy: NonFinite, poison: float) -> tuple[
     executor = Poisoned(job.checked(), rank, job.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(job, optimizer, Path("nowhere"))
     run = replace(run, config=replace(run.config, train=replace(run.config.train, non_finite=policy)))
-    found = list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), 1.0))
+    saver = Saver(executor, run, batches)
+    found = list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), saver, 1.0))
     return found, all(bool(weights.isfinite().all()) for weights in executor.state.kept.values())
 
 

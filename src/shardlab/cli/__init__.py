@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, Union, cast
 import tyro
 
 from shardlab.cli.bench import Bench
+from shardlab.cli.checkpoint import CheckpointCommand
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
 from shardlab.cli.console import print_json
@@ -71,6 +72,7 @@ COMMANDS: dict[str, type[Command]] = {
     "sample": Sample,
     "eval": Eval,
     "convert": Convert,
+    "checkpoint": CheckpointCommand,
     "validate": Validate,
     "bench": Bench,
     "compare": Compare,

@@ -91,8 +91,8 @@ def refuse_restart(out: Path | None) -> None:
     if count:
         kept = "its results are in the last folder of runs" if out is None else saved_in(out)
         raise UserError(
-            f"torchrun has started this run again (restart {count}), but there are no checkpoints to go on from, "
-            f"and training does not begin again at step 0 by itself; {kept}"
+            f"torchrun has started this run again (restart {count}), and it does not begin again at step 0 by itself; "
+            f"give --resume auto, --out and --save-every to have it go on; {kept}"
         )
 
 

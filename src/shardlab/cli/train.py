@@ -34,6 +34,7 @@ from shardlab.train.depth import of_depth
 if TYPE_CHECKING:
     from shardlab.check import Checked
     from shardlab.train.heartbeat import Heartbeat
+    from shardlab.train.resume import Resumed
     from shardlab.train.run import Summary, TrainingRun
 
 
@@ -70,6 +71,12 @@ class Train:
 
     bind: Flag = False
     """Give each rank CPUs of its own, unless the launcher has."""
+    resume: Annotated[str | None, tyro.conf.arg(metavar="FOLDER|auto", help_behavior_hint="")] = None
+    """Go on with the run in a folder, from its newest checkpoint, with the settings saved there, which flags change;
+    auto: with the run in --out if there is one, or else begin it."""
+
+    from_step: OptionalCount = None
+    """With --resume: from the checkpoint after so many steps."""
 
     max_ops: MaxOps = None
     """Ops of a step on all ranks that are traced: more are refused, as those of a program that never ends."""
@@ -92,27 +99,68 @@ class Train:
 
         require_port(os.environ)
         place = find_launch_environment(os.environ)
-        sources = self._sources()
-        chosen, config = self._resolved(sources, None if place is None or place.world == 1 else place.world)
         first = place is None or place.rank == 0
+        launched = None if place is None or place.world == 1 else place.world
+        resumed = self._resumed(first)
+        sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
+        chosen, config = self._resolved(sources, launched)
+        if resumed is not None:
+            config = resumed.config(config)
+            if config.train.steps <= resumed.checkpoint.step:
+                if self.resume != "auto":
+                    raise UserError(f"{resumed.out} has taken all of its {config.train.steps} steps; give more --steps")
+                print(f"shardlab: {resumed.out} has taken all of its {config.train.steps} steps", file=sys.stderr)
+                return 0
         if self.print_config:
             if first:
                 self._print_config(config, sources)
             return 0
         sources_of(config.data.data)  # what is wrong with them is said before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
-            return self._run(heartbeat, first, chosen, config, sources)
+            return self._run(heartbeat, first, chosen, config, sources, resumed)
 
-    def _sources(self) -> list[ConfigSource]:
-        """Where settings come from; later ones prevail."""
+    def _resumed(self, first: bool) -> Resumed | None:
+        """The run that is to go on, if one is.
+
+        Raises:
+            UserError: when it cannot, or options contradict each other.
+        """
+        if self.resume is None:
+            if self.from_step is not None:
+                raise UserError("--from-step names a checkpoint of the run that is resumed; give --resume FOLDER too")
+            return None
+        from shardlab.train.resume import Resumed
+
+        if self.resume == "auto":
+            if self.out is None:
+                raise UserError("--resume auto goes on with the run in --out, or begins it; give --out FOLDER")
+            return Resumed.find(self.out, self.from_step, auto=True, first=first)
+        others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
+        others["--init"] = self.settings.given()["train"].get("init")
+        if given := [name for name, value in others.items() if value is not None]:
+            raise UserError(f"--resume and {given[0]} were given, and a run goes on with its own; give one of them")
+        return Resumed.find(Path(self.resume), self.from_step, first=first)
+
+    def _sources_again(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
+        """Where the settings of a run that is resumed come from: its checkpoint, and flags."""
+        flags = self._flags()
+        train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
+        return [preset("default"), resumed.source(launched), ConfigSource("flags", {**flags.sections, "train": train})]
+
+    def _flags(self) -> ConfigSource:
+        """The settings that flags give."""
         plan = self.layout.given()
         if any(axis in plan for axis in AXES):
             plan["mesh"] = True
         named = {"strategy": self.strategy, "name": self.strategy, "ranks": self.ranks}
         plan |= {name: value for name, value in named.items() if value is not None}
-        flags = ConfigSource("flags", {"plan": plan, "model": self.model.given(), **self.settings.given()})
+        return ConfigSource("flags", {"plan": plan, "model": self.model.given(), **self.settings.given()})
+
+    def _sources(self) -> list[ConfigSource]:
+        """Where settings come from; later ones prevail."""
         names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
         files = [] if self.config is None else [config_file(self.config)]
+        flags = self._flags()
         sources = [*map(preset, names), *files, flags]
         if (data := of_data(sources)) is not None:
             sources.append(data)
@@ -137,6 +185,7 @@ class Train:
         chosen: StrategyEntry,
         config: TrainingConfig,
         sources: list[ConfigSource],
+        resumed: Resumed | None,
     ) -> int:
         from shardlab.cli.ranks import (
             failures_as_exit,
@@ -156,12 +205,19 @@ class Train:
         from shardlab.train.run import TrainingRun
         from shardlab.train.saved import saved_in
 
-        refuse_restart(self.out)
+        if self.resume is None:
+            refuse_restart(self.out)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
-        if out.exists():
-            raise UserError(f"--out {out} exists; name a new folder, so that nothing is overwritten")
+        out, checkpoint = (out, None) if resumed is None else (resumed.out, resumed.checkpoint)
+        again = self.resume is not None and out.exists()
+        if out.exists() and not again:
+            raise UserError(
+                f"--out {out} exists; name a new folder, so that nothing is overwritten, or go on with its run by "
+                f"--resume {out}"
+            )
         peak = peak_flops(config, find_precision(config.precision.precision).compute)
-        run = TrainingRun(config, out, shlex.join(["shardlab", *sys.argv[1:]]), peak=peak)
+        resume = None if checkpoint is None else checkpoint.folder
+        run = TrainingRun(config, out, shlex.join(["shardlab", *sys.argv[1:]]), peak=peak, resume=resume, again=again)
         steps = config.train.steps
         if config.logging.trace and steps < run.tracing.steps:
             raise UserError(f"--trace needs {run.tracing.steps} steps, but --steps is {steps}; give more")
@@ -177,8 +233,12 @@ class Train:
                     f"{flag} looks at steps {begin} to {stop - 1}, between which the batch ramp "
                     f"{config.train.batch_ramp} changes the batch; let it change before or after"
                 )
+        if config.logging.trace and checkpoint is not None:
+            raise UserError("--trace records a run's first steps, which are over; trace a new run")
         require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt
+        if resumed is not None and not self.settings.given()["data"]:
+            resumed.want_same_data(corpus.identity)
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         heartbeat.doing = "check of the program"
@@ -193,10 +253,10 @@ class Train:
         if config.train.audit_every is not None:
             require_audit(proof, chosen.name)
         if first and not self.json:
-            print_config(stdout_console(), config, sources, all=False)
+            print_config(stdout_console(), config, sources if resumed is None else sources[1:], all=False)
             sys.stdout.flush()
         heartbeat.doing = "start of the ranks"
-        heartbeat.until = lambda: not first or out.exists()  # then rank 0 says what it does
+        heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
         began = time.time()
         with failures_as_exit(out):
             watching = Watching(config.train.timeout, proof, lines_of(chosen, run.job), partial(saved_in, out))
@@ -213,7 +273,7 @@ class Train:
         self._print(summary, config)
         if summary.interrupted:
             tell_interrupted(out)
-            return INTERRUPTED
+            return 0 if summary.saved == summary.steps else INTERRUPTED
         return 1 if summary.unwritten else 0
 
     def _checked(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:

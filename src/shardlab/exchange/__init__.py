@@ -2,6 +2,6 @@
 
 from shardlab.exchange.convert import Form, converted
 from shardlab.exchange.initial import initial_from
-from shardlab.exchange.source import WeightSource, open_source
+from shardlab.exchange.source import Source, open_source
 
-__all__ = ["Form", "WeightSource", "converted", "initial_from", "open_source"]
+__all__ = ["Form", "Source", "converted", "initial_from", "open_source"]

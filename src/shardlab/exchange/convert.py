@@ -23,10 +23,10 @@ from shardlab.errors import UserError
 from shardlab.exchange.config import config_of, family_of
 from shardlab.exchange.families import GPT2
 from shardlab.exchange.parts import Part, own_parts
-from shardlab.exchange.source import CONFIG, RUN, WEIGHTS, Form, WeightSource, parameters_of
-from shardlab.exchange.tensor_files import INDEX, SINGLE, reason
+from shardlab.exchange.source import CONFIG, RUN, WEIGHTS, Form, Source, parameters_of
 from shardlab.models import Parameter
 from shardlab.models.named import name_of
+from shardlab.models.tensors.tensor_files import INDEX, SINGLE, reason
 from shardlab.program.files import whole_folder, write_whole
 
 SHARD_BYTES = 5 * 10**9
@@ -85,7 +85,7 @@ Follow = Callable[[list[Planned]], Iterable[Planned]]
 
 
 def converted(
-    source: WeightSource, out: Path, form: Form, *, shard_bytes: int = SHARD_BYTES, follow: Follow = iter
+    source: Source, out: Path, form: Form, *, shard_bytes: int = SHARD_BYTES, follow: Follow = iter
 ) -> Converted:
     """Write a source's weights into a new folder, which appears whole or not at all; every number stays as it is.
 
@@ -126,7 +126,7 @@ def converted(
     return Converted(str(out), form, name_of(type(source.model)), count, len(planned), written)
 
 
-def _planned(source: WeightSource, form: Form) -> list[Planned]:
+def _planned(source: Source, form: Form) -> list[Planned]:
     """The tensors of the new folder."""
     if form == "shardlab":
         return [
@@ -153,7 +153,7 @@ def _planned(source: WeightSource, form: Form) -> list[Planned]:
     return planned
 
 
-def _whole(source: WeightSource, block: int, parameter: Parameter) -> Tensor:
+def _whole(source: Source, block: int, parameter: Parameter) -> Tensor:
     """A parameter, in our form."""
     matrices = [
         source.read(block, parameter, matrix, torch.arange(part.rows), torch.arange(part.columns))
@@ -162,7 +162,7 @@ def _whole(source: WeightSource, block: int, parameter: Parameter) -> Tensor:
     return torch.stack(matrices).view(parameter.shape)
 
 
-def _part(source: WeightSource, block: int, parameter: Parameter, matrix: int, part: Part) -> Tensor:
+def _part(source: Source, block: int, parameter: Parameter, matrix: int, part: Part) -> Tensor:
     """A tensor of Hugging Face's, in its form."""
     rows = torch.arange(part.rows)
     ours = source.read(block, parameter, matrix, part.start + rows, torch.arange(part.columns))
@@ -187,7 +187,7 @@ def _shards(planned: list[Planned], form: Form, shard_bytes: int) -> Iterator[tu
         yield SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors", shard
 
 
-def _describe(source: WeightSource, form: Form, folder: Path, dtypes: set[torch.dtype]) -> None:
+def _describe(source: Source, form: Form, folder: Path, dtypes: set[torch.dtype]) -> None:
     """Write what model the weights are of; fields of config.json that ours have no word for come along."""
     if form == "shardlab":
         model = source.model

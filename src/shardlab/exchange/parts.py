@@ -14,14 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardlab.models import GPT, Parameter
-
-
-class Matrix(NamedTuple):
-    """Rows and columns of a parameter of one expert, or of the only one there is."""
-
-    experts: int
-    rows: int
-    columns: int
+from shardlab.models.tensors.ranges import matrix_of
 
 
 class Part(NamedTuple):
@@ -65,16 +58,6 @@ class Part(NamedTuple):
             return rows
         feature = rows % self.head_size
         return rows - feature + feature // 2 + feature % 2 * (self.head_size // 2)
-
-
-def matrix_of(parameter: Parameter) -> Matrix:
-    """A parameter's matrices.
-
-    >>> matrix_of(Parameter("b", (3,), False, ("out",))), matrix_of(Parameter("w", (2, 3, 4), True, ("e", "out", "in")))
-    (Matrix(experts=1, rows=3, columns=1), Matrix(experts=2, rows=3, columns=4))
-    """
-    *first, rows, columns = (*parameter.shape, 1) if len(parameter.shape) == 1 else parameter.shape
-    return Matrix(first[0] if first else 1, rows, columns)
 
 
 @dataclass(frozen=True)

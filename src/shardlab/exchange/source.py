@@ -11,12 +11,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from shardlab.checkpoint import STATE, WEIGHTS_KIND, Checkpoint
 from shardlab.errors import UserError
+from shardlab.exchange.checkpointed import CheckpointSource, parameters_of
 from shardlab.exchange.config import model_of
 from shardlab.exchange.parts import Part, own_parts
-from shardlab.exchange.tensor_files import TensorFiles, files_in
 from shardlab.models import Blocks, Parameter
 from shardlab.models.named import find_model, with_written
+from shardlab.models.tensors.tensor_files import TensorFiles, files_in
 from shardlab.program.nesting import read_file
 from shardlab.rules.pieces import counted
 
@@ -134,19 +136,15 @@ class WeightSource:
         return self
 
 
-def parameters_of(model: Blocks) -> Iterator[tuple[int, Parameter]]:
-    """Every parameter of a model, with its block, in the order of blocks."""
-    for block in range(model.layers):
-        for parameter in model.layout(block).parameters:
-            yield block, parameter
+Source = WeightSource | CheckpointSource
 
 
-def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = None) -> WeightSource:
+def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = None) -> Source:
     """The weights in a folder, with all their names and shapes checked, and none read.
 
     Args:
-        folder: of a run (run.json and weights.safetensors) or in Hugging Face's form (config.json and safetensors); or
-            another file of weights in a run's folder, such as its ema.safetensors.
+        folder: of a run (run.json and weights.safetensors), of one of its checkpoints, or in Hugging Face's form
+            (config.json and safetensors); or another file of weights in a run's folder, such as its ema.safetensors.
         change: makes the model whose weights they are of the one that the folder says, and the name of the file that
             says it.
 
@@ -160,6 +158,10 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; name the folder of a run, or one in Hugging Face's form")
     changed = change or _unchanged
+    if (folder / STATE).is_file():
+        checkpoint = Checkpoint.open(folder).verify()
+        model = changed(_recorded(dict(checkpoint.state), folder / STATE), str(folder / STATE))
+        return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
     if weights.is_file():
         record = _record(folder / RUN)
         model = changed(_recorded(record, folder / RUN), str(folder / RUN))
@@ -169,7 +171,9 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         ).check()
     if not (folder / CONFIG).is_file():
         if (folder / RUN).is_file():
-            raise UserError(f"{folder} has no {WEIGHTS}: the run has ended without any; name another run")
+            raise UserError(
+                f"{folder} has no {WEIGHTS}: the run has ended without any; name another run, or one of its checkpoints"
+            )
         raise UserError(
             f"{folder} has neither {WEIGHTS} nor {CONFIG}; name a run's folder or one of Hugging Face's form"
         )

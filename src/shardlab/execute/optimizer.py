@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -86,6 +87,7 @@ class Slice:
         self._config = config
         self._parked = Parked()
         self._parts: list[tuple[Sequence[Tensor], Parameter | None, int, int]] = []
+        self.leaves: list[tuple[int, Tensor]] = []  # what is stepped, each with the buffer's element that begins it
         whole = matrices or {}
         edges = [place for runs in decayed for place in runs]
         edges += [place for begin, parameter in whole.items() for place in (begin, begin + parameter.numel)]
@@ -103,6 +105,7 @@ class Slice:
                 decays = any(first <= begin and end <= last for first, last in decayed)
                 (decaying if decays else others).extend(leaves) if parameter is None else orthogonal.extend(leaves)
                 self._parts.append((leaves, parameter, at + begin - start, at + end - start))
+                self.leaves += zip(accumulate((leaf.numel() for leaf in leaves), initial=begin), leaves, strict=False)
             at += len(run)
         self.optimizers = torch_optimizers(config, decaying, others, orthogonal)
 
@@ -124,6 +127,23 @@ class Slice:
     def reload(self) -> None:
         """Bring back what the optimizer keeps."""
         self._parked.reload()
+
+    @contextmanager
+    def at_hand(self) -> Generator[None]:
+        """Have what the optimizer keeps on the device for a while, also where it is offloaded between steps."""
+        with self._parked.back():
+            yield
+
+    def make_moments(self, updates: int) -> None:
+        """Make what the optimizers keep after so many updates, to be filled in; a step by a gradient of zero does."""
+        with self.at_hand():
+            if not all(run.untyped_storage().nbytes() for run in self.weights):
+                self.carry([torch.zeros_like(run) for run in self.weights])
+            self.update(torch.zeros_like(self.flat), 0)
+            for optimizer in self.optimizers:
+                for kept in optimizer.state.values():
+                    if "step" in kept:
+                        kept["step"] = kept["step"] * 0 + updates  # a number, or a tensor of it
 
     @property
     def flat(self) -> Tensor:

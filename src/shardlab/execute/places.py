@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -89,6 +90,17 @@ class Parked:
             there.copy_(here)
             self._away.append((here, there))
             here.resize_(0)
+
+    @contextmanager
+    def back(self) -> Generator[None]:
+        """Have all of it here for a while; what is then changed is changed there too."""
+        away = list(self._away)
+        self.reload()
+        yield
+        for here, there in away:
+            there.copy_(here)
+            here.resize_(0)
+        self._away = away
 
     def reload(self) -> None:
         """Bring all of it back."""

@@ -194,13 +194,13 @@ def _span_of(words: str) -> tuple[int, ...] | str:
 SPAN = FieldType(str, "FIRST:END", _span, _span_of)
 
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
+SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def _seconds(words: str) -> float | str:
     number, unit = words[:-1], words[-1:]
     try:
-        return float(number) * _SECONDS[unit] if unit in _SECONDS else float(words)
+        return float(number) * SECONDS[unit] if unit in SECONDS else float(words)
     except ValueError:
         return words
 
@@ -210,6 +210,31 @@ DURATION = FieldType(
     "TIME",
     lambda value: "" if _is_number(value) and 0 < value < math.inf else "seconds, above 0, or 90s, 10m, 2h",
     _seconds,
+)
+
+
+def interval(value: int | str | None) -> tuple[int | None, int | None]:
+    """The steps, or the seconds, that an interval has.
+
+    >>> interval(100), interval("10m"), interval(None)
+    ((100, None), (None, 600), (None, None))
+    """
+    if isinstance(value, str):
+        return None, int(value[:-1]) * SECONDS[value[-1]]
+    return value, None
+
+
+def _is_interval(value: Any) -> bool:
+    if isinstance(value, str):
+        return value[:-1].isdecimal() and int(value[:-1]) > 0 and value[-1] in SECONDS
+    return not _count(value)
+
+
+EVERY = FieldType(
+    str,
+    "N|TIME",
+    lambda value: "" if _is_interval(value) else "a number of steps, such as 100, or a time, such as 30s, 10m or 2h",
+    lambda words: int(words) if words.isdecimal() else words,
 )
 
 

@@ -16,6 +16,7 @@ from shardlab.program.field_types import (
     AMOUNT,
     COUNT,
     DURATION,
+    EVERY,
     FOLDER,
     INTEGER,
     SPAN,
@@ -146,6 +147,21 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved so that it can be resumed."""
+
+    save_every: Annotated[int | str | None, EVERY] = None
+    """Save a checkpoint after every so many steps (100), or after so much time (30s, 10m, 2h), and after the last step;
+    without it only a run that is interrupted saves one."""
+
+    keep: Annotated[int, COUNT] = 2
+    """How many checkpoints a run keeps."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class StrategyConfig:
     """How the model is laid over ranks.
 
@@ -174,6 +190,7 @@ SECTIONS: dict[str, type[Any]] = {
     "train": LoopConfig,
     "precision": PrecisionConfig,
     "logging": LoggingConfig,
+    "checkpoints": CheckpointConfig,
 }
 """Sections of the tree whose fields are flags of the same names; `model` and `plan` come on top."""
 
@@ -194,6 +211,7 @@ class TrainingConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """The tree as words, numbers and lists, section by section, as it would stand in a file; None stays."""

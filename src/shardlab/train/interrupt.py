@@ -15,8 +15,11 @@ from types import FrameType, TracebackType
 
 from shardlab.train.heartbeat import say
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; what schedulers and torchrun send; a terminal that was closed."""
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C; what schedulers and torchrun send; a terminal that was closed; what schedulers warn with."""
+
+AGAIN = (signal.SIGINT, signal.SIGTERM)
+"""Those of which a second one ends a run at once."""
 
 GRACE = 7
 """Seconds from being asked to the end, whatever is not done by then: less than the 10 that `docker stop` gives."""

@@ -101,21 +101,22 @@ class Job:
         return self.microbatches * self.micro_batch_size * self.model.seq_len
 
 
-def agree(checked: Checked, data: str) -> None:
-    """Make sure that all processes traced the same tapes and read the same data.
+def agree(checked: Checked, data: str, resumed: str = "") -> None:
+    """Make sure that all processes traced the same tapes, read the same data and resume from the same checkpoint.
 
     Unequal tapes would silently give wrong numbers, since gloo sums whatever it is given.
 
     Args:
         data: what is equal for equal data.
+        resumed: the checkpoint, if there is one.
 
     Raises:
         RuntimeError: naming the ranks that differ from rank 0.
     """
-    mine = (checked.program.fingerprint(), data)
+    mine = (checked.program.fingerprint(), data, resumed)
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    for what, place in (("another program", 0), ("other data", 1)):
+    for what, place in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
         others = [rank for rank, theirs in enumerate(everyone) if theirs[place] != everyone[0][place]]
         if others:
             raise RuntimeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from shardlab.checkpoint import Checkpoint
 from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
 from shardlab.execute.average import averaged
@@ -40,6 +41,7 @@ from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.sample import continued, opening
 from shardlab.train.saved import AVERAGED, saved_in
+from shardlab.train.saving import Saver
 from shardlab.train.steps import TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.world import RunningWorld
@@ -67,14 +69,17 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     proofs = {count: replace(job, microbatches=count).checked() for count in ramp.counts}
     checked = proofs[job.microbatches]
     for proof in proofs.values():
-        agree(proof, corpus.identity)
+        agree(proof, corpus.identity, str(run.resume))
     world = RunningWorld.gathered(rank, device, checked.program.mesh)
-    initial = run.config.train.init and initial_from(run.config.train.init, job.cut)
+    checkpoint = None if run.resume is None else Checkpoint.open(run.resume)
+    initial = blank if checkpoint else run.config.train.init and initial_from(run.config.train.init, job.cut)
     compiles = run.config.train.compile
     settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial, compile=compiles)
     groups: Groups = {}
     needed = rank, job.cut, batches, settings, backend_of(device)
     executor = Executor(checked, *needed, groups=groups)
+    if checkpoint is not None:
+        checkpoint.restore(executor.state)
     executors = {
         count: executor if proof is checked else Executor(proof, *needed, groups=groups, of=executor.state)
         for count, proof in proofs.items()
@@ -84,7 +89,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     validation = Evaluation(job, checked, rank, device, judged, of=executor.state, groups=groups)
     every = run.config.train.audit_every
     audits = [] if every is None else [Audit(each) for each in executors.values()]
-    ramped = RampedExecutor(executors, run)
+    ramped = RampedExecutor(executors, run, executor.state.step)
     tracer = ramped.tracer
     writer = ParallelWriter(job, checked, executor.state, Choice(seed=job.seed), lambda: stop.asked, groups)
     given = run.config.logging.prompt
@@ -94,15 +99,20 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
         return continued(writer.go_on, prompt, corpus.tokenizer)
 
     stepping = ramped if every is None else AuditedExecutor(ramped, audits, every, partial(saved_in, run.out))
-    training = TrainingSteps(stepping, ramped, run, stop, bytes_per_token(corpus))
+    saver = Saver(ramped, run, batches)
+    training = TrainingSteps(stepping, ramped, run, stop, saver, bytes_per_token(corpus))
     if rank == 0:
-        folder = OutputFolder(run.out, job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT))
+        room = job.model.parameter_count * job.numbers.bytes(Kind.WEIGHT)
+        folder = OutputFolder(run.out, room, since=executor.state.step if run.again else None)
         world.print(Console(file=sys.stderr))
         with TrainingProgress(run.config.train.steps) as progress:
             folder.begin(run.record(corpus, checked, world), run.config.as_toml(), checked, job.title, corpus.tokenizer)
             folder.loggers = loggers_of(run.config.logging, run.out, run.config.as_dict())
-            return _first_rank(run, batches, executor, validation, tracer, training, folder, progress, prompt, sample)
-    validation.loss()
+            return _first_rank(
+                run, batches, executor, validation, tracer, training, saver, folder, progress, prompt, sample
+            )
+    if checkpoint is None:
+        validation.loss()
     for step in training:
         if step.diverged:
             return None
@@ -129,6 +139,7 @@ def _first_rank(
     validation: Evaluation,
     tracer: TracedExecutor | None,
     training: TrainingSteps,
+    saver: Saver,
     folder: OutputFolder,
     progress: TrainingProgress,
     prompt: bytes,
@@ -136,10 +147,17 @@ def _first_rank(
 ) -> Summary:
     """What rank 0 does, from the first validation to the sample."""
     job, state = run.job, executor.state
-    progress.begin("validation before training")
-    before = validation.loss().mean
+    began = state.step
+    if run.resume is None:
+        progress.begin("validation before training")
+        before = validation.loss().mean
+    else:
+        before = Checkpoint.open(run.resume).validation_before
+    saver.validation_before = before
     ops = sum(map(len, state.checked.program.tapes))
     say(f"{job.title} on {counted(job.ranks, 'rank')}: {ops} ops checked, drawn in {run.out}/strategy.svg")
+    if run.resume is not None:
+        say(f"resumed after step {began}, from {run.resume}")
 
     progress.begin("first step")
     times: list[float] = []
@@ -177,16 +195,17 @@ def _first_rank(
     folder.write_plot(before, losses)
     folder.close()
     if not math.isfinite(after):
-        raise diverged(run, f"the validation loss after step {len(times)}")
+        raise diverged(run, f"the validation loss after step {began + len(times)}")
     progress.begin("sample")
-    last = len(times) - 1
-    began, microbatches = run.config.train.ramp.stage(last)  # speeds are those of one batch, the last
-    warm_up = min(max(WARM_UP, began), last)
+    done, last = began + len(times), len(times) - 1
+    since, microbatches = run.config.train.ramp.stage(done - 1)  # speeds are those of one batch, the last
+    warm_up = min(max(WARM_UP, since - began), last)
     dt = median(times[warm_up:])
     return Summary(
-        steps=len(times),
-        epochs=batches.position(len(times)).epochs,
-        interrupted=len(times) < run.config.train.steps,
+        steps=done,
+        epochs=batches.position(done).epochs,
+        interrupted=done < run.config.train.steps,
+        saved=saver.saved,
         validation_before=before,
         validation_after=after,
         validation_after_ema=losses.get(VALIDATION_EMA),
@@ -199,6 +218,11 @@ def _first_rank(
         out=str(run.out),
         unwritten=folder.unwritten,
     )
+
+
+def blank(layer: int, length: int, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+    """Weights that are not there yet: whatever a checkpoint did not fill in would be seen at the first step."""
+    return torch.full((sum(stop - start for start, stop in ranges),), math.nan, dtype=dtype)
 
 
 def _gathered(state: State) -> list[Tensor]:

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,17 @@ from torch import Tensor
 from shardlab.check import Checked
 from shardlab.data.tokenizers import Tokenizer
 from shardlab.draw import save_timeline
-from shardlab.exchange.tensor_files import reason
 from shardlab.models import Model
 from shardlab.models.tensors import views
+from shardlab.models.tensors.tensor_files import reason
 from shardlab.program import UserError
 from shardlab.program.files import whole_file, write_whole
 from shardlab.timeline import simulate
 from shardlab.train.figures import VALIDATION
 from shardlab.train.heartbeat import say
+from shardlab.train.lock import locked
 from shardlab.train.loggers import Logger
-from shardlab.train.saved import METRICS, WEIGHTS
+from shardlab.train.saved import METRICS, WEIGHTS, sweep
 
 
 class OutputFolder:
@@ -42,29 +44,37 @@ class OutputFolder:
     A file that cannot be written once training has begun is a sentence on stderr; the others are still written.
     """
 
-    def __init__(self, path: Path, needed: int = 0) -> None:
-        """Make the folder, for a run whose weights have `needed` bytes.
+    def __init__(self, path: Path, needed: int = 0, since: int | None = None) -> None:
+        """Make the folder, for a run whose weights have `needed` bytes; or take it again, if a run is resumed.
+
+        Args:
+            since: the step that is resumed at: records of later ones go, and so do checkpoints that are not complete.
 
         Raises:
-            UserError: when it exists, or cannot be made, or the weights would find no room.
+            UserError: when it exists, or cannot be made, or the weights would find no room; when it is to be taken
+                again, and another process writes into it.
         """
         self.path = path
         try:
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=since is not None)
         except FileExistsError:
             raise UserError(f"{path} exists; name a new folder with --out, so that nothing is overwritten") from None
         except OSError as error:
             raise UserError(f"the folder {path} cannot be made ({error.strerror}); name another with --out") from error
         if (free := shutil.disk_usage(path).free) < needed:
-            path.rmdir()
+            if since is None:
+                path.rmdir()
             raise UserError(
                 f"the weights will have {needed:,} bytes, but the disk of {path} has {free:,} bytes free; "
                 "free some, or name a folder on another disk with --out"
             )
-        with written(path / METRICS) as file:
-            self._metrics = file.open("ab", buffering=0)
-        self._pending = b""
         self._history: list[dict[str, Any]] = []
+        with written(path / METRICS):
+            self._metrics = locked(path)
+            if since is not None:
+                sweep(path)
+                self._history = _cut(self._metrics, path / METRICS, since)
+        self._pending = b""
         self.loggers: Sequence[Logger] = ()
         self._last: dict[str, Any] | None = None
         self._unwritten: set[str] = set()
@@ -179,6 +189,23 @@ class OutputFolder:
             if name not in self._unwritten:
                 say(f"shardlab: {error}")
             self._unwritten.add(name)
+
+
+def _cut(file: FileIO, path: Path, step: int) -> list[dict[str, Any]]:
+    """Cut off the records of a step and later ones, and a line that a crash has torn; gives those that are left."""
+    found: list[dict[str, Any]] = []
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] >= step or not line.endswith(b"\n"):
+            break
+        found.append(record)
+        end += len(line)
+    file.truncate(end)
+    return found
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from shardlab.execute.progress import RankProgress
 from shardlab.faults import Watch, Watching
 from shardlab.faults.stacks import stack_text, write_when_asked
 from shardlab.program import UserError
-from shardlab.train.interrupt import ASKING, GRACE, StopRequest, caught, end_with_starter
+from shardlab.train.interrupt import AGAIN, ASKING, GRACE, StopRequest, caught, end_with_starter
 from shardlab.train.streams import unbroken
 
 Result = TypeVar("Result")
@@ -124,7 +124,7 @@ def run_processes(
                     ranks.ask()
                 if signals in ready:
                     for number in signals.recv(64):
-                        ranks.ask(again=number != signal.SIGHUP)
+                        ranks.ask(again=number in AGAIN)
         finally:
             ranks.kill()
         return ranks.outcome()

@@ -28,12 +28,13 @@ class RampedExecutor:
     Args:
         executors: by number of microbatches.
         run: says which of them takes a step, and which steps are profiled or traced.
+        step: the first one.
 
     Attributes:
         tracer: what records its steps, if they are traced.
     """
 
-    def __init__(self, executors: Mapping[int, Executor], run: TrainingRun) -> None:
+    def __init__(self, executors: Mapping[int, Executor], run: TrainingRun, step: int = 0) -> None:
         self._ramp, logging = run.config.train.ramp, run.config.logging
         self._executors: dict[int, Executor | TracedExecutor | ProfiledExecutor] = {**executors}
         self.tracer: TracedExecutor | None = None
@@ -50,7 +51,8 @@ class RampedExecutor:
                 profiler.inner = self.tracer
             else:
                 self._executors[first] = self.tracer
-        self._last = self._executors[first]
+        self._last = self._executors[self._ramp.microbatches(step)]
+        self.state.step = step
 
     @property
     def state(self) -> State:

@@ -25,10 +25,12 @@ class TrainingRun:
 
     Attributes:
         config: all that it depends on.
-        out: the output folder, not there yet.
+        out: the output folder, not there yet unless the run is resumed.
         command: the command line that asked for it, if one did.
         tracing: how much of it is recorded, if it is to be traced.
         peak: FLOP/s of all its devices together, if that is known.
+        resume: the checkpoint that it goes on from, if it does.
+        again: whether the folder is there, and what is recorded of later steps is cut off.
     """
 
     config: TrainingConfig
@@ -36,6 +38,8 @@ class TrainingRun:
     command: str | None = None
     tracing: Tracing = field(default_factory=Tracing)
     peak: float | None = None
+    resume: Path | None = None
+    again: bool = False
 
     @cached_property
     def job(self) -> Job:
@@ -94,6 +98,7 @@ class TrainingRun:
             "batch_ramp": self.config.train.batch_ramp,
             "optimizer_settings": asdict(self.config.optimizer),
             "prompt": self.config.logging.prompt,
+            "resumed": None if self.resume is None else str(self.resume),
             "init": None if self.config.train.init is None else str(self.config.train.init.absolute()),
             "data": corpus.record(),
             "tokenizer": described_tokenizer(corpus.tokenizer),
@@ -110,6 +115,7 @@ class Summary:
         steps: optimizer steps taken, fewer than asked for if the run was interrupted.
         epochs: how often each source of the data was gone through.
         interrupted: whether it was.
+        saved: the step of its last checkpoint, if it has one.
         validation_before, validation_after: loss on text that is not trained on, nats per token.
         validation_after_ema: that of the averaged weights, if there are any.
         warm_up: how many of the first steps the speeds leave out.
@@ -124,6 +130,7 @@ class Summary:
     steps: int
     epochs: tuple[float, ...]
     interrupted: bool
+    saved: int | None
     validation_before: float
     validation_after: float
     validation_after_ema: float | None

@@ -25,6 +25,7 @@ from shardlab.train.interrupt import StopRequest
 from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
+from shardlab.train.saving import Saver
 
 
 class Stepping(Protocol):
@@ -48,12 +49,14 @@ class StepResult:
         metrics: number, loss in nats per token, and the rest of a line of metrics.jsonl.
         stopping: whether a rank was asked to stop.
         diverged: ranks that reported a loss or gradient that is not finite, if that stops the run.
+        saving: whether rank 0 wishes to save.
         not_finite: what is not finite, in which step and on which ranks; nothing if all is.
     """
 
     metrics: dict[str, Any]
     stopping: bool
     diverged: list[int]
+    saving: bool
     not_finite: str = ""
 
 
@@ -65,6 +68,7 @@ class TrainingSteps:
         clock: of its forward and backward passes.
         run: what is asked for.
         stop: whether this rank is asked to stop.
+        saver: saves the run.
         bytes_per_token: of the text.
     """
 
@@ -74,12 +78,15 @@ class TrainingSteps:
         clock: ComputeClock | RampedExecutor,
         run: TrainingRun,
         stop: StopRequest,
+        saver: Saver,
         bytes_per_token: float,
     ) -> None:
         self._executor = executor
         self._clock = clock
         self._run = run
         self._stop = stop
+        self._saver = saver
+        self._stalls: dict[int, float] = {}
         self._bytes_per_token = bytes_per_token
         self._ended = 0.0
 
@@ -91,28 +98,35 @@ class TrainingSteps:
         stop.
         """
         summing: tuple[int, Tensor, dist.Work] | None = None
+        found: StepResult | None = None
         self._begin()
-        for step in range(self._run.config.train.steps):
+        for step in range(self._executor.state.step, self._run.config.train.steps):
             ran = (step, *self._step())
             before, summing = summing, ran
             if before is not None:
                 found = self._summed(*before)
                 if found.diverged:
                     ran[2].wait()  # nothing stays in flight, although nobody asks for more
-                    summing = None
                 yield found
+                if found.diverged:
+                    return
                 if found.stopping:
-                    self._stop.ask()  # also where another rank was asked: the rest has to end in time on each
-                if found.diverged or found.stopping:
                     break
+            if self._saver.due() or (before is not None and found is not None and found.saving):
+                self._stalls[step] = self._saver.begin()
             if any(self._run.looks(step)):
                 found, summing = self._summed(*ran), None
                 yield found
-                if found.diverged or found.stopping:
+                if found.diverged:
+                    return
+                if found.stopping:
                     break
                 self._begin()
         if summing is not None:
-            yield self._summed(*summing)
+            found = self._summed(*summing)
+            yield found
+        if found is None or not found.diverged:
+            self._saver.finish(interrupted=found is not None and found.stopping)
 
     def _begin(self) -> None:
         """Rank 0 may have been at work: no rank's time counts before all are there."""
@@ -130,17 +144,18 @@ class TrainingSteps:
         device, rank = state.settings.device, state.rank
         own = [*self._clock.read(), memory_of(device)]
         began, self._ended = self._ended, time.perf_counter()
-        flags = torch.zeros(2 + len(SPREAD), self._run.config.plan.ranks, dtype=loss.dtype)
-        flags[:, rank] = torch.tensor([_flag(loss, state), state.squared_norm, self._ended - began, *own])
-        asked = torch.tensor([float(self._stop.asked)], dtype=loss.dtype)
-        sums = torch.cat([loss, *(sent_to(device, each) for each in (asked, flags.flatten()))])
+        flags = torch.zeros(3 + len(SPREAD), self._run.config.plan.ranks, dtype=loss.dtype)
+        told = [_flag(loss, state), self._saver.told, state.squared_norm]
+        flags[:, rank] = torch.tensor([*told, self._ended - began, *own])
+        wishes = torch.tensor([float(self._stop.asked), float(self._saver.wish)], dtype=loss.dtype)
+        sums = torch.cat([loss, *(sent_to(device, each) for each in (wishes, flags.flatten()))])
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
     def _summed(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
         work.wait()
         run, sums = self._run, sums.cpu()
-        total, tokens, stopping = (float(figure) for figure in sums[:3])
-        diverged, norms, *figures = sums[3:].view(-1, run.config.plan.ranks)
+        total, tokens, stopping, saving = (float(figure) for figure in sums[:4])
+        diverged, written, norms, *figures = sums[4:].view(-1, run.config.plan.ranks)
         known = norms[~norms.isnan()]
         spread = spreads(torch.stack(figures))
         job, loss = run.job, total / max(1.0, tokens)
@@ -154,10 +169,17 @@ class TrainingSteps:
             **spread,
             **speeds(job.model, sequences, spread["dt"], job.ranks, run.peak),
         }
+        if step in self._stalls:
+            metrics["save_stall"] = self._stalls.pop(step)
         flags = [int(flag) for flag in diverged]
         stops = run.config.train.non_finite == "stop"
         what = _not_finite(flags, step, run) if any(flags) else ""
-        return StepResult(metrics, stopping > 0, [rank for rank, flag in enumerate(flags) if flag and stops], what)
+        self._saver.hear([int(number) for number in written])
+        if stopped := [rank for rank, flag in enumerate(flags) if flag and stops]:
+            self._saver.give_up(step)
+        if stopping:
+            self._stop.ask()  # also where another rank was asked: the rest has to end in time on each
+        return StepResult(metrics, stopping > 0, stopped, saving > 0, what)
 
 
 def diverged(run: TrainingRun, what: str) -> UserError:

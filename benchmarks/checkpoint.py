@@ -1,0 +1,124 @@
+"""What a checkpoint costs: how long the steps stand still, and how fast it is written, beside the disk's own speed.
+
+python benchmarks/checkpoint.py [--hidden-size 512] [--ranks 2] [--folder DISK]
+"""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from shardlab.checkpoint import Checkpoint, folder_of
+from shardlab.data import Corpus
+from shardlab.execute import Executor, Settings
+from shardlab.models import GPT
+from shardlab.train.config import CheckpointConfig, LoopConfig, StrategyConfig, TrainingConfig
+from shardlab.train.data import Batches
+from shardlab.train.launch import run_ranks
+from shardlab.train.run import TrainingRun
+from shardlab.train.saving import Saver
+
+
+@dataclass(frozen=True)
+class Save:
+    """What one save took, in seconds.
+
+    Attributes:
+        bytes: of the checkpoint.
+        stall: for which the steps stood still.
+        whole: from then until the checkpoint was complete.
+        disk: that the disk takes for a file of so many bytes, written and synced.
+        step, beside: of a step alone, and of one during a save.
+    """
+
+    bytes: int
+    stall: float
+    whole: float
+    disk: float
+    step: float
+    beside: float
+
+
+def measure(rank: int, device: torch.device, run: TrainingRun, saves: int) -> list[Save]:
+    """One rank's part."""
+    job = run.job
+    corpus = Corpus.open((), job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(job.seed, job.numbers, device))
+    saver = Saver(executor, run, batches)
+    found: list[Save] = []
+    for _ in range(saves):
+        alone, beside = steps(executor, 3), []
+        dist.barrier()
+        began = time.perf_counter()
+        stall = saver.begin()
+        beside = steps(executor, 3)
+        saver.settle()
+        saver.wait()
+        whole = time.perf_counter() - began
+        size = Checkpoint.open(folder_of(run.out / "checkpoints", executor.state.step - 3)).size if rank == 0 else 0
+        disk = write(run.out / "raw", size) if rank == 0 else 0.0
+        dist.barrier()
+        found.append(Save(size, stall, whole, disk, median(alone), median(beside)))
+    return found
+
+
+def steps(executor: Executor, count: int) -> list[float]:
+    times: list[float] = []
+    for _ in range(count):
+        began = time.perf_counter()
+        executor.step()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def write(path: Path, size: int) -> float:
+    """Seconds to write and sync a file of so many bytes."""
+    chunk = os.urandom(2**20)
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, size, len(chunk)):
+            file.write(chunk[: size - start])
+        os.fsync(file.fileno())
+    return time.perf_counter() - began
+
+
+def main(hidden_size: int = 512, layers: int = 4, ranks: int = 2, saves: int = 5, folder: Path | None = None) -> None:
+    """Save a model's state a few times, and print medians; the first save, which takes its memory, stands apart."""
+    out = Path(tempfile.mkdtemp(dir=folder))
+    config = TrainingConfig(
+        model=GPT(layers=layers, hidden_size=hidden_size, heads=8, seq_len=64),
+        plan=StrategyConfig("fsdp", ranks, "fsdp"),
+        train=LoopConfig(microbatches=ranks, micro_batch_size=1),
+        checkpoints=CheckpointConfig(keep=1),
+    )
+    try:
+        first, *others = run_ranks(ranks, measure, TrainingRun(config, out), saves)
+    finally:
+        shutil.rmtree(out)
+    middle = {name: median(vars(each)[name] for each in others) for name in vars(first)}
+    size = middle["bytes"]
+    print(f"{size / 1e6:.0f} MB by {ranks} ranks, median of {len(others)} saves after the first")
+    print(f"stall         {1e3 * middle['stall']:8.1f} ms  {middle['stall'] / middle['whole']:.1%} of the save")
+    print(f"first stall   {1e3 * first.stall:8.1f} ms  takes its memory")
+    print(
+        f"save          {1e3 * middle['whole']:8.1f} ms  {size / middle['whole'] / 1e6:.0f} MB/s, with 3 steps beside it"
+    )
+    print(f"disk alone    {1e3 * middle['disk']:8.1f} ms  {size / middle['disk'] / 1e6:.0f} MB/s")
+    print(f"step          {1e3 * middle['step']:8.1f} ms alone, {1e3 * middle['beside']:.1f} ms beside a save")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,136 @@
+"""How a checkpoint comes to be: all of it, or none of it, whenever the machine stops.
+
+The order of operations is what makes it so:
+
+1. Each rank writes its file into `step-000100.part`, and waits until it is on the disk (`write_shard`).
+2. When all have, rank 0 writes the documents and then the manifest, which has the checksum of every file, and waits
+   for each of them and for the folder's names.
+3. Rank 0 renames the folder to `step-000100`, at once, and waits for that name.
+4. Only then older checkpoints go, by a rename too, which is waited for as well before a file of theirs is removed.
+
+So a folder with a checkpoint's name is complete, and there is one as soon as `commit` has returned once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardlab.checkpoint.disk import Disk
+
+MANIFEST, VERSION = "manifest.json", 1
+
+PART, OLD = ".part", ".old.part"
+"""Ends of the names of folders that are no checkpoints yet, or no longer."""
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """The folder of the checkpoint after so many steps."""
+    return checkpoints / f"step-{step:06}"
+
+
+def steps_in(disk: Disk, checkpoints: Path) -> list[int]:
+    """Steps of a folder's checkpoints, ascending."""
+    return sorted(int(found[1]) for name in disk.names(checkpoints) if (found := _NAME.fullmatch(name)))
+
+
+def part_of(folder: Path) -> Path:
+    """Where a checkpoint is before it is complete."""
+    return folder.with_name(folder.name + PART)
+
+
+def file_of(rank: int) -> str:
+    """Name of the file with a rank's tensors."""
+    return f"rank-{rank:04}.safetensors"
+
+
+def _note_of(rank: int) -> str:
+    return f"rank-{rank:04}.json"
+
+
+class Hashed:
+    """Chunks that are counted and hashed on their way to a file."""
+
+    def __init__(self, chunks: Iterable[bytes | memoryview]) -> None:
+        self._chunks = chunks
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for chunk in self._chunks:
+            self._hash.update(chunk)
+            self._size += len(chunk)
+            yield chunk
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The file's size in bytes and its checksum, as the manifest has them."""
+        return {"size": self._size, "sha256": self._hash.hexdigest()}
+
+
+def write_shard(
+    disk: Disk, folder: Path, rank: int, chunks: Iterable[bytes | memoryview], note: Mapping[str, Any]
+) -> None:
+    """Write a rank's file, and beside it for rank 0 its checksum and a note, of which the manifest will tell.
+
+    Args:
+        folder: the checkpoint's, once it is complete.
+    """
+    part = part_of(folder)
+    disk.make_folder(part)
+    hashed = Hashed(chunks)
+    disk.write(part / file_of(rank), hashed)
+    disk.sync(part / file_of(rank))
+    disk.write(part / _note_of(rank), [json.dumps({**hashed.entry, **note}).encode()])
+
+
+def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], keep: int) -> None:
+    """Complete a checkpoint, once all ranks have written their files.
+
+    Args:
+        folder: its own, in the one of all checkpoints of the run.
+        ranks: how many have written.
+        documents: further files, by name.
+        keep: how many checkpoints are kept, this one too; those of later steps, from before the run was resumed, go.
+
+    Raises:
+        OSError: when the disk fails, or a rank's file is not seen from here.
+    """
+    part, checkpoints = part_of(folder), folder.parent
+    notes: Sequence[dict[str, Any]] = [json.loads(disk.read(part / _note_of(rank))) for rank in range(ranks)]
+    files = {file_of(rank): note for rank, note in enumerate(notes)}
+    for name, text in documents.items():
+        hashed = Hashed([text.encode()])
+        disk.write(part / name, hashed)
+        disk.sync(part / name)
+        files[name] = hashed.entry
+    disk.write(part / MANIFEST, [json.dumps({"version": VERSION, "files": files}).encode()])
+    disk.sync(part / MANIFEST)
+    for rank in range(ranks):
+        disk.remove(part / _note_of(rank))
+    disk.sync_folder(part)
+    if folder.name in disk.names(checkpoints):  # from before the run was resumed at an earlier step
+        _take_away(disk, folder)
+    disk.rename(part, folder)
+    disk.sync_folder(checkpoints)
+    disk.sync_folder(checkpoints.parent)
+    step = int(folder.name.partition("-")[2])
+    before = [other for other in steps_in(disk, checkpoints) if other < step]
+    later = [other for other in steps_in(disk, checkpoints) if other > step]
+    for other in (*before[: len(before) - keep + 1], *later):
+        _take_away(disk, folder_of(checkpoints, other))
+    disk.sync_folder(checkpoints)  # or after a crash a file might be gone, and the name still be there
+    for name in disk.names(checkpoints):
+        if name.endswith(OLD):
+            disk.remove(checkpoints / name)
+
+
+def _take_away(disk: Disk, folder: Path) -> None:
+    """Take a checkpoint's name from a folder, which is then removed."""
+    disk.rename(folder, folder.with_name(folder.name + OLD))

@@ -1,0 +1,153 @@
+"""`shardlab checkpoint`: a run's checkpoints listed, compared with their checksums, and turned into whole weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.text import Text
+from tyro.conf import subcommand
+
+from shardlab.cli.console import print_json, stdout_console, table_of
+from shardlab.cli.convert import Convert
+from shardlab.cli.options import Count, Flag, OptionalCount
+from shardlab.errors import UserError
+
+if TYPE_CHECKING:
+    from shardlab.checkpoint import Checkpoint
+
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
+"""The folder of a run."""
+
+
+@dataclass(frozen=True)
+class ListCheckpoints:
+    """List a run's checkpoints; those that lack something say what."""
+
+    run_folder: Run
+    """The folder of a run."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    def run(self) -> int:
+        return _show(self.run_folder, verify=False, json=self.json)
+
+
+@dataclass(frozen=True)
+class VerifyCheckpoints:
+    """Read a run's checkpoints, and compare every checksum; exit with 1 if one of them is not as it was written."""
+
+    run_folder: Run
+    """The folder of a run."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    def run(self) -> int:
+        return _show(self.run_folder, verify=True, json=self.json)
+
+
+@dataclass(frozen=True)
+class ConvertCheckpoint:
+    """Write a checkpoint's whole weights into a new folder, as a run's or in Hugging Face's form."""
+
+    run_folder: Run
+    """The folder of a run."""
+
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO", help_behavior_hint="")]
+    """A new folder."""
+
+    step: OptionalCount = None
+    """The checkpoint after so many steps; without it, the newest."""
+
+    to: Literal["hf", "shardlab"] = "hf"
+    """The form that is written."""
+
+    shard_mb: Count = 5000
+    """Megabytes of a file in Hugging Face's form; of more, several files and their index are made."""
+
+    json: Flag = False
+    """Print JSON alone."""
+
+    def run(self) -> int:
+        from shardlab.train.resume import find_checkpoint
+
+        found = find_checkpoint(self.run_folder, self.step)
+        assert found is not None
+        return Convert(found.folder, self.out, to=self.to, shard_mb=self.shard_mb, json=self.json).run()
+
+
+@dataclass(frozen=True)
+class CheckpointCommand:
+    """List, verify and convert the checkpoints of a run."""
+
+    what: Annotated[
+        Annotated[ListCheckpoints, subcommand("ls", prefix_name=False)]
+        | Annotated[VerifyCheckpoints, subcommand("verify", prefix_name=False)]
+        | Annotated[ConvertCheckpoint, subcommand("convert", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
+
+    def run(self) -> int:
+        return self.what.run()
+
+
+def _show(run: Path, *, verify: bool, json: bool) -> int:
+    """Print a row for each checkpoint.
+
+    Returns:
+        1 if one is not as it was written.
+
+    Raises:
+        UserError: when there is none.
+    """
+    from shardlab.checkpoint import Disk, folder_of, steps_in
+    from shardlab.train.saved import CHECKPOINTS
+
+    steps = steps_in(Disk(), run / CHECKPOINTS)
+    if not steps:
+        what = "does not exist" if not run.is_dir() else "has no checkpoints"
+        raise UserError(f"{run} {what}; name the folder of a run that was interrupted, or that had --save-every")
+    rows = [_row(folder_of(run / CHECKPOINTS, step), step, verify=verify) for step in steps]
+    whole = all(not row["wrong"] for row in rows)
+    if json:
+        print_json({"run": str(run), "checkpoints": rows})
+        return 0 if whole else 1
+    console = stdout_console()
+    table = table_of("step", "plan", "ranks", "bytes", "written", "state", words=6)
+    for row in rows:
+        good = "checksums are right" if verify else "complete"
+        state = Text("harmed", "red") if row["wrong"] else Text(good, "green")
+        size = "" if row["bytes"] is None else f"{row['bytes']:,}"
+        table.add_row(str(row["step"]), str(row["plan"]), str(row["ranks"]), size, str(row["written"]), state)
+    console.print(table)
+    for row in rows:
+        if row["wrong"]:
+            console.print(row["wrong"], highlight=False, soft_wrap=True)
+    if whole:
+        console.print(f"go on with: shardlab train --resume {run}", highlight=False, soft_wrap=True)
+    return 0 if whole else 1
+
+
+def _row(folder: Path, step: int, *, verify: bool) -> dict[str, Any]:
+    """What there is to say of a checkpoint."""
+    from shardlab.checkpoint import Checkpoint
+
+    row: dict[str, Any] = {"step": step, "folder": str(folder), "plan": "", "ranks": "", "bytes": None}
+    row |= {"written": datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "seconds"), "wrong": None}
+    try:
+        found = Checkpoint.open(folder)
+        row |= _facts(found)
+        if verify:
+            found.verify()
+    except UserError as error:
+        row["wrong"] = str(error)
+    return row
+
+
+def _facts(found: Checkpoint) -> dict[str, Any]:
+    return {"plan": found.state["plan"], "ranks": found.ranks, "bytes": found.size, "kinds": sorted(found.kinds)}

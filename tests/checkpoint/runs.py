@@ -1,0 +1,30 @@
+"""Runs that save checkpoints, on ranks that are there already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shardlab.optimizers import AdamW
+from shardlab.train.config import CheckpointConfig
+from shardlab.train.job import Job
+from shardlab.train.loop import train_rank
+from shardlab.train.run import TrainingRun
+from tests.train.runs import run_of
+
+STEPS = 5
+
+
+def saving_run(job: Job, out: Path, resume: Path | None = None, optimizer: AdamW | None = None) -> TrainingRun:
+    """A run of 5 steps, which is saved after 2, 4 and 5 of them."""
+    run = run_of(job, optimizer or AdamW(schedule_steps=STEPS, warmup_steps=1), out)
+    precision = replace(run.config.precision, precision=job.precision)
+    config = replace(run.config, precision=precision, checkpoints=CheckpointConfig(save_every=2))
+    return replace(run, config=config, resume=resume, again=resume is not None)
+
+
+def trained(rank: int, run: TrainingRun) -> None:
+    """What every rank does."""
+    train_rank(rank, torch.device("cpu"), run)

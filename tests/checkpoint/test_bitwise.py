@@ -1,0 +1,79 @@
+"""A run that is resumed ends as one that was never interrupted, to the last bit."""
+
+# pyright: reportUnknownVariableType=false
+# safetensors leaves some of its annotations out.
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardlab.checkpoint import Checkpoint
+from shardlab.models import GPT
+from shardlab.optimizers import AdamW
+from shardlab.program import Mesh
+from shardlab.strategies import Plan
+from shardlab.train.job import Job
+from tests.checkpoint.runs import STEPS, saving_run, trained
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
+TP = Plan(Mesh(tp=2))
+
+AWAY = Path(__file__).parents[1] / "check" / "offloading_programs.py"
+
+SAME: dict[str, tuple[str | Plan, int, dict[str, Any], dict[str, Any]]] = {
+    # name: strategy, ranks, fields of the job, fields of the optimizer
+    "single": ("single", 1, {}, {}),
+    "ddp": ("ddp", 2, {}, {}),
+    "zero-1": ("zero-1", 2, {}, {}),
+    "fsdp": ("fsdp", 2, {}, {}),
+    "hsdp": ("hsdp", 4, {}, {}),
+    "1f1b": ("1f1b", 2, {}, {}),
+    "tp": (TP, 2, {}, {}),
+    "3d": ("3d", 8, {}, {}),
+    "weights and states in the host's memory": (f"{AWAY}:offloaded", 2, {}, {}),
+    "states on the disk": (f"{AWAY}:state_away", 2, {}, {}),
+    "weights on the disk": (f"{AWAY}:weights_away", 2, {}, {}),
+    "sgd": ("fsdp", 2, {}, {"optimizer": "sgd"}),
+    "lion": ("tp", 2, {}, {"optimizer": "lion"}),
+    "muon": ("ddp", 2, {}, {"optimizer": "muon"}),
+    "bf16": ("zero-3", 2, {"precision": "bf16"}, {}),
+    "fp16": ("zero-3", 2, {"precision": "fp16"}, {"clip": 1.0}),
+    "an average": ("zero-1", 2, {}, {"ema": 0.9}),
+    "dropout": ("fsdp", 2, {"model": replace(MODEL, dropout=0.2)}, {}),
+}
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, ranks: World, tmp_path: Path) -> None:
+    strategy, world, job, optimizer = SAME[name]
+    strategy = TP if strategy == "tp" else strategy
+    made = replace(Job(strategy, world, 4, MODEL, 2), **job)
+    settings = AdamW(schedule_steps=STEPS, warmup_steps=1, **optimizer)
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    ranks(world).call(trained, saving_run(made, whole, optimizer=settings))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step-000005")
+    (again / "weights.safetensors").unlink()
+    ranks(world).call(trained, saving_run(made, again, again / "checkpoints" / "step-000004", settings))
+    assert losses(again) == losses(whole)
+    mine, its = (Checkpoint.open(run / "checkpoints" / "step-000005").verify() for run in (again, whole))
+    assert mine.files == its.files
+    assert mine.state == its.state
+    found, wanted = (load_file(run / "weights.safetensors") for run in (again, whole))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -1,0 +1,95 @@
+"""shardlab checkpoint: what a run has, whether it is as it was written, and whole weights of it."""
+
+# pyright: reportUnknownVariableType=false
+# safetensors leaves some of its annotations out.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardlab.cli import main
+from shardlab.exchange import initial_from
+from shardlab.models import GPT
+from shardlab.train.job import Job
+from tests.checkpoint.runs import saving_run, trained
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+Captured = pytest.CaptureFixture[str]
+MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+
+
+@pytest.fixture
+def run(ranks: World, tmp_path: Path) -> Path:
+    """A run of 5 steps with checkpoints after 4 and 5."""
+    ranks(2).call(trained, saving_run(Job("fsdp", 2, 4, MODEL, 2), tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def harm(run: Path) -> Path:
+    path = run / "checkpoints" / "step-000005" / "rank-0001.safetensors"
+    found = bytearray(path.read_bytes())
+    found[-1] ^= 1
+    path.write_bytes(found)
+    return path
+
+
+def test_a_run_s_checkpoints_are_listed(run: Path, capsys: Captured) -> None:
+    assert main(["checkpoint", "ls", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [["4", "fsdp", "2"], ["5", "fsdp", "2"]]
+    assert lines[3] == f"go on with: shardlab train --resume {run}"
+    assert main(["checkpoint", "ls", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["step"] for row in found] == [4, 5]
+    assert found[0]["kinds"] == ["exp_avg", "exp_avg_sq", "weights"]
+
+
+def test_a_flipped_bit_is_found_and_named(run: Path, capsys: Captured) -> None:
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert capsys.readouterr().out.count("checksums are right") == 2
+    path = harm(run)
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert "harmed" in said
+    assert f"{path} has changed" in said
+
+
+def test_whole_weights_are_those_that_the_run_has_written(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert main(["checkpoint", "convert", str(run), str(tmp_path / "whole"), "--to", "shardlab"]) == 0
+    found, wanted = (load_file(folder / "weights.safetensors") for folder in (tmp_path / "whole", run))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert main(["checkpoint", "convert", str(run), str(tmp_path / "hf"), "--step", "4"]) == 0
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_a_checkpoint_is_where_other_runs_may_begin(run: Path) -> None:
+    for layer in range(MODEL.layers):
+        ranges = [(0, MODEL.layout(layer).numel)]
+        found, wanted = (
+            initial_from(folder, MODEL)(layer, MODEL.layout(layer).numel, ranges, torch.float32)
+            for folder in (run / "checkpoints" / "step-000005", run)
+        )
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("ls {run}/nowhere", "{run}/nowhere does not exist; name the folder of a run"),
+        ("verify {run}/checkpoints", "{run}/checkpoints has no checkpoints; name the folder of a run"),
+        ("convert {run} {run}", "{run} exists; name a new folder"),
+        ("convert {run} {run}/x --step 1", "{run} has no checkpoint after step 1; it has those after steps 4-5"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words: str, sentence: str, run: Path, capsys: Captured) -> None:
+    assert main(["checkpoint", *words.format(run=run).split()]) == 2
+    assert capsys.readouterr().err.startswith("shardlab: " + sentence.format(run=run))

@@ -1,0 +1,173 @@
+"""shardlab train --resume: what goes on, and what cannot."""
+
+# pyright: reportUnknownVariableType=false
+# safetensors leaves some of its annotations out.
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardlab.cli import main
+from shardlab.models import GPT
+from shardlab.train.job import Job
+from shardlab.train.lock import locked
+from tests.checkpoint.runs import saving_run, trained
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+Captured = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parents[2]
+MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
+
+
+@pytest.fixture
+def run(ranks: World, tmp_path: Path) -> Path:
+    """A run of 5 steps with checkpoints after 4 and 5."""
+    ranks(2).call(trained, saving_run(Job("fsdp", 2, 4, MODEL, 2), tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 1
+    path.write_bytes(found)
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("name", ["rank-0001.safetensors", "state.json", "config.toml"])
+@pytest.mark.parametrize(
+    ("harm", "sentence"), [(flip, "has changed"), (cut_off, "bytes, and was"), (Path.unlink, "is missing")]
+)
+def test_a_harmed_checkpoint_is_named_and_the_one_before_offered(
+    name: str, harm: Callable[[Path], None], sentence: str, run: Path, capsys: Captured
+) -> None:
+    path = run / "checkpoints" / "step-000005" / name
+    harm(path)
+    assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardlab: {path}"), said
+    assert sentence in said
+    assert said.rstrip().endswith(f"the checkpoint before is whole: shardlab train --resume {run} --from-step 4")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_harmed_manifest_is_named(run: Path, capsys: Captured) -> None:
+    path = run / "checkpoints" / "step-000005" / "manifest.json"
+    cut_off(path)
+    assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
+    assert capsys.readouterr().err.startswith(f"shardlab: {path} is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--resume {run}", "{run} has taken all of its 5 steps; give more --steps"),
+        ("--resume {run} --from-step 3", "{run} has no checkpoint after step 3; it has those after steps 4-5"),
+        ("--resume {run}/nowhere", "{run}/nowhere does not exist; name the folder of a run"),
+        ("--resume {run}/checkpoints", "{run}/checkpoints has no complete checkpoint; name the folder of a run"),
+        ("--resume {run} --out x", "--resume and --out were given"),
+        ("--resume {run} --init x", "--resume and --init were given"),
+        ("--resume auto", "--resume auto goes on with the run in --out, or begins it; give --out FOLDER"),
+        ("--from-step 3", "--from-step names a checkpoint of the run that is resumed; give --resume FOLDER too"),
+        ("--resume {run} --steps 9 --hidden-size 32", "{run}/checkpoints/step-000005 has the weights of another model"),
+        ("--resume {run} --steps 9 --seed 1", "--seed: 0 before, 1 now; a run goes on as it has begun"),
+        ("--resume {run} --steps 9 --optimizer lion", "--optimizer: adamw before, lion now"),
+        ("--resume {run} --steps 9 --microbatches 8", "sequences of the first 5 steps: 40 before, 80 now"),
+        ("--resume {run} --steps 9 --data {run}/run.json --seq-len 4", "--seq-len: 8 before, 4 now"),
+        ("--resume {run} --steps 20 --trace", "--trace records a run's first steps, which are over"),
+        ("--out {run}", "--out {run} exists; name a new folder"),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_sentence_and_nothing_is_written(
+    words: str, sentence: str, run: Path, capsys: Captured
+) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["train", *words.format(run=run).split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("shardlab: " + sentence.format(run=run)), said
+    assert len(said.splitlines()) == 1
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_folder_in_use_is_one_sentence(run: Path, capsys: Captured) -> None:
+    with locked(run):
+        assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
+    assert capsys.readouterr().err.startswith(f"shardlab: {run} is in use by another process")
+
+
+def test_other_data_are_refused_unless_they_are_named(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    state = run / "checkpoints" / "step-000005" / "state.json"
+    manifest = state.with_name("manifest.json")
+    written, entry = json.loads(state.read_text()), json.loads(manifest.read_text())
+    written["data"]["identity"] = "of " + "other data".ljust(len(written["data"]["identity"]) - 3)
+    state.write_text(json.dumps(written))
+    entry["files"]["state.json"] = {
+        "size": state.stat().st_size,
+        "sha256": hashlib.sha256(state.read_bytes()).hexdigest(),
+    }
+    manifest.write_text(json.dumps(entry))
+    assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
+    assert capsys.readouterr().err.startswith(f"shardlab: the data are no longer those that {run} was trained on")
+
+
+def test_auto_says_that_a_run_has_ended(run: Path, capsys: Captured) -> None:
+    assert main(["train", "--resume", "auto", "--out", str(run)]) == 0
+    assert capsys.readouterr().err == f"shardlab: {run} has taken all of its 5 steps\n"
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+WORDS = ["--ranks", "2", "--hidden-size", "16", "--steps", "40", "--save-every", "5"]
+
+
+def shardlab(*words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shardlab", "train", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def test_a_killed_run_goes_on_by_itself_and_ends_bitwise_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """With --resume auto it passes over a checkpoint that a flipped bit has harmed."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    shardlab(*WORDS, "--out", str(whole)).communicate(timeout=120)
+    words = [*WORDS, "--resume", "auto", "--out", str(killed)]
+    process, deadline = shardlab(*words), time.monotonic() + 120
+    while not (killed / "checkpoints" / "step-000010").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    newest = max((killed / "checkpoints").glob("step-??????"))
+    flip(newest / "rank-0000.safetensors")
+    said = shardlab(*words).communicate(timeout=120)[1]
+    assert f"{newest}/rank-0000.safetensors has changed" in said
+    assert "resumed after step" in said
+    found, wanted = (load_file(out / "weights.safetensors") for out in (killed, whole))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    lines = [
+        [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (killed, whole)
+    ]
+    assert lines[0] == lines[1]
+    shutil.rmtree(killed)

@@ -1,0 +1,97 @@
+"""Saving beside the steps: when, at what cost, and what happens when it cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardlab.checkpoint import Disk
+from shardlab.data import Corpus
+from shardlab.execute import Executor, Settings
+from shardlab.execute.compute_clock import ComputeClock
+from shardlab.models import GPT
+from shardlab.train.config import CheckpointConfig
+from shardlab.train.data import Batches
+from shardlab.train.interrupt import StopRequest
+from shardlab.train.job import Job
+from shardlab.train.saving import Saver
+from shardlab.train.steps import StepResult, TrainingSteps
+from tests.checkpoint.runs import saving_run, trained
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+World = Callable[[int], Ranks]
+JOB = Job("fsdp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
+
+
+class Full(Disk):
+    """A disk on which there is no room for one rank's second file."""
+
+    def __init__(self, rank: int) -> None:
+        self._left = 1 if rank == 1 else 100
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        if path.suffix == ".safetensors":
+            self._left -= 1
+        if self._left < 0:
+            raise OSError(28, "No space left on device", str(path))
+        super().write(path, chunks)
+
+
+def saved(rank: int, out: Path, *, full: bool = False, poisoned: int = -1, every: Any = 2, stop: int = -1) -> list[str]:
+    """Take the steps of a run; the folders of its checkpoints."""
+    batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
+
+    class Poisoned(Executor):
+        def step(self) -> Tensor:
+            step, loss = self.state.step, super().step()
+            if rank == 1 and step == poisoned:
+                loss[0] = torch.nan
+            if rank == 1 and step == stop:
+                request.asked = True
+            return loss
+
+    run = saving_run(JOB, out)
+    run = replace(run, config=replace(run.config, checkpoints=CheckpointConfig(every)))
+    executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(optimizer=run.config.optimizer))
+    saver = Saver(executor, run, batches, Full(rank) if full else None)
+    with StopRequest(None) as request:
+        list[StepResult](TrainingSteps(executor, ComputeClock(executor), run, request, saver, 1.0))
+    folder = out / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_a_step_that_saves_tells_how_long_it_stood_still(ranks: World, tmp_path: Path) -> None:
+    ranks(2).call(trained, saving_run(JOB, tmp_path / "run"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "save_stall" in line] == [1, 3]
+    assert all(0 < line["save_stall"] < 10 for line in lines if "save_stall" in line)
+
+
+def test_a_rank_without_room_loses_that_checkpoint_alone(ranks: World, tmp_path: Path) -> None:
+    assert ranks(2).call(partial(saved, out=tmp_path / "run", full=True))[0] == ["step-000002"]
+
+
+@pytest.mark.parametrize(("poisoned", "kept"), [(1, []), (2, ["step-000002"]), (4, ["step-000002", "step-000004"])])
+def test_weights_of_a_step_that_diverged_are_not_saved(
+    poisoned: int, kept: list[str], ranks: World, tmp_path: Path
+) -> None:
+    assert ranks(2).call(partial(saved, out=tmp_path / "run", poisoned=poisoned))[0] == kept
+
+
+def test_a_clock_can_ask_for_checkpoints(ranks: World, tmp_path: Path) -> None:
+    found = ranks(2).call(partial(saved, out=tmp_path / "run", every="1s"))[0]
+    assert found[-1] == "step-000005"
+
+
+def test_without_a_wish_only_an_interruption_saves(ranks: World, tmp_path: Path) -> None:
+    assert ranks(2).call(partial(saved, out=tmp_path / "one", every=None))[0] == []
+    assert ranks(2).call(partial(saved, out=tmp_path / "two", every=None, stop=1))[0] == ["step-000003"]
