@@ -17,14 +17,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 import tyro
 
 from shardlab.checkpoint import Checkpoint, folder_of
 from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
 from shardlab.models import GPT
-from shardlab.train.config import CheckpointConfig, LoopConfig, StrategyConfig, TrainingConfig
+from shardlab.train.config import LoopConfig, SavingConfig, StrategyConfig, TrainingConfig
 from shardlab.train.data import Batches
 from shardlab.train.launch import run_ranks
 from shardlab.train.run import TrainingRun
@@ -60,17 +59,18 @@ def measure(rank: int, device: torch.device, run: TrainingRun, saves: int) -> li
     saver = Saver(executor, run, batches)
     found: list[Save] = []
     for _ in range(saves):
-        alone, beside = steps(executor, 3), []
-        dist.barrier()
+        alone = steps(executor, 2)
         began = time.perf_counter()
         stall = saver.begin()
-        beside = steps(executor, 3)
         saver.settle()
         saver.wait()
         whole = time.perf_counter() - began
-        size = Checkpoint.open(folder_of(run.out / "checkpoints", executor.state.step - 3)).size if rank == 0 else 0
+        size = Checkpoint.open(folder_of(run.out / "checkpoints", executor.state.step)).size if rank == 0 else 0
         disk = write(run.out / "raw", size) if rank == 0 else 0.0
-        dist.barrier()
+        steps(executor, 1)
+        saver.begin()
+        beside = steps(executor, 2)
+        saver.settle()
         found.append(Save(size, stall, whole, disk, median(alone), median(beside)))
     return found
 
@@ -97,12 +97,13 @@ def write(path: Path, size: int) -> float:
 
 def main(hidden_size: int = 512, layers: int = 4, ranks: int = 2, saves: int = 5, folder: Path | None = None) -> None:
     """Save a model's state a few times, and print medians; the first save, which takes its memory, stands apart."""
+    load = os.getloadavg()[0]
     out = Path(tempfile.mkdtemp(dir=folder))
     config = TrainingConfig(
         model=GPT(layers=layers, hidden_size=hidden_size, heads=8, seq_len=64),
         plan=StrategyConfig("fsdp", ranks, "fsdp"),
         train=LoopConfig(microbatches=ranks, micro_batch_size=1),
-        checkpoints=CheckpointConfig(keep=1),
+        saving=SavingConfig(keep=1),
     )
     try:
         first, *others = run_ranks(ranks, measure, TrainingRun(config, out), saves)
@@ -110,14 +111,18 @@ def main(hidden_size: int = 512, layers: int = 4, ranks: int = 2, saves: int = 5
         shutil.rmtree(out)
     middle = {name: median(vars(each)[name] for each in others) for name in vars(first)}
     size = middle["bytes"]
-    print(f"{size / 1e6:.0f} MB by {ranks} ranks, median of {len(others)} saves after the first")
-    print(f"stall         {1e3 * middle['stall']:8.1f} ms  {middle['stall'] / middle['whole']:.1%} of the save")
-    print(f"first stall   {1e3 * first.stall:8.1f} ms  takes its memory")
-    print(
-        f"save          {1e3 * middle['whole']:8.1f} ms  {size / middle['whole'] / 1e6:.0f} MB/s, with 3 steps beside it"
-    )
-    print(f"disk alone    {1e3 * middle['disk']:8.1f} ms  {size / middle['disk'] / 1e6:.0f} MB/s")
-    print(f"step          {1e3 * middle['step']:8.1f} ms alone, {1e3 * middle['beside']:.1f} ms beside a save")
+    rates = {name: f"{size / middle[name] / 1e6:.0f} MB/s" for name in ("whole", "disk")}
+    rows = {
+        "stall": (middle["stall"], f"{middle['stall'] / middle['whole']:.1%} of the save"),
+        "first stall": (first.stall, "takes its memory"),
+        "save": (middle["whole"], rates["whole"]),
+        "disk alone": (middle["disk"], rates["disk"]),
+        "step": (middle["step"], f"{1e3 * middle['beside']:.1f} ms beside a save"),
+    }
+    print(f"{size / 1e6:.0f} MB by {ranks} ranks, medians of {len(others)} saves after the first")
+    for name, (seconds, text) in rows.items():
+        print(f"{name:12} {1e3 * seconds:8.1f} ms  {text}")
+    print(f"load before  {load:8.1f}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardlab.optimizers import AdamW
-from shardlab.train.config import CheckpointConfig
+from shardlab.train.config import SavingConfig
 from shardlab.train.job import Job
 from shardlab.train.loop import train_rank
 from shardlab.train.run import TrainingRun
@@ -21,7 +21,7 @@ def saving_run(job: Job, out: Path, resume: Path | None = None, optimizer: AdamW
     """A run of 5 steps, which is saved after 2, 4 and 5 of them."""
     run = run_of(job, optimizer or AdamW(schedule_steps=STEPS, warmup_steps=1), out)
     precision = replace(run.config.precision, precision=job.precision)
-    config = replace(run.config, precision=precision, checkpoints=CheckpointConfig(save_every=2))
+    config = replace(run.config, precision=precision, saving=SavingConfig(save_every=2))
     return replace(run, config=config, resume=resume, again=resume is not None)
 
 

@@ -18,7 +18,7 @@ from shardlab.data import Corpus
 from shardlab.execute import Executor, Settings
 from shardlab.execute.compute_clock import ComputeClock
 from shardlab.models import GPT
-from shardlab.train.config import CheckpointConfig
+from shardlab.train.config import SavingConfig
 from shardlab.train.data import Batches
 from shardlab.train.interrupt import StopRequest
 from shardlab.train.job import Job
@@ -60,7 +60,7 @@ def saved(rank: int, out: Path, *, full: bool = False, poisoned: int = -1, every
             return loss
 
     run = saving_run(JOB, out)
-    run = replace(run, config=replace(run.config, checkpoints=CheckpointConfig(every)))
+    run = replace(run, config=replace(run.config, saving=SavingConfig(every)))
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(optimizer=run.config.optimizer))
     saver = Saver(executor, run, batches, Full(rank) if full else None)
     with StopRequest(None) as request:

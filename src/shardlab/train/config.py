@@ -147,7 +147,7 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class SavingConfig:
     """When a run is saved so that it can be resumed."""
 
     save_every: Annotated[int | str | None, EVERY] = None
@@ -190,7 +190,7 @@ SECTIONS: dict[str, type[Any]] = {
     "train": LoopConfig,
     "precision": PrecisionConfig,
     "logging": LoggingConfig,
-    "checkpoints": CheckpointConfig,
+    "saving": SavingConfig,
 }
 """Sections of the tree whose fields are flags of the same names; `model` and `plan` come on top."""
 
@@ -211,7 +211,7 @@ class TrainingConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    saving: SavingConfig = field(default_factory=SavingConfig)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """The tree as words, numbers and lists, section by section, as it would stand in a file; None stays."""

@@ -55,7 +55,7 @@ class Saver:
         self._run = run
         self._batches = batches
         self._disk = disk or Disk()
-        self._steps, self._seconds = interval(run.config.checkpoints.save_every)
+        self._steps, self._seconds = interval(run.config.saving.save_every)
         self._snapshot: Snapshot | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # this rank's file
@@ -134,7 +134,7 @@ class Saver:
 
     def finish(self, *, interrupted: bool) -> None:
         """The run has ended after a whole step: save, where that is asked for or nobody has asked for the end."""
-        if self._step < self._state.step and (interrupted or self._run.config.checkpoints.save_every is not None):
+        if self._step < self._state.step and (interrupted or self._run.config.saving.save_every is not None):
             self.begin()
         self._end()
 
@@ -160,7 +160,7 @@ class Saver:
                 self._folder(step),
                 self._run.config.plan.ranks,
                 documents,
-                self._run.config.checkpoints.keep,
+                self._run.config.saving.keep,
             )
         except OSError as error:
             self._say_lost(step, error)
