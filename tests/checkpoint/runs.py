@@ -17,11 +17,14 @@ from tests.train.runs import run_of
 STEPS = 5
 
 
-def saving_run(job: Job, out: Path, resume: Path | None = None, optimizer: AdamW | None = None) -> TrainingRun:
+def saving_run(
+    job: Job, out: Path, resume: Path | None = None, optimizer: AdamW | None = None, ramp: str | None = None
+) -> TrainingRun:
     """A run of 5 steps, which is saved after 2, 4 and 5 of them."""
     run = run_of(job, optimizer or AdamW(schedule_steps=STEPS, warmup_steps=1), out)
     precision = replace(run.config.precision, precision=job.precision)
-    config = replace(run.config, precision=precision, saving=SavingConfig(save_every=2))
+    train = replace(run.config.train, batch_ramp=ramp)
+    config = replace(run.config, train=train, precision=precision, saving=SavingConfig(save_every=2))
     return replace(run, config=config, resume=resume, again=resume is not None)
 
 

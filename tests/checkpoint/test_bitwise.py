@@ -59,21 +59,29 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, ranks: World, tmp_path: Path) -> None:
-    strategy, world, job, optimizer = SAME[name]
-    strategy = TP if strategy == "tp" else strategy
-    made = replace(Job(strategy, world, 4, MODEL, 2), **job)
-    settings = AdamW(schedule_steps=STEPS, warmup_steps=1, **optimizer)
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    ranks(world).call(trained, saving_run(made, whole, optimizer=settings))
+def want_same(world: Ranks, made: Job, settings: AdamW, folder: Path, ramp: str | None = None) -> None:
+    """A run that goes on after 4 of its 5 steps ends as the one that was not interrupted."""
+    whole, again = folder / "whole", folder / "again"
+    world.call(trained, saving_run(made, whole, optimizer=settings, ramp=ramp))
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "step-000005")
     (again / "weights.safetensors").unlink()
-    ranks(world).call(trained, saving_run(made, again, again / "checkpoints" / "step-000004", settings))
+    world.call(trained, saving_run(made, again, again / "checkpoints" / "step-000004", settings, ramp))
     assert losses(again) == losses(whole)
     mine, its = (Checkpoint.open(run / "checkpoints" / "step-000005").verify() for run in (again, whole))
     assert mine.files == its.files
     assert mine.state == its.state
     found, wanted = (load_file(run / "weights.safetensors") for run in (again, whole))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, ranks: World, tmp_path: Path) -> None:
+    strategy, world, job, optimizer = SAME[name]
+    made = replace(Job(TP if strategy == "tp" else strategy, world, 4, MODEL, 2), **job)
+    want_same(ranks(world), made, AdamW(schedule_steps=STEPS, warmup_steps=1, **optimizer), tmp_path)
+
+
+def test_a_batch_that_grows_goes_on_growing(ranks: World, tmp_path: Path) -> None:
+    settings = AdamW(schedule_steps=STEPS, warmup_steps=1)
+    want_same(ranks(2), Job("zero-1", 2, 4, MODEL, 2), settings, tmp_path, "0:2,4:4")

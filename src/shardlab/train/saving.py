@@ -22,6 +22,7 @@ from shardlab.checkpoint.commit import part_of
 from shardlab.checkpoint.places import written_places
 from shardlab.execute import Executor
 from shardlab.execute.state import State
+from shardlab.program import Program
 from shardlab.program.field_types import interval
 from shardlab.train.data import Batches
 from shardlab.train.described import described
@@ -60,6 +61,7 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # this rank's file
         self._documents: dict[str, str] = {}
+        self._fingerprints: dict[int, str] = {}
         self._number = 0  # of the one in flight, or the last
         self._step = executor.state.step
         self._began = time.monotonic()
@@ -193,8 +195,15 @@ class Saver:
                 "identity": identity,
             },
             "validation_before": self.validation_before if math.isfinite(self.validation_before) else None,
+            "program": self._fingerprint(state.checked.program),
             **self._fixed,
         }
+
+    def _fingerprint(self, program: Program) -> str:
+        """What a batch ramp's programs are known by; each is hashed once."""
+        if id(program) not in self._fingerprints:
+            self._fingerprints[id(program)] = program.fingerprint()
+        return self._fingerprints[id(program)]
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
@@ -202,7 +211,6 @@ class Saver:
         return {
             "plan": self._run.job.title,
             "model": described(self._run.job)["model"],
-            "program": self._state.checked.program.fingerprint(),
             "layers": written_places(self._state.model, self._state.shapes),
             "versions": versions(),
         }
