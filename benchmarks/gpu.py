@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from shardlab.cli.expected import device_called
 from shardlab.errors import UserError
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.compiling import want_compilable
 from shardlab.hardware import DEVICES
 from shardlab.models import GPT
@@ -188,7 +188,7 @@ def _now(device: torch.device) -> float:
 
 
 def config_of(options: Options) -> AdamW:
-    return AdamW(learning_rate=6e-4, clip=1.0, schedule_steps=options.warm_up + options.steps, warmup_steps=2)
+    return OptimizerConfig(learning_rate=6e-4, clip=1.0, schedule_steps=options.warm_up + options.steps, warmup_steps=2)
 
 
 def plain_rank(rank: int, device: torch.device, model: GPT, compile: bool, options: Options) -> Took:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import tyro
 
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.models import GPT
 from shardlab.program import Mesh
 from shardlab.strategies import resolve
@@ -66,7 +66,7 @@ def job_of(options: Options) -> Job:
 def executor_of(job: Job, rank: int, device: torch.device, steps: int) -> Executor:
     corpus = Corpus.open((), job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
-    settings = Settings(job.seed, job.numbers, device, AdamW(schedule_steps=steps, warmup_steps=0))
+    settings = Settings(job.seed, job.numbers, device, OptimizerConfig(schedule_steps=steps, warmup_steps=0))
     return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.models import GPT, MoE
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program.field_types import field_types
 from shardlab.strategies.plan import Plan
 from shardlab.train.config import SECTIONS, LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
@@ -204,12 +204,12 @@ CONFIGS = [
         model=MoE(layers=2, hidden_size=32, heads=2, capacity_factor=None),
         plan=StrategyConfig("expert-parallel", 2, "expert-parallel"),
         train=LoopConfig(steps=7, seed=-3),
-        optimizer=AdamW(learning_rate_schedule="constant", schedule_steps=7, warmup_steps=1, clip=0.5),
+        optimizer=OptimizerConfig(learning_rate_schedule="constant", schedule_steps=7, warmup_steps=1, clip=0.5),
     ),
     TrainingConfig(
         model=GPT(layers=4, tied=True, bias=False),
         plan=StrategyConfig(Plan(), 1, "plan"),
-        optimizer=AdamW(warmup_steps=3, decay_steps=5, schedule_steps=100),
+        optimizer=OptimizerConfig(warmup_steps=3, decay_steps=5, schedule_steps=100),
         logging=LoggingConfig(prompt='a "quoted"\n\ttext \x7f ü \U0001f600', trace=True),
     ),
 ]

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardlab.execute import Executor, Settings
 from shardlab.execute.state import State
 from shardlab.models import GPT, Blocks, Llama, Mixtral
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Mesh
 from shardlab.strategies.plan import Plan
 from shardlab.train.data import Batches, Corpus
@@ -64,7 +64,7 @@ def test_nothing_of_the_host_meets_what_is_on_the_device(name: str, monkeypatch:
     plan, model = CASES[name]
     job = Job(plan, plan.mesh.world, 4, model, 2)
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
-    settings = Settings(device=torch.device("meta"), optimizer=AdamW(optimizer="lion"))
+    settings = Settings(device=torch.device("meta"), optimizer=OptimizerConfig(optimizer="lion"))
     made: Tensor = Executor(job.checked(), 0, job.cut, batches, settings, "gloo").step()
     assert made.device.type == "meta"
     assert len(set(asked)) == 1, "the norm alone is read"

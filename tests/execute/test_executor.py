@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.check import ChannelModel, check
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.analysis import Analysis
 from shardlab.models import GPT
 from shardlab.program import OpKind, Rank, Refused, Strategy, trace
@@ -124,7 +124,7 @@ def live_tensors_after_a_step(rank: int, strategy: Strategy, ranks: int) -> list
         rank,
         MODEL,
         Batches(corpus, MODEL.seq_len, 2, 4, 0),
-        Settings(optimizer=AdamW(schedule_steps=2, warmup_steps=1)),
+        Settings(optimizer=OptimizerConfig(schedule_steps=2, warmup_steps=1)),
     )
     executor.step()
     specs = checked.specs[rank]
@@ -152,7 +152,7 @@ def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
         rank,
         MODEL,
         Batches(corpus, MODEL.seq_len, 2, 4, 0),
-        Settings(optimizer=AdamW(schedule_steps=2, warmup_steps=1)),
+        Settings(optimizer=OptimizerConfig(schedule_steps=2, warmup_steps=1)),
     )
     state = executor.state
     held: list[int] = []

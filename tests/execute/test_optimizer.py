@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.execute.optimizer import Slice
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 
 
 @given(st.integers(1, 6), st.integers(0, 60), st.integers(0, 5))
 def test_slices_updated_apart_equal_the_whole_updated_at_once(cuts: int, decayed: int, shift: int) -> None:
     torch.manual_seed(cuts)
     size = 10 * cuts
-    config = AdamW(learning_rate=0.1, warmup_steps=1, schedule_steps=5)
+    config = OptimizerConfig(learning_rate=0.1, warmup_steps=1, schedule_steps=5)
     start = torch.randn(size, dtype=torch.float64)
     whole = Slice([start.clone()], [0], [(0, decayed)], config)
     ranges = [(10 * i, 10 * (i + 1)) for i in range(cuts)]
@@ -34,21 +34,21 @@ def test_slices_updated_apart_equal_the_whole_updated_at_once(cuts: int, decayed
 
 
 def test_only_the_front_of_a_buffer_decays() -> None:
-    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(6, dtype=torch.float64)], [0], [(0, 4)], config)
     kept.update(torch.zeros(6, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95] * 4 + [1.0] * 2, dtype=torch.float64))
 
 
 def test_a_slice_of_two_ranges_decays_each_where_it_lies() -> None:
-    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(2, dtype=torch.float64) for _ in range(2)], [0, 6], [(0, 7)], config)
     kept.update(torch.zeros(4, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95, 0.95, 0.95, 1.0], dtype=torch.float64))
 
 
 def test_every_decayed_run_decays() -> None:
-    config = AdamW(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=1, schedule_steps=5)
     kept = Slice([torch.ones(8, dtype=torch.float64)], [0], [(0, 1), (4, 6)], config)
     kept.update(torch.zeros(8, dtype=torch.float64), 0)
     assert torch.allclose(kept.flat, torch.tensor([0.95, 1, 1, 1, 0.95, 0.95, 1, 1], dtype=torch.float64))
@@ -75,7 +75,7 @@ def test_clipping_is_that_of_torch(clip: float, size: int, others: float) -> Non
     """`others` is the part of the squared norm that lies in other slices and layers."""
     torch.manual_seed(size)
     mine, theirs = torch.randn(size, dtype=torch.float64), torch.tensor([others**0.5], dtype=torch.float64)
-    kept = Slice([torch.zeros_like(mine)], [0], [(0, size)], AdamW(clip=clip))
+    kept = Slice([torch.zeros_like(mine)], [0], [(0, size)], OptimizerConfig(clip=clip))
     seen = given_to_the_optimizer(kept, mine, float(mine.square().sum() + theirs.square().sum()))
     parameters = [torch.zeros_like(each).requires_grad_() for each in (mine, theirs)]
     for parameter, gradient in zip(parameters, (mine, theirs), strict=True):
@@ -89,7 +89,7 @@ def test_clipping_is_that_of_torch(clip: float, size: int, others: float) -> Non
 
 def test_a_small_gradient_and_one_without_a_limit_stay_as_they_are() -> None:
     gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    for config in (AdamW(clip=5.1), AdamW()):
+    for config in (OptimizerConfig(clip=5.1), OptimizerConfig()):
         kept = Slice([torch.zeros_like(gradient)], [0], [], config)
         seen = given_to_the_optimizer(kept, gradient, 25.0)
         assert seen is not None
@@ -99,7 +99,7 @@ def test_a_small_gradient_and_one_without_a_limit_stay_as_they_are() -> None:
 @pytest.mark.parametrize("squared_norm", [float("nan"), float("inf")])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_an_update_is_left_out_if_the_norm_is_not_finite(squared_norm: float, clip: float | None) -> None:
-    kept = Slice([torch.ones(4, dtype=torch.float64)], [0], [(0, 4)], AdamW(clip=clip))
+    kept = Slice([torch.ones(4, dtype=torch.float64)], [0], [(0, 4)], OptimizerConfig(clip=clip))
     kept.update(torch.ones(4, dtype=torch.float64), 0, squared_norm)
     assert torch.equal(kept.flat, torch.ones(4, dtype=torch.float64))
     assert not kept.moments
@@ -107,6 +107,6 @@ def test_an_update_is_left_out_if_the_norm_is_not_finite(squared_norm: float, cl
 
 def test_an_update_writes_where_the_weights_lie() -> None:
     whole = torch.ones(8, dtype=torch.float64)
-    kept = Slice([whole[2:4], whole[6:7]], [2, 6], [(0, 8)], AdamW(learning_rate=0.1, warmup_steps=1))
+    kept = Slice([whole[2:4], whole[6:7]], [2, 6], [(0, 8)], OptimizerConfig(learning_rate=0.1, warmup_steps=1))
     kept.update(torch.ones(3, dtype=torch.float64), 0)
     assert [i for i, w in enumerate(whole) if w != 1] == [2, 3, 6]

@@ -12,7 +12,7 @@ import torch
 
 from shardlab.execute.optimizer import Slice
 from shardlab.execute.places import Parked, copy, storage_at, tensor_at
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.rules.place import PLACES
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_an_optimizer_goes_on_as_if_its_state_had_never_been_away(exact: bool) -
     """With and without a copy of the weights in more bits; each update is given another tensor with the weights."""
 
     def optimizer(weights: torch.Tensor) -> Slice:
-        return Slice([weights], [0], [(0, 3)], AdamW(), weights.double() if exact else None)
+        return Slice([weights], [0], [(0, 3)], OptimizerConfig(), weights.double() if exact else None)
 
     stays, moves = torch.linspace(0, 1, 5), torch.linspace(0, 1, 5)
     staying, moving = optimizer(stays), optimizer(moves)

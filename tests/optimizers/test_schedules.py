@@ -13,38 +13,38 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.optimizers import AdamW, Schedule, rate_factor
+from shardlab.optimizers import OptimizerConfig, Schedule, rate_factor
 from shardlab.program import UserError
 
 SCHEDULES: tuple[Schedule, ...] = ("cosine", "linear", "wsd", "constant")
 
 
-def rates(optimizer: AdamW, *steps: int) -> list[float]:
+def rates(optimizer: OptimizerConfig, *steps: int) -> list[float]:
     return [optimizer.rate(step) for step in steps]
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
 def test_a_learning_rate_that_cannot_be_is_refused(rate: float) -> None:
     with pytest.raises(UserError, match="learning_rate is"):
-        AdamW(learning_rate=rate)
+        OptimizerConfig(learning_rate=rate)
 
 
 def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
-    config = AdamW(learning_rate=1.0, warmup_steps=4, schedule_steps=104)
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule_steps=104)
     assert rates(config, 0, 1, 2, 3) == [0.25, 0.5, 0.75, 1.0]
     assert rates(config, 54, 104, 1000) == pytest.approx([0.55, 0.1, 0.1])
 
 
 def test_cosine_is_that_of_nanogpt() -> None:
     """Its get_lr, with lr_decay_iters 2000, min_lr a tenth and 100 warm-up steps, which it begins a little lower."""
-    config = AdamW(learning_rate=1e-3, warmup_steps=100, schedule_steps=2000)
+    config = OptimizerConfig(learning_rate=1e-3, warmup_steps=100, schedule_steps=2000)
     for step in (100, 500, 1999):
         expected = 1e-4 + 0.5 * (1 + math.cos(math.pi * (step - 100) / 1900)) * 9e-4
         assert config.rate(step) == pytest.approx(expected, rel=1e-12)
 
 
 def test_linear_is_that_of_torch() -> None:
-    config = AdamW(
+    config = OptimizerConfig(
         learning_rate=1.0,
         learning_rate_schedule="linear",
         warmup_steps=0,
@@ -61,13 +61,13 @@ def test_linear_is_that_of_torch() -> None:
 
 
 def test_wsd_is_stable_until_its_last_tenth_and_then_decays_exponentially() -> None:
-    config = AdamW(learning_rate=1.0, learning_rate_schedule="wsd", warmup_steps=10, schedule_steps=200)
+    config = OptimizerConfig(learning_rate=1.0, learning_rate_schedule="wsd", warmup_steps=10, schedule_steps=200)
     assert rates(config, 9, 10, 100, 180) == [1.0] * 4
     assert rates(config, 190, 200) == pytest.approx([math.sqrt(0.1), 0.1])
 
 
 def test_a_decay_may_be_shorter_than_the_rest_of_the_schedule() -> None:
-    config = AdamW(
+    config = OptimizerConfig(
         learning_rate=1.0, learning_rate_schedule="linear", warmup_steps=2, decay_steps=4, schedule_steps=10,
         min_learning_rate_ratio=0.0,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def test_a_decay_may_be_shorter_than_the_rest_of_the_schedule() -> None:
 
 
 def test_constant_stays() -> None:
-    config = AdamW(learning_rate=1.0, learning_rate_schedule="constant", warmup_steps=1)
+    config = OptimizerConfig(learning_rate=1.0, learning_rate_schedule="constant", warmup_steps=1)
     assert rates(config, 0, 199, 10_000) == [1.0] * 3
 
 
@@ -108,5 +108,5 @@ def test_settings_that_cannot_be_or_contradict_each_other_are_one_sentence(
     fields: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
-        AdamW(**fields)
+        OptimizerConfig(**fields)
     assert sentence in str(refusal.value)

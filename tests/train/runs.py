@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.train.config import DataConfig, LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
 from shardlab.train.job import Job
 from shardlab.train.run import TrainingRun
@@ -13,7 +13,7 @@ from shardlab.train.tracing import Tracing
 
 def run_of(
     job: Job,
-    optimizer: AdamW,
+    optimizer: OptimizerConfig,
     out: Path,
     *,
     data: tuple[str, ...] = (),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardlab.exchange import converted, open_source
-from shardlab.execute import AdamW
+from shardlab.execute import OptimizerConfig
 from shardlab.execute.average import averaged
 from shardlab.execute.executor import Executor
 from shardlab.execute.state import Settings
@@ -71,7 +71,7 @@ def test_ranks_that_step_nothing_are_given_averages_of_what_they_keep(ranks: Wor
 def looked_at(rank: int, job: Job, spoiled: int) -> list[bool]:
     """For three steps, of which the gradient of one is not finite: whether the averages are what they should be."""
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
-    optimizer = AdamW(schedule_steps=3, warmup_steps=1, ema=0.7)
+    optimizer = OptimizerConfig(schedule_steps=3, warmup_steps=1, ema=0.7)
     settings = Settings(0, job.numbers, CPU, optimizer)
     executor = Executor(job.checked(), rank, job.cut, batches, settings)
     state, followed, right = executor.state, list[dict[tuple[int, Holds], torch.Tensor]](), list[bool]()
@@ -114,7 +114,7 @@ def trained(world: World, run: TrainingRun) -> Summary:
 def test_a_run_tells_the_loss_of_averages_and_leaves_a_file_that_goes_where_its_folder_does(
     ranks: World, tmp_path: Path, strategy: str
 ) -> None:
-    optimizer = AdamW(learning_rate=1e-2, schedule_steps=8, warmup_steps=2, ema=0.8)
+    optimizer = OptimizerConfig(learning_rate=1e-2, schedule_steps=8, warmup_steps=2, ema=0.8)
     run = run_of(Job(strategy, 2, 4, MODEL, 2), optimizer, tmp_path / "run")
     run = replace(run, config=replace(run.config, logging=LoggingConfig(validate_every=4)))
     summary = trained(ranks, run)
@@ -127,7 +127,7 @@ def test_a_run_tells_the_loss_of_averages_and_leaves_a_file_that_goes_where_its_
     plain, averages = load_file(file.parent / "weights.safetensors"), load_file(file)
     assert {name: tensor.shape for name, tensor in averages.items()} == {n: t.shape for n, t in plain.items()}
 
-    still = AdamW(learning_rate=0.0, schedule_steps=1, warmup_steps=0, weight_decay=0.0)
+    still = OptimizerConfig(learning_rate=0.0, schedule_steps=1, warmup_steps=0, weight_decay=0.0)
     converted(open_source(file), tmp_path / "hf", "hf")
     for name, init in (("file", file), ("hf", tmp_path / "hf")):
         again = trained(ranks, run_of(Job("single", 1, 4, MODEL, 2), still, tmp_path / f"from {name}", init=init))

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.models import GPT
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
@@ -28,7 +28,7 @@ def kept(rank: int, job: Job) -> dict[tuple[int, ...], bytes]:
     """The bits of the weights that a rank keeps after some steps, by layer and slices."""
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
-    settings = Settings(job.seed, job.numbers, optimizer=AdamW(schedule_steps=STEPS, warmup_steps=1))
+    settings = Settings(job.seed, job.numbers, optimizer=OptimizerConfig(schedule_steps=STEPS, warmup_steps=1))
     executor = Executor(job.checked(), rank, job.cut, batches, settings)
     for _ in range(STEPS):
         executor.step()

@@ -20,7 +20,7 @@ from shardlab.data.documents import Input
 from shardlab.data.kept import kept_tokenizer
 from shardlab.data.prepare import prepare
 from shardlab.exchange import converted, open_source
-from shardlab.execute import AdamW
+from shardlab.execute import OptimizerConfig
 from shardlab.models import GPT, MoE
 from shardlab.program import UserError
 from shardlab.train.config import LoggingConfig
@@ -38,7 +38,7 @@ MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=16)
 
 def run(world: World, strategy: str, ranks: int, out: Path, steps: int = 12) -> Summary:
     job = Job(strategy, ranks, 4, MODEL, 2)
-    plan = run_of(job, AdamW(learning_rate=1e-2, schedule_steps=steps, warmup_steps=2), out)
+    plan = run_of(job, OptimizerConfig(learning_rate=1e-2, schedule_steps=steps, warmup_steps=2), out)
     summary = world(ranks).call(train_rank_quietly, plan)[0]
     assert isinstance(summary, Summary)
     return summary
@@ -51,7 +51,7 @@ def train_rank_quietly(rank: int, plan: TrainingRun) -> Summary | None:
 def test_a_run_of_cut_experts_leaves_all_of_them_and_lowers_the_loss(ranks: World, tmp_path: Path) -> None:
     model = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, auxiliary=0.1)
     job = Job("expert-parallel", 2, 4, model, 2)
-    plan = run_of(job, AdamW(learning_rate=1e-2, schedule_steps=20, warmup_steps=2), tmp_path / "run")
+    plan = run_of(job, OptimizerConfig(learning_rate=1e-2, schedule_steps=20, warmup_steps=2), tmp_path / "run")
     summary = ranks(2).call(train_rank_quietly, plan)[0]
     assert summary.validation_after < summary.validation_before - 0.3
     weights = load_file(tmp_path / "run" / "weights.safetensors")
@@ -87,7 +87,9 @@ def test_a_run_keeps_the_tokenizer_of_its_data(ranks: World, tmp_path: Path) -> 
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 40)
     prepared = prepare([Input.of(tmp_path / "a.txt", None, "text")], tmp_path / "data", "chars")
     job = Job("ddp", 1, 2, replace(MODEL, vocab_size=prepared.manifest.vocab_size), 2)
-    plan = run_of(job, AdamW(schedule_steps=1, warmup_steps=0), tmp_path / "run", data=(str(tmp_path / "data"),))
+    plan = run_of(
+        job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / "run", data=(str(tmp_path / "data"),)
+    )
     ranks(1).call(train_rank_quietly, plan)
     shutil.rmtree(tmp_path / "data")
     found = kept_tokenizer(tmp_path / "run")
@@ -98,7 +100,7 @@ def test_a_run_keeps_the_tokenizer_of_its_data(ranks: World, tmp_path: Path) -> 
 def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: World, tmp_path: Path) -> None:
     """The look's loss is that of the weights after that very step: of a run that ends there."""
     job = Job("fsdp", 2, 4, MODEL, 2)
-    optimizer = AdamW(learning_rate=1e-2, schedule_steps=12, warmup_steps=2)
+    optimizer = OptimizerConfig(learning_rate=1e-2, schedule_steps=12, warmup_steps=2)
     logging = LoggingConfig(log_every=5, validate_every=4, sample_every=6)
     plan = run_of(job, optimizer, tmp_path / "run")
     plan = replace(plan, config=replace(plan.config, logging=logging))
@@ -126,7 +128,9 @@ def test_a_run_goes_on_from_another_run_or_from_hugging_face(
     converted(open_source(tmp_path / "begun"), tmp_path / "hf", "hf")
     for folder in ("begun", "hf"):
         job = Job(strategy, count, 4, MODEL, 2)
-        plan = run_of(job, AdamW(schedule_steps=1, warmup_steps=0), tmp_path / f"from {folder}", init=tmp_path / folder)
+        plan = run_of(
+            job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / f"from {folder}", init=tmp_path / folder
+        )
         summary = ranks(count).call(train_rank_quietly, plan)[0]
         assert summary.validation_before == pytest.approx(begun.validation_after, rel=1e-6)
         assert losses(tmp_path / f"from {folder}")[0] < losses(tmp_path / "begun")[0] - 0.2

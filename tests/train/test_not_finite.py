@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.models import GPT
 from shardlab.program import OpKind
 from shardlab.program.precision import FP64
@@ -27,7 +27,7 @@ def after_a_gradient_that_is_not_finite(rank: int, job: Job, poison: float) -> t
     checked = job.checked()
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
-    settings = Settings(0, FP64, optimizer=AdamW(schedule_steps=3, warmup_steps=1, clip=1.0))
+    settings = Settings(0, FP64, optimizer=OptimizerConfig(schedule_steps=3, warmup_steps=1, clip=1.0))
     executor = Executor(checked, rank, job.model, batches, settings)
     state = executor.state
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardlab.errors import UserError
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.optimizer import want_whole_matrices
 from shardlab.models import GPT, MoE
 from shardlab.program import Kind, Mesh
@@ -61,13 +61,13 @@ def test_muon_is_one_device_s_where_ranks_keep_whole_matrices(ranks: World, shar
 def test_muon_is_refused_where_a_matrix_is_cut(sharding: str) -> None:
     job = replace(job_of(CUTTING[sharding], "muon"), model=replace(MODEL, layers=3))
     with pytest.raises(UserError, match=r"muon steps whole matrices, but .* of layer .* is cut among ranks"):
-        want_whole_matrices(job.checked(), job.cut, AdamW(optimizer="muon"))
+        want_whole_matrices(job.checked(), job.cut, OptimizerConfig(optimizer="muon"))
 
 
 def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:
     """Bytes of a rank's optimizer states, and those that the program counts."""
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
-    optimizer = AdamW(optimizer=job.optimizer, schedule_steps=1, warmup_steps=1, ema=job.ema)
+    optimizer = OptimizerConfig(optimizer=job.optimizer, schedule_steps=1, warmup_steps=1, ema=job.ema)
     state = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, optimizer)).state
     for (layer, holds), part in state.opt_states.items():
         length = sum(map(len, part.weights))

@@ -10,7 +10,7 @@ import torch
 
 from shardlab.data import Corpus
 from shardlab.errors import UserError
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.tracked_memory import step_with_memory
 from shardlab.models import GPT
 from shardlab.program import OpKind
@@ -49,7 +49,7 @@ def memory(rank: int, job: Job) -> tuple[int, int, dict[str, int]]:
     """Bytes of a rank as its loss begins: those predicted, those that were live, and what they were for."""
     checked = job.checked()
     batches = Batches(Corpus.split(bytes(range(256)) * 8, MODEL.seq_len), MODEL.seq_len, 2, job.microbatches, 0)
-    executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU, AdamW(ema=job.ema)))
+    executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig(ema=job.ema)))
     record = MemoryRecord()
     executor.step()
     step_with_memory(executor, record)
@@ -72,7 +72,7 @@ def scales(rank: int, poison: float) -> tuple[list[float], bool]:
     """The scales of losses of four steps, of which the second overflows on rank 1 alone, and whether that moved any."""
     job = Job(SHARDINGS["zero-2"], 2, 2, MODEL, 2, "fp16")
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
-    executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, AdamW(clip=1.0)))
+    executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig(clip=1.0)))
     state = executor.state
     at, op = next((at, op) for at, op in enumerate(state.tape) if op.kind.value == "backward")
     healthy = executor.instructions[at]

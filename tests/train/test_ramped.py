@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import GPT, CutModel
 from shardlab.models.tensors import to_blocks
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, dropout=0.1)
 WORDS, STEPS = "0:2,2:6,3:4", 5
 RAMP = BatchRamp.of(WORDS)
-OPTIMIZER = AdamW(learning_rate=1e-2, schedule_steps=STEPS, warmup_steps=1)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule_steps=STEPS, warmup_steps=1)
 PLANS = {
     "fsdp": SHARDINGS["fsdp"],
     "zero-1": SHARDINGS["zero-1"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlab.execute import AdamW
+from shardlab.execute import OptimizerConfig
 from shardlab.models import GPT
 from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job
@@ -30,7 +30,7 @@ def quietly(rank: int, run: TrainingRun) -> Summary | None:
 
 
 def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tmp_path: Path) -> None:
-    run = run_of(JOB, AdamW(schedule_steps=5, warmup_steps=1), tmp_path / "run")
+    run = run_of(JOB, OptimizerConfig(schedule_steps=5, warmup_steps=1), tmp_path / "run")
     run = replace(run, config=replace(run.config, logging=LoggingConfig(price=3600.0)), peak=1e9)
     summary = ranks(2).call(quietly, run)[0]
     assert isinstance(summary, Summary)
@@ -49,7 +49,7 @@ def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tm
 def test_profiled_steps_have_the_tapes_names_and_change_no_number(ranks: World, tmp_path: Path) -> None:
     losses: list[list[float]] = []
     for steps in (None, (2, 4)):
-        run = run_of(JOB, AdamW(schedule_steps=5, warmup_steps=1), tmp_path / str(steps))
+        run = run_of(JOB, OptimizerConfig(schedule_steps=5, warmup_steps=1), tmp_path / str(steps))
         run = replace(run, config=replace(run.config, logging=LoggingConfig(profile_steps=steps)))
         ranks(2).call(quietly, run)
         losses.append([json.loads(line)["loss"] for line in (run.out / "metrics.jsonl").read_text().splitlines()])

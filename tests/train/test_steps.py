@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.compute_clock import ComputeClock
 from shardlab.models import GPT
 from shardlab.program import OpKind, UserError
@@ -50,7 +50,7 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
                 loss[0] = poison
             return loss
 
-    optimizer = AdamW(schedule_steps=6, warmup_steps=1)
+    optimizer = OptimizerConfig(schedule_steps=6, warmup_steps=1)
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(0, FP32, optimizer=optimizer))
     run = run_of(JOB, optimizer, Path("nowhere"))
     saver = Saver(executor, run, batches)
@@ -74,7 +74,7 @@ def steps_with_a_gradient(rank: int, policy: NonFinite, poison: float) -> tuple[
     job = replace(JOB, strategy=SHARDINGS["zero-2"])
     corpus = Corpus.split(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, 0)
-    optimizer = AdamW(schedule_steps=4, warmup_steps=1)
+    optimizer = OptimizerConfig(schedule_steps=4, warmup_steps=1)
 
     class Poisoned(Executor):
         def step(self) -> Tensor:
@@ -121,7 +121,7 @@ def outcome(rank: int, run: TrainingRun) -> str | None:
 
 
 def test_a_run_that_diverges_keeps_its_steps_and_no_weights(ranks: World, tmp_path: Path) -> None:
-    run = run_of(JOB, AdamW(learning_rate=1e6, schedule_steps=50, warmup_steps=1), tmp_path / "run")
+    run = run_of(JOB, OptimizerConfig(learning_rate=1e6, schedule_steps=50, warmup_steps=1), tmp_path / "run")
     sentence, other = ranks(2).call(outcome, run)
     assert sentence.startswith(
         "the loss of step 2 on ranks 0-1 is not finite, so training has stopped; "
@@ -141,7 +141,7 @@ def test_a_run_that_diverges_keeps_its_steps_and_no_weights(ranks: World, tmp_pa
 
 
 def test_weights_that_diverge_in_the_last_update_are_not_passed_off_as_a_result(ranks: World, tmp_path: Path) -> None:
-    run = run_of(JOB, AdamW(learning_rate=1e30, schedule_steps=1, warmup_steps=1), tmp_path / "run")
+    run = run_of(JOB, OptimizerConfig(learning_rate=1e30, schedule_steps=1, warmup_steps=1), tmp_path / "run")
     sentence, _ = ranks(2).call(outcome, run)
     saved = (run.out / "weights.safetensors").exists()
     assert sentence.startswith("the validation loss after step 1 is not finite")

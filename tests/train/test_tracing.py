@@ -17,7 +17,7 @@ import torch
 from shardlab.check import Checked
 from shardlab.cli import main
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.models import GPT
 from shardlab.program import OpKind
 from shardlab.program.matching import stream_of
@@ -62,7 +62,7 @@ def traced(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         if strategy not in runs:
             out = tmp_path_factory.mktemp(strategy) / "run"
             job = Job(strategy, 2, 4, MODEL, 2)
-            ranks(2).call(train, run_of(job, AdamW(schedule_steps=6, warmup_steps=2), out, tracing=TRACING))
+            ranks(2).call(train, run_of(job, OptimizerConfig(schedule_steps=6, warmup_steps=2), out, tracing=TRACING))
             trace = read_trace(out)
             checked = job_of(trace.job).checked()
             runs[strategy] = checked, trace.measured(checked), out
@@ -150,7 +150,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tracing_changes_no_number_of_the_training(ranks: World, traced: Traced, strategy: str, tmp_path: Path) -> None:
     _, _, out = traced(strategy)
-    plain = run_of(Job(strategy, 2, 4, MODEL, 2), AdamW(schedule_steps=6, warmup_steps=2), tmp_path / "plain")
+    plain = run_of(Job(strategy, 2, 4, MODEL, 2), OptimizerConfig(schedule_steps=6, warmup_steps=2), tmp_path / "plain")
     ranks(2).call(train, plain)
     assert losses(out) == losses(tmp_path / "plain")
     assert (out / "weights.safetensors").read_bytes() == (tmp_path / "plain" / "weights.safetensors").read_bytes()

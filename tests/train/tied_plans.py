@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import collect
 from shardlab.models import Blocks, CutModel
 from shardlab.models.tensors import to_blocks
@@ -36,7 +36,7 @@ def trained(
     job = Job(plan, plan.mesh.world, microbatches, model, 2, "fp64")
     checked, cut = job.checked(), job.cut
     assert isinstance(cut, CutModel)
-    settings = Settings(0, FP64, CPU, AdamW(clip=0.1))
+    settings = Settings(0, FP64, CPU, OptimizerConfig(clip=0.1))
     executor = Executor(checked, rank, cut, batches_of(model, microbatches), settings)
     for _ in range(3):
         executor.step()

@@ -12,7 +12,7 @@ import tyro
 from shardlab.cli.console import print_figures, print_json, stdout_console
 from shardlab.cli.options import Count, Flag, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, Layout
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Mesh, UserError
 from shardlab.rules.pieces import counted
 from shardlab.strategies.entry import planned_entry
@@ -88,7 +88,7 @@ class Eval:
         job = Job(chosen.for_job(ranks), ranks, self.microbatches, model, self.micro_batch_size, name=chosen.name)
         text = TextJob(job, self.folder, self.data, self.batches, self.format, self.field)
         text.text()
-        checked_to_run(chosen, job, AdamW())
+        checked_to_run(chosen, job, OptimizerConfig())
         with failures_as_exit():
             loss = run_ranks(ranks, evaluate_rank, text)
         if loss is None:  # a rank of an existing world, but not the one that reports

@@ -17,7 +17,7 @@ from shardlab.cli.strategy import checked
 from shardlab.execute.executor import want_norm
 from shardlab.execute.optimizer import want_whole_matrices
 from shardlab.faults.waits import LineOf
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program import OpKind, Refused, UserError, World
 from shardlab.program.user_file import file_and_name
 from shardlab.starting import INTERRUPTED
@@ -30,7 +30,7 @@ from shardlab.train.processes import RankFailed, is_lost
 from shardlab.train.saved import saved_in, sweep
 
 
-def checked_to_run(entry: StrategyEntry, job: Job, config: AdamW) -> Checked:
+def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> Checked:
     """Check a strategy for a job, before any rank is started.
 
     Raises:

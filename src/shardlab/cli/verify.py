@@ -79,7 +79,7 @@ class Verify:
         require_port(os.environ)
 
         from shardlab.cli.ranks import checked_to_run, failures_as_exit
-        from shardlab.execute import AdamW
+        from shardlab.execute import OptimizerConfig
         from shardlab.execute.compiling import want_compilable
         from shardlab.train.job import Job
         from shardlab.train.launch import pick_device, ranks_here
@@ -100,7 +100,7 @@ class Verify:
             optimizer=self.optimizer,
             ema=self.ema,
         )
-        proof = checked_to_run(chosen, job, AdamW(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
+        proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
         if self.compile:
             want_compilable(proof, pick_device(ranks))
         clip = clip_for(proof, self.clip)

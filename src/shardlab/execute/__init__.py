@@ -2,6 +2,6 @@
 
 from shardlab.execute.executor import Executor
 from shardlab.execute.state import Sampler, Settings
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 
-__all__ = ["AdamW", "Executor", "Sampler", "Settings"]
+__all__ = ["Executor", "OptimizerConfig", "Sampler", "Settings"]

@@ -24,12 +24,17 @@ from shardlab.execute.places import Parked
 from shardlab.execute.shapes import Shapes
 from shardlab.models import Model
 from shardlab.models.layout import Parameter
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program import OpKind
 
 
 def torch_optimizers(
-    config: AdamW, decayed: list[Tensor], others: list[Tensor], matrices: Sequence[Tensor] = (), *, fused: bool = True
+    config: OptimizerConfig,
+    decayed: list[Tensor],
+    others: list[Tensor],
+    matrices: Sequence[Tensor] = (),
+    *,
+    fused: bool = True,
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest; last an average."""
     groups: list[dict[str, Any]] = [
@@ -69,7 +74,7 @@ class Slice:
         weights: list[Tensor],
         starts: list[int],
         decayed: list[tuple[int, int]],
-        config: AdamW,
+        config: OptimizerConfig,
         exact: Tensor | None = None,
         matrices: Mapping[int, Parameter] | None = None,
     ) -> None:
@@ -214,7 +219,7 @@ def muon_matrices(model: Model, layer: int, length: int) -> dict[int, Parameter]
     return found
 
 
-def want_whole_matrices(checked: Checked, model: Model, config: AdamW) -> None:
+def want_whole_matrices(checked: Checked, model: Model, config: OptimizerConfig) -> None:
     """Refuse Muon for a program some of whose ranks would step a part of a matrix.
 
     Raises:

@@ -29,7 +29,7 @@ from shardlab.models.tensors import (
     layers_of,
     lengthened,
 )
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.precision import FP32, FP64, Precision
 from shardlab.rules.pieces import bits
@@ -71,7 +71,7 @@ class Settings:
     seed: int = 0
     precision: Precision = FP32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     initial: Initial | None = None
     loss_scale: float = FIRST
     scratch: Path | None = None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from shardlab.errors import UserError
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program.field_types import (
     AMOUNT,
     COUNT,
@@ -186,7 +186,7 @@ class StrategyConfig:
 
 SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
-    "optimizer": AdamW,
+    "optimizer": OptimizerConfig,
     "train": LoopConfig,
     "precision": PrecisionConfig,
     "logging": LoggingConfig,
@@ -207,7 +207,7 @@ class TrainingConfig:
     model: Blocks
     plan: StrategyConfig
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -248,7 +248,7 @@ def by_rule(optimizer: Mapping[str, Any], steps: int) -> dict[str, Any]:
     filled = {"schedule_steps": length, "warmup_steps": -(-length // 20), **optimizer}
     if filled.get("learning_rate_schedule") == "constant":
         return filled
-    return {"decay_steps": AdamW(**filled).decay, **filled}
+    return {"decay_steps": OptimizerConfig(**filled).decay, **filled}
 
 
 def as_words(value: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardlab.execute import AdamW, Sampler
+from shardlab.execute import OptimizerConfig, Sampler
 from shardlab.execute.optimizer import matrices_of, torch_optimizers
 from shardlab.execute.state import torch_dtype
 from shardlab.models import Model
@@ -47,7 +47,7 @@ def train_reference(
     microbatches: Sequence[int],
     seed: int,
     precision: Precision,
-    config: AdamW,
+    config: OptimizerConfig,
     trained: Sequence[Tensor] | None = None,
 ) -> Reference:
     """Plain autograd through all layers, one optimizer over all parameters, one microbatch after the other.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.data import Corpus
-from shardlab.execute import AdamW, Executor, Settings
+from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.average import averaged
 from shardlab.execute.communicator import Groups
 from shardlab.execute.state import State, torch_dtype
@@ -152,7 +152,7 @@ def verify_rank(
     agree(checked, "")
     eps = SMALL_EPS if job.numbers is FP64 else LARGE_EPS
     limit = clip_for(checked, clip)
-    optimizer = AdamW(job.optimizer, schedule_steps=steps, warmup_steps=1, clip=limit, eps=eps, ema=job.ema)
+    optimizer = OptimizerConfig(job.optimizer, schedule_steps=steps, warmup_steps=1, clip=limit, eps=eps, ema=job.ema)
     settings = Settings(job.seed, job.numbers, device, optimizer, loss_scale=SAFE_SCALE, compile=compile)
     seen: dict[tuple[int, Holds], Tensor] = {}
 

@@ -20,7 +20,7 @@ _SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 
 @dataclass(frozen=True)
-class AdamW:
+class OptimizerConfig:
     """An optimizer, and the schedule of its learning rate: AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), SGD
     with momentum (Sutskever et al. 2013), Lion (Chen et al. 2023, arXiv 2302.06675) or Muon (Jordan 2024).
     """
