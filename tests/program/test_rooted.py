@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardlab.errors import About
 from shardlab.program import Holds, Kind, Mesh, OpKind, Rank, Reduction, Sizes, Spec, World
 from shardlab.program.rooted import Call, collective, want_sound
-from shardlab.rules import update
+from shardlab.rules import sums, update
 from shardlab.rules.layers import rules_of
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Space, form_of
@@ -125,7 +125,7 @@ def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_n
     with refuses("no sum of squares", layer=1):
         update.update(1, gradient(SIX), weight(), opt_state(), largest)
     with refuses("no sum of squares"):
-        update.add(About("add"), [scalar(0b1), largest], ["one", "other"])
+        sums.add(About("add"), [scalar(0b1), largest], ["one", "other"])
     assert collective(by(Reduction.MAX), [largest, scalar(0b1), largest], RANKS, RULES) == [largest] * 3
 
 

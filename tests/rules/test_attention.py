@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardlab.errors import About
 from shardlab.program import Kind, OpKind, Sizes, Spec
 from shardlab.program.rooted import Call, collective
-from shardlab.rules import update
+from shardlab.rules import sums
 from shardlab.rules.attention import attend, attend_backward, pattern, work
 from shardlab.rules.layers import rules_of
 from shardlab.rules.pieces import bits, mask_of
@@ -30,9 +30,7 @@ def spec(kind: Kind, held: set[int], slices: int, layer: int = LAYER, term: Term
 def added(parts: list[Spec]) -> Spec:
     """The sum of parts, in their order."""
     return (
-        update.add(About("add"), parts, [f"part {place}" for place in range(len(parts))])
-        if len(parts) > 1
-        else parts[0]
+        sums.add(About("add"), parts, [f"part {place}" for place in range(len(parts))]) if len(parts) > 1 else parts[0]
     )
 
 

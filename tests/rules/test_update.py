@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.program import Holds, Kind, OpKind, Reduction, Sizes, Spec
-from shardlab.rules import update
+from shardlab.rules import sums, update
 from shardlab.rules.pieces import WHOLE
 from shardlab.rules.spec import Space, form_of
 from tests.rules.toys import Refusals, Toy, is_refused, shard
@@ -45,7 +45,7 @@ def scalar(parts: int, of: int = 4, step: int = 0, reduction: Reduction = Reduct
 
 
 def add(*specs: Spec) -> Spec:
-    return update.add(specs[0].about("add"), specs, ("the first value", "the second value"))
+    return sums.add(specs[0].about("add"), specs, ("the first value", "the second value"))
 
 
 def norm(layer: int, gradient: Spec) -> Spec:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlab.errors import of_layer
 from shardlab.program import Holds, Kind, Mesh, OpKind, Sizes, Spec
-from shardlab.rules import attention, dealing, place, update
+from shardlab.rules import attention, dealing, place, sums, update
 from shardlab.rules.factor import factor_of
 from shardlab.rules.layer import LayerRules
 from shardlab.rules.pieces import WHOLE
@@ -39,7 +39,7 @@ def exchanged(*members: Spec) -> Callable[[], object]:
 
 
 def scaled(by: int, kind: Kind = Kind.GRAD_WEIGHT) -> Spec:
-    return update.scale(rows(kind, by), factor_of(by))
+    return sums.scale(rows(kind, by), factor_of(by))
 
 
 def queries(cells: int, **form: Any) -> Spec:
@@ -76,7 +76,7 @@ def routed_back(term: int) -> object:
 def unevenly_scaled() -> object:
     gradients = [
         rows(Kind.GRAD_ACTIVATION, 0b1, layer=2),
-        update.scale(rows(Kind.GRAD_RESIDUAL, 0b1, layer=3), factor_of(2)),
+        sums.scale(rows(Kind.GRAD_RESIDUAL, 0b1, layer=3), factor_of(2)),
     ]
     return layer_of(BODIES, 1).backward(rows(Kind.ACTIVATION, 0b1), gradients, weight_of(BODIES, 1))
 
@@ -99,7 +99,7 @@ RULES: Calls = {
     "other indices": lambda: BODIES.meet(
         OpKind.ALL_GATHER, *[rows(Kind.ACTIVATION, 0b11, slices={"ffn": n, "head": n}) for n in (1, 2)]
     ),
-    "other factors": lambda: update.add_two(scaled(1), scaled(2)),
+    "other factors": lambda: sums.add_two(scaled(1), scaled(2)),
     "frozen in the norm": lambda: update.want_no_frozen(of_layer("update", 1), rows(Kind.SCALAR, 0), Holds(0b01, 2)),
     "missing microbatches, of cut sequences": lambda: update.norm(7, 1, rows(Kind.GRAD_WEIGHT, 0b0011)),
     "missing terms, of keys": lambda: attention.attend_backward(
@@ -112,8 +112,8 @@ RULES: Calls = {
     "unknown slice": lambda: dealing.slice_of(rows(Kind.WEIGHT, 0), 3, 2),
     "unknown slice, of a layer that deals nothing": parted(5, Holds(1, 2)),
     "wrong kind, sliced": lambda: dealing.slice_of(rows(Kind.SCALAR, 0), 0, 2),
-    "wrong kind, scaled": lambda: update.scale(rows(Kind.WEIGHT, 0), factor_of(2)),
-    "wrong factor": lambda: update.scale(rows(Kind.GRAD_WEIGHT, 0b1), factor_of(0)),
+    "wrong kind, scaled": lambda: sums.scale(rows(Kind.WEIGHT, 0), factor_of(2)),
+    "wrong factor": lambda: sums.scale(rows(Kind.GRAD_WEIGHT, 0b1), factor_of(0)),
     "does not divide, sliced": lambda: dealing.slice_of(rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS), 0, 2),
     "does not divide, slices of sequences": lambda: dealing.slice_of(rows(Kind.ACTIVATION, 0b1), 0, 2),
     "does not divide, into parts of the experts": parted(4, Holds(1, 3)),
@@ -129,17 +129,17 @@ RULES: Calls = {
     ),
     "other factors, gathered": lambda: BODIES.meet(OpKind.ALL_GATHER, scaled(1), scaled(2)),
     "other factors, of one pass": unevenly_scaled,
-    "other sums": lambda: update.add_two(term("ffn"), term("head")),
+    "other sums": lambda: sums.add_two(term("ffn"), term("head")),
     "other pieces, of experts": lambda: layer_of(EXPERTS, 5).forward(
         [buffers(0b1, 0b01)], weight_of(EXPERTS, 5, Holds(0b10, 2))
     ),
     "other pieces, of the routing": lambda: routed_back(0b10),
-    "other dtypes": lambda: update.cast(rows(Kind.GRAD_WEIGHT, 0b1), "float7"),
-    "other dtypes, of one sum": lambda: update.add_two(
-        rows(Kind.GRAD_WEIGHT, 0b1), update.cast(rows(Kind.GRAD_WEIGHT, 0b10), "bfloat16")
+    "other dtypes": lambda: sums.cast(rows(Kind.GRAD_WEIGHT, 0b1), "float7"),
+    "other dtypes, of one sum": lambda: sums.add_two(
+        rows(Kind.GRAD_WEIGHT, 0b1), sums.cast(rows(Kind.GRAD_WEIGHT, 0b10), "bfloat16")
     ),
     "other dtypes, of what is computed with": lambda: layer_of(WHOLE_BLOCKS, 0).forward(
-        [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], update.cast(weight_of(WHOLE_BLOCKS, 0), "bfloat16")
+        [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], sums.cast(weight_of(WHOLE_BLOCKS, 0), "bfloat16")
     ),
     "elsewhere": lambda: place.offload(weight_of(WHOLE_BLOCKS, 0), "attic"),
     "elsewhere, on the disk": lambda: place.offload(rows(Kind.GRAD_WEIGHT, 0b1), "disk"),
@@ -147,11 +147,11 @@ RULES: Calls = {
     "elsewhere, computed with": lambda: layer_of(WHOLE_BLOCKS, 0).forward(
         [rows(Kind.ACTIVATION, 0b1, WHOLE_BLOCKS, 0)], place.offload(weight_of(WHOLE_BLOCKS, 0), "host")
     ),
-    "elsewhere, of one sum": lambda: update.add_two(
+    "elsewhere, of one sum": lambda: sums.add_two(
         rows(Kind.GRAD_WEIGHT, 0b1), place.offload(rows(Kind.GRAD_WEIGHT, 0b10), "host")
     ),
     "wrong kind, offloaded": lambda: place.offload(rows(Kind.SCALAR, 0), "host"),
     "missing terms, offloaded": lambda: place.offload(term("ffn"), "host"),
-    "wrong kind, cast": lambda: update.cast(rows(Kind.SCALAR, 0), "bfloat16"),
-    "wrong step, cast": lambda: update.cast(rows(Kind.WEIGHT, 0, step=1), "bfloat16"),
+    "wrong kind, cast": lambda: sums.cast(rows(Kind.SCALAR, 0), "bfloat16"),
+    "wrong step, cast": lambda: sums.cast(rows(Kind.WEIGHT, 0, step=1), "bfloat16"),
 }

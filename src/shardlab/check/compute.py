@@ -9,8 +9,8 @@ from shardlab.check.rank_state import RankState
 from shardlab.program import Holds, Kind, Op, OpKind, Spec
 from shardlab.program.rooted import Names
 from shardlab.program.tape import LOAD_FIRST, NO_WEIGHT
-from shardlab.rules import dealing, gathers
-from shardlab.rules import update as sums
+from shardlab.rules import dealing, gathers, sums
+from shardlab.rules import update as steps
 from shardlab.rules.layer import BackwardResult
 from shardlab.rules.pieces import counted
 from shardlab.rules.place import want_place
@@ -102,7 +102,7 @@ def update(state: RankState, op: Op) -> None:
     live = state.live
     made = state.rules.update(op[1], [live[number] for number in op[2]], state.trained)
     for number in norms:
-        sums.want_no_frozen(op.about, live[number], Holds(state.trained, state.program.layers))
+        steps.want_no_frozen(op.about, live[number], Holds(state.trained, state.program.layers))
     if state.clips is not None and state.clips != bool(norms):
         given = "some updates of this rank are given the gradient's norm and some are not"
         state.refuse("norm for some", given, "give it to all")
@@ -128,12 +128,12 @@ def _of_logits(rule: Callable[..., Spec], state: RankState, op: Op) -> None:
 
 def loss(state: RankState, op: Op) -> None:
     if op[3]:
-        _of_logits(sums.loss, state, op)
+        _of_logits(steps.loss, state, op)
         return
     if state.trained:
         state.refuse("malformed tape", "makes no gradient, but the program trains", "number the gradient")
     state.want_layer(op, state.program.layers)
-    sums.loss(op[1], *[state.live[number] for number in op[2]])
+    steps.loss(op[1], *[state.live[number] for number in op[2]])
 
 
 def attend(state: RankState, op: Op) -> None:
@@ -145,7 +145,7 @@ def attend_backward(state: RankState, op: Op) -> None:
 
 
 def norm(state: RankState, op: Op) -> None:
-    _computed(partial(sums.norm, state.program.layers), state, op)
+    _computed(partial(steps.norm, state.program.layers), state, op)
 
 
 def slice_(state: RankState, op: Op) -> None:
@@ -237,7 +237,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.CONCATENATE: concatenate,
     OpKind.UPDATE: update,
     OpKind.LOSS: loss,
-    OpKind.LOSS_STATS: partial(_of_logits, sums.loss_stats),
+    OpKind.LOSS_STATS: partial(_of_logits, steps.loss_stats),
     OpKind.LOAD_BATCH: load_batch,
     OpKind.LOAD_WEIGHT: partial(_load, Kind.WEIGHT),
     OpKind.LOAD_OPT_STATE: partial(_load, Kind.OPT_STATE),

@@ -11,7 +11,7 @@ from shardlab.program.loading_verbs import LoadingVerbs
 from shardlab.program.ops import OpKind
 from shardlab.program.tape import compute_op
 from shardlab.program.value import Value
-from shardlab.rules import update
+from shardlab.rules import sums, update
 from shardlab.rules.layer import BackwardResult
 from shardlab.rules.pieces import Holds
 from shardlab.rules.spec import Spec
@@ -276,7 +276,7 @@ class ComputeVerbs(LoadingVerbs):
             Refused: for values of different layers, kinds or slices, and when a contribution would be counted twice.
         """
         try:
-            made = update.add_two(self._read(a, "add"), self._read(b, "add"))
+            made = sums.add_two(self._read(a, "add"), self._read(b, "add"))
         except Refused as refusal:
             raise refusal.at(self.index, len(self.ops)) from None
         output = self.make(made)

@@ -9,7 +9,7 @@ from functools import partial
 from shardlab.program.ops import OpKind
 from shardlab.program.rank_context import RankContext
 from shardlab.program.value import Value
-from shardlab.rules import update
+from shardlab.rules import sums
 from shardlab.rules.factor import Factor, factor_of
 from shardlab.rules.pieces import mask_of
 
@@ -30,7 +30,7 @@ class ScalingVerbs(RankContext):
                 self.refuse("wrong factor", spec.about("scale"), f"{by!r} was given", remedy)
             by = factor_of(by)
         assert isinstance(by, Factor)
-        return self._made_of([value], OpKind.SCALE, partial(update.scale, spec, by), factor=by)
+        return self._made_of([value], OpKind.SCALE, partial(sums.scale, spec, by), factor=by)
 
     def cast(self, value: Value, dtype: str = "") -> Value:
         """A copy of a value in other numbers: in fewer bytes to be moved, in more of them to be summed.
@@ -43,7 +43,7 @@ class ScalingVerbs(RankContext):
             dtype: torch's name of them, as `bfloat16`; nothing for those of its kind, as the run's precision says.
         """
         spec = self._read(value, "cast")
-        return self._made_of([value], OpKind.CAST, partial(update.cast, spec, dtype), dtype=dtype)
+        return self._made_of([value], OpKind.CAST, partial(sums.cast, spec, dtype), dtype=dtype)
 
     def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
         """How many tokens of some microbatches count in the loss, as a factor (None: those of the whole step).

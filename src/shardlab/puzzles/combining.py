@@ -15,7 +15,7 @@ from shardlab.program.waiting import Wait
 from shardlab.puzzles import rules
 from shardlab.puzzles.asyncio_watch import Blocked
 from shardlab.puzzles.values import PuzzleValue, WeightGrad
-from shardlab.rules import update
+from shardlab.rules import sums
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ def combine(parts: list[Brought]) -> list[Any]:
     if first.name == "allgather":
         whole = rules.gather(op, specs, names)
         return [values[0].holding(whole.holds)] * len(values)
-    total = update.add(op, specs, names)
+    total = sums.add(op, specs, names)
     gradient: WeightGrad = values[0].summing(total)
     if first.name == "allreduce":
         return [gradient] * len(values)

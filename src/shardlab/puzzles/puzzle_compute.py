@@ -15,7 +15,7 @@ from shardlab.puzzles.dist import Dist
 from shardlab.puzzles.refusal import PuzzleRefused, derived, judged, stand
 from shardlab.puzzles.stores import Storage, Stores
 from shardlab.puzzles.values import Activation, ActivationGrad, OptState, PuzzleValue, Weight, WeightGrad
-from shardlab.rules import update as sums
+from shardlab.rules import update as steps
 from shardlab.rules.layer import LayerRules
 from shardlab.rules.layers import rules_of
 from shardlab.rules.pieces import common
@@ -86,7 +86,7 @@ class PuzzleCompute(Stores):
     def loss(self, inp: Activation) -> ActivationGrad:
         """The last activation's gradient."""
         with self._judging(About("loss"), inp) as op:
-            sums.loss(self.LAYERS, self._spec(op, "activation", inp))
+            steps.loss(self.LAYERS, self._spec(op, "activation", inp))
         self.note("loss", inp, layer=self.LAYERS)
         return derived(ActivationGrad(self.LAYERS - 1, self.LAYERS, inp.batches, self.BATCHES))
 

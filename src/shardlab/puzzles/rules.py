@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlab.errors import About, Refused, of_layer
 from shardlab.program import Holds, Kind, Spec
-from shardlab.rules import update as sums
+from shardlab.rules import update as steps
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits, common, listed, microbatches_text, plural
 from shardlab.rules.spec import missing_text
@@ -40,7 +40,7 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
     """Refuse an update that is not of the whole batch; the optimizer state may hold more than the weight."""
-    step = sums.full_sum(gradient.form)
+    step = steps.full_sum(gradient.form)
     surplus = gradient.cells & ~step
     if surplus and gradient.layer == layer:
         given = f"{gradient} has {microbatches_text(surplus)} in it"
@@ -51,7 +51,7 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
         raise Refused("missing slices", of_layer("update", layer), given, "give the state of the same slices")
     if gradient.holds.contains(state.holds):
         state = state._replace(form=state.form.but(holds=weight.holds))
-    sums.update(layer, gradient, weight, state)
+    steps.update(layer, gradient, weight, state)
 
 
 def fresh(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:

@@ -18,7 +18,7 @@ from shardlab.program.sizes import PUZZLE_HIDDEN, PUZZLE_LENGTH
 from shardlab.puzzles import rules
 from shardlab.puzzles.pictures import Picture, network_picture
 from shardlab.puzzles.refusal import derived, judged
-from shardlab.rules import update
+from shardlab.rules import sums
 from shardlab.rules.kind import ROW_KINDS
 from shardlab.rules.pieces import bits, mask_of
 from shardlab.rules.spec import Space, form_of
@@ -175,7 +175,7 @@ class WeightGrad(Sharded):
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
         with judged():
-            total = self.summing(update.add_two(self.spec, other.spec))
+            total = self.summing(sums.add_two(self.spec, other.spec))
         return derived(total, self, other)
 
     def summing(self, spec: Spec) -> WeightGrad:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shardlab.errors import About, Refused
-from shardlab.rules import update
+from shardlab.rules import sums
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.pieces import Holds, common
 from shardlab.rules.spec import KEY, Form, Spec
@@ -39,7 +39,7 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     if form.term is not None and form.term.merged:
         given = f"{specs[0]} is no term of a sum, since each rank has its own queries"
         raise Refused("merged terms", op, given, "add what one rank's queries have met")
-    return update.add(op, specs, names)
+    return sums.add(op, specs, names)
 
 
 @lru_cache(maxsize=1 << 12)
