@@ -187,7 +187,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def config_of(options: Options) -> AdamW:
+def config_of(options: Options) -> OptimizerConfig:
     return OptimizerConfig(learning_rate=6e-4, clip=1.0, schedule_steps=options.warm_up + options.steps, warmup_steps=2)
 
 

@@ -118,7 +118,7 @@ SENTENCES = {
     ),
     ("programs", "wrong expectation"): (
         "rank 0, op 0 recv: 'weight' is not a store; expect one of weights, opt_states, activations, "
-        "grad_activations, grad_weights, residuals, grad_residuals, routing, grad_routing, stats, queries, "
+        "grad_activations, grad_weights, directions, residuals, grad_residuals, routing, grad_routing, stats, queries, "
         "keys_values, grad_queries, grad_keys_values, scalars."
     ),
     ("programs", "wrong expectation, of one word"): (

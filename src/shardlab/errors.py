@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 Rule = Literal[
     "a term", "another rank's value", "autograd's own", "awaited something else", "batch of messages", "can hang",
-    "counted twice", "cut sequences", "deadlock", "does not divide", "elsewhere", "endless", "freed", "frozen",
+    "counted twice", "cut matrices", "cut sequences", "deadlock", "does not divide", "elsewhere", "endless", "freed",
+    "frozen",
     "frozen and not kept", "frozen in the norm", "in flight", "left over", "loaded twice", "made up",
     "malformed tape", "masked keys", "merged terms", "missing microbatches", "missing pieces", "missing slices",
     "missing terms", "moved twice", "never stored", "no forward", "no reduction", "no sum of squares", "no term",

@@ -76,6 +76,10 @@ PLANS = {  # half-blocks: with and without slices of sequences, states, pipeline
     "experts tensor": Planned(Plan(Mesh(tp=2, ep=2)), 2, "routed", 2),
     "experts apart": Planned(Plan(Mesh(tp=2, ep=2), "zb-h1", recompute="selective"), 2, "routed apart", 4),
     "experts shared": Planned(Plan(Mesh(cp=2)), 2, "routed apart", 1),
+    # matrices that are stepped whole, of which ranks keep slices
+    "muon zero_1": Planned(Plan(Mesh(dp_shard=2), shard_optimizer=SHARD), 2, "whole", 2, muon=True),
+    "muon tensor zero_1": Planned(Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD), 1, "halves", 2, muon=True),
+    "muon experts": Planned(Plan(Mesh(tp=2, ep=2)), 2, "routed", 2, muon=True),
 }
 
 UNHARMFUL = {
@@ -243,6 +247,14 @@ def test_tapes_of_another_world_are_refused() -> None:
         ("squares of a tied weight twice", "tied", told("counted twice", doubled=(0, 4))),
         ("head updated as if alone", "tied pipeline", told("missing microbatches", layer=0, missing=(0, 1))),
         ("residual for branch", "sequence", told("wrong kind", layer=1)),
+        ("update without the direction", "muon zero_1", told("cut matrices", layer=0, missing=(1,))),
+        ("direction not gathered", "muon tensor zero_1", told("cut matrices", layer=0, missing=(0, 2, 3))),
+        ("direction not gathered", "muon experts", told("cut matrices", layer=5, missing=(1,))),
+        ("direction of another layer", "muon zero_1", told("wrong layer", layer=1)),
+        ("direction of another gradient", "muon zero_1", told("missing microbatches", layer=0, missing=(0,))),
+        ("direction without the norm", "muon zero_1", told("norm for some", layer=1)),
+        ("direction with a part of the norm", "muon zero_1", told("partial norm", layer=0, missing=(1, 2, 3))),
+        ("direction with a new state", "muon zero_1", told("freed", layer=0)),
         ("slice of another rank", "tensor", told("pieces overlap", layer=7, doubled=(1,))),
         ("squares counted on every rank", "tensor", told("counted twice", doubled=(2, 3, 6, 7, 10, 11))),
         ("double reduce", "split_fsdp", told("counted twice", doubled=(0, 1, 2, 3))),

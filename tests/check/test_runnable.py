@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardlab.check import check
@@ -33,6 +35,31 @@ def sends(store: str) -> Strategy:
             await rank.recv(source=0)
 
     return strategy
+
+
+async def turns_as_a_whole_and_steps_in_halves(rank: Rank) -> None:
+    """One layer, whose direction is that of one state, of which each half is then updated."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch(rank.microbatches)
+    rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
+    gradient = rank.loss(rank.activations.pop(1))
+    rank.grad_weights[0], _ = rank.backward(0, rank.activations.pop(0), gradient, rank.weights[0])
+    rank.directions[0] = rank.direction(0, rank.grad_weights[0], rank.opt_states[0])
+    for half in range(2):
+        weight, state = rank.slice(rank.weights[0], half, 2), rank.slice(rank.opt_states[0], half, 2)
+        rank.weights[0, half], rank.opt_states[0, half] = rank.update(
+            0, rank.grad_weights[0], weight, state, direction=rank.directions[0]
+        )
+    rank.weights[0] = rank.concatenate(rank.weights.pop((0, half)) for half in range(2))
+    rank.opt_states[0] = rank.concatenate(rank.opt_states.pop((0, half)) for half in range(2))
+
+
+def test_a_state_that_is_stepped_in_other_slices_than_its_direction_s_runs_nowhere() -> None:
+    program = trace(turns_as_a_whole_and_steps_in_halves, 1, replace(Sizes.puzzle(1), whole_matrices=True), 1)
+    assert judge(program).right
+    found = check(program).not_runnable
+    tells(found, "not runnable", layer=0)
+    assert "no update steps opt_states[0] as it is" in str(found)
 
 
 async def gathers_uneven_batches(rank: Rank) -> None:

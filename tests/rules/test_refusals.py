@@ -72,6 +72,28 @@ SENTENCES = {
         "update(layer 1): the norm given is scalars (the max of several ranks'); give the sum of all squares,"
         " which alone is the gradient's norm."
     ),
+    ("update", "update, a part of a matrix"): (
+        "update(layer 1): the optimizer state holds slices 0 of 2, but Muon steps whole matrices; all_gather "
+        "rank.direction(layer, gradient, opt_state) over the ranks that have the other slices, and give it as "
+        "direction; or take a plan, such as zero-3, which does so."
+    ),
+    ("update", "update, a direction of a part"): (
+        "update(layer 1): the direction holds slices 0-1 of 4, but Muon steps whole matrices; all_gather "
+        "rank.direction(layer, gradient, opt_state) over the ranks that have the other slices, and give it as "
+        "direction; or take a plan, such as zero-3, which does so."
+    ),
+    ("update", "update, an old direction"): (
+        "update(layer 1): directions[1] (step 1) was given, with grad_weights[1] (microbatches 0-3); give this step's "
+        "own."
+    ),
+    ("update", "direction, elements"): (
+        "direction(layer 1): the optimizer steps each element of this layer by itself; leave it out, and update with "
+        "the gradient alone."
+    ),
+    ("update", "direction, stale state"): (
+        "direction(layer 1): the optimizer state is of step 1 and the gradient of step 0; both must be of one step. "
+        "Update each slice exactly once a step."
+    ),
     ("update", "norm, layer"): (
         "norm(layer 0): grad_weights[1] (microbatches 0-3) was given; give a gradient of layer 0."
     ),

@@ -28,6 +28,10 @@ def state(layer: int = 1, holds: Holds = WHOLE, step: int = 0) -> Spec:
     return TOY.spec_of(Kind.OPT_STATE, layer, 0, holds, step)
 
 
+def way(layer: int = 1, holds: Holds = WHOLE, step: int = 0) -> Spec:
+    return TOY.spec_of(Kind.DIRECTION, layer, 0, holds, step)
+
+
 def activation(layer: int) -> Spec:
     return TOY.spec_of(Kind.ACTIVATION, layer, 0b11)
 
@@ -50,6 +54,20 @@ def add(*specs: Spec) -> Spec:
 
 def norm(layer: int, gradient: Spec) -> Spec:
     return update.norm(LAYERS, layer, gradient)
+
+
+def test_a_direction_is_of_the_state_s_slices_and_the_whole_updates_a_slice() -> None:
+    mine = shard(1, 4)
+    assert update.direction(1, grad_weight(), state(holds=mine)) == way(holds=mine)
+    made = update.update(1, grad_weight(holds=mine), weight(), state(holds=mine), None, way(), pieces=1)
+    assert made == (weight(holds=mine, step=1), state(holds=mine, step=1))
+
+
+def test_each_piece_of_experts_has_matrices_of_its_own() -> None:
+    mine, expert = shard(1, 4), Holds(0b0011, 4)
+    made = update.update(1, grad_weight(), weight(), state(holds=mine), None, way(holds=expert), pieces=2)
+    assert made[1] == state(holds=mine, step=1)
+    assert update.update(1, grad_weight(), weight(), state(holds=expert), pieces=2)[1].holds == expert
 
 
 def test_loss_makes_the_gradient_of_the_last_activation() -> None:
@@ -230,6 +248,40 @@ REFUSALS: Refusals = {
     "update, the largest of norms": (
         lambda: update.update(1, grad_weight(), weight(), state(), scalar(0b1111, reduction=Reduction.MAX)),
         told("no sum of squares", layer=1),
+    ),
+    "update, a part of a matrix": (
+        lambda: update.update(1, grad_weight(), weight(), state(holds=shard(0, 2)), pieces=1),
+        told("cut matrices", layer=1, missing=(1,)),
+    ),
+    "update, a direction of a part": (
+        lambda: update.update(
+            1, grad_weight(), weight(), state(holds=shard(0, 4)), None, way(holds=Holds(0b0011, 4)), pieces=1
+        ),
+        told("cut matrices", layer=1, missing=(2, 3)),
+    ),
+    "update, another layer's direction": (
+        lambda: update.update(1, grad_weight(), weight(), state(), None, way(0), pieces=1),
+        told("wrong layer", layer=1),
+    ),
+    "update, an old direction": (
+        lambda: update.update(1, grad_weight(), weight(), state(), None, way(step=1), pieces=1),
+        told("wrong step", layer=1),
+    ),
+    "direction, elements": (
+        lambda: update.direction(1, grad_weight(), state(), pieces=None),
+        told("cut matrices", layer=1),
+    ),
+    "direction, microbatches": (
+        lambda: update.direction(1, grad_weight(0b0101), state()),
+        told("missing microbatches", layer=1, missing=(1, 3)),
+    ),
+    "direction, stale state": (
+        lambda: update.direction(1, grad_weight(), state(step=1)),
+        told("wrong step", layer=1),
+    ),
+    "direction, slices": (
+        lambda: update.direction(1, grad_weight(holds=shard(0, 2)), state()),
+        told("missing slices", layer=1, missing=(1,)),
     ),
     "norm, kind": (
         lambda: norm(1, weight()),

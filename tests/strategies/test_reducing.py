@@ -199,3 +199,38 @@ def test_a_pipelines_rank_is_bounded_by_its_own_largest_block() -> None:
         elif op.kind is OpKind.WAIT:
             at_once = 0
         assert at_once <= 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "axes"),
+    [
+        (Plan(MESH, shard_optimizer=SHARD), Sizes.puzzle(3), ["dp_shard"]),
+        (Plan(MESH, shard_optimizer=BOTH), Sizes.puzzle(3), ["dp_replicate", "dp_shard"]),
+        (Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=SHARD), Sizes.half_blocks(1), ["dp_shard", "tp"]),
+        (Plan(Mesh(dp_shard=2, ep=2), shard_optimizer=SHARD), Sizes.mixture(1), ["dp_shard"]),
+        (Plan(MESH), Sizes.puzzle(3), []),
+    ],
+    ids=str,
+)
+def test_directions_of_whole_matrices_are_gathered_over_the_axes_that_cut_these(
+    plan: Plan, model: Sizes, axes: list[str]
+) -> None:
+    program = trace(planned(plan), plan.mesh, replace(model, whole_matrices=True), 2 * plan.data_ranks)
+    assert judge(program).right
+    proof = check(program)
+    assert proof.drifts == []
+    gathers = [
+        (op.layer, str(op.group))
+        for op in program.tapes[0]
+        if op.kind is OpKind.ALL_GATHER and proof.specs[0][op.inputs[0]].kind is Kind.DIRECTION
+    ]
+    assert sorted(gathers) == sorted((layer, axis) for layer in program.sizes.directed for axis in axes)
+
+
+def test_the_next_layer_s_direction_is_gathered_while_one_is_updated() -> None:
+    plan = Plan(Mesh(dp_shard=2), shard_optimizer=SHARD)
+    tape = trace(planned(plan), plan.mesh, replace(Sizes.puzzle(4), whole_matrices=True), 2).tapes[0]
+    order = [(op.kind, op.layer) for op in tape if op.kind in (OpKind.DIRECTION, OpKind.UPDATE)]
+    way, step = OpKind.DIRECTION, OpKind.UPDATE
+    steps = [(way, 0), (way, 1), (step, 0), (way, 2), (step, 1), (way, 3), (step, 2), (step, 3)]
+    assert order == steps

@@ -41,7 +41,8 @@ ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.ZERO_GRADIENT: ((0,), (1,)),
     OpKind.SLICE: ((1,), (1,)),
     OpKind.CONCATENATE: (tuple(range(1, 100)), (1,)),
-    OpKind.UPDATE: ((3, 4), (2,)),
+    OpKind.DIRECTION: ((2, 3), (1,)),
+    OpKind.UPDATE: ((3, 4, 5), (2,)),
     OpKind.ALL_REDUCE: ((1,), (1,)),
     OpKind.ALL_GATHER: ((1,), (1,)),
     OpKind.REDUCE_SCATTER: ((1,), (1,)),
@@ -129,7 +130,7 @@ class Interpreter:
     def _compare(self) -> Verdict:
         """The final slices against one device's, and nothing left over."""
         self.links.finish()
-        clips = any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for rank in self.ranks for op in rank.ops)
+        clips = any(rank.clips for rank in self.ranks)
         trained = {layer for rank in self.ranks for kind, layer, _ in rank.loaded if kind is OpKind.LOAD_OPT_STATE}
         frozen = frozenset(range(len(self.network.weights))) - trained if trained else frozenset[int]()
         final = one_device(self.network, self.program.microbatches, clips, frozen)

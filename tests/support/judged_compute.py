@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,8 @@ from shardlab.program import Op, OpKind
 from tests.support.judged_collectives import combined, scattered_columns, scattered_rows
 from tests.support.judged_memory import elements_of
 from tests.support.judged_rank import JudgedRank
-from tests.support.one_device import initial, squares, update_slice
+from tests.support.one_device import direction as direction_of
+from tests.support.one_device import initial, squares, update_slice, way_of_whole
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, owned, summed
 from tests.support.toy_network import Network
 
@@ -166,18 +167,52 @@ def concatenate(rank: JudgedRank, op: Op, network: Network, microbatches: int) -
     rank.write(op.outputs[0], combined(OpKind.ALL_GATHER, pieces, network.sequence)[0])
 
 
-def update(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    gradient, weight, state, *norms = (rank.read(number) for number in op.inputs)
-    if any(norm.data.shape != (1,) or norm.where for norm in norms):
+def _elements(value: Piece, where: tuple[int, ...]) -> Array:
+    """Some of what a value holds."""
+    places = {e: i for i, e in enumerate(value.where)}
+    if value.data.ndim != 1 or any(e not in places for e in where):
+        raise BrokenTape("the gradient, the weight or the direction lacks elements")
+    return value.data[[places[e] for e in where]]
+
+
+def _squared(norms: Sequence[Piece]) -> int:
+    if len(norms) > 1 or any(norm.data.shape != (1,) or norm.where for norm in norms):
         raise BrokenTape("the norm is not a number")
-    parts: list[Array] = []
-    for value in (gradient, weight):
-        places = {e: i for i, e in enumerate(value.where)}
-        if value.data.ndim != 1 or any(e not in places for e in state.where):
-            raise BrokenTape("the gradient or the weight lacks elements")
-        parts.append(value.data[[places[e] for e in state.where]])
-    squared = sum(int(norm.data[0]) for norm in norms)
-    new, new_state = update_slice(op.layer, parts[1], state.data, parts[0], squared)
+    return sum(int(norm.data[0]) for norm in norms)
+
+
+def _matrices(op: Op, network: Network) -> int:
+    """How many matrices are stepped whole."""
+    if op.layer not in network.weights:
+        raise BrokenTape("there is no such layer")
+    return network.matrices[op.layer]
+
+
+def direction(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    gradient, state, *norms = (rank.read(number) for number in op.inputs)
+    if not _matrices(op, network):
+        raise BrokenTape("elements have no direction")
+    made = direction_of(op.layer, state.data, _elements(gradient, state.where), _squared(norms))
+    rank.write(op.outputs[0], Piece(state.where, made))
+
+
+def update(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
+    gradient, weight, state, *others = (rank.read(number) for number in op.inputs)
+    ways = others[-1:] if others and others[-1].where else []
+    norms = others[: len(others) - len(ways)]
+    parts, squared = [_elements(value, state.where) for value in (gradient, weight)], _squared(norms)
+    rank.clips = rank.clips or bool(norms)
+    matrices = _matrices(op, network)
+    if ways and not matrices:
+        raise BrokenTape("elements have no direction")
+    way: Array | int = 0
+    if matrices:
+        own = Piece(state.where, direction_of(op.layer, state.data, parts[0], squared))
+        whole = ways[0] if ways else own
+        if whole.data.ndim != 1:
+            raise BrokenTape("the direction has rows")
+        way = _elements(Piece(whole.where, way_of_whole(matrices, whole.where, whole.data)), state.where)
+    new, new_state = update_slice(op.layer, parts[1], state.data, parts[0], squared, way)
     rank.delete(op.inputs[1])
     rank.delete(op.inputs[2])
     new = rank.weights.step(op.layer, state, parts[1], new, rank.being_read())
@@ -209,6 +244,7 @@ COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,
+    OpKind.DIRECTION: direction,
     OpKind.UPDATE: update,
     OpKind.FREE: free,
 }

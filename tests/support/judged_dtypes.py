@@ -7,7 +7,8 @@ from tests.support.judged_rank import JudgedRank
 from tests.support.pieces import BrokenTape
 
 _KEEPS = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.ADD, OpKind.CONCATENATE})
-_ANY = {OpKind.CAST: 1, OpKind.FREE: 1, OpKind.NORM: 1, OpKind.UPDATE: 1} | dict.fromkeys(_KEEPS, 99)
+_OF_GRADIENTS = frozenset({OpKind.NORM, OpKind.DIRECTION, OpKind.UPDATE})
+_ANY = {OpKind.CAST: 1, OpKind.FREE: 1} | dict.fromkeys(_OF_GRADIENTS, 1) | dict.fromkeys(_KEEPS, 99)
 """How many of its first inputs an op takes in any dtype."""
 
 

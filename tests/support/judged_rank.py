@@ -23,6 +23,7 @@ class JudgedRank:
         in_flight: handle to (value read, value made, index of the op).
         arrived: handle to what it has brought (None: nothing).
         loaded: what was loaded: the op's kind, the layer, and the elements; and where that lies.
+        clips: whether an update was given a norm.
     """
 
     def __init__(self, index: int, ops: list[Op]) -> None:
@@ -36,6 +37,7 @@ class JudgedRank:
         self.in_flight: dict[int, tuple[int | None, int | None, int]] = {}
         self.arrived: dict[int, Piece | None] = {}
         self.loaded: dict[tuple[OpKind, int, tuple[int, ...]], str] = {}
+        self.clips = False
 
     def read(self, number: int) -> Piece:
         if number not in self.memory:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.support import (
     mutations_of_attention,
     mutations_of_collectives,
+    mutations_of_directions,
     mutations_of_dtypes,
     mutations_of_exchanges,
     mutations_of_halves,
@@ -33,6 +34,7 @@ __all__ = [
     "moved",
     "mutations_of_attention",
     "mutations_of_collectives",
+    "mutations_of_directions",
     "mutations_of_dtypes",
     "mutations_of_exchanges",
     "mutations_of_halves",

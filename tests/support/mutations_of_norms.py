@@ -69,7 +69,7 @@ def update_with_a_part_of_the_norm(program: Program) -> Iterator[Program]:
     for rank, _, op in places(program, OpKind.UPDATE):
         tape = program.tapes[rank]
         for number in sorted(scalars(tape) - set(op.inputs)):
-            given = op._replace(inputs=(*op.inputs[:3], number))
+            given = op._replace(inputs=(*op.inputs[:3], number, *op.inputs[4:]))
             yield with_tape(program, rank, [given if o == op else o for o in living_on(tape, number)])
 
 
@@ -77,12 +77,16 @@ def update_with_a_part_of_the_norm(program: Program) -> Iterator[Program]:
 def update_without_the_norm(program: Program) -> Iterator[Program]:
     """One update, or all of a rank's."""
     for rank, at, op in places(program, OpKind.UPDATE):
-        if len(op.inputs) == 4:
-            yield changed(program, rank, at, op._replace(inputs=op.inputs[:3]))
+        if len(op.inputs) > 3:
+            yield changed(program, rank, at, _without_norm(op))
     for rank, tape in enumerate(program.tapes if program.ranks > 1 else []):
-        plain = [op._replace(inputs=op.inputs[:3]) if op.kind is OpKind.UPDATE else op for op in tape]
+        plain = [_without_norm(op) if op.kind is OpKind.UPDATE else op for op in tape]
         if plain != tape:
             yield with_tape(program, rank, plain)
+
+
+def _without_norm(update: Op) -> Op:
+    return update._replace(inputs=(*update.inputs[:3], *update.inputs[4:]))
 
 
 @mutation
@@ -107,7 +111,7 @@ def _reduced_last(program: Program, rank: int, op: Op) -> list[Op]:
     wait = tape[wait_of(program, rank, op.handle)]
     once = Op(OpKind.FREE, -1, op.inputs)
     tape = renamed([o for o in tape if o not in (op, wait, once)], op.outputs[0], op.inputs[0])
-    first = next((i for i, o in enumerate(tape) if o.kind is OpKind.UPDATE and len(o.inputs) == 4), None)
+    first = next((i for i, o in enumerate(tape) if o.kind is OpKind.UPDATE and len(o.inputs) > 3), None)
     if first is None:
         return tape
     norm = tape[first].inputs[3]

@@ -7,17 +7,38 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.pieces import ELEMENTS, PRIME, Array, Piece
+from tests.support.pieces import ELEMENTS, PRIME, Array, BrokenTape, Piece
 from tests.support.toy_layers import EVERYWHERE
 from tests.support.toy_network import HANDS_ON, Network
 
 # The optimizer is any function of weight, state and gradient.
 
 
-def update_slice(layer: int, weight: Array, state: Array, gradient: Array, norm: int = 0) -> tuple[Array, Array]:
+def update_slice(
+    layer: int, weight: Array, state: Array, gradient: Array, norm: int = 0, way: Array | int = 0
+) -> tuple[Array, Array]:
     gradient = gradient * (norm + 1) % PRIME
     new_state = (11 * state + gradient * gradient + layer) % PRIME
-    return (weight + 5 * new_state - 3 * gradient) % PRIME, new_state
+    return (weight + 5 * new_state - 3 * gradient + way) % PRIME, new_state
+
+
+def direction(layer: int, state: Array, gradient: Array, norm: int = 0) -> Array:
+    gradient = gradient * (norm + 1) % PRIME
+    return (13 * state + 7 * gradient * state % PRIME + layer + 1) % PRIME
+
+
+def way_of_whole(matrices: int, where: tuple[int, ...], values: Array) -> Array:
+    """How each element goes depends on all of its matrix, of which a layer has so many."""
+    size = ELEMENTS // matrices
+    whole = np.zeros(ELEMENTS, np.int64)
+    whole[list(where)] = values
+    held = np.zeros(ELEMENTS, np.bool_)
+    held[list(where)] = True
+    sums = (whole * (np.arange(ELEMENTS) + 1) % PRIME).reshape(matrices, size).sum(1) % PRIME
+    complete = [bool(held[at : at + size].all()) for at in range(0, ELEMENTS, size)]
+    if not all(complete[place // size] for place in where):
+        raise BrokenTape("a part of a matrix is stepped by itself")
+    return (np.repeat(sums, size) * (whole + 1) % PRIME)[list(where)]
 
 
 def initial(layer: int) -> tuple[Array, Array]:
@@ -39,7 +60,14 @@ def one_device(
     made = list(enumerate(gradients(network, microbatches)))
     parts = [squares(layer, EVERYWHERE, dw) for layer, dw in made if layer not in frozen]
     norm = sum(parts) % PRIME if clips else 0
-    return [initial(layer) if layer in frozen else update_slice(layer, *initial(layer), dw, norm) for layer, dw in made]
+    stepped: list[tuple[Array, Array]] = []
+    for layer, dw in made:
+        weight, state = initial(layer)
+        matrices, way = network.matrices[layer], 0
+        if matrices:
+            way = way_of_whole(matrices, EVERYWHERE, direction(layer, state, dw, norm))
+        stepped.append((weight, state) if layer in frozen else update_slice(layer, weight, state, dw, norm, way))
+    return stepped
 
 
 def gradients(network: Network, microbatches: int) -> list[Array]:

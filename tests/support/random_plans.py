@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from hypothesis import strategies as st
@@ -49,16 +49,17 @@ SLICED_OVER = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for one of `MODELS` of some size."""
+    """A plan for one of `MODELS` of some size; with Muon it steps whole matrices."""
 
     plan: Plan
     layers: int
     model: str
     microbatches: int
+    muon: bool = False
 
     @property
     def program(self) -> Program:
-        sizes = self.plan.counted(MODELS[self.model](self.layers))
+        sizes = replace(self.plan.counted(MODELS[self.model](self.layers)), whole_matrices=self.muon)
         return trace(planned(self.plan), self.plan.mesh, sizes, self.microbatches)
 
 
@@ -126,7 +127,7 @@ def random_plan(seed: int, model: str | None = None, ranks: int = 8) -> Planned:
         reduce_at=random.choice(["layer", "step"]),
     )
     microbatches = plan.data_ranks * random.randint(most, max(3, most))
-    return Planned(plan, layers, model, microbatches)
+    return Planned(plan, layers, model, microbatches, muon=random.random() < 0.3)
 
 
 def plans(model: str | None = None) -> st.SearchStrategy[Planned]:

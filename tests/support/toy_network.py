@@ -54,6 +54,7 @@ class Network:
         tied: whether the last layer computes with the weight of the first.
         slices: into how many slices experts are cut, and each one's features.
         gates: whether experts have gates.
+        matrices: how many each layer has that are stepped whole (0: its elements are stepped).
     """
 
     kinds: tuple[str, ...]
@@ -61,6 +62,7 @@ class Network:
     tied: bool = False
     slices: tuple[int, int] = (1, 1)
     gates: bool = False
+    matrices: tuple[int, ...] = ()
 
     @cached_property
     def layers(self) -> list[ToyLayer]:
@@ -167,4 +169,6 @@ def network_of(program: Program) -> Network:
     layers, mesh = program.sizes.signatures, program.mesh
     of_features = any({"expert", "ffn"} <= set(layer.cut) for layer in layers)
     experts = mesh.ep * mesh.cp, mesh.tp if of_features else 1
-    return Network(kinds, sequence, program.sizes.tied, experts, any(layer.routes for layer in layers))
+    whole = program.sizes.directed
+    matrices = tuple((experts[0] if kind == "experts" else 1) if n in whole else 0 for n, kind in enumerate(kinds))
+    return Network(kinds, sequence, program.sizes.tied, experts, any(layer.routes for layer in layers), matrices)

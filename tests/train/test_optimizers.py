@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardlab.errors import UserError
 from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.optimizer import want_whole_matrices
-from shardlab.models import GPT, MoE
-from shardlab.program import Kind, Mesh
+from shardlab.models import GPT, MLP, Blocks, Llama, MoE
+from shardlab.program import Kind, Mesh, OpKind, Refused
 from shardlab.program.precision import Optimizer
 from shardlab.strategies.plan import Plan
 from shardlab.train.cases import SHARDINGS
@@ -29,7 +27,13 @@ MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, bias=False)
 
 PIPELINE = Plan(Mesh(pp=2))
 OWNING = {"ddp": SHARDINGS["ddp"], "1f1b": PIPELINE, "ep": SHARDINGS["ep"], "cp": SHARDINGS["cp"]}
-CUTTING = {name: SHARDINGS[name] for name in ("zero-1", "fsdp", "tp", "tp+sp+zero-1")}
+CUTTING = {
+    name: SHARDINGS[name]
+    for name in ("zero-1", "zero-2", "fsdp", "hsdp", "partial", "tp", "tp+sp+zero-1", "tp+fsdp", "cp+zero-2", "ep+fsdp")
+}
+LLAMA = Llama(layers=2, hidden_size=16, heads=4, kv_heads=2, seq_len=8)
+EXPERTS = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, activation="swiglu")
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "sgd", "lion", "muon")
 
 
 def job_of(plan: Plan, optimizer: Optimizer, precision: str = "fp64") -> Job:
@@ -39,7 +43,7 @@ def job_of(plan: Plan, optimizer: Optimizer, precision: str = "fp64") -> Job:
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("sharding", [*OWNING, *CUTTING])
+@pytest.mark.parametrize("sharding", [*OWNING, "zero-1", "fsdp", "tp", "tp+sp+zero-1"])
 @pytest.mark.parametrize("optimizer", ["sgd", "lion"])
 def test_an_elementwise_optimizer_is_one_device_s_under_every_sharding(
     ranks: World, optimizer: Optimizer, sharding: str, precision: str
@@ -50,18 +54,40 @@ def test_an_elementwise_optimizer_is_one_device_s_under_every_sharding(
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("sharding", [*OWNING, "zero-1", "fsdp"])  # two layers are cut in the embedding and the head
-def test_muon_is_one_device_s_where_ranks_keep_whole_matrices(ranks: World, sharding: str, precision: str) -> None:
+@pytest.mark.parametrize("sharding", [*OWNING, *CUTTING])
+def test_muon_is_one_device_s_under_every_sharding(ranks: World, sharding: str, precision: str) -> None:
     job = job_of((OWNING | CUTTING)[sharding], "muon", precision)
-    verdict = ranks(job.ranks).call(verify_rank, CPU, job, 3)[0]
+    verdict = ranks(job.ranks).call(verify_rank, CPU, replace(job, model=replace(job.model, layers=3)), 3)[0]
     assert verdict.ok, verdict
 
 
-@pytest.mark.parametrize("sharding", CUTTING)
-def test_muon_is_refused_where_a_matrix_is_cut(sharding: str) -> None:
-    job = replace(job_of(CUTTING[sharding], "muon"), model=replace(MODEL, layers=3))
-    with pytest.raises(UserError, match=r"muon steps whole matrices, but .* of layer .* is cut among ranks"):
-        want_whole_matrices(job.checked(), job.cut, OptimizerConfig(optimizer="muon"))
+@pytest.mark.parametrize("model", [LLAMA, EXPERTS], ids=["queries share keys", "experts in slices"])
+def test_muon_steps_matrices_whose_pieces_lie_otherwise(ranks: World, model: Blocks) -> None:
+    plan = Plan(Mesh(dp_shard=2, tp=2), shard_optimizer=("dp_shard",), sequence_parallel=True)
+    plan = Plan(Mesh(tp=2, ep=2)) if isinstance(model, MoE) else plan
+    verdict = ranks(4).call(verify_rank, CPU, replace(job_of(plan, "muon"), model=model), 3)[0]
+    assert verdict.ok, verdict
+
+
+def test_fsdp_s_page_gathers_directions_for_muon_alone(ranks: World) -> None:
+    job = Job("fsdp", 2, 2, MODEL, 2, "fp64", optimizer="muon")
+    verdict = ranks(2).call(verify_rank, CPU, job, 3)[0]
+    assert verdict.ok, verdict
+    directions = [
+        [op.layer for op in replace(job, optimizer=each).checked().program.tapes[0] if op.kind is OpKind.DIRECTION]
+        for each in OPTIMIZERS
+    ]
+    assert directions == [[], [], [], [0, 1]]
+
+
+@pytest.mark.parametrize("name", ["wsdp", "tensor-parallel", "column-parallel"])
+def test_a_page_that_steps_parts_of_matrices_is_refused_and_told_what_to_gather(name: str) -> None:
+    model = MLP(layers=2, hidden_size=16, seq_len=8) if name == "column-parallel" else MODEL
+    with pytest.raises(Refused, match=r"state holds slices [01] of 2, but Muon steps whole") as refusal:
+        Job(name, 2, 2, model, 2, optimizer="muon").checked()
+    assert refusal.value.rule == "cut matrices"
+    assert refusal.value.remedy.startswith("all_gather rank.direction(layer, gradient, opt_state)")
+    assert Job(name, 2, 2, model, 2).checked()
 
 
 def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:
@@ -81,7 +107,7 @@ def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_an_optimizer_s_state_has_the_bytes_that_are_predicted(
     ranks: World, optimizer: Optimizer, precision: str, ema: float | None

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardlab.errors import Refused
-from shardlab.program import OpKind, Program, Spec
+from shardlab.program import Kind, OpKind, Program, Spec
 from shardlab.program.matching import Communication
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ class Checked:
     @cached_property
     def clips(self) -> bool:
         """Whether updates are given the gradient's norm: all of a program's are, or none."""
-        ops = (op for tape in self.program.tapes for op in tape)
-        return any(op.kind is OpKind.UPDATE and len(op.inputs) == 4 for op in ops)
+        updates = (
+            (rank, op) for rank, tape in enumerate(self.program.tapes) for op in tape if op.kind is OpKind.UPDATE
+        )
+        return any(self.specs[rank][number].kind is Kind.SCALAR for rank, op in updates for number in op.inputs[3:])
 
     def why_not(self, backend: str) -> Refused | None:
         """Why the program does not run on a backend; None if it does."""

@@ -96,23 +96,35 @@ def add(state: RankState, op: Op) -> None:
     state.make(total, made)
 
 
+def direction(state: RankState, op: Op) -> None:
+    read = [state.live[number] for number in op[2]]
+    made = state.rules.direction(op[1], read, state.trained)
+    _want_norms_alike(state, op, *read[2:])
+    state.make(op[3][0], made)
+
+
 def update(state: RankState, op: Op) -> None:
-    norms = op[2][3:]
     new_weight, new_state = op[3]
     live = state.live
-    made = state.rules.update(op[1], [live[number] for number in op[2]], state.trained)
-    for number in norms:
-        steps.want_no_frozen(op.about, live[number], Holds(state.trained, state.program.layers))
-    if state.clips is not None and state.clips != bool(norms):
-        given = "some updates of this rank are given the gradient's norm and some are not"
-        state.refuse("norm for some", given, "give it to all")
-    state.clips = bool(norms)
+    read = [live[number] for number in op[2]]
+    made = state.rules.update(op[1], read, state.trained)
+    _want_norms_alike(state, op, steps.norm_and_direction(read[3:])[0])
     for number in (op[2][place] for place in OpKind.UPDATE.row.ends):
         if state.reading.get(number):
             state.refuse("in flight", f"{live[number]} is still read by a communication in flight", "wait for it first")
         del live[number]
     state.make(new_weight, made[0])
     state.make(new_state, made[1])
+
+
+def _want_norms_alike(state: RankState, op: Op, norm: Spec | None = None) -> None:
+    """Want a norm of what is trained alone, and one for each update of this rank or for none."""
+    if norm is not None:
+        steps.want_no_frozen(op.about, norm, Holds(state.trained, state.program.layers))
+    if state.clips is not None and state.clips != (norm is not None):
+        given = "some updates of this rank are given the gradient's norm and some are not"
+        state.refuse("norm for some", given, "give it to all")
+    state.clips = norm is not None
 
 
 def _computed(rule: Callable[..., Spec | Sequence[Spec]], state: RankState, op: Op) -> None:
@@ -235,6 +247,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slice_,
     OpKind.CONCATENATE: concatenate,
+    OpKind.DIRECTION: direction,
     OpKind.UPDATE: update,
     OpKind.LOSS: loss,
     OpKind.LOSS_STATS: partial(_of_logits, steps.loss_stats),

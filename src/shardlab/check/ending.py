@@ -65,7 +65,7 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     clips = {state.clips: state for state in reversed(states) if state.clips is not None}
     if len(clips) > 1:
         plain = clips[False]
-        at = next(at for at, op in enumerate(plain.ops) if op.kind is OpKind.UPDATE)
+        at = next(at for at, op in enumerate(plain.ops) if op.kind in (OpKind.UPDATE, OpKind.DIRECTION))
         given = (
             f"is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift apart "
             "and layers learn at different rates"

@@ -79,9 +79,14 @@ class Numbering:
                 live[outputs[0]] = numbers.at(made, positions(specs[outputs[0]])) if made in numbers.pieces else made
             elif kind is OpKind.CONCATENATE:
                 live[outputs[0]] = self._gathered(op, [specs[n] for n in inputs], [live[n] for n in inputs])
+            elif kind is OpKind.DIRECTION:
+                _, state, *norm = inputs
+                made = partial(numbers.of_all, (kind, layer, *[live[number] for number in norm]))
+                given = [live[number] for number in inputs[:2]]
+                live[outputs[0]] = numbers.element_wise(made, given, positions(specs[state]))
             elif kind is OpKind.UPDATE:
-                _, weight, state, *norm = inputs
-                made = partial(numbers.of_all, (OpKind.UPDATE, layer, *[live[number] for number in norm]))
+                _, weight, state, *others = inputs
+                made = partial(numbers.of_all, (OpKind.UPDATE, layer, *[live[number] for number in others]))
                 given = [live[number] for number in inputs[:3]]
                 del live[weight], live[state]
                 number = numbers.element_wise(made, given, positions(specs[state]))

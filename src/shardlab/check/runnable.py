@@ -17,8 +17,9 @@ from shardlab.rules.spec import Form, share_of
 OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combiner.UNION
 FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
 LOCAL = frozenset({OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE})
+STEPS = frozenset({OpKind.DIRECTION, OpKind.UPDATE})
 CUT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
-CONCERNED = LOCAL | CUT
+CONCERNED = LOCAL | STEPS | CUT
 """Ops, beside communication, that may have no tensors."""
 
 
@@ -67,6 +68,12 @@ def why_not_runnable(
         for at in places[rank]:
             op = tape[at]
             if op[0] in LOCAL and (why := _no_pieces([specs[rank][number] for number in op.inputs])):
+                return _refusal(rank, at, op, why)
+        stepped = {specs[rank][tape[at].inputs[2]].form for at in places[rank] if tape[at].kind is OpKind.UPDATE}
+        for at in places[rank]:
+            op = tape[at]
+            if op[0] is OpKind.DIRECTION and (state := specs[rank][op.inputs[1]]).form not in stepped:
+                why = f"no update steps {state} as it is", "update the optimizer state whose direction is taken"
                 return _refusal(rank, at, op, why)
     if not any(layer.cut for layer in program.sizes.signatures):  # nothing is sliced
         return None

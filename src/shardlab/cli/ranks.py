@@ -15,7 +15,6 @@ from shardlab.check.blame import Retrace
 from shardlab.check.copies import compared_ranks, replicas_of, results_of
 from shardlab.cli.strategy import checked
 from shardlab.execute.executor import want_norm
-from shardlab.execute.optimizer import want_whole_matrices
 from shardlab.faults.waits import LineOf
 from shardlab.optimizers import OptimizerConfig
 from shardlab.program import OpKind, Refused, UserError, World
@@ -35,13 +34,11 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
 
     Raises:
         Refused: when the program is wrong, or does not run on the backend that its ranks would use.
-        UserError: when it is to clip, or float16 wants to know of overflows, but it computes no norm; or for
-            Muon, when it cuts a matrix.
+        UserError: when it is to clip, or float16 wants to know of overflows, but it computes no norm.
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     proof = checked(entry, job.ranks, job.sizes, job.microbatches)
     want_norm(job.numbers, proof)
-    want_whole_matrices(proof, job.cut, config)
     if (clip := config.clip) is not None and not any(
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
     ):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardlab.execute import attention, slicing
 from shardlab.execute.graph import Graph
-from shardlab.execute.optimizer import Slice
+from shardlab.execute.optimizer import Direction, Slice
 from shardlab.execute.saved import Saved
 from shardlab.execute.state import State
 from shardlab.models import tensors
@@ -293,17 +293,42 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
 
 
+def direction(state: State, at: int, op: Op) -> Instruction:
+    """The way in which the optimizer of the slice that the rank keeps would go."""
+    (gradient, opt_state, *norms), (output,), values = op.inputs, op.outputs, state.values
+    own = _own_gradient(state, op, gradient, opt_state)
+
+    def run() -> None:
+        scale = state.loss_scale.scale
+        squared = [float(values[number]) / scale**2 for number in norms]
+        values[output] = values[opt_state].direction(own(), *squared, scale=scale)
+
+    return run
+
+
+def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callable[[], Tensor]:
+    """Take out of a gradient the slices that an optimizer state steps."""
+    places = state.shapes.places(op.layer, state.specs[gradient].holds, state.specs[opt_state].holds)
+
+    def own() -> Tensor:
+        parts = [state.values[gradient][start:stop] for start, stop in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return own
+
+
 def update(state: State, at: int, op: Op) -> Instruction:
     """A step of the slice that the rank keeps, in place."""
-    (gradient, weight, opt_state, *norms), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
-    holds = state.specs[opt_state].holds
-    places = state.shapes.places(op.layer, state.specs[gradient].holds, holds)
+    (gradient, weight, opt_state, *others), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
+    holds, mine = state.specs[opt_state].holds, _own_gradient(state, op, gradient, opt_state)
+    norms = [number for number in others if state.specs[number].kind is Kind.SCALAR]
+    whole = [number for number in others if number not in norms]
+    ranges = [state.shapes.ranges(op.layer, state.specs[number].holds) for number in whole]
     slot = state.analysis.empties.get(at)
     own = state.shapes.places(op.layer, state.specs[weight].holds, holds) if at in state.analysis.carried else ()
 
-    def step(kept: Slice, whole: Tensor) -> None:
-        parts = [whole[start:stop] for start, stop in places]
-        given = parts[0] if len(parts) == 1 else torch.cat(parts)
+    def step(kept: Slice) -> None:
+        given = mine()
         scale = state.loss_scale.scale
         if state.observer is not None:
             state.observer(op.layer, holds, given if scale == 1 else given.float() / scale)
@@ -314,14 +339,15 @@ def update(state: State, at: int, op: Op) -> Instruction:
             state.finite = False
             if state.not_finite is None and not given.isfinite().all():
                 state.not_finite = op.layer
-        kept.update(given, state.step, *squared, scale=scale)
+        directions = [Direction(values[number], where) for number, where in zip(whole, ranges, strict=True)]
+        kept.update(given, state.step, *squared, scale=scale, direction=next(iter(directions), None))
 
     def run() -> None:
         kept: Slice = values[opt_state]
         if own:
             kept.carry([values[weight][start:stop] for start, stop in own])
         if not state.rehearses:
-            step(kept, values[gradient])
+            step(kept)
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept
         if slot is not None:  # the weight was received; the rank's own slice takes its place
@@ -365,6 +391,7 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
     OpKind.ZERO_GRADIENT: zero_gradient,
     OpKind.SLICE: slicing.slice_,
     OpKind.CONCATENATE: slicing.concatenate,
+    OpKind.DIRECTION: direction,
     OpKind.UPDATE: update,
     OpKind.FREE: free,
 }

@@ -15,7 +15,6 @@ from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compiling import want_compilable
 from shardlab.execute.compute import COMPUTE, Instruction
-from shardlab.execute.optimizer import want_whole_matrices
 from shardlab.execute.progress import begin_tape
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
@@ -45,8 +44,7 @@ class Executor:
 
     Raises:
         Refused: when the program cannot run on this backend.
-        UserError: in float16, when the program computes no norm; for Muon, when it cuts a matrix; when layers are to be
-            compiled, and cannot be.
+        UserError: in float16, when the program computes no norm; when layers are to be compiled, and cannot be.
     """
 
     def __init__(
@@ -66,7 +64,10 @@ class Executor:
             raise why_not
         if checked.trains:
             want_norm(settings.precision, checked)
-            want_whole_matrices(checked, model, settings.optimizer)
+            muon = settings.optimizer.optimizer == "muon"
+            assert muon == checked.program.sizes.whole_matrices, (
+                "a program is traced for the optimizer that it runs with"
+            )
         if settings.compile:
             want_compilable(checked, settings.device)
         self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer, of)

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlab.check import Checked
-from shardlab.errors import UserError
 from shardlab.execute.average import Average
 from shardlab.execute.lion import Lion
-from shardlab.execute.muon import Muon
+from shardlab.execute.muon import Muon, iterated_in, length, orthogonal
 from shardlab.execute.places import Parked
-from shardlab.execute.shapes import Shapes
-from shardlab.models import Model
-from shardlab.models.layout import Parameter
+from shardlab.models.matrices import WholeMatrix
 from shardlab.optimizers import OptimizerConfig
-from shardlab.program import OpKind
 
 
 def torch_optimizers(
@@ -56,14 +52,22 @@ def torch_optimizers(
     return found
 
 
-def matrices_of(tensor: Tensor, parameter: Parameter) -> list[Tensor]:
-    """The matrices of a parameter, each of which Muon steps by itself: one for each expert, and each section of those.
+class SteppedRun(NamedTuple):
+    """A run of a slice's elements that are stepped alike.
 
-    Queries, keys and values are sections, as Jordan does it.
+    Attributes:
+        leaf: its weights, a view.
+        begin, end: where it lies in the slice.
+        matrix: what it is a part of, if that is stepped whole.
+        piece, start: of the matrix, and the element of that piece at which the run begins.
     """
-    each: Sequence[Tensor] = tensor.view(-1, *parameter.shape[-2:]).unbind()
-    lengths = list(parameter.sections) or [parameter.shape[-2]]
-    return [part for matrix in each for part in torch.split(matrix, lengths)]
+
+    leaf: Tensor
+    begin: int
+    end: int
+    matrix: WholeMatrix | None = None
+    piece: int = 0
+    start: int = 0
 
 
 class Slice:
@@ -76,43 +80,43 @@ class Slice:
         decayed: list[tuple[int, int]],
         config: OptimizerConfig,
         exact: Tensor | None = None,
-        matrices: Mapping[int, Parameter] | None = None,
+        matrices: Sequence[WholeMatrix] = (),
     ) -> None:
         """`weights` are the slice's runs, updated in place; run i begins at element `starts[i]` of the layer's buffer.
 
         Of that buffer the runs `decayed` (start, stop) decay. With `exact`, (elements,), a copy of the weights in more
-        bits, the copy is updated and the weights are rounded from it. `matrices` are those of Muon, by the element of
-        the buffer at which they begin.
-
-        Raises:
-            UserError: if only a part of a matrix lies in the slice.
+        bits, the copy is updated and the weights are rounded from it. `matrices` are those of the layer that Muon
+        steps, of which the slice may have parts.
         """
         self.weights = weights
         self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])
         self._config = config
         self._parked = Parked()
-        self._parts: list[tuple[Sequence[Tensor], Parameter | None, int, int]] = []
+        self._ranges = [(start, start + len(run)) for run, start in zip(weights, starts, strict=True)]
+        runs = [(start, start + m.size, m, piece) for m in matrices for piece, start in enumerate(m.starts)]
+        edges = {place for run in (*decayed, *(run[:2] for run in runs)) for place in run}
         self.leaves: list[tuple[int, Tensor]] = []  # what is stepped, each with the buffer's element that begins it
-        whole = matrices or {}
-        edges = [place for runs in decayed for place in runs]
-        edges += [place for begin, parameter in whole.items() for place in (begin, begin + parameter.numel)]
-        decaying: list[Tensor] = []
-        others: list[Tensor] = []
-        orthogonal: list[Tensor] = []
+        self._parts: list[SteppedRun] = []
+        self._matrices: dict[WholeMatrix, list[SteppedRun]] = defaultdict(list)
+        roles: list[list[Tensor]] = [[], [], []]
         at = 0
-        for run, start in zip(self.exact or weights, starts, strict=True):
-            stop = start + len(run)
-            cuts = {place for place in edges if start < place < stop}
-            for begin, end in pairwise(sorted({start, stop} | cuts)):
-                part = run[begin - start : end - start].detach()
-                parameter = whole.get(begin)
-                leaves = [part] if parameter is None else matrices_of(part, parameter)
+        for run, (start, stop) in zip(self.exact or weights, self._ranges, strict=True):
+            inner = {place for place in edges if start < place < stop}
+            for begin, end in pairwise(sorted({start, stop} | inner)):
+                leaf, where = run[begin - start : end - start].detach(), (at + begin - start, at + end - start)
+                whose = (
+                    SteppedRun(leaf, *where, m, i, begin - first) for first, last, m, i in runs if first <= begin < last
+                )
+                part = next(whose, SteppedRun(leaf, *where))
+                self._parts.append(part)
                 decays = any(first <= begin and end <= last for first, last in decayed)
-                (decaying if decays else others).extend(leaves) if parameter is None else orthogonal.extend(leaves)
-                self._parts.append((leaves, parameter, at + begin - start, at + end - start))
-                self.leaves += zip(accumulate((leaf.numel() for leaf in leaves), initial=begin), leaves, strict=False)
+                self.leaves.append((begin, leaf))
+                roles[2 if part.matrix else 0 if decays else 1].append(leaf)
+                if part.matrix:
+                    self._matrices[part.matrix].append(part)
             at += len(run)
-        self.optimizers = torch_optimizers(config, decaying, others, orthogonal)
+        self.optimizers = torch_optimizers(config, *roles)
+        self._muon = next((each for each in self.optimizers if isinstance(each, Muon)), None)
 
     def carry(self, weights: list[Tensor]) -> None:
         """Step these tensors from now on, of the same runs: a copy of weights that are kept elsewhere."""
@@ -120,10 +124,9 @@ class Slice:
         if self.exact:
             return
         flat_places = list(accumulate((0, *map(len, weights))))
-        for leaves, _, begin, end in self._parts:
-            run = bisect_right(flat_places, begin) - 1
-            (leaf,) = leaves
-            leaf.data = weights[run][begin - flat_places[run] : end - flat_places[run]]
+        for part in self._parts:
+            run = bisect_right(flat_places, part.begin) - 1
+            part.leaf.data = weights[run][part.begin - flat_places[run] : part.end - flat_places[run]]
 
     def offload(self, room: Callable[[int], torch.UntypedStorage]) -> None:
         """Copy what the optimizer keeps into new room, and free its memory on the device."""
@@ -144,7 +147,16 @@ class Slice:
         with self.at_hand():
             if not all(run.untyped_storage().nbytes() for run in self.weights):
                 self.carry([torch.zeros_like(run) for run in self.weights])
-            self.update(torch.zeros_like(self.flat), 0)
+            for part in self._parts:
+                part.leaf.grad = torch.zeros_like(part.leaf)
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, Muon):  # it may have parts of matrices, and steps whole ones
+                    for part in chain(*self._matrices.values()):
+                        optimizer.moment(part.leaf)
+                else:
+                    optimizer.step()
+            for part in self._parts:
+                part.leaf.grad = None
             for optimizer in self.optimizers:
                 for kept in optimizer.state.values():
                     if "step" in kept:
@@ -161,7 +173,7 @@ class Slice:
         self.reload()
         kept = self.optimizers[-1]
         assert isinstance(kept, Average), "an average was asked for"
-        return torch.cat([kept.of(leaf).flatten() for leaves, *_ in self._parts for leaf in leaves])
+        return torch.cat([kept.of(part.leaf) for part in self._parts])
 
     @property
     def moments(self) -> list[Tensor]:
@@ -169,78 +181,97 @@ class Slice:
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return [moment for state in states for moment in state.values() if isinstance(moment, Tensor)]
 
-    def update(self, gradient: Tensor, step: int, squared_norm: float | None = None, *, scale: float = 1.0) -> None:
+    def direction(self, gradient: Tensor, squared_norm: float | None = None, *, scale: float = 1.0) -> Tensor:
+        """The way in which Muon's momentum would go with a gradient of the same length; zero where it steps nothing.
+
+        Args:
+            squared_norm, scale: as for `update`.
+        """
+        return self._direction(self._clipped(gradient, squared_norm, scale))
+
+    def update(
+        self,
+        gradient: Tensor,
+        step: int,
+        squared_norm: float | None = None,
+        *,
+        scale: float = 1.0,
+        direction: Direction | None = None,
+    ) -> None:
         """One step with a gradient of the same length.
 
         Args:
             squared_norm: of the whole model's gradient. The gradient is clipped by it (Pascanu et al. 2013, arXiv
                 1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_), and dropped if it is not finite.
             scale: by what the gradient was multiplied on its way; the norm was not.
+            direction: of all matrices that the slice has parts of (None: it has them whole).
         """
-        gradient = gradient.to(self._parts[0][0][0].dtype)
-        if scale != 1.0:
-            gradient = gradient / scale
-        if squared_norm is not None:
-            if not math.isfinite(squared_norm):
-                return
-            if self._config.clip is not None:
-                gradient = gradient * min(1.0, self._config.clip / (math.sqrt(squared_norm) + 1e-6))
-        for leaves, parameter, begin, end in self._parts:
-            given = gradient[begin:end]
-            parts = [given] if parameter is None else matrices_of(given, parameter)
-            for leaf, part in zip(leaves, parts, strict=True):
-                leaf.grad = part
+        if squared_norm is not None and not math.isfinite(squared_norm):
+            return
+        gradient = self._clipped(gradient, squared_norm, scale)
+        if self._muon is not None:
+            whole = direction or Direction(self._direction(gradient), self._ranges)
+            self._muon.ways = self._ways(whole)
+        for part in self._parts:
+            part.leaf.grad = gradient[part.begin : part.end]
         rate = self._config.rate(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-        for leaves, *_ in self._parts:
-            for leaf in leaves:
-                leaf.grad = None
+        for part in self._parts:
+            part.leaf.grad = None
         if self.exact:
             for run, exact in zip(self.weights, self.exact, strict=True):
                 run.copy_(exact)
 
+    def _clipped(self, gradient: Tensor, squared_norm: float | None, scale: float) -> Tensor:
+        gradient = gradient.to(self._parts[0].leaf.dtype)
+        if scale != 1.0:
+            gradient = gradient / scale
+        if squared_norm is not None and self._config.clip is not None:
+            gradient = gradient * min(1.0, self._config.clip / (math.sqrt(squared_norm) + 1e-6))
+        return gradient
 
-def muon_matrices(model: Model, layer: int, length: int) -> dict[int, Parameter]:
-    """The matrices of a layer whose flat buffer has `length` elements, by the element at which each begins.
+    def _direction(self, gradient: Tensor) -> Tensor:
+        """In the numbers in which matrices are made orthogonal."""
+        made = torch.zeros_like(gradient, dtype=iterated_in(gradient))
+        for part in chain(*self._matrices.values()):
+            assert self._muon is not None
+            here = slice(part.begin, part.end)
+            made[here] = self._muon.direction(part.leaf, gradient[here])
+        return made
 
-    Raises:
-        UserError: if tensor parallelism cuts one.
+    def _ways(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
+        """How each part of a matrix goes, and how far: each matrix is made orthogonal once."""
+        ways: dict[Tensor, tuple[Tensor, float]] = {}
+        for matrix, parts in self._matrices.items():
+            pieces = orthogonal(direction.whole(matrix)).chunk(len(matrix.starts), matrix.dim)
+            for part in parts:
+                flat = pieces[part.piece].reshape(-1)
+                ways[part.leaf] = flat[part.start : part.start + part.end - part.begin], length(matrix.shape)
+        return ways
+
+
+class Direction(NamedTuple):
+    """Which way an optimizer goes.
+
+    Attributes:
+        flat: (elements,), of some runs of a layer's flat buffer, one after the other.
+        ranges: (start, stop) of each.
     """
-    layout, run = model.layout(layer), model.run(layer)
-    found: dict[int, Parameter] = {}
-    for offset, parameter in zip(layout.offsets, layout.parameters, strict=True):
-        if parameter.hidden_matrix:
-            if any(run.own_pieces.get(index, 1) > 1 for index in parameter.indices[-2:]):
-                raise _cut(layer, parameter)
-            found |= {slice * length // layout.slices + offset: parameter for slice in range(layout.slices)}
-    return found
 
+    flat: Tensor
+    ranges: Sequence[tuple[int, int]]
 
-def want_whole_matrices(checked: Checked, model: Model, config: OptimizerConfig) -> None:
-    """Refuse Muon for a program some of whose ranks would step a part of a matrix.
-
-    Raises:
-        UserError: naming a layer and a matrix, and what to do.
-    """
-    if config.optimizer != "muon":
-        return
-    shapes = Shapes(checked, model, 1)
-    loads = {(op.layer, op.holds) for tape in checked.program.tapes for op in tape if op.kind is OpKind.LOAD_OPT_STATE}
-    for layer, holds in loads:
-        assert holds is not None
-        matrices = muon_matrices(model, layer, shapes.flat[layer])
-        for start, stop in shapes.ranges(layer, holds):
-            for begin, parameter in matrices.items():
-                end = begin + parameter.numel
-                if start < end and begin < stop and not start <= begin < end <= stop:
-                    raise _cut(layer, parameter)
-
-
-def _cut(layer: int, parameter: Parameter) -> UserError:
-    return UserError(
-        f"muon steps whole matrices, but {parameter.name} of layer {layer} is cut among ranks (by zero, fsdp or tp); "
-        "let each rank keep the optimizer's state of whole layers, as ddp and pipelines do, or take adamw, sgd or lion"
-    )
+    def whole(self, matrix: WholeMatrix) -> Tensor:
+        """A matrix, put together from its pieces."""
+        pieces: list[Tensor] = []
+        for begin in matrix.starts:
+            at = 0
+            for start, stop in self.ranges:
+                if start <= begin < stop:
+                    place = at + begin - start
+                    pieces.append(self.flat[place : place + matrix.size].view(matrix.piece))
+                at += stop - start
+        return torch.cat(pieces, matrix.dim)

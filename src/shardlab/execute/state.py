@@ -16,10 +16,11 @@ from shardlab.check import Checked
 from shardlab.execute.analysis import Analysis
 from shardlab.execute.graph import FlatWeight
 from shardlab.execute.loss_scale import FIRST, LossScale
-from shardlab.execute.optimizer import Slice, muon_matrices
+from shardlab.execute.optimizer import Slice
 from shardlab.execute.places import storage_at, tensor_at
 from shardlab.execute.shapes import Shapes
 from shardlab.models import CutModel, Model
+from shardlab.models.matrices import matrices_of
 from shardlab.models.tensors import (
     Dropout,
     Initial,
@@ -201,9 +202,9 @@ class State:
         decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
         precision = self.settings.precision
         exact = self._at(place, self._first(layer, holds, torch_dtype(precision.state))) if precision.copy else None
-        config, length = self.settings.optimizer, self.shapes.flat[layer]
-        matrices = muon_matrices(self.model, layer, length) if config.optimizer == "muon" else None
-        made = Slice(runs, starts, decayed, config, exact, matrices)
+        whole = self.checked.program.sizes.whole_matrices
+        matrices = matrices_of(self.model.run(layer), self.shapes.flat[layer]) if whole else ()
+        made = Slice(runs, starts, decayed, self.settings.optimizer, exact, matrices)
         if owner is not None and self.analysis.kept.places[owner] != place:
             flat.untyped_storage().resize_(0)
         return made

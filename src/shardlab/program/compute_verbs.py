@@ -295,8 +295,39 @@ class ComputeVerbs(LoadingVerbs):
         self._check_layer("norm", layer)
         return self._one(OpKind.NORM, layer, (gradient,), partial(update.norm, len(self.layers)))
 
+    def wants_direction(self, layer: int) -> bool:
+        """Whether the optimizer steps whole matrices of a layer, as Muon does: to update a slice takes a direction."""
+        return layer in self._rules.directed
+
+    def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value | None = None) -> Value:
+        """Compute the way in which an optimizer would go with a finished gradient; of the optimizer state's slices.
+
+        Muon goes along a momentum, and makes whole matrices of it orthogonal. Where ranks have slices of a layer,
+        `all_gather` their directions, and give the whole to `update`. The optimizer state stays as it is.
+
+        Args:
+            gradient: of the optimizer state's slice, or of more.
+            opt_state, norm: those that `update` is given.
+
+        Raises:
+            Refused: as `update` does, and where no direction is wanted (see `wants_direction`).
+        """
+        self._check_layer("direction", layer)
+        read = (gradient, opt_state) if norm is None else (gradient, opt_state, norm)
+
+        def rule(layer: int, *specs: Spec) -> Spec:
+            return self._rules.direction(layer, specs, self._world.trained)
+
+        return self._one(OpKind.DIRECTION, layer, read, rule)
+
     def update(
-        self, layer: int, gradient: Value, weight: Value, opt_state: Value, norm: Value | None = None
+        self,
+        layer: int,
+        gradient: Value,
+        weight: Value,
+        opt_state: Value,
+        norm: Value | None = None,
+        direction: Value | None = None,
     ) -> tuple[Value, Value]:
         """Take the optimizer's step on one slice. The old weight and optimizer state end here, in place.
 
@@ -305,16 +336,17 @@ class ComputeVerbs(LoadingVerbs):
             opt_state: this step's optimizer state.
             norm: the sum of squares of the whole model's gradient (None: no clipping). The gradient is clipped to the
                 optimizer's limit; if the norm is not finite, weight and optimizer state stay as they are.
+            direction: of whole matrices, where the optimizer steps these and the optimizer state is cut.
 
         Returns:
             The new weight, of the optimizer state's slice alone, and the new optimizer state.
 
         Raises:
             Refused: when a microbatch is missing from the gradient, for values of different layers, slices or steps,
-                and for a norm that lacks a part of the model.
+                for a norm that lacks a part of the model, and for a part of a matrix without its direction.
         """
         self._check_layer("update", layer)
-        read = (gradient, weight, opt_state) if norm is None else (gradient, weight, opt_state, norm)
+        read = (gradient, weight, opt_state, *(each for each in (norm, direction) if each is not None))
         try:
             specs = self._read_all(read, "update", layer)
             made = self._rules.update(layer, specs, self._world.trained)

@@ -43,11 +43,16 @@ class Precision:
     source: str
 
     def dtype(self, kind: Kind) -> str:
-        """The dtype of a kind of value; statistics, and scalars as they travel, are exact to 32 bits at least."""
+        """The dtype of a kind of value; statistics, and scalars as they travel, are exact to 32 bits at least.
+
+        Directions are in the numbers in which Muon makes them orthogonal.
+        """
         if kind is Kind.WEIGHT:
             return self.parameters
         if kind is Kind.GRAD_WEIGHT:
             return self.gradients
+        if kind is Kind.DIRECTION:
+            return "float64" if self.state == "float64" else "bfloat16"
         return self.state if kind in (Kind.OPT_STATE, Kind.STATS, Kind.SCALAR) else self.activations
 
     def bytes(self, kind: Kind) -> int:
@@ -71,7 +76,7 @@ class Precision:
             each[Kind.OPT_STATE] = number = int(bytes_of(self.state))
             pairs = zip(sizes.weights, sizes.matrices, strict=True)
             states = tuple(mine.optimizer // number * weight + weight - matrices for weight, matrices in pairs)
-        return replace(sizes, opt_states=states, element_bytes=each)
+        return replace(sizes, opt_states=states, element_bytes=each, whole_matrices=optimizer == "muon")
 
     @property
     def scaled(self) -> bool:

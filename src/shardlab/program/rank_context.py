@@ -29,9 +29,9 @@ class RankContext(Tracer):
         microbatches: `range` of the step's microbatches.
         mesh: the ranks' grid.
         signatures: what each layer takes and makes.
-        weights, opt_states, activations, grad_activations, grad_weights, scalars, residuals, grad_residuals, routing,
-            grad_routing, stats, queries, keys_values, grad_queries, grad_keys_values: the stores, a program's only
-            memory.
+        weights, opt_states, activations, grad_activations, grad_weights, directions, scalars, residuals,
+            grad_residuals, routing, grad_routing, stats, queries, keys_values, grad_queries, grad_keys_values: the
+            stores, a program's only memory.
     """
 
     def __init__(self, index: int, world: World) -> None:
@@ -46,6 +46,7 @@ class RankContext(Tracer):
         self.activations = Store(self, Kind.ACTIVATION)
         self.grad_activations = Store(self, Kind.GRAD_ACTIVATION)
         self.grad_weights = Store(self, Kind.GRAD_WEIGHT)
+        self.directions = Store(self, Kind.DIRECTION)
         self.scalars = Store(self, Kind.SCALAR)
         self.residuals = Store(self, Kind.RESIDUAL)
         self.grad_residuals = Store(self, Kind.GRAD_RESIDUAL)

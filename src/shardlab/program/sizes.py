@@ -24,6 +24,7 @@ class Sizes:
         weights: elements of layer l's parameters (its gradient has as many).
         opt_states: elements of layer l's optimizer state.
         matrices: elements of layer l's parameters that Muon steps (empty: nobody asks).
+        whole_matrices: whether the optimizer is Muon, which steps those as whole matrices.
         activations: elements of activation l for one microbatch, l = 0 .. layers (its gradient has as many).
         saved: elements that autograd keeps between forward and backward of layer l for one microbatch,
             beyond the layer's input.
@@ -57,6 +58,7 @@ class Sizes:
     tied: bool = False
     slices_per_rank: int = 2
     matrices: tuple[int, ...] = ()
+    whole_matrices: bool = False
 
     def __post_init__(self) -> None:
         if not self.signatures:
@@ -143,6 +145,11 @@ class Sizes:
         """The index along which the logits may be cut."""
         return self.signatures[-1].cut[0]
 
+    @cached_property
+    def directed(self) -> frozenset[int]:
+        """Layers with matrices that the optimizer steps whole: an update of a part of one wants a direction."""
+        return frozenset(l for l, elements in enumerate(self.matrices) if elements and self.whole_matrices)
+
     def weight_of(self, layer: int) -> int:
         """Find the layer whose weight a layer computes with: its own, or the one that it is tied to."""
         return 0 if self.tied and layer == self.layers - 1 else layer
@@ -212,6 +219,7 @@ def _alike(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = Tru
     return Sizes(
         weights=weights,
         opt_states=weights,
+        matrices=tuple(elements if elements == SQUARE else 0 for elements in weights),
         activations=(ROWS,) * (len(layers) + 1),
         saved=(0,) * len(layers),
         signatures=layers,

@@ -64,9 +64,9 @@ class Op(NamedTuple):
             weight, saved[, gradient of the next residual]), of a PROJECT layer (activation, gradient of the queries,
             weight, saved, gradient of keys and values), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
             gradient, saved for weight); LOSS (activation[, stats]); ATTEND (queries, keys and values); ATTEND_BACKWARD
-            (queries, keys and values, attended activation, its gradient); UPDATE (gradient, weight, optimizer
-            state[, norm]); BROADCAST and SCATTER (value) on the root alone; BARRIER none; the others as their names
-            say.
+            (queries, keys and values, attended activation, its gradient); DIRECTION (gradient, optimizer state[,
+            norm]); UPDATE (gradient, weight, optimizer state[, norm][, direction]); BROADCAST and SCATTER (value) on
+            the root alone; BARRIER none; the others as their names say.
         outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a PROJECT layer (queries,
             keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
             gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
@@ -181,7 +181,7 @@ class Program:
     @cached_property
     def rules(self) -> Rules:
         """Rules of what its ops make of values."""
-        return rules_of(self.sizes.signatures, self.sizes.space(self.mesh, self.microbatches))
+        return rules_of(self.sizes.signatures, self.sizes.space(self.mesh, self.microbatches), self.sizes.directed)
 
     def fingerprint(self) -> str:
         """A hash of all tapes: processes compare it, since unequal tapes on gloo silently give wrong numbers."""

@@ -71,7 +71,7 @@ class World:
             sizes = Sizes.of_puzzle(sizes, self.mesh)
         self.sizes = sizes
         self.microbatches = microbatches
-        self.rules = rules_of(sizes.signatures, sizes.space(self.mesh, microbatches))
+        self.rules = rules_of(sizes.signatures, sizes.space(self.mesh, microbatches), sizes.directed)
         self.trained = 0
         self.collectives = OpenCollectives(self._wake, self.rules)
         self.channels = Channels(self._wake)

@@ -13,12 +13,14 @@ class Index(NamedTuple):
         together: how what is cut along it becomes whole, as advice.
         gathered: whether pieces lie side by side and may be gathered; otherwise each rank keeps its own.
         exchanged: whether pieces may be dealt to other ranks while cells are put together, and back.
+        stacked: whether each piece has matrices of its own; others cut matrices.
     """
 
     piece: str
     together: str
     gathered: bool = False
     exchanged: bool = False
+    stacked: bool = False
 
 
 INDICES = {
@@ -28,7 +30,7 @@ INDICES = {
     "head": Index(
         "head slice", "heads stay where they are, since attention and the layer after it take their own", exchanged=True
     ),
-    "expert": Index("expert", "exchange the experts' buffers by all_to_all", exchanged=True),
+    "expert": Index("expert", "exchange the experts' buffers by all_to_all", exchanged=True, stacked=True),
 }
 """Every index along which parameters may be cut."""
 

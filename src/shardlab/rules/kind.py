@@ -13,6 +13,7 @@ class Kind(Enum):
     ACTIVATION = "activations"
     GRAD_ACTIVATION = "grad_activations"
     GRAD_WEIGHT = "grad_weights"
+    DIRECTION = "directions"
     RESIDUAL = "residuals"
     GRAD_RESIDUAL = "grad_residuals"
     ROUTING = "routing"

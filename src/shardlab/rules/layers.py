@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from shardlab.rules import attention, update
+from shardlab.rules.index import INDICES
 from shardlab.rules.kind import Kind
 from shardlab.rules.layer import GRADIENT_OF, LayerRules
 from shardlab.rules.node import Layer
@@ -14,9 +16,9 @@ from shardlab.rules.spec import Form, Space, Spec, new_spec
 
 
 @lru_cache(maxsize=64)
-def rules_of(layers: tuple[Layer, ...], space: Space) -> Rules:
+def rules_of(layers: tuple[Layer, ...], space: Space, directed: frozenset[int] = frozenset()) -> Rules:
     """The rules of these layers; one object for all programs of one shape, since it learns as it is used."""
-    return Rules(layers, space)
+    return Rules(layers, space, directed)
 
 
 class Rules:
@@ -25,11 +27,15 @@ class Rules:
     Attributes:
         space: in what pieces the program counts.
         layers: each layer's rules.
+        directed: layers with matrices that the optimizer steps whole, and in how many pieces of their parameters, of
+            which each has matrices of its own.
         indices: for a kind of value and a layer, the indices along which it may be cut.
     """
 
-    def __init__(self, layers: Sequence[Layer], space: Space) -> None:
+    def __init__(self, layers: Sequence[Layer], space: Space, directed: Iterable[int] = ()) -> None:
         self.space = space
+        stacked = {index for index, each in INDICES.items() if each.stacked}
+        self.directed = {l: math.prod(space.count(i) for i in layers[l].cut if i in stacked) for l in directed}
         self.layers = [LayerRules(layer, space) for layer in layers]
         self._updates: dict[tuple[int | Form, ...], tuple[Spec, Spec]] = {}
         self._attended: dict[tuple[int | Form, ...], Form] = {}
@@ -44,7 +50,7 @@ class Rules:
                     self.indices[port.kind, port.layer] = self.indices[GRADIENT_OF[port.kind], port.layer] = mine
 
     def update(self, layer: int, given: Sequence[Spec], trained: int) -> tuple[Spec, Spec]:
-        """The (weight, optimizer state) that an update makes of (gradient, weight, optimizer state[, norm]).
+        """What an update makes of (gradient, weight, optimizer state[, norm][, direction]): the new weight and state.
 
         Args:
             trained: the layers that are known to be trained, as a bit set; a norm must be of all of them.
@@ -55,9 +61,31 @@ class Rules:
         key = (trained, *[spec[0] for spec in given])
         made = self._updates.get(key)
         if made is None or made[0][0].layer != layer or given[0][1] != update.full_sum(given[0][0]):
-            parameters = Holds(trained, len(self.layers))
-            made = self._updates[key] = update.update(layer, *given, trained=parameters)
+            gradient, weight, opt_state, *others = given
+            norm, direction = update.norm_and_direction(others)
+            made = self._updates[key] = update.update(
+                layer,
+                gradient,
+                weight,
+                opt_state,
+                norm,
+                direction,
+                trained=Holds(trained, len(self.layers)),
+                pieces=self.directed.get(layer),
+            )
         return made
+
+    def direction(self, layer: int, given: Sequence[Spec], trained: int) -> Spec:
+        """What `update.direction` makes of (gradient, optimizer state[, norm]).
+
+        Args:
+            trained: as for `update`.
+
+        Raises:
+            Refused: as that does.
+        """
+        parameters = Holds(trained, len(self.layers))
+        return update.direction(layer, *given, trained=parameters, pieces=self.directed.get(layer))
 
     def attend(self, layer: int, queries: Spec, keys_values: Spec) -> Spec:
         """What `attention.attend` makes.

@@ -57,6 +57,11 @@ class Holds(NamedTuple):
         mine, theirs = common(self, other)
         return mine.mask == theirs.mask
 
+    def around(self, of: int) -> Holds:
+        """Those of `of` equal pieces of the whole that it has any of."""
+        fine, _ = common(self, Holds(0, of))
+        return Holds(mask_of({piece * of // fine.of for piece in bits(fine.mask)}), of)
+
     def split(self, parts: int) -> Iterator[Holds]:
         """Cut what is held into `parts` equal slices, in order, each when it is asked for."""
         fine = self.refined(self.of * parts // math.gcd(self.pieces, parts))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardlab.errors import About, Refused, of_layer
 from shardlab.rules.factor import ONE
 from shardlab.rules.kind import Kind, Reduction
 from shardlab.rules.pieces import WHOLE, Holds, bits, common, listed
-from shardlab.rules.place import want_together
+from shardlab.rules.place import want_here, want_together
 from shardlab.rules.spec import (
     Form,
     Spec,
@@ -102,55 +104,138 @@ def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
     return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
 
 
+def direction(
+    layer: int,
+    gradient: Spec,
+    opt_state: Spec,
+    norm: Spec | None = None,
+    *,
+    trained: Holds = WHOLE,
+    pieces: int | None = 1,
+) -> Spec:
+    """The way in which an optimizer's state would go with a gradient that has every microbatch in it; of its slices.
+
+    Matrices are made orthogonal of whole directions. So a direction is gathered where they are cut, and then updates
+    the slice of each rank.
+
+    Args:
+        trained: as for `update`.
+        pieces: of the layer's parameters that have whole matrices (None: the optimizer steps elements).
+
+    Raises:
+        Refused: naming what is missing, of another layer or step, or not held; and for an optimizer or a layer that
+            needs none.
+    """
+    op = of_layer("direction", layer)
+    if pieces is None:
+        given = "the optimizer steps each element of this layer by itself"
+        raise Refused("cut matrices", op, given, "leave it out, and update with the gradient alone")
+    _want_finished(op, layer, gradient, (("optimizer state", opt_state, Kind.OPT_STATE),), norm, trained)
+    want_here(op, opt_state)
+    return Spec(form_of(Kind.DIRECTION, layer, gradient.step, gradient.form.space, opt_state.form.holds))
+
+
+def norm_and_direction(others: Sequence[Spec]) -> tuple[Spec | None, Spec | None]:
+    """What an update reads beside gradient, weight and optimizer state: either, both in this order, or none."""
+    if len(others) == 1 and others[0].kind is Kind.DIRECTION:
+        return None, others[0]
+    norm, direction = (*others, None, None)[:2]
+    return norm, direction
+
+
 def update(
-    layer: int, gradient: Spec, weight: Spec, opt_state: Spec, norm: Spec | None = None, trained: Holds = WHOLE
+    layer: int,
+    gradient: Spec,
+    weight: Spec,
+    opt_state: Spec,
+    norm: Spec | None = None,
+    direction: Spec | None = None,
+    *,
+    trained: Holds = WHOLE,
+    pieces: int | None = None,
 ) -> tuple[Spec, Spec]:
     """A gradient with every microbatch in it moves an optimizer state and that slice of the weight one step on.
 
     Weight and gradient may hold more than the state; the new weight is the state's slice alone.
 
     Args:
+        direction: of the whole matrices that the state has slices of; none is needed where it has these itself.
         trained: the layers that are known to be trained, as pieces of the model; the norm must be of all of them.
+        pieces: as for `direction`.
 
     Raises:
         Refused: naming what is missing, of another layer or step, or not held.
     """
     op, form = of_layer("update", layer), gradient.form
-    if norm is not None:
-        _want_norm(op, norm, form.step, trained)
-    wanted = (
-        ("gradient", gradient, Kind.GRAD_WEIGHT),
-        ("weight", weight, Kind.WEIGHT),
-        ("optimizer state", opt_state, Kind.OPT_STATE),
-    )
-    for what, spec, kind in wanted:
-        want_kind(op, what, spec, kind, here=False)
-        if spec.layer != layer:
-            remedy = f"update layer {layer} from its own gradient, weight and state"
-            raise Refused("wrong layer", op, f"{spec} was given", remedy)
-    want_together(op, gradient, weight, opt_state)
-    if not weight.step == opt_state.step == form.step:
-        given = (
-            f"the weight is of step {weight.step}, the optimizer state of step {opt_state.step} and the gradient of "
-            f"step {form.step}; all three must be of one step"
-        )
-        raise Refused("wrong step", op, given, "update each slice exactly once a step")
-    if missing := full_sum(form) & ~gradient.cells:
-        raise _missing(op, gradient, missing, "an update wants every microbatch exactly once")
-    _want_unscaled(op, gradient)
+    states = (("weight", weight, Kind.WEIGHT), ("optimizer state", opt_state, Kind.OPT_STATE))
+    _want_finished(op, layer, gradient, states, norm, trained)
     held = opt_state.form.holds
-    for what, spec in (("gradient", gradient), ("weight", weight)):
-        if spec.form.holds != held and not spec.form.holds.contains(held):
-            theirs, mine = common(spec.form.holds, held)
-            given = f"the {what} holds slices {spec.form.holds}, but the optimizer state holds {held}"
-            remedy = f"give a {what} that contains every slice that is updated"
-            raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
+    if direction is not None:
+        want_kind(op, "direction", direction, Kind.DIRECTION)
+        want_together(op, opt_state, direction)
+        if (direction.layer, direction.step) != (layer, form.step):
+            given = f"{direction} was given, with {gradient}"
+            raise Refused(
+                "wrong layer" if direction.layer != layer else "wrong step", op, given, "give this step's own"
+            )
+    if pieces is not None:
+        _want_whole_matrices(op, held, direction, held.around(pieces))
     step = form.step + 1
     space, place = weight.form.space, weight.form.place
     new_weight, new_state = (
         form_of(kind, layer, step, space, held, place=place) for kind in (Kind.WEIGHT, Kind.OPT_STATE)
     )
     return Spec(new_weight), Spec(new_state)
+
+
+def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted: Holds) -> None:
+    """Refuse to step a part of a matrix without the direction of the whole."""
+    mine, whole = common(held if direction is None else direction.form.holds, wanted)
+    if missing := whole.mask & ~mine.mask:
+        what = "optimizer state" if direction is None else "direction"
+        given = f"the {what} holds slices {mine}, but Muon steps whole matrices"
+        remedy = (
+            "all_gather rank.direction(layer, gradient, opt_state) over the ranks that have the other slices, and give "
+            "it as direction; or take a plan, such as zero-3, which does so"
+        )
+        raise Refused("cut matrices", op, given, remedy, missing=bits(missing))
+
+
+_ALL = {1: "both", 2: "all three"}
+
+
+def _want_finished(
+    op: About,
+    layer: int,
+    gradient: Spec,
+    states: Sequence[tuple[str, Spec, Kind]],
+    norm: Spec | None,
+    trained: Holds,
+) -> None:
+    """Refuse what is no finished gradient for the last of some states of its layer and step, each with its name."""
+    form = gradient.form
+    if norm is not None:
+        _want_norm(op, norm, form.step, trained)
+    for what, spec, kind in (("gradient", gradient, Kind.GRAD_WEIGHT), *states):
+        want_kind(op, what, spec, kind, here=False)
+        if spec.layer != layer:
+            remedy = f"update layer {layer} from its own gradient, weight and state"
+            raise Refused("wrong layer", op, f"{spec} was given", remedy)
+    want_together(op, gradient, *(spec for _, spec, _ in states))
+    if any(spec.step != form.step for _, spec, _ in states):
+        steps = [f"the {what} {'' if at else 'is '}of step {spec.step}" for at, (what, spec, _) in enumerate(states)]
+        given = f"{', '.join(steps)} and the gradient of step {form.step}; {_ALL[len(states)]} must be of one step"
+        raise Refused("wrong step", op, given, "update each slice exactly once a step")
+    if missing := full_sum(form) & ~gradient.cells:
+        raise _missing(op, gradient, missing, "an update wants every microbatch exactly once")
+    _want_unscaled(op, gradient)
+    held = states[-1][1].form.holds
+    for what, spec in (("gradient", gradient), *((what, spec) for what, spec, _ in states[:-1])):
+        if spec.form.holds != held and not spec.form.holds.contains(held):
+            theirs, mine = common(spec.form.holds, held)
+            given = f"the {what} holds slices {spec.form.holds}, but the optimizer state holds {held}"
+            remedy = f"give a {what} that contains every slice that is updated"
+            raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
 
 
 def want_no_frozen(op: About, norm: Spec, trained: Holds) -> None:

@@ -30,6 +30,9 @@ async def fsdp(rank: Rank) -> None:
         rank.grad_weights[l] = await rank.reduce_scatter(grad_weight)
 
     for l in rank.layers:
+        direction = None
+        if rank.wants_direction(l):  # of whole matrices, for Muon
+            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]))
         rank.weights[l], rank.opt_states[l] = rank.update(
-            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction
         )

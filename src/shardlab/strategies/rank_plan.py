@@ -72,6 +72,8 @@ class WeightPlan:
         elements: of the gradient before it is sharded.
         reduce_every_microbatch: axes over which each microbatch's gradient is reduced; those that scatter it first.
         reduce_once: axes over which the sum over microbatches is reduced.
+        direction_axes: axes over which the optimizer's directions are gathered, in order (none: of matrices that are
+            whole on each rank, or of elements).
         shared_by: ranks of this pipeline that keep replicas of it, and sum their gradients once a step (empty: none).
         counted: whether this rank counts its squares in the gradient's norm, as one of these ranks does.
     """
@@ -83,6 +85,7 @@ class WeightPlan:
     elements: int
     reduce_every_microbatch: tuple[str, ...]
     reduce_once: tuple[str, ...]
+    direction_axes: tuple[str, ...]
     shared_by: tuple[int, ...]
     counted: bool
 

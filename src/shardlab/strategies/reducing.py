@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from shardlab.program import Handle, Rank, Value
@@ -103,9 +103,9 @@ class GradientReducer:
             cut = any(axis in weights[l].cut_axes for l in counted)
             await self._norm([l for l in counted if weights[l].cut_axes[:1] == (axis,)], (axis,) if cut else ())
         await self._norm([l for l in counted if not weights[l].cut_axes], (*self._plan.scatter_axes, "pp"))
-        for l in weights:
+        async for l, direction in self._directions():
             rank.weights[l], rank.opt_states[l] = rank.update(
-                l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"]
+                l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"], direction
             )
         for axis in self._plan.update_axes:
             await self._gather(axis)
@@ -119,6 +119,21 @@ class GradientReducer:
         for axis in axes:
             if "norm" in rank.scalars and len(rank.group(axis).ranks) > 1:
                 rank.scalars["norm"] = await rank.all_reduce(rank.scalars["norm"], axis=axis)
+
+    async def _directions(self) -> AsyncIterator[tuple[int, Value | None]]:
+        """Every weight, with the direction of its update where that takes one; the next one is gathered meanwhile."""
+        rank, weights = self._rank, self._plan.weights
+        left = [l for l, weight in weights.items() if weight.direction_axes]
+        coming: dict[int, Handle[Value]] = {}
+        for l, weight in weights.items():
+            for ahead in left[: 2 - len(coming)]:
+                made = rank.direction(ahead, rank.grad_weights[ahead], rank.opt_states[ahead], rank.scalars["norm"])
+                coming[left.pop(0)] = rank.all_gather(made, axis=weights[ahead].direction_axes[0])
+            direction = await coming.pop(l) if l in coming else None
+            for axis in weight.direction_axes[1:]:
+                assert direction is not None
+                direction = await rank.all_gather(direction, axis=axis)
+            yield l, direction
 
     async def _gather(self, axis: str) -> None:
         """Put updated slices together again; two on their way bound the memory."""

@@ -212,10 +212,17 @@ class _Resolver:
                 elements=-(-self.sizes.weights[layer] // self.slice(sliced)[1]),
                 reduce_every_microbatch=tuple(axis for axis in axes if axis in plan.axes_of_every_microbatch),
                 reduce_once=tuple(once),
+                direction_axes=self.direction_axes(layer, sliced),
                 shared_by=keepers if len(keepers) > 1 else (),
                 counted=layer in own,
             )
         return made
+
+    def direction_axes(self, layer: int, sliced: Sequence[str]) -> tuple[str, ...]:
+        """The axes that cut matrices which the optimizer steps whole; each expert has its own."""
+        if layer not in self.sizes.directed:
+            return ()
+        return self.among_several((*reversed(self.plan.shard_optimizer), *(axis for axis in sliced if axis == "tp")))
 
     def scatter_axes(self) -> tuple[str, ...]:
         """The axes along which gradients are scattered: one kept whole along an axis is not cut along the next."""

@@ -40,6 +40,7 @@ _PLACE_OF_KIND = dict.fromkeys(Kind, _PLACE[Category.ACTIVATIONS]) | {
     Kind.WEIGHT: _PARAMETERS,
     Kind.OPT_STATE: _PLACE[Category.OPTIMIZER],
     Kind.GRAD_WEIGHT: _PLACE[Category.GRADIENTS],
+    Kind.DIRECTION: _PLACE[Category.GRADIENTS],
 }
 
 

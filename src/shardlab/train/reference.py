@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from shardlab.execute import OptimizerConfig, Sampler
-from shardlab.execute.optimizer import matrices_of, torch_optimizers
+from shardlab.execute.optimizer import torch_optimizers
 from shardlab.execute.state import torch_dtype
 from shardlab.models import Model
+from shardlab.models.layout import Parameter
 from shardlab.models.tensors import Dropout, Share, initial_weights, layers_of, loss_of, views, with_borrowed
 from shardlab.program.precision import Precision
 
@@ -77,7 +78,7 @@ def train_reference(
                 continue
             pair, role = ([tensor], [gradient]), 0 if parameter.decayed else 1
             if config.optimizer == "muon" and parameter.hidden_matrix:
-                pair, role = (matrices_of(tensor, parameter), matrices_of(gradient, parameter)), 2
+                pair, role = (_matrices(tensor, parameter), _matrices(gradient, parameter)), 2
             stepped += zip(*pair, strict=True)
             roles[role] += pair[0]
     optimizers = torch_optimizers(replace(config, ema=None), *roles, fused=False)
@@ -121,6 +122,13 @@ def train_reference(
         else [(total / counted).to(flat.dtype) for total, flat in zip(followed, flats, strict=True)]
     )
     return Reference(losses, gradients, flats, averages)
+
+
+def _matrices(tensor: Tensor, parameter: Parameter) -> list[Tensor]:
+    """The matrices of a parameter: each expert's and each section's; Jordan 2024 has queries and keys apart."""
+    each: Sequence[Tensor] = tensor.view(-1, *parameter.shape[-2:]).unbind()
+    lengths = list(parameter.sections) or [parameter.shape[-2]]
+    return [part for matrix in each for part in torch.split(matrix, lengths)]
 
 
 def _add_gradients(sums: list[Tensor], parameters: list[Tensor]) -> None:
