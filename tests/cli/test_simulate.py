@@ -62,6 +62,17 @@ def test_ops_counts_every_entry_of_the_tapes(capsys: Captured) -> None:
     assert json_of(capsys, "ddp")["ops"] == sum(map(len, tapes))
 
 
+def test_muon_gathers_directions_where_matrices_are_cut(capsys: Captured) -> None:
+    without, cut = json_of(capsys, "zero-1"), json_of(capsys, "zero-1", "--optimizer", "muon")
+    assert cut["ops"] > without["ops"]
+    assert cut["end"] > without["end"]
+    assert json_of(capsys, "ddp", "--optimizer", "muon")["ops"] == json_of(capsys, "ddp")["ops"]
+    assert main(["simulate", "wsdp", "--optimizer", "muon"]) == 1
+    assert "the optimizer state holds slices 3 of 4, but Muon steps whole matrices" in capsys.readouterr().err
+    assert main(["simulate", "ddp", "--optimizer", "lion"]) == 2
+    assert "--optimizer is for a model on a cluster" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_simulates_without_options(name: str, capsys: Captured) -> None:
     facts = json_of(capsys, name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
 
 from shardlab.check import Checked, check
 from shardlab.hardware import Cluster
-from shardlab.models import Model
+from shardlab.hardware.clusters import find_cluster
+from shardlab.models import GPT, Model
+from shardlab.models.kernels import Matmul
 from shardlab.predict.priced import ClusterPrices
 from shardlab.program import Kind, Mesh, Op, OpKind, Sizes, UserError, trace
 from shardlab.program.mesh import group_of
@@ -114,6 +117,28 @@ def test_an_update_moves_the_state_of_its_slice() -> None:
     elements = 512 * 512 / 4
     assert price(checked, update) == 2 * elements * (2 + 2 * 12 + 2) / 4
     assert find_precision("fp32").moved_by_update == 4 + 2 * 8 + 2 * 4
+
+
+@pytest.mark.parametrize("plan", [Plan(Mesh(dp_shard=4)), Plan(Mesh(dp_shard=4), shard_optimizer=("dp_shard",))])
+def test_muon_s_update_makes_those_matrices_orthogonal_that_its_slice_has_parts_of(plan: Plan) -> None:
+    model = GPT(layers=2, hidden_size=256, heads=4, vocab_size=256, seq_len=64)
+    prices = ClusterPrices(model, 1, find_cluster("h100x8"), BF16.under("muon"))
+    checked = check(trace(planned(plan), plan.mesh, BF16.sizes(model.sizes(1, 2), "muon"), 4))
+    (first, second), sizes = ops(checked, OpKind.UPDATE), checked.program.sizes
+    spent = prices.compute_time(second, checked.specs[0], sizes)
+    elementwise = prices.compute_time(second, checked.specs[0], replace(sizes, whole_matrices=False))
+    square, wide = (Matmul(256, 256, 256),) * 3, (Matmul(256, 256, 1024), Matmul(256, 256, 256), Matmul(256, 1024, 256))
+    # in the buffer: queries, keys, values, their output, then two matrices of four times the size, then the head
+    mine = [square] * 4 if plan.shard_optimizer else [square] * 4 + [wide] * 2
+    seconds = [prices.cluster.device.seconds(kernel, "bfloat16") for matrix in mine for kernel in 5 * matrix]
+    assert spent - elementwise == pytest.approx(sum(seconds))
+    assert prices.compute_time(first, checked.specs[0], sizes) > 0
+    directions = ops(checked, OpKind.DIRECTION)
+    assert [op.layer for op in directions] == ([0, 1] if plan.shard_optimizer else [])
+    assert all(prices.compute_time(op, checked.specs[0], sizes) > 0 for op in directions)
+    made = [spec for spec in checked.specs[0].values() if spec.kind is Kind.DIRECTION]
+    whole = [sizes.bytes(spec) for spec in made if spec.holds.complete]
+    assert whole == [2 * sizes.weights[op.layer] for op in directions]
 
 
 def test_loading_is_free_and_a_group_of_one_waits_for_nobody() -> None:

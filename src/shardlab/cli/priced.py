@@ -89,8 +89,6 @@ def price(
     from shardlab.predict.workload import Workload
     from shardlab.program.precision import find_precision
 
-    if optimizer == "muon":
-        raise UserError("muon's own products of matrices have no price yet; give --optimizer adamw, sgd or lion")
     cluster = cluster_called(cluster_name, force=force)
     model = find_model(model_name)
     if layers is not None:

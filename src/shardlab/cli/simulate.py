@@ -63,7 +63,8 @@ class Simulate:
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
 
     optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
-    """What makes a step of a gradient, and so how large its state is; with --model."""
+    """What makes a step of a gradient, and so how large its state is; with --model. Without, muon alone makes a
+    difference: it gathers directions of whole matrices."""
 
     ema: Flag = False
     """An average of the weights is kept beside the optimizer's state; with --model."""
@@ -92,7 +93,7 @@ class Simulate:
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
         entry, ranks = self.layout.entry(self.strategy, self.ranks)
         layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
-        proof = checked(entry, ranks, layers, self.microbatches or 4)
+        proof = checked(entry, ranks, layers, self.microbatches or 4, whole_matrices=self.optimizer == "muon")
         timeline = simulate(proof, costs)
         self.pictures.save(timeline, entry.title(ranks))
         without = _without_recompute(entry, proof, costs)
@@ -115,7 +116,7 @@ class Simulate:
             "global-batch": self.global_batch,
             "micro-batch-size": self.micro_batch_size,
             "precision": self.precision,
-            "optimizer": self.optimizer,
+            "optimizer": self.optimizer != "muon" and self.optimizer,
             "ema": self.ema,
             "force": self.pictures.force and not self.pictures.files,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 
 from shardlab.check import Checked, check
 from shardlab.check.blame import Blame
@@ -12,8 +13,14 @@ from shardlab.program.user_file import file_and_name
 from shardlab.strategies.entry import StrategyEntry
 
 
-def checked(entry: StrategyEntry, ranks: int, layers: int | Sizes, microbatches: int) -> Checked:
+def checked(
+    entry: StrategyEntry, ranks: int, layers: int | Sizes, microbatches: int, *, whole_matrices: bool = False
+) -> Checked:
     """Trace a strategy and check it.
+
+    Args:
+        layers: of the puzzles' model, or the sizes of another one.
+        whole_matrices: whether the optimizer steps the puzzles' matrices whole.
 
     Raises:
         Refused: if the program is wrong; for a user's file the line at fault stands before the sentence.
@@ -23,7 +30,7 @@ def checked(entry: StrategyEntry, ranks: int, layers: int | Sizes, microbatches:
     mesh = entry.grid(ranks)
     entry.require_ops(ranks, layers if isinstance(layers, int) else layers.layers, microbatches)
     if isinstance(layers, int) and layers > 0:
-        layers = entry.puzzle(ranks, layers)
+        layers = replace(entry.puzzle(ranks, layers), whole_matrices=whole_matrices)
     with contextlib.redirect_stdout(sys.stderr):
         if path is None:
             return check(trace(entry.program, mesh, layers, microbatches))

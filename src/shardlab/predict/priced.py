@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from shardlab.hardware import Cluster
 from shardlab.models import Model
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
+from shardlab.models.matrices import matrices_of
 from shardlab.predict.recipe import OWN, Recipe
-from shardlab.program import Group, Kind, Mesh, Op, OpKind, Sizes, Spec
+from shardlab.program import Group, Holds, Kind, Mesh, Op, OpKind, Sizes, Spec
 from shardlab.program.ops import Price
 from shardlab.program.precision import Precision
 from shardlab.rules import attention
 from shardlab.rules.dtype import bytes_of
+from shardlab.rules.pieces import bits
 from shardlab.rules.spec import share_of
 from shardlab.timeline.prices import Prices
 
@@ -62,9 +64,10 @@ class ClusterPrices(Prices):
             moved = self.recipe.update_bytes
             moved = self.precision.moved_by_update if moved is None else moved
             bytes = sizes.elements(made) * moved
-            if made.form.place:
+            if made.form.place:  # whose processor's products of matrices, for Muon, are not counted
                 return self.cluster.host_seconds(bytes)
-            return self.cluster.device.seconds(Pointwise("adamw", bytes / 4, 0.0), "float32")
+            step = self.cluster.device.seconds(Pointwise("adamw", bytes / 4, 0.0), "float32")
+            return step + (self._orthogonal(op.layer, made.holds) if op.layer in sizes.directed else 0.0)
         if made.form.place:  # the sum of gradients, or pieces side by side, in the host's memory
             return self.cluster.host_seconds(3 * sizes.bytes(made))
         if kind is OpKind.ADD:
@@ -98,6 +101,18 @@ class ClusterPrices(Prices):
         if both or kind is OpKind.BACKWARD_INPUT:
             recomputed = sum(share * self._sum([kernel]) for kernel, share in self.recipe.recomputed(kernels))
         return recomputed + self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
+
+    def _orthogonal(self, layer: int, holds: Holds) -> float:
+        """Seconds to make the matrices orthogonal of which some slices have parts: each of them whole."""
+        dtype = "bfloat16" if "bfloat16" in self.cluster.device.flops else self.precision.compute
+        length = self.model.layout(layer).padded(holds.of)
+        mine = [(piece * length // holds.of, (piece + 1) * length // holds.of) for piece in bits(holds.mask)]
+        return sum(
+            self.cluster.device.seconds(kernel, dtype)
+            for matrix in matrices_of(self.model.run(layer), length)
+            if any(start < begin + matrix.size and begin < stop for begin in matrix.starts for start, stop in mine)
+            for kernel in matrix.kernels()
+        )
 
     def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
         if len(group.ranks) == 1:
