@@ -32,7 +32,7 @@ from shardlab.execute.state import State
 from shardlab.models import Parameter
 from shardlab.models.tensors.ranges import read_range
 from shardlab.models.tensors.seeding import generator_of
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program.precision import find_precision
 from shardlab.train.job import Job
 
@@ -58,14 +58,14 @@ class Known:
         return whole(self._kind, block, parameter)[matrix][rows][:, columns]
 
 
-def states_of(job: Job, optimizer: AdamW | None = None) -> list[State]:
+def states_of(job: Job, optimizer: OptimizerConfig | None = None) -> list[State]:
     """The states of all ranks, with nothing in them that could be trained on."""
     checked, model = job.checked(), job.cut
 
     def nothing(layer: int, length: int, ranges: Any, dtype: torch.dtype) -> Tensor:
         return torch.full((sum(stop - start for start, stop in ranges),), torch.nan, dtype=dtype)
 
-    settings = Settings(job.seed, job.numbers, optimizer=optimizer or AdamW(), initial=nothing)
+    settings = Settings(job.seed, job.numbers, optimizer=optimizer or OptimizerConfig(), initial=nothing)
     found = [
         State(checked, rank, model, job.micro_batch_size, settings, None) for rank in range(len(checked.program.tapes))
     ]

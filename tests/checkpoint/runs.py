@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.train.config import SavingConfig
 from shardlab.train.job import Job
 from shardlab.train.loop import train_rank
@@ -18,10 +18,10 @@ STEPS = 5
 
 
 def saving_run(
-    job: Job, out: Path, resume: Path | None = None, optimizer: AdamW | None = None, ramp: str | None = None
+    job: Job, out: Path, resume: Path | None = None, optimizer: OptimizerConfig | None = None, ramp: str | None = None
 ) -> TrainingRun:
     """A run of 5 steps, which is saved after 2, 4 and 5 of them."""
-    run = run_of(job, optimizer or AdamW(schedule_steps=STEPS, warmup_steps=1), out)
+    run = run_of(job, optimizer or OptimizerConfig(schedule_steps=STEPS, warmup_steps=1), out)
     precision = replace(run.config.precision, precision=job.precision)
     train = replace(run.config.train, batch_ramp=ramp)
     config = replace(run.config, train=train, precision=precision, saving=SavingConfig(save_every=2))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from shardlab.checkpoint import Checkpoint
 from shardlab.models import GPT
-from shardlab.optimizers import AdamW
+from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Mesh
 from shardlab.strategies import Plan
 from shardlab.train.job import Job
@@ -59,7 +59,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def want_same(world: Ranks, made: Job, settings: AdamW, folder: Path, ramp: str | None = None) -> None:
+def want_same(world: Ranks, made: Job, settings: OptimizerConfig, folder: Path, ramp: str | None = None) -> None:
     """A run that goes on after 4 of its 5 steps ends as the one that was not interrupted."""
     whole, again = folder / "whole", folder / "again"
     world.call(trained, saving_run(made, whole, optimizer=settings, ramp=ramp))
@@ -79,9 +79,9 @@ def want_same(world: Ranks, made: Job, settings: AdamW, folder: Path, ramp: str 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, ranks: World, tmp_path: Path) -> None:
     strategy, world, job, optimizer = SAME[name]
     made = replace(Job(TP if strategy == "tp" else strategy, world, 4, MODEL, 2), **job)
-    want_same(ranks(world), made, AdamW(schedule_steps=STEPS, warmup_steps=1, **optimizer), tmp_path)
+    want_same(ranks(world), made, OptimizerConfig(schedule_steps=STEPS, warmup_steps=1, **optimizer), tmp_path)
 
 
 def test_a_batch_that_grows_goes_on_growing(ranks: World, tmp_path: Path) -> None:
-    settings = AdamW(schedule_steps=STEPS, warmup_steps=1)
+    settings = OptimizerConfig(schedule_steps=STEPS, warmup_steps=1)
     want_same(ranks(2), Job("zero-1", 2, 4, MODEL, 2), settings, tmp_path, "0:2,4:4")
