@@ -50,7 +50,8 @@ def test_profiled_steps_have_the_tapes_names_and_change_no_number(ranks: World, 
     losses: list[list[float]] = []
     for steps in (None, (2, 4)):
         run = run_of(JOB, OptimizerConfig(schedule_steps=5, warmup_steps=1), tmp_path / str(steps))
-        run = replace(run, config=replace(run.config, logging=LoggingConfig(profile_steps=steps)))
+        logging = LoggingConfig(profile_steps=steps, memory_snapshot=steps is not None)
+        run = replace(run, config=replace(run.config, logging=logging))
         ranks(2).call(quietly, run)
         losses.append([json.loads(line)["loss"] for line in (run.out / "metrics.jsonl").read_text().splitlines()])
     assert losses[0] == losses[1]
@@ -60,3 +61,4 @@ def test_profiled_steps_have_the_tapes_names_and_change_no_number(ranks: World, 
         assert [name for name in names if name.startswith("step")] == ["step 2", "step 3"]
         assert names.count(f"forward {rank} (layer 1)") == 2
         assert any(name.startswith("backward") for name in names)
+        assert any(event["name"] == "[memory]" for event in events)

@@ -222,6 +222,8 @@ class Train:
         if config.logging.trace and steps < run.tracing.steps:
             raise UserError(f"--trace needs {run.tracing.steps} steps, but --steps is {steps}; give more")
         first_step, end = config.logging.profile_steps or (0, 0)
+        if config.logging.memory_snapshot and not end:
+            raise UserError("--memory-snapshot is of steps that are profiled; name them too, as in --profile-steps 3:5")
         if end > steps:
             raise UserError(f"--profile-steps {first_step}:{end} needs {end} steps, but --steps is {steps}; give more")
         ramp, looked = config.train.ramp, {"--profile-steps": (first_step, end)} if end else {}

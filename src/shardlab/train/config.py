@@ -135,6 +135,10 @@ class LoggingConfig:
     profile_steps: Annotated[tuple[int, int] | None, SPAN] = None
     """Profile these steps by torch.profiler, the second no longer: profile-RANK.json is for Perfetto."""
 
+    memory_snapshot: Annotated[bool, SWITCH] = False
+    """With --profile-steps: every allocation of these steps is in profile-RANK.json too; on a GPU memory-RANK.pickle
+    has the allocator's blocks at their end, for pytorch.org/memory_viz."""
+
     price: Annotated[float | None, AMOUNT] = None
     """Price of a device for an hour; report.md tells what the run cost."""
 

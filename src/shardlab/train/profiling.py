@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -28,12 +29,15 @@ class ProfiledExecutor:
         executor: of which all ops are named.
         steps: the first step that is profiled, and the one that no longer is.
         folder: of the run.
+        memory: note every allocation as well.
     """
 
-    def __init__(self, executor: Executor, steps: tuple[int, int], folder: Path) -> None:
+    def __init__(self, executor: Executor, steps: tuple[int, int], folder: Path, *, memory: bool = False) -> None:
         self._state = executor.state
         self._steps = range(*steps)
         self._folder = folder
+        self._memory = memory
+        self._on_gpu = executor.state.settings.device.type == "cuda"
         self._profile: profile | None = None
         plain = zip(executor.state.tape, executor.instructions, strict=True)
         executor.instructions[:] = [self._named(self._name(op), instruction) for op, instruction in plain]
@@ -50,9 +54,11 @@ class ProfiledExecutor:
         if step not in self._steps:
             return self.inner.step()
         if self._profile is None:
-            cuda = [ProfilerActivity.CUDA] * (self._state.settings.device.type == "cuda")
-            self._profile = profile(activities=[ProfilerActivity.CPU, *cuda])
+            activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._on_gpu]
+            self._profile = profile(activities=activities, profile_memory=self._memory)
             self._profile.start()
+            if self._memory and self._on_gpu:
+                torch.cuda.memory._record_memory_history()  # pyright: ignore[reportPrivateUsage]  # its documented name
         with record_function(f"step {step}"):
             loss = self.inner.step()
         if step + 1 == self._steps.stop:
@@ -61,6 +67,10 @@ class ProfiledExecutor:
             with written(self._folder / f"profile-{self._state.rank}.json") as path:
                 self._profile.export_chrome_trace(str(path))
             self._profile = None
+            if self._memory and self._on_gpu:
+                with written(self._folder / f"memory-{self._state.rank}.pickle") as path:
+                    torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]
+                torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
         return loss
 
     def _named(self, name: str, instruction: Instruction) -> Instruction:

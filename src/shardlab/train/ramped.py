@@ -41,7 +41,9 @@ class RampedExecutor:
         profiler = None
         if logging.profile_steps is not None:
             count = self._ramp.microbatches(logging.profile_steps[0])
-            self._executors[count] = profiler = ProfiledExecutor(executors[count], logging.profile_steps, run.out)
+            self._executors[count] = profiler = ProfiledExecutor(
+                executors[count], logging.profile_steps, run.out, memory=logging.memory_snapshot
+            )
         self._clocks = [ComputeClock(executor) for executor in executors.values()]
         first = self._ramp.microbatches(0)
         if logging.trace:
