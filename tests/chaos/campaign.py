@@ -3,8 +3,9 @@
     python -m tests.chaos.campaign --kills 200
 
 For each strategy one run is left alone. Another is started, killed at a random moment, and started again with the same
-words, until it comes to its end or has had its share of kills. After each kill no process may be left, and each checkpoint
-that is complete must be that of the undisturbed run, bit by bit; so must be the final weights, and every step's loss.
+words, until it comes to its end or has had its share of kills. After each kill no process may be left, and each
+checkpoint that is complete must be that of the undisturbed run, bit by bit; so must be the final weights, and every
+step's loss.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def campaign(options: Campaign, folder: Path) -> Iterator[tuple[str, Kill | None
     each = -(-options.kills // len(options.cases))
     for case in options.cases:
         chance, found = random.Random(f"{options.seed} {case}"), Found()
-        reference, run = folder / f"{case}-alone", folder / case
+        reference = folder / f"{case}-alone"
         alone = Training([*words(case, options.steps, options.save_every), "--keep", str(options.steps)], reference)
         left = alone.ended(10 * LIMIT)
         if alone.process.returncode or left:

@@ -54,9 +54,9 @@ def wrong(run: Path, reference: Path, *, ended: bool) -> list[str]:
     found: list[str] = []
     known = checkpoints(reference)
     for name, folder in checkpoints(run).items():
-        if name not in known:
-            found.append(f"{name} is no checkpoint of the undisturbed run")
-        elif names := different(folder, known[name]):
+        if name not in known:  # an interrupted run saves after whichever step it is at
+            continue
+        if names := different(folder, known[name]):
             found.append(f"{name} differs in {len(names)} tensors, the first {names[0]}")
     if ended:
         if losses(run) != losses(reference):
