@@ -3,7 +3,7 @@
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help train test gpu verify-all clean
+.PHONY: chaos help train test gpu verify-all clean
 
 help:
 	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
@@ -11,6 +11,7 @@ help:
 	@echo "make gpu     the tests and measurements that need a GPU"
 	@echo "make verify-all"
 	@echo "             every strategy and every pair of strategies against one device, in minutes"
+	@echo "make chaos   training runs killed 200 times, and disturbed otherwise, in half an hour"
 	@echo "make clean   remove .venv and caches"
 
 train: .venv/installed
@@ -29,6 +30,10 @@ gpu: .venv/installed
 
 verify-all: .venv/installed
 	$(BIN)/shardlab verify --all
+
+chaos: .venv/installed
+	$(BIN)/python -m tests.chaos.scenarios
+	$(BIN)/python -m tests.chaos.campaign
 
 # Made once, and again when the dependencies change. torch comes first, so that nothing else chooses its version.
 .venv/installed: pyproject.toml constraints.txt

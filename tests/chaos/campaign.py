@@ -109,7 +109,8 @@ def campaign(options: Campaign, folder: Path) -> Iterator[tuple[str, Kill | None
     each = -(-options.kills // len(options.cases))
     for case in options.cases:
         chance, found = random.Random(f"{options.seed} {case}"), Found()
-        reference = folder / f"{case}-alone"
+        name = Path(case).stem
+        reference = folder / f"{name}-alone"
         alone = Training([*words(case, options.steps, options.save_every), "--keep", str(options.steps)], reference)
         left = alone.ended(10 * LIMIT)
         if alone.process.returncode or left:
@@ -118,7 +119,7 @@ def campaign(options: Campaign, folder: Path) -> Iterator[tuple[str, Kill | None
             continue
         runs = 1
         for number in range(each):
-            training = Training(words(case, options.steps, options.save_every), folder / f"{case}-{runs}")
+            training = Training(words(case, options.steps, options.save_every), folder / f"{name}-{runs}")
             kill = killed(training, options.moments[number % len(options.moments)], chance)
             ended = not kill.reached
             if training.out.exists():
@@ -128,7 +129,7 @@ def campaign(options: Campaign, folder: Path) -> Iterator[tuple[str, Kill | None
                 runs += 1
             found.kills.append(kill)
             yield case, kill, found
-        last = Training(words(case, options.steps, options.save_every), folder / f"{case}-{runs}")
+        last = Training(words(case, options.steps, options.save_every), folder / f"{name}-{runs}")
         if left := last.ended(10 * LIMIT):
             found.wrong.append(f"{len(left)} processes were left behind at the end")
         if last.process.returncode:

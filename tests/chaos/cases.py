@@ -19,6 +19,10 @@ CASES: dict[str, str] = {
 
 
 def words(case: str, steps: int, every: int) -> list[str]:
-    """The words after `shardlab train` of a run that saves after every so many steps, and goes on by itself."""
+    """The words after `shardlab train` of a run that saves after every so many steps, and goes on by itself.
+
+    Args:
+        case: a name, or a file's strategy, which is run on 2 ranks.
+    """
     saving = f"--steps {steps} --save-every {every} --resume auto"
-    return f"{CASES[case]} {MODEL} {saving}".split()
+    return f"{CASES.get(case, f'--strategy {case} --ranks 2')} {MODEL} {saving}".split()

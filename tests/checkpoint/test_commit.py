@@ -131,3 +131,24 @@ def test_so_many_checkpoints_are_kept_and_later_ones_of_before_a_resumption_go(t
 def test_what_is_no_checkpoint_yet_is_none(tmp_path: Path) -> None:
     write_shard(Disk(), folder_of(tmp_path, 10), 0, [b"half"], {})
     assert steps_in(Disk(), tmp_path) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_flipped_bit_anywhere_is_found_and_the_file_is_named(data: st.DataObject) -> None:
+    """Also in the manifest, which has a checksum of its own; spaces and the like may change without a meaning."""
+    with TemporaryDirectory() as temporary:
+        save(Disk(), 10, Path(temporary))
+        folder = folder_of(Path(temporary), 10)
+        before = Checkpoint.open(folder).verify()
+        path = data.draw(st.sampled_from(sorted(folder.iterdir())))
+        written = bytearray(path.read_bytes())
+        written[data.draw(st.integers(0, len(written) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(written)
+        try:
+            after = Checkpoint.open(folder).verify()
+        except UserError as error:
+            assert path.name in str(error) or "version" in str(error)
+        else:
+            assert path.name == MANIFEST
+            assert after == before

@@ -90,6 +90,11 @@ def write_shard(
     disk.write(part / _note_of(rank), [json.dumps({**hashed.entry, **note}).encode()])
 
 
+def checksum_of(manifest: Mapping[str, Any]) -> str:
+    """What a manifest has beside all else: it vouches for the files, and nothing else would vouch for it."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], keep: int) -> None:
     """Complete a checkpoint, once all ranks have written their files.
 
@@ -110,7 +115,8 @@ def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], k
         disk.write(part / name, hashed)
         disk.sync(part / name)
         files[name] = hashed.entry
-    disk.write(part / MANIFEST, [json.dumps({"version": VERSION, "files": files}).encode()])
+    manifest = {"version": VERSION, "files": files}
+    disk.write(part / MANIFEST, [json.dumps({**manifest, "sha256": checksum_of(manifest)}).encode()])
     disk.sync(part / MANIFEST)
     for rank in range(ranks):
         disk.remove(part / _note_of(rank))

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardlab.checkpoint.commit import MANIFEST, VERSION
+from shardlab.checkpoint.commit import MANIFEST, VERSION, checksum_of
 from shardlab.checkpoint.held import EXACT, WEIGHTS, held, optimizer_of, stepped
 from shardlab.checkpoint.places import ParameterPiece, read_places
 from shardlab.errors import UserError
@@ -61,6 +61,8 @@ class Checkpoint:
                 f"{folder} was written in version {manifest.get('version')!r} of the format, and this Shardlab reads "
                 f"version {VERSION}; read it with the Shardlab that wrote it"
             )
+        if manifest.pop("sha256", None) != checksum_of(manifest):
+            raise UserError(f"{folder / MANIFEST} has changed: its SHA-256 is not the one in it")
         files = manifest.get("files")
         if not isinstance(files, dict) or not {STATE, CONFIG} <= files.keys():
             raise UserError(f"{folder / MANIFEST} does not name the checkpoint's files")

@@ -1,0 +1,31 @@
+"""A small campaign: runs that are killed end as if nobody had killed them, and a campaign sees what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.campaign import Campaign, Found, campaign
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def played(options: Campaign, folder: Path) -> Found:
+    *_, (_, _, found) = campaign(options, folder)
+    return found
+
+
+def test_runs_that_are_killed_end_as_if_nobody_had(tmp_path: Path) -> None:
+    found = played(
+        Campaign(kills=3, cases=("fsdp",), steps=16, save_every=2, moments=("step", "save", "commit")), tmp_path
+    )
+    assert found.all_wrong == []
+    assert any(kill.reached for kill in found.kills)
+
+
+def test_a_restore_that_forgets_something_fails_the_campaign(tmp_path: Path) -> None:
+    case = str(Path(__file__).with_name("forgetful.py")) + ":ddp"
+    found = played(Campaign(kills=1, cases=(case,), steps=16, save_every=2, moments=("step",)), tmp_path)
+    assert found.kills[0].reached
+    assert any("differs" in wrong or "differ" in wrong for wrong in found.all_wrong)
