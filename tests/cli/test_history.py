@@ -65,8 +65,8 @@ def test_only_a_complete_checkpoint_can_be_resumed_from(tmp_path: Path, capsys: 
         (whole / "manifest.json").write_text("{}")
     assert past_run(folder).resume == f"shardlab train --resume {folder}"
     assert main(["history", str(tmp_path)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"go on after step 2: shardlab train --resume {folder}" in told
+    told = "".join(capsys.readouterr().out.split())  # the folder may be too long for a line
+    assert f"goonafterstep2:shardlabtrain--resume{folder}" in told
     (folder / "run.json").write_text(json.dumps({"ended": {"how": "finished"}}))
     assert past_run(folder).resume is None
 

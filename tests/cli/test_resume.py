@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardlab.checkpoint.commit import checksum_of
 from shardlab.cli import main
 from shardlab.models import GPT
 from shardlab.train.job import Job
@@ -123,7 +124,8 @@ def test_other_data_are_refused_unless_they_are_named(run: Path, tmp_path: Path,
         "size": state.stat().st_size,
         "sha256": hashlib.sha256(state.read_bytes()).hexdigest(),
     }
-    manifest.write_text(json.dumps(entry))
+    entry.pop("sha256")
+    manifest.write_text(json.dumps({**entry, "sha256": checksum_of(entry)}))
     assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
     assert capsys.readouterr().err.startswith(f"shardlab: the data are no longer those that {run} was trained on")
 

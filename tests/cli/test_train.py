@@ -91,7 +91,7 @@ def test_verify_warns_of_replicas_that_may_drift(monkeypatch: pytest.MonkeyPatch
 def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     clips: list[float | None] = []
 
-    def verify(job: Job, steps: int, clip: float | None) -> Verdict:
+    def verify(job: Job, steps: int, clip: float | None, compile: bool) -> Verdict:
         clips.append(clip)
         return Verdict(0.0, 0.0, 0, 0.0, 0)
 

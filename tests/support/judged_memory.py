@@ -61,6 +61,8 @@ class KeptWeights:
         owner = next((name for name in self.buffers if name[0] == layer and set(where) <= set(name[1])), None)
         if owner is None:
             return made
+        if not where:
+            raise BrokenTape("a number is no piece of a layer")
         if self.place[owner] != state.place:
             places = [owner[1].index(element) for element in where]
             if self.written[owner][places].any():

@@ -43,4 +43,6 @@ HUES: dict[Color, Hue] = {
     "rose": Hue("#dc98a3", "red"),
     "slate": Hue("#57606a", "yellow"),
     "light slate": Hue("#a4adb6", "magenta"),
+    "olive": Hue("#6f7a1e", "cyan"),
+    "light olive": Hue("#bfc777", "cyan"),
 }

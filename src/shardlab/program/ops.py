@@ -15,6 +15,7 @@ from shardlab.rules.kind import Kind
 Color = Literal[
     "blue", "light blue", "orange", "teal", "green", "black", "brown", "grey", "light grey", "yellow", "magenta", "red",
     "violet", "lilac", "pink", "cream", "rose", "slate", "light slate",
+    "olive", "light olive",
 ]  # fmt: skip
 """Colours by name; a picture, a terminal and a trace viewer each have their own of that name.
 
@@ -162,8 +163,8 @@ class OpKind(Enum):
     BARRIER = OpRow("barrier", (0,), (0,), "|", "light grey", "‖", stream=_COLLECTIVE)
     SEND = OpRow("send", (1,), (0,), ">", "slate", "→", stream=_MESSAGE)
     RECV = OpRow("recv", (0,), (1,), "<", "light slate", "←", word="receive", stream=_MESSAGE)
-    OFFLOAD = OpRow("offload", (1,), (1,), "^", "light grey", "↓", stream=_COPY)
-    RELOAD = OpRow("reload", (1,), (1,), "@", "grey", "↑", stream=_COPY)
+    OFFLOAD = OpRow("offload", (1,), (1,), "^", "olive", "↓", stream=_COPY)
+    RELOAD = OpRow("reload", (1,), (1,), "@", "light olive", "↑", stream=_COPY)
     WAIT = OpRow("wait", (0,), (0,), stream=_NONE, price=_NOTHING)
     FREE = OpRow("free", (1,), (0,), stream=_NONE, price=_NOTHING, ends=(0,))
     # fmt: on
