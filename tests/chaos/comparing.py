@@ -1,5 +1,8 @@
 """Two runs compared bit by bit: what they saved, and what they wrote of their steps."""
 
+# pyright: reportUnknownVariableType=false
+# safetensors leaves some of its annotations out.
+
 from __future__ import annotations
 
 import json
