@@ -80,4 +80,28 @@ async def sums_away(rank: Rank) -> None:
         rank.weights[l], rank.opt_states[l] = made
 
 
-RIGHT = [offloaded, state_away, weights_away, sums_away]
+async def state_goes_to_weight(rank: Rank) -> None:
+    """Optimizer states that lie on the device or the disk, and go to the host's memory, where the weights lie."""
+    places = {l: ("", "disk")[l % 2] for l in rank.layers}
+    for l in rank.layers:
+        rank.weights[l] = rank.load_weight(l, place="host")
+        rank.opt_states[l] = rank.load_opt_state(l, place=places[l])
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        weight = await rank.reload(rank.weights[l])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], weight)
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        weight = await rank.reload(rank.weights[l])
+        made, grad = rank.backward(l, rank.activations.pop(l), grad, weight)
+        total = await rank.offload(await rank.all_reduce(made))
+        if places[l]:
+            rank.opt_states[l] = await rank.reload(rank.opt_states.pop(l))
+        state = await rank.offload(rank.opt_states.pop(l))
+        rank.weights[l], state = rank.update(l, total, rank.weights[l], state)
+        rank.opt_states[l] = await rank.reload(state)
+        if places[l]:
+            rank.opt_states[l] = await rank.offload(rank.opt_states.pop(l), places[l])
+
+
+RIGHT = [offloaded, state_away, weights_away, sums_away, state_goes_to_weight]

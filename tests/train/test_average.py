@@ -54,7 +54,7 @@ def test_averages_are_one_device_s_under_every_sharding(ranks: World, name: str,
     assert verdict.ok, verdict
 
 
-@pytest.mark.parametrize("program", ["offloaded", "state_away", "weights_away"])
+@pytest.mark.parametrize("program", ["offloaded", "state_away", "weights_away", "state_goes_to_weight"])
 def test_averages_of_weights_and_states_that_lie_elsewhere_are_one_device_s(ranks: World, program: str) -> None:
     job = Job(f"tests/check/offloading_programs.py:{program}", 2, 4, MODEL, 2, "fp64", ema=0.7)
     verdict = ranks(2).call(verify_rank, CPU, job, 3)[0]

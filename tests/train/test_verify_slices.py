@@ -44,6 +44,7 @@ SLICING = "tests/check/slicing_programs.py"
         ("tests/check/offloading_programs.py:state_away", 2),
         ("tests/check/offloading_programs.py:weights_away", 2),
         ("tests/check/offloading_programs.py:sums_away", 2),
+        ("tests/check/offloading_programs.py:state_goes_to_weight", 2),
         ("examples/offload.py:offload", 2),
         ("examples/gradients_in_half.py:gradients_in_half", 2),
         (f"{SLICING}:microbatches_apart_and_together", 2),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 
 import torch
 
 from shardlab.execute import exchange
 from shardlab.execute.communicator import Communicator, Wait
-from shardlab.execute.optimizer import Slice
 from shardlab.execute.places import copy
 from shardlab.execute.slicing import Join, along_sequence, cut_of, join_of
 from shardlab.execute.state import State
@@ -218,24 +216,14 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
     return start
 
 
-def offload(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Into room elsewhere; what an optimizer keeps moves there with all that refers to it."""
-    return _copied(state, op, lambda kept: kept.offload(partial(state.storage_at, op.place)))
-
-
-def reload(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Into room on the device, weights into their buffer."""
-    return _copied(state, op, Slice.reload)
-
-
-def _copied(state: State, op: Op, move: Callable[[Slice], None]) -> Start:
+def copied(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Into room elsewhere or on the device; what an optimizer keeps moves there with all that refers to it."""
     (given,), (output,), values, device = op.inputs, op.outputs, state.values, state.settings.device
 
     def start() -> Wait:
         if state.specs[given].kind is Kind.OPT_STATE:
-            kept: Slice = values[given]
-            move(kept)
-            values[output] = kept
+            values[output] = values[given]
+            state.put_opt_state(state.specs[output])
             return _done
         values[output] = _room(state, output)
         return copy(values[output], values[given], device)
@@ -259,6 +247,6 @@ START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
     OpKind.BARRIER: barrier,
     OpKind.SEND: send,
     OpKind.RECV: recv,
-    OpKind.OFFLOAD: offload,
-    OpKind.RELOAD: reload,
+    OpKind.OFFLOAD: copied,
+    OpKind.RELOAD: copied,
 }

@@ -129,16 +129,16 @@ class Slice:
             part.leaf.data = weights[run][part.begin - flat_places[run] : part.end - flat_places[run]]
 
     def offload(self, room: Callable[[int], torch.UntypedStorage]) -> None:
-        """Copy what the optimizer keeps into new room, and free its memory on the device."""
+        """Copy what the optimizer keeps into new room, and free its memory where it is updated."""
         self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
 
     def reload(self) -> None:
-        """Bring back what the optimizer keeps."""
+        """Bring what the optimizer keeps back to where it is updated."""
         self._parked.reload()
 
     @contextmanager
     def at_hand(self) -> Generator[None]:
-        """Have what the optimizer keeps on the device for a while, also where it is offloaded between steps."""
+        """Have what the optimizer keeps where it is updated for a while, also if it lies elsewhere between steps."""
         with self._parked.back():
             yield
 

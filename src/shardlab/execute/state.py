@@ -141,8 +141,7 @@ class State:
                 key = op.layer, op.holds
                 if key not in self.opt_states:
                     self.opt_states[key] = self._optimizer(*key)
-                    if op.place and op.place != self.analysis.stepped_at.get(key, op.place):
-                        self.opt_states[key].offload(partial(self.storage_at, op.place))
+                    self.put_opt_state(self.specs[op.outputs[0]])
         self.buffers = self._make_buffers()
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)
@@ -180,8 +179,17 @@ class State:
             return tensor.to(self.settings.device)
         return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device, self.settings.scratch).copy_(tensor)
 
-    def storage_at(self, place: str, size: int) -> torch.UntypedStorage:
-        """So many bytes in a place beside the device."""
+    def put_opt_state(self, spec: Spec) -> None:
+        """Have what an optimizer keeps where a value of it lies: at hand where it is updated, parked elsewhere."""
+        key, place = (spec.layer, spec.holds), spec.form.place
+        self.opt_states[key].reload()
+        if place != self.analysis.stepped_at.get(key, place):
+            self.opt_states[key].offload(partial(self._storage_at, place))
+
+    def _storage_at(self, place: str, size: int) -> torch.UntypedStorage:
+        """So many bytes in a place, or on the device."""
+        if not place:
+            return torch.empty(size, dtype=torch.uint8, device=self.settings.device).untyped_storage()
         return storage_at(place, size, self.settings.device, self.settings.scratch)
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
