@@ -9,6 +9,7 @@ The device is torch's `meta`, whose tensors have no elements: what would be read
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardlab.execute import Executor, Settings
+from shardlab.execute.optimizer import torch_optimizers
 from shardlab.execute.state import State
 from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Mesh
+from shardlab.program.precision import Optimizer
 from shardlab.strategies.plan import Plan
 from shardlab.train.data import Batches, Corpus
 from shardlab.train.job import Job
@@ -50,6 +53,18 @@ def fake_ranks() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_of_the_host_meets_what_is_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_on_meta(*CASES[name], "lion", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp"])
+def test_directions_of_cut_matrices_stay_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = partial(torch_optimizers, fused=False)  # torch has no fused kernels of its device `meta`
+    monkeypatch.setattr("shardlab.execute.optimizer.torch_optimizers", plain)
+    step_on_meta(*CASES[name], "muon", monkeypatch)
+
+
+def step_on_meta(plan: Plan, model: Blocks, optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of which nothing is read back but the gradient's norm."""
     asked: list[int] = []
 
     def number(state: State, scalar: int) -> float:
@@ -61,10 +76,9 @@ def test_nothing_of_the_host_meets_what_is_on_the_device(name: str, monkeypatch:
 
     monkeypatch.setattr(State, "number", number)
     monkeypatch.setattr(dist, "batch_isend_irecv", one_by_one)  # torch asks the device's backend what it can
-    plan, model = CASES[name]
-    job = Job(plan, plan.mesh.world, 4, model, 2)
+    job = Job(plan, plan.mesh.world, 4, model, 2, optimizer=optimizer)
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
-    settings = Settings(device=torch.device("meta"), optimizer=OptimizerConfig(optimizer="lion"))
+    settings = Settings(device=torch.device("meta"), optimizer=OptimizerConfig(optimizer=optimizer))
     made: Tensor = Executor(job.checked(), 0, job.cut, batches, settings, "gloo").step()
     assert made.device.type == "meta"
     assert len(set(asked)) == 1, "the norm alone is read"

@@ -300,7 +300,7 @@ def direction(state: State, at: int, op: Op) -> Instruction:
 
     def run() -> None:
         scale = state.loss_scale.scale
-        squared = [float(values[number]) / scale**2 for number in norms]
+        squared = [state.number(each) / scale**2 for each in norms]
         values[output] = values[opt_state].direction(own(), *squared, scale=scale)
 
     return run
