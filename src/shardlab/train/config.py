@@ -65,7 +65,8 @@ class LoopConfig:
     """Seed of weights, batches, dropout and the sample."""
 
     init: Annotated[Path | None, FOLDER] = None
-    """The folder of a run, or in Hugging Face's form, whose weights are trained on; without --model, its model is."""
+    """Begin with the weights of a run, a checkpoint, or a folder in Hugging Face's form; without --model, its model is
+    taken."""
 
     non_finite: Annotated[NonFinite, choice(NonFinite)] = "stop"
     """What follows a loss or a gradient that is not finite: the run stops, or leaves out the step and goes on, which
@@ -133,7 +134,8 @@ class LoggingConfig:
     """Log the records to Weights & Biases as well; with WANDB_MODE=offline they stay in the run's folder."""
 
     profile_steps: Annotated[tuple[int, int] | None, SPAN] = None
-    """Profile these steps by torch.profiler, the second no longer: profile-RANK.json is for Perfetto."""
+    """Profile steps from the first number up to, but not including, the second, by torch.profiler: profile-RANK.json is
+    for Perfetto."""
 
     memory_snapshot: Annotated[bool, SWITCH] = False
     """With --profile-steps: every allocation of these steps is in profile-RANK.json too; on a GPU memory-RANK.pickle
