@@ -104,4 +104,24 @@ async def state_goes_to_weight(rank: Rank) -> None:
             rank.opt_states[l] = await rank.offload(rank.opt_states.pop(l), places[l])
 
 
-RIGHT = [offloaded, state_away, weights_away, sums_away, state_goes_to_weight]
+async def clipped_here(rank: Rank) -> None:
+    """Weights that lie in the host's memory, and are updated on the device by a gradient that is clipped."""
+    for l in rank.layers:
+        weight = rank.load_weight(l, place="host")
+        rank.weights[l], rank.opt_states[l] = await rank.reload(weight), rank.load_opt_state(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        made, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        rank.grad_weights[l] = await rank.all_reduce(made)
+        squares = rank.norm(l, rank.grad_weights[l])
+        rank.scalars["norm"] = rank.scalars["norm"] + squares if "norm" in rank.scalars else squares
+    for l in rank.layers:
+        made = rank.update(l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], rank.scalars["norm"])
+        rank.weights[l], rank.opt_states[l] = made
+        rank.weights[l] = await rank.offload(rank.weights[l])
+
+
+RIGHT = [offloaded, state_away, weights_away, sums_away, state_goes_to_weight, clipped_here]

@@ -94,9 +94,15 @@ def looked_at(rank: int, job: Job, spoiled: int) -> list[bool]:
     return right
 
 
+CLIPPED = Job("tests/check/offloading_programs.py:clipped_here", 2, 4, MODEL, 2, "fp64", ema=0.7)
+
+
+@pytest.mark.parametrize("job", [job_of(SHARDINGS["zero-1"]), CLIPPED], ids=["zero-1", "weights elsewhere"])
 @pytest.mark.parametrize("spoiled", [0, 1])
-def test_a_step_that_is_left_out_is_not_averaged_and_a_look_leaves_the_weights(ranks: World, spoiled: int) -> None:
-    for right in ranks(2).call(looked_at, job_of(SHARDINGS["zero-1"]), spoiled):
+def test_a_step_that_is_left_out_is_not_averaged_and_a_look_leaves_the_weights(
+    ranks: World, job: Job, spoiled: int
+) -> None:
+    for right in ranks(2).call(looked_at, job, spoiled):
         assert all(right)
 
 

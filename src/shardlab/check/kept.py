@@ -29,8 +29,8 @@ class Kept:
 
     Attributes:
         loaded: number of a loaded weight to the memory that it is a view of, in the tape's order.
-        places: where each memory is, as a form's `place` says.
         views: those, and their slices.
+        places: where each memory is, as a form's `place` says.
         final: number of a weight that the step leaves to the memory that the next step loads it from.
         arrives: those of them that are received there: by a communication that moves values, once the old one and all
             its slices have ended. (A reduction has other numbers in its room until it ends, and these may still be

@@ -71,7 +71,7 @@ def _fill(state: State) -> None:
     for layer, holds in dict.fromkeys(key for keys in stepped for key in keys):
         ranges = shapes.ranges(layer, holds)
         mine = (layer, holds) in stepped[state.rank]
-        average = state.opt_states[layer, holds].average.to(state.settings.device) if mine else None
+        average = _average(state, layer, holds) if mine else None
         lacking = any(
             _common(ranges, shapes.ranges(layer, kept))
             for its, steps in zip(loaded, stepped, strict=True)
@@ -88,6 +88,15 @@ def _fill(state: State) -> None:
                 if of == layer:
                     for here, there, length in _common(shapes.ranges(layer, kept), ranges):
                         tensor[here : here + length] = average[there : there + length]
+
+
+def _average(state: State, layer: int, holds: Holds) -> Tensor:
+    """The average of slices that this rank steps, on the device; before the first step the weights as they are kept."""
+    stepped, owner = state.opt_states[layer, holds], state.analysis.kept.owner(layer, holds)
+    if owner is not None:  # updates are given copies of what is kept elsewhere, and these are gone
+        kept = state.kept[owner]
+        stepped.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
+    return stepped.average.to(state.settings.device)
 
 
 def _of_kind(state: State, rank: int, kind: OpKind) -> list[tuple[int, Holds]]:
