@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_tensor_elsewhere_has_the_numbers_that_are_copied_there(place: str, tmp_path: Path) -> None:
+def test_a_tensor_elsewhere_has_the_numbers_that_are_copied_there(place: str) -> None:
     given = torch.arange(6, dtype=torch.float64).view(2, 3)
-    there = tensor_at(place, given.shape, given.dtype, CPU, tmp_path)
+    there = tensor_at(place, given.shape, given.dtype, CPU)
     copy(there, given, CPU)()
     given.zero_()
     assert there.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert there.dtype is torch.float64
 
 
-def test_the_disk_has_a_file_of_the_tensors_size_and_no_name_is_left(tmp_path: Path) -> None:
-    room = storage_at("disk", 5_000_000, CPU, tmp_path)
+def test_the_disk_has_a_file_of_the_tensors_size_and_no_name_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    room = storage_at("disk", 5_000_000, CPU)
     assert list(tmp_path.iterdir()) == []
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     first, last = (int(end, 16) for end in mapped[0].split()[0].split("-"))

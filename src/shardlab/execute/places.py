@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,17 +19,16 @@ from shardlab.execute.communicator import Wait
 from shardlab.rules.place import DISK
 
 
-def storage_at(place: str, size: int, device: torch.device, scratch: Path | None = None) -> torch.UntypedStorage:
+def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStorage:
     """So many bytes in a place: of the host's memory, pinned where a GPU copies; or of a file that ends with them.
 
-    Args:
-        scratch: the folder of the file (None: that of temporary files).
+    The file is among the temporary ones: in the folder that TMPDIR names, else usually in /tmp.
 
     Raises:
         OSError: when the file cannot be made, or has no room.
     """
     if place == DISK:
-        number, name = tempfile.mkstemp(prefix="shardlab-", dir=scratch)
+        number, name = tempfile.mkstemp(prefix="shardlab-")
         try:
             os.posix_fallocate(number, 0, max(1, size))  # else a full disk would end the process later
             return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(name, shared=True, nbytes=size))
@@ -40,13 +38,11 @@ def storage_at(place: str, size: int, device: torch.device, scratch: Path | None
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").untyped_storage()
 
 
-def tensor_at(
-    place: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, scratch: Path | None = None
-) -> Tensor:
+def tensor_at(place: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for a tensor in a place, as `storage_at` makes it."""
     empty = torch.empty(0, dtype=dtype)
     size = torch.Size(shape)
-    return empty.set_(storage_at(place, size.numel() * dtype.itemsize, device, scratch)).view(size)
+    return empty.set_(storage_at(place, size.numel() * dtype.itemsize, device)).view(size)
 
 
 def copy(into: Tensor | torch.UntypedStorage, given: Any, device: torch.device) -> Wait:

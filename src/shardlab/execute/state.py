@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +64,6 @@ class Settings:
         optimizer: its settings.
         initial: reads the first weights (None: they are drawn from the seed).
         loss_scale: the first, in float16.
-        scratch: the folder of what is offloaded to the disk (None: that of temporary files).
         compile: whether layers are compiled, each kind once.
     """
 
@@ -75,7 +73,6 @@ class Settings:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     initial: Initial | None = None
     loss_scale: float = FIRST
-    scratch: Path | None = None
     compile: bool = False
 
 
@@ -177,7 +174,7 @@ class State:
         """A tensor's copy in a place."""
         if not place:
             return tensor.to(self.settings.device)
-        return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device, self.settings.scratch).copy_(tensor)
+        return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
 
     def put_opt_state(self, spec: Spec) -> None:
         """Have what an optimizer keeps where a value of it lies: at hand where it is updated, parked elsewhere."""
@@ -190,7 +187,7 @@ class State:
         """So many bytes in a place, or on the device."""
         if not place:
             return torch.empty(size, dtype=torch.uint8, device=self.settings.device).untyped_storage()
-        return storage_at(place, size, self.settings.device, self.settings.scratch)
+        return storage_at(place, size, self.settings.device)
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
         """The optimizer of some slices: of the kept weights that contain them, or else of weights of its own.
@@ -300,7 +297,7 @@ class State:
         """Room for a value."""
         if place := spec.form.place:
             shape = self.shapes.shape(spec)
-            return tensor_at(place, shape, self.dtype(spec), self.settings.device, self.settings.scratch)
+            return tensor_at(place, shape, self.dtype(spec), self.settings.device)
         return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
 
     def fill_buffer(self, slot: int, length: int) -> Tensor:
