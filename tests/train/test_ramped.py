@@ -101,7 +101,8 @@ def test_figures_of_a_step_are_of_its_own_batch(ranks: World, tmp_path: Path) ->
         assert 0 < record["dtf"] + record["dtb"] < record["dt"]
 
 
-def test_a_strategy_that_cuts_weights_by_the_number_of_microbatches_is_refused() -> None:
-    whole, cut = (Job(strategy, 2, 4, MODEL, 2).checked() for strategy in ("ddp", "fsdp"))
+@pytest.mark.parametrize("other", ["fsdp", "tests/check/offloading_programs.py:offloaded"])
+def test_a_strategy_that_cuts_or_offloads_weights_by_the_number_of_microbatches_is_refused(other: str) -> None:
+    whole, different = (Job(strategy, 2, 4, MODEL, 2).checked() for strategy in ("ddp", other))
     with pytest.raises(UserError, match="with 4 microbatches the strategy keeps other slices of weights than with 2"):
-        want_same_slices({2: whole, 4: cut}, MODEL)
+        want_same_slices({2: whole, 4: different}, MODEL)

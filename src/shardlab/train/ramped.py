@@ -84,16 +84,22 @@ def want_same_slices(proofs: Mapping[int, Checked], model: Model) -> None:
     for count in others:
         if _kept(proofs[count], model) != _kept(proofs[first], model):
             raise UserError(
-                f"with {count} microbatches the strategy keeps other slices of weights than with {first}, so they "
-                "cannot follow one another in --batch-ramp; let it cut weights alike, whatever their number"
+                f"with {count} microbatches the strategy keeps other slices of weights than with {first}, or keeps "
+                "them elsewhere, so they cannot follow one another in --batch-ramp; let it cut and offload weights "
+                "alike, whatever their number"
             )
 
 
-def _kept(checked: Checked, model: Model) -> tuple[list[int], list[set[tuple[OpKind, int, Holds]]]]:
-    """How long the layers' buffers are, and what each rank keeps of them."""
+def _kept(checked: Checked, model: Model) -> tuple[list[int], list[set[tuple[OpKind, int, Holds, str]]]]:
+    """How long the layers' buffers are, and what each rank keeps of them, and where."""
     each = zip(checked.program.tapes, checked.specs, strict=True)
     kept = [
-        {(op.kind, op.layer, specs[op.outputs[KEPT[op.kind]]].holds) for op in tape if op.kind in KEPT}
+        {
+            (op.kind, form.layer, form.holds, form.place)
+            for op in tape
+            if op.kind in KEPT
+            for form in [specs[op.outputs[KEPT[op.kind]]].form]
+        }
         for tape, specs in each
     ]
     return Shapes(checked, model, 1).flat, kept
