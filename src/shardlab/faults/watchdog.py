@@ -122,8 +122,9 @@ class Watchdog:
         os._exit(1)
 
     def _speaks(self) -> bool:
-        """Whether this is the first rank of the host that runs."""
-        return self._rank == min(rank for rank, each in self._ranks.items() if state_of(each.pid) is ProcessState.RUNS)
+        """Whether this is the first rank of the host that runs; the first of all where each is stuck in the kernel."""
+        running = [rank for rank, each in self._ranks.items() if state_of(each.pid) is ProcessState.RUNS]
+        return self._rank == min(running or self._ranks)
 
     def _leave_it_to_others(self) -> None:
         deadline = time.monotonic() + 3 * PATIENCE
