@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,12 +14,9 @@ from typing import Any, Literal
 from shardlab.program import UserError
 from shardlab.program.files import write_whole
 from shardlab.program.nesting import read_file
-from shardlab.train.saved import METRICS, WEIGHTS
+from shardlab.train.saved import METRICS, RECORD, WEIGHTS, checkpoints_in, last_figures
 
-RECORD, CONFIG = "run.json", "config.toml"
-
-TAIL = 1 << 16
-"""Bytes at the end of the metrics in which the last line is."""
+CONFIG = "config.toml"
 
 End = Literal["finished", "interrupted", "failed"]
 
@@ -106,11 +102,11 @@ def past_run(folder: Path) -> PastRun:
         record, ended = {}, {"how": "unreadable", "why": str(error)}
     except (TypeError, ValueError):
         record, ended = {}, {"how": "unreadable", "why": f"{folder / RECORD} is not the record of a run"}
-    last = _last_line(folder / METRICS)
+    last = last_figures(folder / METRICS)
     steps = int(last["step"] or 0) + 1 if "step" in last else 0
     wanted = _wanted(folder)
     how = ended.get("how") or _without_record(folder, wanted is not None and steps >= wanted)
-    return PastRun(folder, record, steps, wanted, last, how, ended.get("why", ""), sorted(_checkpoints(folder)))
+    return PastRun(folder, record, steps, wanted, last, how, ended.get("why", ""), checkpoints_in(folder))
 
 
 def _without_record(folder: Path, complete: bool) -> str:
@@ -118,20 +114,6 @@ def _without_record(folder: Path, complete: bool) -> str:
     if _in_use(folder / METRICS):
         return "running"
     return "finished" if complete and (folder / WEIGHTS).exists() else "killed"
-
-
-def _last_line(path: Path) -> dict[str, float | None]:
-    """The last whole line of a run's metrics; empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        with suppress(ValueError):  # the last one may be torn
-            return json.loads(line)
-    return {}
 
 
 def _wanted(folder: Path) -> int | None:
@@ -149,10 +131,3 @@ def _in_use(path: Path) -> bool:
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
-
-
-def _checkpoints(folder: Path) -> Iterator[int]:
-    for manifest in folder.glob("checkpoints/step-*/manifest.json"):
-        number = manifest.parent.name.removeprefix("step-")
-        if number.isdecimal():
-            yield int(number)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from shardlab.rules.pieces import counted
@@ -12,7 +15,10 @@ CHECKPOINTS = "checkpoints"
 """Name of the folder, in a run's, that has its checkpoints."""
 
 WEIGHTS, AVERAGED = "weights.safetensors", "ema.safetensors"
-METRICS = "metrics.jsonl"
+METRICS, RECORD = "metrics.jsonl", "run.json"
+
+TAIL = 1 << 16
+"""Bytes at the end of the metrics in which the last line is."""
 
 
 def sweep(out: Path) -> None:
@@ -23,10 +29,30 @@ def sweep(out: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def checkpoints_in(out: Path) -> list[int]:
+    """Steps of a run's complete checkpoints, ascending."""
+    numbers = (path.parent.name.removeprefix("step-") for path in (out / CHECKPOINTS).glob("step-*/manifest.json"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def last_figures(path: Path) -> dict[str, float | None]:
+    """The last whole line of a run's metrics; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError):  # the last one may be torn
+            return json.loads(line)
+    return {}
+
+
 def saved_in(out: Path) -> str:
     """A sentence on what there is in an output folder, and what is lost."""
-    steps = [int(path.name[5:]) for path in (out / CHECKPOINTS).glob("step-*") if path.name[5:].isdecimal()]
-    again = f"; go on after step {max(steps)} with: shardlab train --resume {out}" if steps else ""
+    steps = checkpoints_in(out)
+    again = f"; go on after step {steps[-1]} with: shardlab train --resume {out}" if steps else ""
     return _left(out) + again
 
 
@@ -34,8 +60,18 @@ def _left(out: Path) -> str:
     weights, metrics = out / WEIGHTS, out / METRICS
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     if weights.exists():
-        steps = json.loads(lines[-1])["step"] + 1 if lines else 0
-        return f"the weights after {counted(steps, 'step')} are in {weights}"
+        steps = counted(int(last_figures(metrics).get("step", -1) or 0) + 1, "step")
+        if weights.stat().st_mtime < _began(out):
+            return f"the weights in {weights} are from before the run was resumed; on record are {steps} ({METRICS})"
+        return f"the weights after {steps} are in {weights}"
     if lines:
         return f"there are no weights in {out}, only the figures of {counted(len(lines), 'step')} ({METRICS})"
     return "no step had ended, so nothing is saved"
+
+
+def _began(out: Path) -> float:
+    """When a run began, or was resumed for the last time, in seconds since 1970; 0 where its record does not say."""
+    try:
+        return datetime.fromisoformat(json.loads((out / RECORD).read_text())["began"]).timestamp()
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
