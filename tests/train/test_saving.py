@@ -46,7 +46,16 @@ class Full(Disk):
         super().write(path, chunks)
 
 
-def saved(rank: int, out: Path, *, full: bool = False, poisoned: int = -1, every: Any = 2, stop: int = -1) -> list[str]:
+def saved(
+    rank: int,
+    out: Path,
+    *,
+    full: bool = False,
+    disk: Disk | None = None,
+    poisoned: int = -1,
+    every: Any = 2,
+    stop: int = -1,
+) -> list[str]:
     """Take the steps of a run; the folders of its checkpoints."""
     batches = Batches(Corpus.split(bytes(range(256)) * 8, 8), 8, 2, 4, 0)
 
@@ -62,11 +71,11 @@ def saved(rank: int, out: Path, *, full: bool = False, poisoned: int = -1, every
     run = saving_run(JOB, out)
     run = replace(run, config=replace(run.config, saving=SavingConfig(every)))
     executor = Poisoned(JOB.checked(), rank, JOB.cut, batches, Settings(optimizer=run.config.optimizer))
-    saver = Saver(executor, run, batches, Full(rank) if full else None)
+    saver = Saver(executor, run, batches, Full(rank) if full else disk)
     with StopRequest(None) as request:
         list[StepResult](TrainingSteps(executor, ComputeClock(executor), run, request, saver, 1.0))
     folder = out / "checkpoints"
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def test_a_step_that_saves_tells_how_long_it_stood_still(ranks: World, tmp_path: Path) -> None:
@@ -74,6 +83,23 @@ def test_a_step_that_saves_tells_how_long_it_stood_still(ranks: World, tmp_path:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "save_stall" in line] == [1, 3]
     assert all(0 < line["save_stall"] < 10 for line in lines if "save_stall" in line)
+
+
+class Unnamed(Disk):
+    """A disk that writes files, and fails when a checkpoint is to have its name, or a folder is to go."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        raise OSError(5, "Input/output error", str(old))
+
+
+def test_a_checkpoint_that_cannot_be_completed_keeps_no_room(ranks: World, tmp_path: Path) -> None:
+    assert ranks(2).call(partial(saved, out=tmp_path / "run", disk=Unnamed()))[0] == []
+
+
+def test_a_folder_that_cannot_be_made_ends_no_training(ranks: World, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    assert ranks(2).call(partial(saved, out=tmp_path / "run", poisoned=2))[0] == []
 
 
 def test_a_rank_without_room_loses_that_checkpoint_alone(ranks: World, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -166,11 +167,13 @@ class Saver:
             )
         except OSError as error:
             self._say_lost(step, error)
+            self._drop(step)
         else:
             self.saved = step
 
     def _drop(self, step: int) -> None:
-        self._disk.remove(part_of(self._folder(step)))
+        with suppress(OSError):  # there may be nothing; what stays is swept away when the run is resumed
+            self._disk.remove(part_of(self._folder(step)))
 
     def _folder(self, step: int) -> Path:
         return folder_of(self._run.out / CHECKPOINTS, step)
