@@ -135,6 +135,18 @@ def test_auto_says_that_a_run_has_ended(run: Path, capsys: Captured) -> None:
     assert capsys.readouterr().err == f"shardlab: {run} has taken all of its 5 steps\n"
 
 
+def test_auto_says_where_the_weights_are_of_a_run_that_was_killed_before_it_wrote_them(
+    run: Path, capsys: Captured
+) -> None:
+    (run / "weights.safetensors").unlink()
+    assert main(["train", "--resume", "auto", "--out", str(run)]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardlab: {run} has taken all of its 5 steps, and was killed before it wrote weights"), (
+        said
+    )
+    assert said.endswith(f"sample, eval, convert and --init take {run}/checkpoints/step-000005\n"), said
+
+
 def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 

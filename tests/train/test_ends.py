@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import signal
@@ -41,11 +42,13 @@ elif "RANK" in os.environ:
 class Training:
     """A run of 2 ranks."""
 
-    def __init__(self, folder: Path, start: Sequence[str] = (), stderr: int = subprocess.PIPE) -> None:
+    def __init__(
+        self, folder: Path, start: Sequence[str] = (), stderr: int = subprocess.PIPE, options: Sequence[str] = ()
+    ) -> None:
         (folder / "program.py").write_text(PROGRAM)
         self.folder, self.out = folder, folder / "run"
         words = [sys.executable, *start, "-m", "shardlab", "train", "--strategy", f"{folder}/program.py:ddp"]
-        words += ["--ranks", "2", "--steps", "100000", "--hidden-size", "16", "--out", str(self.out)]
+        words += ["--ranks", "2", "--steps", "100000", "--hidden-size", "16", "--out", str(self.out), *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             words, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True
@@ -200,6 +203,26 @@ def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: S
     assert "(restart 1), and it does not begin again at step 0 by itself" in said
     assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in said
     assert not training.saves
+
+
+def test_what_torchrun_starts_again_goes_on_where_it_was_with_resume_auto(start: Start) -> None:
+    options = ["--save-every", "5", "--resume", "auto"]
+    training = start([*TORCHRUN, "--max-restarts", "1"], subprocess.PIPE, options)
+    deadline = time.monotonic() + 120
+    while not list(training.out.glob("checkpoints/step-??????")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    training.kill(1, signal.SIGKILL)
+    while json.loads((training.out / "run.json").read_text())["resumed"] is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    training.kill(1, signal.SIGTERM)
+    said = training.said()
+    assert "resumed after step" in said
+    assert training.process.returncode == 0, said
+    figures = (training.out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in figures] == list(range(len(figures)))
+    assert training.saves
 
 
 def test_a_command_does_not_collect_all_of_torch_before_it_ends() -> None:

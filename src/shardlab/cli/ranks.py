@@ -76,20 +76,20 @@ def lines_of(entry: StrategyEntry, job: Job) -> LineOf:
 
 
 def refuse_restart(out: Path | None) -> None:
-    """Refuse to begin again after a failure.
+    """Refuse a run that is not to be resumed, and that a launcher has started again after a failure.
 
     Args:
         out: the folder of the run that failed, if it was named.
 
     Raises:
-        UserError: if torchrun has started the ranks again.
+        UserError: if torchrun, or `shardlab launch`, has started the ranks again.
     """
     count = restarts(os.environ)
     if count:
         kept = "its results are in the last folder of runs" if out is None else saved_in(out)
         raise UserError(
-            f"torchrun has started this run again (restart {count}), and it does not begin again at step 0 by itself; "
-            f"give --resume auto, --out and --save-every to have it go on; {kept}"
+            f"the launcher has started this run again (restart {count}), and it does not begin again at step 0 by "
+            f"itself; give --resume auto, --out FOLDER and --save-every 10m to have it go on; {kept}"
         )
 
 

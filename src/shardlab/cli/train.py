@@ -71,6 +71,7 @@ class Train:
 
     bind: Flag = False
     """Give each rank CPUs of its own, unless the launcher has."""
+
     resume: Annotated[str | None, tyro.conf.arg(metavar="FOLDER|auto", help_behavior_hint="")] = None
     """Go on with the run in a folder, from its newest checkpoint, with the settings saved there, which flags change;
     auto: with the run in --out if there is one, or else begin it."""
@@ -107,9 +108,11 @@ class Train:
         if resumed is not None:
             config = resumed.config(config)
             if config.train.steps <= resumed.checkpoint.step:
+                ended = f"{resumed.out} has taken all of its {config.train.steps} steps"
                 if self.resume != "auto":
-                    raise UserError(f"{resumed.out} has taken all of its {config.train.steps} steps; give more --steps")
-                print(f"shardlab: {resumed.out} has taken all of its {config.train.steps} steps", file=sys.stderr)
+                    raise UserError(f"{ended}; give more --steps")
+                if first:
+                    print(f"shardlab: {ended}{_weights_elsewhere(resumed)}", file=sys.stderr)
                 return 0
         if self.print_config:
             if first:
@@ -327,3 +330,13 @@ class Train:
         source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
         console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")
         console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))
+
+
+def _weights_elsewhere(resumed: Resumed) -> str:
+    """Where the weights are of a run that was killed between its last checkpoint and its weights."""
+    from shardlab.train.saved import WEIGHTS
+
+    if (resumed.out / WEIGHTS).exists():
+        return ""
+    folder = resumed.checkpoint.folder
+    return f", and was killed before it wrote {WEIGHTS}; sample, eval, convert and --init take {folder}"
