@@ -25,9 +25,10 @@ from shardlab.models import GPT, MoE
 from shardlab.program import UserError
 from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job, agree
-from shardlab.train.loop import Summary, TrainingRun, train_rank
+from shardlab.train.loop import Summary, TrainingRun, looks, train_rank
 from shardlab.train.output import OutputFolder, free_folder
 from shardlab.train.sample import opening
+from shardlab.train.steps import StepResult
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
 
@@ -118,6 +119,17 @@ def test_looks_at_intervals_change_no_number_and_records_keep_to_theirs(ranks: W
     four = replace(plain, config=replace(plain.config, train=replace(plain.config.train, steps=4)), out=tmp_path / "4")
     summary = ranks(2).call(train_rank_quietly, four)[0]
     assert records[1]["validation_loss"] == summary.validation_after
+
+
+@pytest.mark.parametrize(
+    ("stopping", "diverged", "looked_at"), [(False, [], True), (True, [], False), (False, [1], False)]
+)
+def test_nobody_looks_at_a_run_that_is_to_end_before_it_is_saved(
+    stopping: bool, diverged: list[int], looked_at: bool, tmp_path: Path
+) -> None:
+    run = run_of(Job("ddp", 2, 2, MODEL, 2), OptimizerConfig(), tmp_path)
+    run = replace(run, config=replace(run.config, logging=LoggingConfig(validate_every=2, sample_every=2)))
+    assert looks(run, StepResult({"step": 1}, stopping, diverged, saving=False)) == (looked_at, looked_at)
 
 
 @pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2), ("tensor-parallel", 2)])

@@ -42,7 +42,7 @@ from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.sample import continued, opening
 from shardlab.train.saved import AVERAGED, saved_in
 from shardlab.train.saving import Saver
-from shardlab.train.steps import TrainingSteps, diverged
+from shardlab.train.steps import StepResult, TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.world import RunningWorld
 
@@ -116,7 +116,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     for step in training:
         if step.diverged:
             return None
-        validates, samples = run.looks(step.metrics["step"])
+        validates, samples = looks(run, step)
         if validates:
             validation.losses()
         if samples:
@@ -163,7 +163,7 @@ def _first_rank(
     times: list[float] = []
     for step in training:
         times.append(step.metrics["dt"])
-        validates, samples = (False, False) if step.diverged else run.looks(step.metrics["step"])
+        validates, samples = looks(run, step)
         if validates:
             step.metrics.update(validation.losses())
         folder.write_metrics(step.metrics, pending=not (run.logs(step.metrics["step"]) or step.diverged))
@@ -218,6 +218,13 @@ def _first_rank(
         out=str(run.out),
         unwritten=folder.unwritten,
     )
+
+
+def looks(run: TrainingRun, step: StepResult) -> tuple[bool, bool]:
+    """Whether the weights are validated, and sampled from, after a step: not of a run that has diverged, nor before one
+    is saved that was asked to end, and has seconds for it.
+    """
+    return (False, False) if step.diverged or step.stopping else run.looks(step.metrics["step"])
 
 
 def blank(layer: int, length: int, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
