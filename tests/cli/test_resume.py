@@ -25,6 +25,7 @@ from shardlab.cli import main
 from shardlab.models import GPT
 from shardlab.train.job import Job
 from shardlab.train.lock import locked
+from shardlab.train.resume import Resumed
 from tests.checkpoint.runs import saving_run, trained
 from tests.support.ranks import Ranks
 
@@ -128,6 +129,15 @@ def test_other_data_are_refused_unless_they_are_named(run: Path, tmp_path: Path,
     manifest.write_text(json.dumps({**entry, "sha256": checksum_of(entry)}))
     assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
     assert capsys.readouterr().err.startswith(f"shardlab: the data are no longer those that {run} was trained on")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_rank_tells_of_a_checkpoint_that_is_passed_over(first: bool, run: Path, capsys: Captured) -> None:
+    cut_off(run / "checkpoints" / "step-000005" / "state.json")
+    found = Resumed.find(run, auto=True, first=first)
+    assert found is not None
+    assert found.checkpoint.step == 4
+    assert ("trying the checkpoint before" in capsys.readouterr().err) is first
 
 
 def test_auto_says_that_a_run_has_ended(run: Path, capsys: Captured) -> None:

@@ -17,12 +17,13 @@ from shardlab.train.lock import require_free
 from shardlab.train.saved import CHECKPOINTS, WEIGHTS
 
 
-def find_checkpoint(run: Path, step: int | None = None, *, auto: bool = False) -> Checkpoint | None:
+def find_checkpoint(run: Path, step: int | None = None, *, auto: bool = False, tells: bool = True) -> Checkpoint | None:
     """A run's newest checkpoint, or the one after so many steps, with every checksum compared.
 
     Args:
         run: the run's folder.
-        auto: pass over checkpoints that cannot be read; with none left the run begins anew.
+        auto: pass over checkpoints that cannot be read; a run that has none yet begins anew.
+        tells: say which are passed over; one of a run's processes does.
 
     Raises:
         UserError: when there is none, or it cannot be read; the newest one that can is named.
@@ -38,7 +39,7 @@ def find_checkpoint(run: Path, step: int | None = None, *, auto: bool = False) -
             found = Checkpoint.open(folder_of(checkpoints, each)).verify()
         except UserError as error:
             broken = broken or error
-            if auto:
+            if auto and tells:
                 say(f"shardlab: {error}; trying the checkpoint before")
             continue
         if broken is None or auto:
@@ -72,12 +73,16 @@ class Resumed:
     def find(cls, out: Path, step: int | None = None, *, auto: bool = False, first: bool = True) -> Resumed | None:
         """The run in a folder, from its newest checkpoint or the one after so many steps; None: it is to begin.
 
+        Args:
+            out, step, auto: see `find_checkpoint`.
+            first: whether this process is the one that asks whether the folder is free, and tells.
+
         Raises:
             UserError: when another process is at work in the folder, or nothing in it can be gone on from.
         """
         if out.is_dir() and first:
             require_free(out)
-        found = find_checkpoint(out, step, auto=auto)
+        found = find_checkpoint(out, step, auto=auto, tells=first)
         return None if found is None else cls(out, found)
 
     def source(self, launched: int | None) -> ConfigSource:
