@@ -131,6 +131,7 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
     assert said.count(f"the weights after {training.steps} steps are in {training.out}/weights.safetensors") == 1, said
     assert said.count(f"go on after step {training.steps} with: shardlab train --resume {training.out}") == 1, said
     assert "Traceback" not in said
+    assert ("in at most 100 s" in said) == (number == signal.SIGUSR1), said
     assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 
 

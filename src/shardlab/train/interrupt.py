@@ -24,6 +24,14 @@ AGAIN = (signal.SIGINT, signal.SIGTERM)
 GRACE = 7
 """Seconds from being asked to the end, whatever is not done by then: less than the 10 that `docker stop` gives."""
 
+WARNED_GRACE = 100
+"""The same after a scheduler's warning, which comes earlier (see `job_script.WARNING`)."""
+
+
+def grace_of(number: int) -> int:
+    """The seconds that a signal leaves."""
+    return WARNED_GRACE if number == signal.SIGUSR1 else GRACE
+
 
 @contextmanager
 def caught() -> Generator[socket.socket]:
@@ -55,7 +63,7 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 class StopRequest:
-    """A wish that this rank ends after a whole step, inside `with`; GRACE seconds after the first one it is killed.
+    """A wish that this rank ends after a whole step, inside `with`; so many seconds later it is killed (`grace_of`).
 
     Attributes:
         asked: whether it has come.
@@ -71,6 +79,7 @@ class StopRequest:
             saved: what is saved by now, in a sentence, for the rank that says it; None for the others.
         """
         self.asked = False
+        self._grace = 0
         self._saved = saved
         self._over = threading.Event()
         self._catching = caught()
@@ -90,27 +99,32 @@ class StopRequest:
                 self._say("the process that started the ranks has gone")
         self._catching.__exit__(kind, error, trace)
 
-    def ask(self) -> None:
-        """Wish for the end; all ranks do when one was asked."""
-        if self.asked:
+    def ask(self, grace: int = GRACE) -> None:
+        """Wish for the end; all ranks do when one was asked. A wish that leaves more time than the one before counts.
+
+        Args:
+            grace: seconds until the end.
+        """
+        if grace <= self._grace:
             return
-        self.asked = True
-        signal.alarm(GRACE)  # the kernel ends this process, also in a collective that never returns
+        self.asked, self._grace = True, grace
+        signal.alarm(grace)  # the kernel ends this process, also in a collective that never returns
         if StopRequest.starter is not None:
             with suppress(BrokenPipeError):
-                StopRequest.starter.send_bytes(b"asked")
+                StopRequest.starter.send_bytes(str(grace).encode())
         if self._saved:
-            say(f"shardlab: ending after this step, in at most {GRACE} s")
+            say(f"shardlab: ending after this step, in at most {grace} s")
 
     def _listen(self, signals: socket.socket) -> None:
         with signals:
-            if not signals.recv(1):  # the end of `with`
+            number = signals.recv(1)
+            if not number:  # the end of `with`
                 return
-            self.ask()
+            self.ask(grace_of(number[0]))
         # The process that started this one says it, if it is there.
         alone = multiprocessing.parent_process() is None or _orphaned()
-        if not self._over.wait(GRACE - 0.5) and alone:
-            self._say(f"the step did not end within {GRACE} s")
+        if not self._over.wait(self._grace - 0.5) and alone:
+            self._say(f"the step did not end within {self._grace} s")
 
     def _say(self, why: str) -> None:
         if self._saved:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -19,7 +20,7 @@ from shardlab.execute.progress import RankProgress
 from shardlab.faults import Watch, Watching
 from shardlab.faults.stacks import stack_text, write_when_asked
 from shardlab.program import UserError
-from shardlab.train.interrupt import AGAIN, ASKING, GRACE, StopRequest, caught, end_with_starter
+from shardlab.train.interrupt import AGAIN, ASKING, GRACE, StopRequest, caught, end_with_starter, grace_of
 from shardlab.train.streams import unbroken
 
 Result = TypeVar("Result")
@@ -120,11 +121,10 @@ def run_processes(
             while ranks.alive():
                 ready = ranks.wait([signals, hear])
                 if hear in ready:
-                    hear.recv_bytes()
-                    ranks.ask()
+                    ranks.ask(int(hear.recv_bytes()))
                 if signals in ready:
                     for number in signals.recv(64):
-                        ranks.ask(again=number in AGAIN)
+                        ranks.ask(grace_of(number), again=number in AGAIN)
         finally:
             ranks.kill()
         return ranks.outcome()
@@ -187,6 +187,7 @@ class _Ranks:
         self._answers: dict[int, _Answer] = {}
         self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
         self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
+        self._grace = GRACE
         self._late = ""
 
     def add(self, process: BaseProcess, answers: Connection) -> None:
@@ -205,7 +206,8 @@ class _Ranks:
             self._hang = self._watch.report_hang()
             self.kill()
         elif not ready and not looks:
-            self._late = _late([rank for rank in range(len(self._processes)) if rank not in self._ended])
+            late = [rank for rank in range(len(self._processes)) if rank not in self._ended]
+            self._late = _late(late, self._grace)
             self.kill()
         for pipe in [pipe for pipe in self._pipes if pipe in ready]:
             try:
@@ -231,13 +233,18 @@ class _Ranks:
         if self._watch is not None and self._end == float("inf"):
             self._watch.ask_for_stacks()
 
-    def ask(self, *, again: bool = False) -> None:
-        """Ask all ranks to end; if they were asked before, and this is asked again, end them."""
+    def ask(self, grace: int, *, again: bool = False) -> None:
+        """Ask all ranks to end within so many seconds; if they were asked before, and this is asked again, end them."""
         now = time.monotonic()
         if self._asked == float("inf"):
-            self._asked, self._end = now, min(self._end, now + GRACE + 1)
-            for process in self._processes:
-                process.terminate()
+            self._asked, self._grace, self._end = now, grace, min(self._end, now + grace + 1)
+            number = signal.SIGTERM if grace == GRACE else signal.SIGUSR1
+            for pid in (process.pid for process in self._processes if process.exitcode is None):
+                assert pid is not None, "it was started"
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        elif grace > self._grace and self._end == self._asked + self._grace + 1:
+            self._grace, self._end = grace, self._asked + grace + 1
         elif again and now - self._asked > AT_ONCE:
             self._late = "at once, since it was asked twice"
             self.kill()
@@ -272,7 +279,7 @@ class _Ranks:
             return self._answers[0].result
         if asked:
             late = [rank for rank, code in self._ended.items() if code == -signal.SIGALRM]
-            raise KeyboardInterrupt(self._late or (_late(late) if late else ""))
+            raise KeyboardInterrupt(self._late or (_late(late, self._grace) if late else ""))
         for rank in silent:
             if -self._ended[rank] in ASKING:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
@@ -292,8 +299,8 @@ class _Ranks:
         return RankFailed(verdict, self._watch.report(fates))
 
 
-def _late(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))} did not end within {GRACE} s"
+def _late(ranks: Sequence[int], grace: int) -> str:
+    return f"rank {', '.join(map(str, ranks))} did not end within {grace} s"
 
 
 def _ending(code: int) -> str:
