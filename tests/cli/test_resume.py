@@ -174,9 +174,9 @@ def shardlab(*words: str) -> subprocess.Popen[str]:
 def test_a_killed_run_goes_on_by_itself_and_ends_bitwise_as_if_it_had_not_been(tmp_path: Path) -> None:
     """With --resume auto it passes over a checkpoint that a flipped bit has harmed."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    shardlab(*WORDS, "--out", str(whole)).communicate(timeout=120)
+    shardlab(*WORDS, "--out", str(whole)).communicate(timeout=400)
     words = [*WORDS, "--resume", "auto", "--out", str(killed)]
-    process, deadline = shardlab(*words), time.monotonic() + 120
+    process, deadline = shardlab(*words), time.monotonic() + 400
     while not (killed / "checkpoints" / "step-000010").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -184,7 +184,7 @@ def test_a_killed_run_goes_on_by_itself_and_ends_bitwise_as_if_it_had_not_been(t
     process.communicate()
     newest = max((killed / "checkpoints").glob("step-??????"))
     flip(newest / "rank-0000.safetensors")
-    said = shardlab(*words).communicate(timeout=120)[1]
+    said = shardlab(*words).communicate(timeout=400)[1]
     assert f"{newest}/rank-0000.safetensors has changed" in said
     assert "resumed after step" in said
     found, wanted = (load_file(out / "weights.safetensors") for out in (killed, whole))
