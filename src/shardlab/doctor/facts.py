@@ -26,7 +26,7 @@ MEMORY = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What is there.
+    """Facts about a host, as one of its ranks sees them.
 
     Attributes:
         rank, host: the process, and where it runs.

@@ -92,11 +92,13 @@ class Parked:
         """Have all of it here for a while; what is then changed is changed there too."""
         away = list(self._away)
         self.reload()
-        yield
-        for here, there in away:
-            there.copy_(here)
-            here.resize_(0)
-        self._away = away
+        try:
+            yield
+        finally:
+            for here, there in away:
+                there.copy_(here)
+                here.resize_(0)
+            self._away = away
 
     def reload(self) -> None:
         """Bring all of it back."""

@@ -13,7 +13,7 @@ from shardlab.rules.pieces import listed, plural
 
 @dataclass(frozen=True)
 class RankReport:
-    """What is known of a rank.
+    """A rank's part of a report: where it stands, and since when.
 
     Attributes:
         wait: where it is.

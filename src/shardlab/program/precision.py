@@ -60,7 +60,7 @@ class Precision:
         return self.optimizer // 2 if kind is Kind.OPT_STATE else int(bytes_of(self.dtype(kind)))
 
     def under(self, optimizer: Optimizer, *, ema: bool = False) -> Precision:
-        """The same numbers, with the state that an optimizer keeps of a parameter (Muon: of a matrix).
+        """This precision with the bytes of state that an optimizer keeps of a parameter (Muon: of a matrix).
 
         Args:
             ema: whether the average of the parameters is part of it.

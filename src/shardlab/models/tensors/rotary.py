@@ -84,7 +84,10 @@ def _turned(features: Tensor, turns: Tensor, heads: int) -> Tensor:
 
 
 def _turned_by_parts(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    """The same in real numbers, for compilers that know no others; turns are (T, 1, size / 2, 2)."""
+    """Turn the pairs of the first heads in real numbers, for compilers that know no complex ones.
+
+    Turns are the cosines and sines of the angles, (T, 1, size / 2, 2).
+    """
     pairs = features.to(turns.dtype).view(*features.shape[:-1], -1, turns.shape[-2], 2)
     (even, odd), (cos, sin) = pairs[..., :heads, :, :].unbind(-1), turns.unbind(-1)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
