@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -164,9 +164,9 @@ def without_clipping(rank: int, job: Job) -> Verdict | None:
     """The same, but what updates do with the norm is left out."""
 
     def update(
-        self: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None, *, scale: float = 1.0
+        self: Slice, gradient: torch.Tensor, step: int, squared_norm: float | None = None, **others: Any
     ) -> None:
-        plain(self, gradient, step)
+        plain(self, gradient, step, **others)
 
     plain = Slice.update
     with pytest.MonkeyPatch.context() as patch:

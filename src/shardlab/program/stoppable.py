@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
 from threading import TIMEOUT_MAX, Thread, current_thread, get_ident
 from types import FrameType
@@ -62,8 +63,15 @@ class Stoppable(Thread):
         return sys._current_frames().get(self.ident or 0)  # pyright: ignore[reportPrivateUsage]
 
     def cpu_seconds(self) -> float:
-        """CPU time that it has taken; the whole process's, where a thread has no clock of its own (macOS, Windows)."""
-        return time.process_time() if self._clock is None else time.clock_gettime(self._clock)
+        """CPU time that it has taken, and 0 once it has ended, when its clock is gone.
+
+        The whole process's, where a thread has no clock of its own (macOS, Windows).
+        """
+        if self._clock is None:
+            return time.process_time()
+        with suppress(OSError):
+            return time.clock_gettime(self._clock)
+        return 0.0
 
     def stop(self) -> None:
         """End it where it stands, again and again in case that it catches everything."""
