@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +14,14 @@ from shardlab.models import GPT, Llama
 from shardlab.models.kept import SavedActivations
 from shardlab.predict.estimate import Estimate
 from shardlab.predict.held import held_memory
-from shardlab.predict.recipe import OWN, Recipe, find_recipe, recipes
+from shardlab.predict.recipe import GROUPS, Recipe, find_recipe, recipes
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
+
+PLAIN = Recipe()
+"""Fused kernels, and nothing held beyond tensors."""
 
 PLAN = Plan(Mesh(pp=2, dp_shard=4, tp=2), "1f1b", shard_optimizer=("dp_shard",))
 """With messages, and collectives inside a node and between nodes."""
@@ -26,27 +32,36 @@ def step(recipe: Recipe, model: GPT | Llama | None = None, plan: Plan = PLAN, cl
     return Workload(plan, model, find_cluster(cluster), 16, 1, find_precision("bf16"), recipe=recipe).estimate()
 
 
+def with_(**fields: Any) -> Recipe:
+    """Fused kernels and nothing else, but for these fields, each in its group."""
+    groups = {name: getattr(PLAIN, name) for name in GROUPS}
+    for name, value in fields.items():
+        (group,) = (group for group in GROUPS if hasattr(groups[group], name))
+        groups[group] = replace(groups[group], **{name: value})
+    return Recipe(**groups)
+
+
 LONGER: dict[str, Recipe] = {
-    "attention": Recipe(attention="flash1"),
-    "memory_traffic": Recipe(memory_traffic={"layer_norm": (3.0, 3.0)}),
-    "blocking_p2p": Recipe(blocking_p2p=1.0),
-    "allreduce_sharded_gradients": Recipe(allreduce_sharded_gradients=True),
-    "single_nic": Recipe(single_nic=True),
-    "contention": Recipe(contention=0.5),
-    "update_bytes": Recipe(update_bytes=200.0),
+    "attention": with_(attention="flash1"),
+    "memory_traffic": with_(memory_traffic={"layer_norm": (3.0, 3.0)}),
+    "blocking_p2p": with_(blocking_p2p=1.0),
+    "allreduce_sharded_gradients": with_(allreduce_sharded_gradients=True),
+    "single_nic": with_(single_nic=True),
+    "contention": with_(contention=0.5),
+    "update_bytes": with_(update_bytes=200.0),
 }
 SHORTER: dict[str, Recipe] = {
-    "fused_accumulation": Recipe(fused_accumulation=True),
-    "overlap": Recipe(overlap={"tp": 0.5}),
-    "scatter_gather_p2p": Recipe(scatter_gather_p2p=True),
-    "sends_residual_only": Recipe(sends_residual_only=True),
-    "bucket_bytes": Recipe(bucket_bytes=400e6),
+    "fused_accumulation": with_(fused_accumulation=True),
+    "share": with_(share={"tp": 0.5}),
+    "scatter_gather_p2p": with_(scatter_gather_p2p=True),
+    "sends_residual_only": with_(sends_residual_only=True),
+    "bucket_bytes": with_(bucket_bytes=400e6),
 }
 MEMORY: dict[str, Recipe] = {
-    "saved": Recipe(saved=SavedActivations(branch=False)),
-    "logit_bytes": Recipe(logit_bytes=14.0),
-    "sliced_logit_bytes": Recipe(logit_bytes=4.0, sliced_logit_bytes=18.0),
-    "half_gradients": Recipe(half_gradients=True),
+    "saved": with_(saved=SavedActivations(branch=False)),
+    "logit_bytes": with_(logit_bytes=14.0),
+    "sliced_logit_bytes": with_(logit_bytes=4.0, sliced_logit_bytes=18.0),
+    "half_gradients": with_(half_gradients=True),
 }
 ELSEWHERE = {"cp_imbalance"}
 """What needs another mesh to matter, and has a test of its own."""
@@ -54,23 +69,23 @@ ELSEWHERE = {"cp_imbalance"}
 
 @pytest.mark.parametrize("field", LONGER)
 def test_what_costs_time_makes_the_step_longer_and_leaves_memory_alone(field: str) -> None:
-    changed, own = step(LONGER[field]), step(OWN)
+    changed, own = step(LONGER[field]), step(PLAIN)
     assert changed.step > own.step
     assert changed.peak.bytes == own.peak.bytes
 
 
 @pytest.mark.parametrize("field", SHORTER)
 def test_what_saves_time_makes_the_step_shorter_and_leaves_memory_alone(field: str) -> None:
-    changed, own = step(SHORTER[field]), step(OWN)
+    changed, own = step(SHORTER[field]), step(PLAIN)
     assert changed.step < own.step
     assert changed.peak.bytes == own.peak.bytes
 
 
 HELD = {
-    "gradient_buffer": Recipe(gradient_buffer=True),
-    "stream_memory": Recipe(stream_memory=True),
-    "reserved": Recipe(reserved=1.2),
-    "context_bytes": Recipe(context_bytes=2.0**30),
+    "gradient_buffer": with_(gradient_buffer=True),
+    "stream_memory": with_(stream_memory=True),
+    "reserved": with_(reserved=1.2),
+    "context_bytes": with_(context_bytes=2.0**30),
 }
 """What a GPU holds beyond the peak of a replay."""
 
@@ -81,7 +96,7 @@ DEFAULTS = {
 
 
 def test_every_field_that_says_what_is_done_is_tried() -> None:
-    tried = {field.name for field in fields(Recipe)} - {"name", "source", "fitted_to"}
+    tried = {field.name for group in GROUPS.values() for field in fields(group)}
     assert tried == {*LONGER, *SHORTER, *MEMORY, *ELSEWHERE, *HELD, *DEFAULTS}
 
 
@@ -90,7 +105,7 @@ def test_a_gpu_holds_more_than_the_replay_counts(field: str) -> None:
     axes = ("dp_shard",) if field == "stream_memory" else ()
     plan = Plan(Mesh(dp_shard=2), shard_parameters=axes, shard_gradients=axes, shard_optimizer=axes)
     model = GPT(layers=4, hidden_size=256, heads=4, seq_len=1024, vocab_size=1024)
-    workload = Workload(plan, model, find_cluster("h100x2"), 2, 1, find_precision("bf16"))
+    workload = Workload(plan, model, find_cluster("h100x2"), 2, 1, find_precision("bf16"), recipe=PLAIN)
     peaks = workload.estimate().peaks
     own, more = held_memory(workload, peaks), held_memory(replace(workload, recipe=HELD[field]), peaks)
     assert own.allocated == own.reserved == own.total == max(peak.bytes for peak in peaks)
@@ -99,7 +114,7 @@ def test_a_gpu_holds_more_than_the_replay_counts(field: str) -> None:
 
 
 def test_what_is_not_kept_lowers_the_peak_and_takes_no_time() -> None:
-    changed, own = step(MEMORY["saved"]), step(OWN)
+    changed, own = step(MEMORY["saved"]), step(PLAIN)
     assert changed.peak.bytes < own.peak.bytes
     assert changed.step == own.step
 
@@ -107,7 +122,7 @@ def test_what_is_not_kept_lowers_the_peak_and_takes_no_time() -> None:
 def test_a_loss_that_holds_more_for_each_logit_has_a_higher_peak() -> None:
     """Logits and their gradient of 2 bytes each make 4; of so small a model they are the peak."""
     model = GPT(layers=1, hidden_size=32, heads=2, seq_len=256, vocab_size=50304)
-    peaks = [step(Recipe(logit_bytes=bytes), model, Plan(Mesh()), "h100x1").peak.bytes for bytes in (None, 4.0, 14.0)]
+    peaks = [step(with_(logit_bytes=bytes), model, Plan(Mesh()), "h100x1").peak.bytes for bytes in (None, 4.0, 14.0)]
     assert peaks[0] == peaks[1]
     assert peaks[2] - peaks[1] == (14 - 4) * 256 * 50304
 
@@ -115,7 +130,7 @@ def test_a_loss_that_holds_more_for_each_logit_has_a_higher_peak() -> None:
 def test_a_loss_of_sliced_logits_may_hold_more_of_each() -> None:
     model = GPT(layers=1, hidden_size=32, heads=2, seq_len=256, vocab_size=50304)
     tensor, single = Plan(Mesh(tp=2)), Plan(Mesh())
-    whole, sliced = Recipe(logit_bytes=4.0), MEMORY["sliced_logit_bytes"]
+    whole, sliced = with_(logit_bytes=4.0), MEMORY["sliced_logit_bytes"]
     more = step(sliced, model, tensor, "h100x2").peak.bytes - step(whole, model, tensor, "h100x2").peak.bytes
     assert more == (18 - 4) * 256 * 50304 / 2
     assert step(sliced, model, single, "h100x1").peak.bytes == step(whole, model, single, "h100x1").peak.bytes
@@ -129,29 +144,29 @@ def test_half_gradients_stay_beside_their_float32_sum_and_nowhere_else(precision
         workload = Workload(Plan(Mesh()), model, find_cluster("h100x1"), 1, 1, find_precision(precision))
         return replace(workload, recipe=recipe).estimate().peak.by_category["gradients"]
 
-    own = gradients(OWN)
+    own = gradients(PLAIN)
     assert gradients(MEMORY["half_gradients"]) == own * (4 + bytes) // 4
 
 
 def test_without_balance_the_busiest_context_parallel_rank_attends_longer() -> None:
     plan = Plan(Mesh(cp=2), context="all_gather")
-    changed, own = step(Recipe(cp_imbalance=1.0), plan=plan), step(OWN, plan=plan)
+    changed, own = step(with_(cp_imbalance=1.0), plan=plan), step(PLAIN, plan=plan)
     assert changed.step > own.step
     assert changed.peak.bytes == own.peak.bytes
-    assert step(Recipe(cp_imbalance=1.0)).step == step(OWN).step, "nobody is context-parallel"
+    assert step(with_(cp_imbalance=1.0)).step == step(PLAIN).step, "nobody is context-parallel"
 
 
 def test_a_message_is_scattered_only_among_ranks_that_have_the_same() -> None:
     plan = Plan(Mesh(pp=2, dp_shard=8), "1f1b")
-    assert step(SHORTER["scatter_gather_p2p"], plan=plan).step == step(OWN, plan=plan).step
+    assert step(SHORTER["scatter_gather_p2p"], plan=plan).step == step(PLAIN, plan=plan).step
 
 
 def test_what_is_hidden_is_hidden_on_its_axis_alone() -> None:
-    assert step(Recipe(overlap={"ep": 0.9})).step == step(OWN).step
+    assert step(with_(share={"ep": 0.9})).step == step(PLAIN).step
 
 
 def test_what_is_computed_again_every_second_product_takes_time_and_saves_memory() -> None:
-    changed, own = step(Recipe(saved=SavedActivations(per_op=True)), LLAMA), step(OWN, LLAMA)
+    changed, own = step(with_(saved=SavedActivations(per_op=True)), LLAMA), step(PLAIN, LLAMA)
     assert changed.step > own.step
     assert changed.peak.bytes < own.peak.bytes
 
@@ -159,30 +174,90 @@ def test_what_is_computed_again_every_second_product_takes_time_and_saves_memory
 LLAMA = Llama(layers=4, hidden_size=1024, heads=16, kv_heads=8, ffn_hidden_size=2816, seq_len=1024, vocab_size=32000)
 
 
-def test_every_recipe_says_where_it_is_from_and_what_it_was_fitted_to() -> None:
-    names = {field.name for field in fields(Recipe)}
+FITTED = ("overlap.share", "overlap.contention", "overlap.single_nic", "memory.reserved", "memory.context_bytes")
+"""Figures that no framework's code or paper gives."""
+
+
+def test_every_figure_has_a_source_and_says_what_it_was_fitted_to_or_that_it_is_assumed() -> None:
     for name, recipe in recipes().items():
         assert recipe.name == name
         assert len(recipe.source) > 20
-        assert recipe.fitted_to.keys() <= names
-        assert all(getattr(recipe, field) != getattr(OWN, field) for field in recipe.fitted_to)
-        for field in ("overlap", "contention", "reserved", "context_bytes", "single_nic", "cp_imbalance"):
-            assert getattr(recipe, field) == getattr(OWN, field) or field in recipe.fitted_to, (name, field)
+        for key, figure in recipe.figures.items():
+            group, _, field = key.partition(".")
+            assert getattr(getattr(recipe, group), field) == figure.value, "what is told is what is used"
+            assert figure.source, (name, key)
+            assert bool(figure.fitted_to or figure.assumed) == (key in FITTED or key == "kernels.cp_imbalance")
+            assert not (figure.fitted_to and figure.assumed), (name, key)
 
 
 def test_a_recipe_has_all_that_its_base_has_but_what_it_changes() -> None:
     base, changed = find_recipe("Megatron-2021"), find_recipe("megatron-2022")
-    differing = {field.name for field in fields(Recipe) if getattr(base, field.name) != getattr(changed, field.name)}
-    assert differing == {"name", "source", "fitted_to", "fused_accumulation", "overlap"}
-    assert find_recipe("torchtitan").fitted_to == find_recipe("torchtitan-eager").fitted_to
+    differing = {key for key in changed.figures if changed.figures[key] != base.figures.get(key)}
+    assert differing == {"kernels.fused_accumulation", "overlap.share"}
+    assert changed.figures["memory.logit_bytes"].source == base.source, "its base's figures keep their source"
+    reserved = find_recipe("torchtitan").figures["memory.reserved"]
+    assert reserved == find_recipe("fsdp2").figures["memory.reserved"]
+
+
+def test_of_a_table_a_recipe_changes_what_it_names() -> None:
+    """Of memory traffic its kernels, of what is kept its choices."""
+    base, changed = find_recipe("fsdp2"), find_recipe("torchtitan")
+    assert changed.kernels.memory_traffic["layer_norm"] == base.kernels.memory_traffic["layer_norm"]
+    assert changed.kernels.memory_traffic["cross_entropy"] == (8, 2.5)
+    assert base.memory.saved.activated
+    assert changed.memory.saved == SavedActivations(branch=False)
 
 
 def test_traffic_is_written_as_what_is_moved_over_what_one_kernel_moves() -> None:
-    assert find_recipe("megatron-2021").memory_traffic["residual"] == (3.5 / 4, 2.5 / 6)
-    eager, autocast = find_recipe("llm-foundry").memory_traffic, find_recipe("nanogpt").memory_traffic
+    assert find_recipe("megatron-2021").kernels.memory_traffic["residual"] == (3.5 / 4, 2.5 / 6)
+    eager, autocast = (find_recipe(name).kernels.memory_traffic for name in ("llm-foundry", "nanogpt"))
     assert {name for name in autocast if autocast[name] != eager.get(name)} == {"layer_norm", "residual"}
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"there is no recipe 'megatron-cor'; did you mean megatron-core\?"):
         find_recipe("megatron-cor")
+
+
+def test_a_recipe_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    """It says what its base does not, with the runs that a figure was fitted to."""
+    path = tmp_path / "ours.toml"
+    path.write_text(
+        'base = "megatron-core"\nsource = "our branch"\n[kernels]\nupdate_bytes = 40\n'
+        '[memory.reserved]\nvalue = 1.1\nfitted_to = "our runs"\nruns = ["ours-*"]\n'
+    )
+    recipe, base = find_recipe(str(path)), find_recipe("megatron-core")
+    assert recipe.name == "ours"
+    assert recipe == replace(
+        base,
+        name="ours",
+        source="our branch",
+        kernels=replace(base.kernels, update_bytes=40),
+        memory=replace(base.memory, reserved=1.1),
+    )
+    assert recipe.figures["memory.reserved"].runs == ("ours-*",)
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("", "gives no source; say in quotes where the framework's way is described"),
+        ("memori = 1", "a recipe has no 'memori'; did you mean memory?"),
+        ('source = "s"\nmemory = 1', "memory is 1; give a table"),
+        ('base = "megatron-cor"\nsource = "s"', "there is no recipe 'megatron-cor'; did you mean megatron-core?"),
+        ('source = "s"\nmemory.reservd = 1.1', "memory has no 'reservd'; did you mean reserved?"),
+        ('source = "s"\nmemory.reserved = "much"', "memory.reserved is 'much'; give a number, 0 or more"),
+        ('source = "s"\nmemory.reserved = {value = 1.1, fited_to = ""}', "a figure has no 'fited_to'; did you mean"),
+        ('source = "s"\nmemory.reserved = {value = 1.1, runs = "a"}', "reserved.runs is 'a'; give a list of texts"),
+        ('source = "s"\nmemory.gradient_buffer = 1', "memory.gradient_buffer is 1; give true or false"),
+        ('source = "s"\nmemory.saved = {brunch = true}', "memory.saved has no 'brunch'; did you mean branch?"),
+        ('source = "s"\noverlap.share.tp = -1', "overlap.share.tp is -1; give a number, 0 or more"),
+        ('source = "s"\nkernels.memory_traffic.bias = [1]', "memory_traffic.bias is [1]; give two numbers or ratios"),
+        ('source = "s"\ndefaults.reduce_at = "never"', "defaults.reduce_at is 'never'; give one of layer, step"),
+    ],
+)
+def test_what_a_recipe_cannot_say_is_refused_in_a_sentence(written: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(written)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        find_recipe(str(path))

@@ -137,6 +137,7 @@ def test_what_nemos_recipes_reserve_is_told_within_three_percent(gibibytes: floa
 def test_reserved_memory_never_exceeds_a_device_on_which_a_run_fits() -> None:
     run = read_run(changed("titan-t1-8B-8gpu-eager", "batch", global_sequences=16))
     for reserved in (1.0, 1.1, 1.3):
-        recipe = replace(run.workload.recipe, reserved=reserved)
+        recipe = run.workload.recipe
+        recipe = replace(recipe, memory=replace(recipe.memory, reserved=reserved))
         bytes, fits = held(replace(run, workload=replace(run.workload, recipe=recipe)))
         assert not fits or bytes <= run.workload.cluster.device.memory

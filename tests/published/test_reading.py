@@ -104,7 +104,8 @@ def test_an_unknown_precision_is_a_reason() -> None:
 def test_what_a_run_does_not_say_is_as_in_its_recipe(field: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row = changed("nanogpt-polaris-4xA100", "model", vocab=None) | {"precision": "bf16"}
     before = read_run(row).workload
-    recipe = replace(find_recipe("nanogpt"), **{field: value})
+    recipe = find_recipe("nanogpt")
+    recipe = replace(recipe, defaults=replace(recipe.defaults, **{field: value}))
 
     def changed_recipe(_: RunRecord) -> Recipe:
         return recipe

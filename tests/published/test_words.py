@@ -36,14 +36,17 @@ def test_words_count_where_they_stand_whole_in_any_case(what: str, text: str, ke
 def test_what_a_run_says_in_fields_may_choose_among_recipes() -> None:
     source = "pytorch/torchtitan benchmarks"
     assert words.read("source", source)["recipe"] == "torchtitan"
-    assert words.read("source", source, {"compile": False})["recipe"] == "torchtitan-eager"
+    assert words.read("source", source, {"compile": False})["recipe"] == "fsdp2"
     assert words.read("source", source, {"async_tp": True})["recipe"] == "torchtitan-async-tp"
     assert words.read("gradients", "mixed_precision=DEFAULT", {"zero_stage": 2}) == {}
 
 
 def test_what_the_table_names_is_there() -> None:
     table = words._table()  # pyright: ignore[reportPrivateUsage]
-    assert {entry["recipe"] for entry in table["source"] if "recipe" in entry} == recipes().keys() - {"shardlab"}
+    assert {entry["recipe"] for entry in table["source"] if "recipe" in entry} == recipes().keys() - {
+        "shardlab",
+        "pytorch-eager",
+    }
     assert {entry["device"] for entry in table["gpu"]} <= DEVICES.keys()
     assert {entry["link"] for entry in table["network"]} <= LINKS.keys()
     assert {entry["name"] for entry in table["schedule"]} <= SCHEDULES.keys()

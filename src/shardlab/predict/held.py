@@ -46,7 +46,7 @@ class HeldMemory:
 
 def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
     """Reckon, as the workload's recipe says, what the fullest GPU holds at the peaks of its replay."""
-    recipe, room = workload.recipe, workload.cluster.device.memory
+    recipe, room = workload.recipe.memory, workload.cluster.device.memory
     allocated = max(peak.bytes + recipe.gradient_buffer * standing_gradients(workload, peak) for peak in peaks)
     taken = allocated
     if recipe.stream_memory:
@@ -64,7 +64,7 @@ def standing_gradients(workload: Workload, peak: Peak) -> float:
     if plan.shard_gradients or plan.shard_parameters:
         return 0.0
     precision = workload.precision
-    each = workload.recipe.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT)) / precision.bytes(Kind.WEIGHT)
+    each = workload.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT)) / precision.bytes(Kind.WEIGHT)
     all = each * peak.by_category[Category.PARAMETERS.value]
     return max(0.0, all - peak.by_category[Category.GRADIENTS.value])
 

@@ -42,12 +42,12 @@ class ClusterPrices(Prices):
 
     @property
     def blocking_p2p(self) -> float:
-        return self.recipe.blocking_p2p
+        return self.recipe.overlap.blocking_p2p
 
     @property
     def contention(self) -> float:
         """Slowdown of what runs at once: as measured on the machine, or as the recipe says of GPUs."""
-        return self.cluster.contention or self.recipe.contention
+        return self.cluster.contention or self.recipe.overlap.contention
 
     @property
     def adds_in_backward(self) -> bool:
@@ -61,7 +61,7 @@ class ClusterPrices(Prices):
         kind = op.kind
         made = specs[op.outputs[0]]
         if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
-            moved = self.recipe.update_bytes
+            moved = self.recipe.kernels.update_bytes
             moved = self.precision.moved_by_update if moved is None else moved
             bytes = sizes.elements(made) * moved
             if made.form.place:  # whose processor's products of matrices, for Muon, are not counted
@@ -88,10 +88,10 @@ class ClusterPrices(Prices):
             return self._sum([*(() if fused else forward), *_backward_input(forward)])
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
-            loss = self.recipe.kernels(self.model.loss_kernels(sequences, tokens, slices))
+            loss = self.recipe.kernels.run(self.model.loss_kernels(sequences, tokens, slices))
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
             return self._sum([*stats, *(() if kind is OpKind.LOSS_STATS else _backward_input(loss))])
-        kernels = self.recipe.kernels(self.model.kernels(op.layer, sequences, tokens, slices))
+        kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
         if kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
             return self._sum(kernels)
         both = kind is OpKind.BACKWARD
@@ -99,7 +99,7 @@ class ClusterPrices(Prices):
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
         recomputed = 0.0
         if both or kind is OpKind.BACKWARD_INPUT:
-            recomputed = sum(share * self._sum([kernel]) for kernel, share in self.recipe.recomputed(kernels))
+            recomputed = sum(share * self._sum([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels))
         return recomputed + self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
 
     def _orthogonal(self, layer: int, holds: Holds) -> float:
@@ -118,21 +118,21 @@ class ClusterPrices(Prices):
         if len(group.ranks) == 1:
             return 0.0
         data = group.axis in _DATA_AXES
-        whole = max(bytes, self.recipe.bucket_bytes) if data else bytes
-        whole_too = self.recipe.allreduce_sharded_gradients and kind is OpKind.REDUCE_SCATTER and data
+        whole = max(bytes, self.recipe.overlap.bucket_bytes) if data else bytes
+        whole_too = self.recipe.overlap.allreduce_sharded_gradients and kind is OpKind.REDUCE_SCATTER and data
         done = "all_reduce" if whole_too else kind.value
         seconds = self.cluster.collective_seconds(done, whole, group.ranks)
         share = bytes / whole if whole else 1.0
-        return seconds * share * (1.0 - self.recipe.overlap.get(group.axis, 0.0))
+        return seconds * share * (1.0 - self.recipe.overlap.share.get(group.axis, 0.0))
 
     def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
         return self.cluster.copy_seconds(bytes, place)
 
     def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
-        if self.recipe.sends_residual_only and value in _RESIDUALS:
+        if self.recipe.overlap.sends_residual_only and value in _RESIDUALS:
             return 0.0, 0.0
         gathered, slices = 0.0, self.mesh.tp
-        if self.recipe.scatter_gather_p2p and slices > 1:
+        if self.recipe.overlap.scatter_gather_p2p and slices > 1:
             gathered = self.cluster.collective_seconds("all_gather", bytes, self.mesh.group(0, "tp").ranks)
             bytes /= slices
         seconds = self.cluster.message_seconds(bytes, source, target) + gathered
@@ -140,7 +140,7 @@ class ClusterPrices(Prices):
 
     def _add(self, elements: int) -> float:
         """A gradient, in the dtype that it was computed in, is added to those of other microbatches."""
-        if self.recipe.fused_accumulation:
+        if self.recipe.kernels.fused_accumulation:
             return 0.0
         made = max(2, bytes_of(self.precision.compute))  # no gradient is made in less than two bytes
         moved = elements * (made + 2 * self.precision.bytes(Kind.GRAD_WEIGHT))
@@ -164,10 +164,10 @@ class ClusterPrices(Prices):
         half = queries.form.space.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
         each = queries.microbatches.bit_count()
         pairs = queries.cells.bit_count() * keys_values.cells.bit_count() / each**2
-        busiest = 1 + self.recipe.cp_imbalance * (self.mesh.cp - 1) / self.mesh.cp
+        busiest = 1 + self.recipe.kernels.cp_imbalance * (self.mesh.cp - 1) / self.mesh.cp
         seen = busiest * attention.work(queries, keys_values) / each * half / pairs
         slices = _of_width(queries)
-        return self.recipe.kernels(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
+        return self.recipe.kernels.run(self.model.attend_kernels(layer, sequences, asking, asked, seen, slices))
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:

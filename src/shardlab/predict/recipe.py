@@ -1,200 +1,149 @@
 """Recipes: how a training framework runs a step, as far as time and memory depend on it.
 
-A model's kernels are counted as if each were fused (`shardlab.models.kernels`). A framework may run an operation as
-several kernels, each of which goes through memory; keep more, or less, for the backward pass than our own executor
-does; add up gradients inside the product that makes them; or let communication run beside compute that, in the
-program, waits for it. Every figure belongs to a framework and its version; `recipes.toml` holds them with sources.
+A framework may run an operation as several kernels, each of which goes through memory; keep more, or less, for the
+backward pass than our own executor does; hold memory beyond tensors; or let communication run beside compute that, in
+the program, waits for it. Every recipe is a TOML file in `predict/recipes`, or a user's own:
+
+    base = "megatron-core"        # all that is not said here (default: plain fused kernels, nothing beyond tensors)
+    source = "where its choices are described"
+
+    [kernels]
+    attention = "cudnn"           # a choice, described by the recipe's source
+
+    [memory.reserved]             # a figure with a source of its own, or fitted to runs
+    value = 1.24
+    fitted_to = "bigscience's memory by nvidia-smi"
+    runs = ["bloom-prequel-*"]       # their ids in a file of published runs
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast, get_type_hints
 
-from shardlab.errors import find
-from shardlab.models import CutModel
-from shardlab.models.kept import AUTOGRAD, SavedActivations, kept_activations, kept_elements
-from shardlab.models.kernels import Kernel, Matmul, Pointwise
-from shardlab.models.model import Model
-from shardlab.program import Kind, Sizes
+from shardlab.errors import UserError, nearest, unknown
+from shardlab.predict.recipe_groups import Defaults, Kernels, MemoryUse, Overlap
+from shardlab.predict.recipe_values import read_table, read_value
 from shardlab.program.files import packaged
+from shardlab.program.nesting import read_file
+
+FOLDER = "predict/recipes"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a recipe.
+
+    Attributes:
+        value: what it is.
+        source: where it is described.
+        fitted_to: the measurements that it was fitted to ("": it was not fitted).
+        runs: ids of these measurements in a file of published runs; `*` stands for any characters.
+        assumed: no source gives it, and fewer runs than would settle it.
+    """
+
+    value: Any
+    source: str
+    fitted_to: str = ""
+    runs: tuple[str, ...] = ()
+    assumed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a framework runs a step; the default is Shardlab's own executor on fused kernels.
+    """How a framework runs a step.
 
     Attributes:
         name: how it is asked for.
         source: where its choices are described.
-        fitted_to: by field, the measurements that a figure was fitted to, or that no source gives it.
-
-        attention: generation of fused attention kernels (see `Efficiency.attention`; "": the device's own choice).
-        memory_traffic: by a pointwise kernel's name, bytes moved over those of one fused kernel: forward, backward.
-        fused_accumulation: the product that makes a weight's gradient adds to the older ones.
-        update_bytes: bytes that the optimizer moves for each parameter (None: as the precision says).
-
-        saved: what stays for the backward pass.
-        logit_bytes: bytes that the loss holds for each logit at its peak, logits and gradients included (None: two
-            activations).
-        sliced_logit_bytes: `logit_bytes` where each tensor-parallel rank has a slice of the logits (None: the same).
-        half_gradients: gradients that add up in float32 are made in half precision, and stay beside their sum.
-        gradient_buffer: gradients have a buffer that stands from one step to the next.
-        stream_memory: gathers and reductions allocate on streams of their own (see `shardlab.predict.held`).
-        reserved: bytes that the allocator reserves for each byte that is allocated at its peak, where there is room.
-        context_bytes: bytes that a GPU holds beyond the allocator's, as nvidia-smi shows it (CUDA's context, NCCL).
-
-        overlap: by axis of the mesh, the share of each collective's time that runs beside compute.
-        blocking_p2p: the share of a message's time for which its sender does nothing else.
-        scatter_gather_p2p: tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al. 2021,
-            arXiv 2104.04473, section 4.1).
-        sends_residual_only: a pipeline's message is the residual stream alone, the branch already added to it.
-        allreduce_sharded_gradients: gradients that ZeRO shards are all-reduced instead of reduce-scattered.
-        single_nic: collectives leave a node through one of its NICs only.
-        contention: seconds that compute loses in a second in which a communication is in flight beside it.
-        cp_imbalance: 0 where every rank along `cp` attends to as much; 1 where each has one run of a causal sequence,
-            so that the last attends to (2 cp - 1) / cp of the mean.
-        bucket_bytes: gradients or parameters that are communicated at once, so that small ones share a start.
-
-        vocab_size: tokens, where a run does not say: those of GPT-2's tokenizer.
-        pads_vocab: vocabularies are padded to a multiple of 128 on every tensor-parallel rank, also where tp is 1.
-        bias: the products of its GPTs have biases.
-        dropout: of its GPTs.
-        gradient_bytes: bytes of a gradient's element when it is reduced.
-        bf16_gradient_bytes: `gradient_bytes` of gradients in bfloat16 (None: the same).
-        reduce_at: when gradients are reduced (see `Plan.reduce_at`).
-        zero_stage: the least ZeRO stage that it uses.
+        kernels, memory, overlap, defaults: its figures.
+        figures: by group and field, as in "memory.reserved", each figure that its files give.
     """
 
-    name: str = "shardlab"
-    source: str = "shardlab's own executor"
-    fitted_to: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    attention: str = ""
-    memory_traffic: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    fused_accumulation: bool = False
-    update_bytes: float | None = None
-
-    saved: SavedActivations = AUTOGRAD
-    logit_bytes: float | None = None
-    sliced_logit_bytes: float | None = None
-    half_gradients: bool = False
-    gradient_buffer: bool = False
-    stream_memory: bool = False
-    reserved: float = 1.0
-    context_bytes: float = 0.0
-
-    overlap: Mapping[str, float] = field(default_factory=dict[str, float])
-    blocking_p2p: float = 0.0
-    scatter_gather_p2p: bool = False
-    sends_residual_only: bool = False
-    allreduce_sharded_gradients: bool = False
-    single_nic: bool = False
-    contention: float = 0.0
-    cp_imbalance: float = 0.0
-    bucket_bytes: float = 0.0
-
-    vocab_size: int = 50257
-    pads_vocab: bool = False
-    bias: bool = True
-    dropout: float = 0.0
-    gradient_bytes: int = 2
-    bf16_gradient_bytes: int | None = None
-    reduce_at: Literal["layer", "step"] = "layer"
-    zero_stage: int = 0
-
-    def kernels(self, kernels: Iterable[Kernel]) -> list[Kernel]:
-        """A model's kernels as this framework runs them."""
-        return [self._run(kernel) for kernel in kernels]
-
-    def _run(self, kernel: Kernel) -> Kernel:
-        if not isinstance(kernel, Pointwise):
-            return kernel
-        forward, backward = self.memory_traffic.get(kernel.name, (1.0, 1.0))
-        return Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)
-
-    def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:
-        """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.
-
-        Args:
-            slices: into how many sequence parallelism cuts a sequence.
-        """
-        if self.saved == AUTOGRAD and self.logit_bytes is None and not self.half_gradients:
-            return sizes
-        width = sizes.element_bytes[Kind.SAVED]
-        saved = tuple(kept_elements(model, layer, micro_batch_size, self.saved, width) for layer in range(model.layers))
-        activations = kept_activations(model, micro_batch_size, self.saved, slices)
-        if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
-            sliced = isinstance(model, CutModel) and model.vocab_slices > 1 and self.sliced_logit_bytes is not None
-            each = self.sliced_logit_bytes if sliced else self.logit_bytes
-            activations = (*activations[:-1], int(activations[-1] * (each or 0.0) / (2 * width)))
-        bytes = dict(sizes.element_bytes)
-        bytes[Kind.GRAD_WEIGHT] = self.held_gradient_bytes(bytes[Kind.GRAD_WEIGHT])
-        return replace(sizes, saved=saved, activations=activations, element_bytes=bytes)
-
-    def held_gradient_bytes(self, bytes: int) -> int:
-        """Bytes that are held of a gradient's element whose sum has so many bytes."""
-        return bytes + 2 * (self.half_gradients and bytes == 4)
-
-    def recomputed(self, kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
-        """Kernels of a layer's forward pass that its backward pass runs again, each with the share of it that is run.
-
-        torchtitan keeps every second product; ours fuse queries, keys and values, and gate and up, so half of each is
-        run again.
-        """
-        if not self.saved.per_op:
-            return []
-        run: list[tuple[Kernel, float]] = []
-        for kernel in kernels:
-            if isinstance(kernel, Pointwise):
-                run.append((kernel, 1.0))
-            elif isinstance(kernel, Matmul) and kernel.learned:
-                run.append((kernel, 0.5))
-        return run
+    name: str = ""
+    source: str = ""
+    kernels: Kernels = field(default_factory=Kernels)
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    overlap: Overlap = field(default_factory=Overlap)
+    defaults: Defaults = field(default_factory=Defaults)
+    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
 
 
-OWN = Recipe()
-"""Shardlab's own executor."""
+GROUPS = {"kernels": Kernels, "memory": MemoryUse, "overlap": Overlap, "defaults": Defaults}
 
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """Every recipe by name, Shardlab's own first."""
-    file = packaged("predict/recipes.toml")
-    traffic: dict[str, dict[str, tuple[float, float]]] = {}
-    for name, table in file["memory_traffic"].items():
-        base = traffic.get(table.pop("base", ""), {})
-        traffic[name] = base | {kernel: (_ratio(there), _ratio(back)) for kernel, (there, back) in table.items()}
-    made = {OWN.name: OWN}
-    for name, table in file["recipe"].items():
-        made[name] = _changed(made[table.pop("base", OWN.name)], {"name": name} | table, traffic)
-    return made
+    """Every built-in recipe by name, Shardlab's own first, those that build on it below their base."""
+    found = {name: find_recipe(name) for name in _names()}
+    return dict(sorted(found.items(), key=lambda item: item[0] != "shardlab"))
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name, in any case of letters.
+    """The built-in recipe of that name, in any case of letters, or the one in a TOML file.
 
     Raises:
-        UserError: there is none; the nearest name is suggested.
+        UserError: there is none, and the nearest name is suggested; or the file says what a recipe cannot.
     """
-    return find(recipes(), name, "recipe")
+    if name.endswith(".toml"):
+        path = Path(name)
+        return _made(path.stem, str(path), read_file(path, "TOML"))
+    return _packaged(name.strip().lower())
 
 
-def _changed(base: Recipe, table: dict[str, Any], traffic: Mapping[str, Mapping[str, tuple[float, float]]]) -> Recipe:
-    """A recipe of a table's fields; of `base` all others, and what those were fitted to."""
-    fitted = {name: to for name, to in base.fitted_to.items() if name not in table} | table.get("fitted_to", {})
-    unknown = fitted.keys() - {field.name for field in fields(Recipe)}
-    assert not unknown, f"{table['name']}: no field {unknown} can be fitted"
-    if "memory_traffic" in table:
-        table["memory_traffic"] = traffic[table["memory_traffic"]]
-    if "saved" in table:
-        table["saved"] = SavedActivations(**table["saved"])
-    return replace(base, **table | {"fitted_to": fitted})
+def _names() -> list[str]:
+    files = (resources.files("shardlab") / FOLDER).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
-def _ratio(written: str | float) -> float:
-    """`"3.5/4"` or `3` as a number."""
-    above, _, below = str(written).partition("/")
-    return float(above) / float(below or 1)
+@cache
+def _packaged(name: str) -> Recipe:
+    if name not in _names():
+        raise unknown("recipe", name, _names(), " and files that end in .toml")
+    return _made(name, name, packaged(f"{FOLDER}/{name}.toml"))
+
+
+def _made(name: str, where: str, written: Any) -> Recipe:
+    """The recipe of a file, with all that its base says and it does not."""
+    known = {"base", "source", *GROUPS}
+    table = read_table(written, where)
+    if wrong := next((key for key in table if key not in known), None):
+        raise UserError(f"{where}: a recipe has no {wrong!r}; {nearest(wrong, known)}")
+    source = table.get("source")
+    if not isinstance(source, str) or not source:
+        raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
+    base = find_recipe(str(table["base"])) if "base" in table else Recipe()
+    figures = dict(base.figures)
+    for group, kind in GROUPS.items():
+        hints = get_type_hints(kind)
+        for key, value in read_table(table.get(group, {}), f"{where}: {group}").items():
+            full = f"{group}.{key}"
+            if key not in hints:
+                raise UserError(f"{where}: {group} has no {key!r}; {nearest(key, hints)}")
+            figures[full] = _figure(f"{where}: {full}", hints[key], value, source, figures.get(full))
+    groups = {
+        group: kind(**{key.split(".")[1]: each.value for key, each in figures.items() if key.split(".")[0] == group})
+        for group, kind in GROUPS.items()
+    }
+    return Recipe(name=name, source=source, figures=figures, **cast(Any, groups))
+
+
+def _figure(where: str, hint: Any, written: Any, source: str, base: Figure | None) -> Figure:
+    """A figure as a file gives it: its value alone, or a table that has it."""
+    table: dict[str, Any] = {"value": written}
+    if isinstance(written, dict) and "value" in written:
+        table = cast(dict[str, Any], written)
+    hints = get_type_hints(Figure)
+    if wrong := next((key for key in table if key not in hints), None):
+        raise UserError(f"{where}: a figure has no {wrong!r}; {nearest(wrong, hints)}")
+    told: dict[str, Any] = {"source": source}
+    told |= {key: read_value(f"{where}.{key}", hints[key], each) for key, each in table.items() if key != "value"}
+    return Figure(read_value(where, hint, table["value"], base and base.value), **told)
+
+
+OWN = find_recipe("shardlab")
+"""Shardlab's own executor."""

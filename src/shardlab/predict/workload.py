@@ -103,16 +103,16 @@ class Workload:
         """How large values are in memory, as the recipe keeps them."""
         sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
         slices = self.mesh.tp if sequence_parallel else 1
-        return self.recipe.kept_sizes(self.cut, self.traced.program.sizes, self.micro_batch_size, slices)
+        return self.recipe.memory.kept_sizes(self.cut, self.traced.program.sizes, self.micro_batch_size, slices)
 
     @property
     def prices(self) -> ClusterPrices:
         """Prices of its ops, in seconds."""
         cluster = self.cluster.at_work(self.mesh.world)
-        if self.recipe.single_nic:
+        if self.recipe.overlap.single_nic:
             cluster = replace(cluster, nics=1)
-        if self.recipe.attention:
-            cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.attention))
+        if self.recipe.kernels.attention:
+            cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.kernels.attention))
         numbers = self.precision.under(self.optimizer, ema=self.ema)
         return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, self.recipe, self.mesh)
 

@@ -118,5 +118,5 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def packaged(name: str) -> dict[str, Any]:
-    """One of the tables that come with Shardlab, by its path in the package, as in "predict/recipes.toml"."""
+    """One of the tables that come with Shardlab, by its path in the package, as in "hardware/devices.toml"."""
     return tomllib.loads((resources.files("shardlab") / name).read_text(encoding="utf-8"))

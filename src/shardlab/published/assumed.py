@@ -17,7 +17,7 @@ def assumptions(record: RunRecord, workload: Workload) -> tuple[str, ...]:
     return (
         *_of_model(record.model, workload.model),
         *_of_hardware(record.hardware, workload.cluster),
-        *_of_plan(record.parallelism, workload.recipe.zero_stage, workload.plan),
+        *_of_plan(record.parallelism, workload.recipe.defaults.zero_stage, workload.plan),
         *(() if record.recompute else ("recompute: none",)),
         *(() if record.precision else ("precision: fp16",)),
     )

@@ -66,7 +66,8 @@ def enough(plan: Plan, each: int) -> tuple[int, int]:
 
 def _block_seconds(run: PublishedRun) -> float:
     """What one more block adds to a step of one microbatch, but for its update."""
-    recipe = replace(run.workload.recipe, update_bytes=1e-9)  # a kernel that moves next to nothing still starts
+    recipe = run.workload.recipe
+    recipe = replace(recipe, kernels=replace(recipe.kernels, update_bytes=1e-9))  # such a kernel still starts
 
     def step(blocks: int) -> float:
         model = replace(run.workload.model, layers=blocks)

@@ -74,8 +74,9 @@ def workload_of(record: RunRecord) -> Workload:
     if not recompute:
         raise Incomplete(f"recomputes {record.recompute}, which is unknown here")
     recipe = recipe_of(record)
-    recipe = replace(recipe, saved=replace(recipe.saved, per_op=recompute.get("per_op", False)))
-    zero = max(recipe.zero_stage, record.parallelism.zero_stage or 0)
+    saved = replace(recipe.memory.saved, per_op=recompute.get("per_op", False))
+    recipe = replace(recipe, memory=replace(recipe.memory, saved=saved))
+    zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
     cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
     each, rest = divmod(record.batch.global_sequences, rows * mesh.dp_shard)
     if rest or not each:
@@ -128,7 +129,7 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
     With ZeRO-3 a tied head is a matrix of its own here: whole blocks, which FSDP gathers, share none.
     """
     written, parallelism = record.model, record.parallelism
-    vocabulary, to = written.vocab or recipe.vocab_size, 128 * parallelism.tp
+    vocabulary, to = written.vocab or recipe.defaults.vocab_size, 128 * parallelism.tp
     tied = bool(written.tied_embeddings) and zero < 3
     if written.tied_embeddings is None and parallelism.pp > 1:  # half a block a stage takes half-blocks
         each = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
@@ -139,7 +140,7 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
         "heads": written.heads,
         "kv_heads": written.kv_heads or written.heads,
         "ffn_hidden_size": written.ffn_hidden or 4 * written.hidden,
-        "vocab_size": -(-vocabulary // to) * to if recipe.pads_vocab or parallelism.tp > 1 else vocabulary,
+        "vocab_size": -(-vocabulary // to) * to if recipe.defaults.pads_vocab or parallelism.tp > 1 else vocabulary,
         "seq_len": written.seq_len,
         "tied": tied,
     }
@@ -150,7 +151,7 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
         return GPT(**common, activation="squared_relu", rope_theta=10000.0, bias=False)
     if kind != "gelu":
         raise Incomplete(f"has an activation function that is unknown here, {kind}")
-    return GPT(**common, bias=recipe.bias, dropout=recipe.dropout)
+    return GPT(**common, bias=recipe.defaults.bias, dropout=recipe.defaults.dropout)
 
 
 def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blocks, recompute: Any) -> Plan:
@@ -177,7 +178,7 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
         shard_parameters=shard if zero >= 3 else (),
         shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
-        reduce_at=recipe.reduce_at,
+        reduce_at=recipe.defaults.reduce_at,
         reshard_after="step" if keeps_weights else "layer",
         sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
         recompute=recompute,
@@ -201,7 +202,7 @@ def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
     compute = words.read("precision", text or "fp16").get("compute")
     if compute is None:
         raise Incomplete(f"computes in {text}, which is unknown here")
-    usual = (compute == "bfloat16" and recipe.bf16_gradient_bytes) or recipe.gradient_bytes
+    usual = (compute == "bfloat16" and recipe.defaults.bf16_gradient_bytes) or recipe.defaults.gradient_bytes
     gradients = words.read("gradients", text, record.facts).get("bytes", usual)
     dtype = "float32" if gradients == 4 else "bfloat16"
     optimizer = 10 if zero == 3 else 12

@@ -1,0 +1,159 @@
+"""The four groups of a recipe: kernels, memory, overlap, and what is used where a run does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from shardlab.models import CutModel
+from shardlab.models.kept import AUTOGRAD, SavedActivations, kept_activations, kept_elements
+from shardlab.models.kernels import Kernel, Matmul, Pointwise
+from shardlab.models.model import Model
+from shardlab.program import Kind, Sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Kernels that a framework runs, compared with a model's own, of which each is fused (`shardlab.models.kernels`).
+
+    Attributes:
+        attention: generation of fused attention kernels (see `Efficiency.attention`; "": the device's own choice).
+        memory_traffic: by a pointwise kernel's name, bytes moved over those of one fused kernel: forward, backward.
+        fused_accumulation: the product that makes a weight's gradient adds to the older ones.
+        update_bytes: bytes that the optimizer moves for each parameter (None: as the precision says).
+        cp_imbalance: 0 where every rank along `cp` attends to as much; 1 where each has one run of a causal sequence,
+            so that the last attends to (2 cp - 1) / cp of the mean.
+    """
+
+    attention: str = ""
+    memory_traffic: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    fused_accumulation: bool = False
+    update_bytes: float | None = None
+    cp_imbalance: float = 0.0
+
+    def run(self, kernels: Iterable[Kernel]) -> list[Kernel]:
+        """A model's kernels as this framework runs them."""
+        return [self._run(kernel) for kernel in kernels]
+
+    def _run(self, kernel: Kernel) -> Kernel:
+        if not isinstance(kernel, Pointwise):
+            return kernel
+        forward, backward = self.memory_traffic.get(kernel.name, (1.0, 1.0))
+        return Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """What a framework keeps, and what a device holds for it beyond tensors (see `shardlab.predict.held`).
+
+    Attributes:
+        saved: what stays for the backward pass.
+        logit_bytes: bytes that the loss holds for each logit at its peak, logits and gradients included (None: two
+            activations).
+        sliced_logit_bytes: `logit_bytes` where each tensor-parallel rank has a slice of the logits (None: the same).
+        half_gradients: gradients that add up in float32 are made in half precision, and stay beside their sum.
+        gradient_buffer: gradients have a buffer that stands from one step to the next.
+        stream_memory: gathers and reductions allocate on streams of their own.
+        reserved: bytes that the allocator reserves for each byte that is allocated at its peak, where there is room.
+        context_bytes: bytes that a GPU holds beyond the allocator's, as nvidia-smi shows it (CUDA's context, NCCL).
+    """
+
+    saved: SavedActivations = AUTOGRAD
+    logit_bytes: float | None = None
+    sliced_logit_bytes: float | None = None
+    half_gradients: bool = False
+    gradient_buffer: bool = False
+    stream_memory: bool = False
+    reserved: float = 1.0
+    context_bytes: float = 0.0
+
+    def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:
+        """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.
+
+        Args:
+            slices: into how many sequence parallelism cuts a sequence.
+        """
+        if self.saved == AUTOGRAD and self.logit_bytes is None and not self.half_gradients:
+            return sizes
+        width = sizes.element_bytes[Kind.SAVED]
+        saved = tuple(kept_elements(model, layer, micro_batch_size, self.saved, width) for layer in range(model.layers))
+        activations = kept_activations(model, micro_batch_size, self.saved, slices)
+        if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
+            sliced = isinstance(model, CutModel) and model.vocab_slices > 1 and self.sliced_logit_bytes is not None
+            each = self.sliced_logit_bytes if sliced else self.logit_bytes
+            activations = (*activations[:-1], int(activations[-1] * (each or 0.0) / (2 * width)))
+        bytes = dict(sizes.element_bytes)
+        bytes[Kind.GRAD_WEIGHT] = self.held_gradient_bytes(bytes[Kind.GRAD_WEIGHT])
+        return replace(sizes, saved=saved, activations=activations, element_bytes=bytes)
+
+    def held_gradient_bytes(self, bytes: int) -> int:
+        """Bytes that are held of a gradient's element whose sum has so many bytes."""
+        return bytes + 2 * (self.half_gradients and bytes == 4)
+
+    def recomputed(self, kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
+        """Kernels of a layer's forward pass that its backward pass runs again, each with the share of it that is run.
+
+        torchtitan keeps every second product; ours fuse queries, keys and values, and gate and up, so half of each is
+        run again.
+        """
+        if not self.saved.per_op:
+            return []
+        run: list[tuple[Kernel, float]] = []
+        for kernel in kernels:
+            if isinstance(kernel, Pointwise):
+                run.append((kernel, 1.0))
+            elif isinstance(kernel, Matmul) and kernel.learned:
+                run.append((kernel, 0.5))
+        return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How a framework communicates, and how much of that runs beside compute.
+
+    Attributes:
+        share: by axis of the mesh, the share of each collective's time that runs beside compute.
+        blocking_p2p: the share of a message's time for which its sender does nothing else.
+        scatter_gather_p2p: tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al. 2021,
+            arXiv 2104.04473, section 4.1).
+        sends_residual_only: a pipeline's message is the residual stream alone, the branch already added to it.
+        allreduce_sharded_gradients: gradients that ZeRO shards are all-reduced instead of reduce-scattered.
+        single_nic: collectives leave a node through one of its NICs only.
+        contention: seconds that compute loses in a second in which a communication is in flight beside it.
+        bucket_bytes: gradients or parameters that are communicated at once, so that small ones share a start.
+    """
+
+    share: Mapping[str, float] = field(default_factory=dict[str, float])
+    blocking_p2p: float = 0.0
+    scatter_gather_p2p: bool = False
+    sends_residual_only: bool = False
+    allreduce_sharded_gradients: bool = False
+    single_nic: bool = False
+    contention: float = 0.0
+    bucket_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a framework uses where a run does not say.
+
+    Attributes:
+        vocab_size: tokens: those of GPT-2's tokenizer.
+        pads_vocab: vocabularies are padded to a multiple of 128 on every tensor-parallel rank, also where tp is 1.
+        bias: the products of its GPTs have biases.
+        dropout: of its GPTs.
+        gradient_bytes: bytes of a gradient's element when it is reduced.
+        bf16_gradient_bytes: `gradient_bytes` of gradients in bfloat16 (None: the same).
+        reduce_at: when gradients are reduced (see `Plan.reduce_at`).
+        zero_stage: the least ZeRO stage that it uses.
+    """
+
+    vocab_size: int = 50257
+    pads_vocab: bool = False
+    bias: bool = True
+    dropout: float = 0.0
+    gradient_bytes: int = 2
+    bf16_gradient_bytes: int | None = None
+    reduce_at: Literal["layer", "step"] = "layer"
+    zero_stage: int = 0
