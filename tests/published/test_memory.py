@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from shardlab.predict.estimate import peak_of
-from shardlab.published.predict import enough, memory_of
+from shardlab.predict.forecast import enough
+from shardlab.predict.held import held_memory
+from shardlab.published.predict import measured_as
 from shardlab.published.reading import PublishedRun, read_run
 from shardlab.published.rows import GIB
 from shardlab.timeline.memory import memory_in_bytes
@@ -23,9 +25,9 @@ def held(run: PublishedRun) -> tuple[float, bool]:
     workload = replace(run.workload, microbatches=each * run.plan.data_ranks)
     traced = workload.traced
     memories = memory_in_bytes(traced, workload.kept_sizes)
-    return memory_of(
-        run, [peak_of(traced, row, memory, rank_of(traced.program, row)) for row, memory in enumerate(memories)]
-    )
+    peaks = [peak_of(traced, row, memory, rank_of(traced.program, row)) for row, memory in enumerate(memories)]
+    made = held_memory(run.workload, peaks)
+    return measured_as(run, made), made.fits
 
 
 @pytest.mark.parametrize("row", CHRONICLES, ids=[row["id"] for row in CHRONICLES])

@@ -96,6 +96,6 @@ def _kept_for_messages(workload: Workload, plan: Plan, *, last: bool) -> float:
     each, tokens = workload.microbatches // plan.data_ranks, workload.micro_batch_size * model.seq_len / mesh.cp
     residual = tokens * model.hidden_size / (mesh.tp if plan.sequence_parallel else 1)
     logits = tokens * model.vocab_size / mesh.tp
-    stages = plan.stages_of_a_rank(model_layers(workload.traced.program.sizes).pipeline_units)
+    stages = plan.stages_of_a_rank(model_layers(workload.sizes).pipeline_units)
     elements = 2 * stages * residual + last * 2 * logits
     return each * elements * workload.precision.bytes(Kind.ACTIVATION)

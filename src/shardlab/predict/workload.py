@@ -80,12 +80,17 @@ class Workload:
         """
         if isinstance(self.plan, Plan):
             self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
-        elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
-        sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema)
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
-            return self.trace(self.plan, sizes, self.microbatches)
-        return fold(self.plan, self.plan.counted(sizes), self.microbatches)
+            return self.trace(self.plan, self.sizes, self.microbatches)
+        return fold(self.plan, self.sizes, self.microbatches)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Elements and bytes of the program's values."""
+        elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
+        sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema)
+        return self.plan.counted(sizes) if isinstance(self.plan, Plan) else sizes
 
     def estimate(self) -> Estimate:
         """Replay it.
@@ -103,7 +108,7 @@ class Workload:
         """How large values are in memory, as the recipe keeps them."""
         sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
         slices = self.mesh.tp if sequence_parallel else 1
-        return self.recipe.memory.kept_sizes(self.cut, self.traced.program.sizes, self.micro_batch_size, slices)
+        return self.recipe.memory.kept_sizes(self.cut, self.sizes, self.micro_batch_size, slices)
 
     @property
     def prices(self) -> ClusterPrices:

@@ -1,14 +1,12 @@
-"""Predicting a published run: its plan is traced, folded and replayed in seconds and bytes."""
+"""Predicting a published run: the time of a step of its plan, and its memory as the run measured it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardlab.predict.estimate import Estimate, Peak
-from shardlab.predict.held import held_memory
+from shardlab.predict.forecast import Forecast, forecast
+from shardlab.predict.held import HeldMemory
 from shardlab.published.reading import PublishedRun
-from shardlab.strategies.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -27,41 +25,16 @@ class Prediction:
 
 
 def predict(run: PublishedRun) -> Prediction:
-    """Replay a step of a run; of many microbatches only some are replayed (see `enough`)."""
+    """Forecast a step of a run."""
     if run.measured.of_block:
-        return Prediction(_block_seconds(run), memory_of(run, _replay(run, 1).peaks)[0], True)  # it ran alone
-    few, more = enough(run.plan, run.each)
-    first = last = _replay(run, few)
-    seconds = first.step
-    if few < run.each:
-        last = _replay(run, few + more)
-        seconds = extended(seconds, last.step, (run.each - few) / more)
-    return Prediction(seconds, *memory_of(run, last.peaks))
+        return Prediction(_block_seconds(run), measured_as(run, _forecast(run, 1).memory), True)  # it ran alone
+    made = forecast(run.workload)
+    return Prediction(made.seconds, measured_as(run, made.memory), made.memory.fits)
 
 
-def memory_of(run: PublishedRun, peaks: Sequence[Peak]) -> tuple[float, bool]:
-    """Bytes of the fullest GPU, as the run measured them, and whether they find room on it."""
-    held = held_memory(run.workload, peaks)
-    as_measured = {"allocated": held.allocated, "reserved": held.reserved}
-    return as_measured.get(run.measured.memory, held.total), held.fits
-
-
-def enough(plan: Plan, each: int) -> tuple[int, int]:
-    """(how many microbatches to replay, and how many more a second time); all of them, if that is hardly more work.
-
-    Once its pipeline is full a schedule repeats itself, so that the rest take as long as the last ones did. Its rhythm
-    is that of one microbatch from each rank, interleaved of two: where messages wait for their receives, a full
-    pipeline of n ranks does the same again after n microbatches, not after every one. It is full after as many, but
-    where backward passes are split only after three times as many.
-
-    So the time of a step is within 0.1 % of a whole replay's with stages that are alike, or of which the first or last
-    differ. A stage in the middle that is slower fills an interleaved pipeline more slowly (up to 2 % were seen).
-    """
-    ranks, schedule = plan.mesh.pp, plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
-    full = max(2, (3 if schedule.startswith("zb") else 1) * ranks)
-    more = 2 * ranks if schedule == "interleaved-1f1b" else ranks
-    few = full + (each - full) % more
-    return (few, more) if 2 * few + more < each else (each, 0)
+def measured_as(run: PublishedRun, held: HeldMemory) -> float:
+    """Bytes of the fullest GPU, as the run measured them."""
+    return {"allocated": held.allocated, "reserved": held.reserved}.get(run.measured.memory, held.total)
 
 
 def _block_seconds(run: PublishedRun) -> float:
@@ -71,15 +44,10 @@ def _block_seconds(run: PublishedRun) -> float:
 
     def step(blocks: int) -> float:
         model = replace(run.workload.model, layers=blocks)
-        return _replay(replace(run, workload=replace(run.workload, model=model, recipe=recipe)), 1).step
+        return _forecast(replace(run, workload=replace(run.workload, model=model, recipe=recipe)), 1).seconds
 
     return step(3) - step(2)
 
 
-def extended(first: float, second: float, times: float) -> float:
-    """The time of a step, from those of two shorter ones whose difference comes so many times more."""
-    return first + times * (second - first)
-
-
-def _replay(run: PublishedRun, each: int) -> Estimate:
-    return replace(run.workload, microbatches=each * run.plan.data_ranks).estimate()
+def _forecast(run: PublishedRun, each: int) -> Forecast:
+    return forecast(replace(run.workload, microbatches=each * run.plan.data_ranks))
