@@ -26,6 +26,7 @@ from shardlab.cli.eval import Eval
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch
 from shardlab.cli.options import check_counts, option_names
+from shardlab.cli.recipes import Recipes
 from shardlab.cli.sample import Sample
 from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
@@ -73,6 +74,7 @@ COMMANDS: dict[str, type[Command]] = {
     "eval": Eval,
     "convert": Convert,
     "checkpoint": CheckpointCommand,
+    "recipes": Recipes,
     "validate": Validate,
     "bench": Bench,
     "compare": Compare,

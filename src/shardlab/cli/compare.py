@@ -11,12 +11,13 @@ import tyro
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.comparison_table import print_comparison
 from shardlab.cli.console import print_json
+from shardlab.cli.expected import workload_of
 from shardlab.cli.new_file import writing
 from shardlab.cli.options import Flag
 from shardlab.cli.picture import NO_PICTURES, PictureFlags
+from shardlab.cli.recipe_option import RecipeName
 from shardlab.hardware.profile import default_path
 from shardlab.predict.estimate import Estimate, estimate
-from shardlab.predict.priced import ClusterPrices
 from shardlab.recorded.compare import Comparison, Pair, compare
 from shardlab.recorded.trace_file import read_trace
 from shardlab.rules.pieces import counted
@@ -44,6 +45,8 @@ class Compare:
     ] = None
     """On what the prediction is made; local is this machine as shardlab bench measured it, and so is the
     path/to/profile.json of its --profile."""
+
+    recipe: RecipeName = None
 
     json: Flag = False
     """Print JSON alone."""
@@ -82,7 +85,12 @@ class Compare:
         name = self.cluster or "local"
         cluster = cluster_called(name, force=self.pictures.forces(name))
         cluster.require(job.ranks)
-        return estimate(checked, ClusterPrices(job.cut, job.micro_batch_size, cluster.at_work(job.ranks), job.numbers))
+
+        def as_run(*_: object) -> Checked:
+            return checked
+
+        workload = workload_of(job, cluster, as_run, self.recipe)
+        return estimate(checked, workload.prices, workload.kept_sizes)
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
         if self.pictures.svg is None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from shardlab.cli.recipe_option import recipe_called
 from shardlab.program import UserError
 
 if TYPE_CHECKING:
     from shardlab.hardware import Cluster
+    from shardlab.predict.workload import Trace, Workload
     from shardlab.strategies.entry import StrategyEntry
     from shardlab.train.config import TrainingConfig
     from shardlab.train.job import Job
@@ -55,27 +57,40 @@ def peak_flops(config: TrainingConfig, compute: str) -> float | None:
     return cluster.at_work(at_work).device.peak(compute) * at_work
 
 
-def predicted_seconds(entry: StrategyEntry, job: Job) -> float | str:
-    """Seconds that a step should take here, or why that cannot be said."""
-    from shardlab.cli.strategy import checked
-    from shardlab.predict.workload import Workload
+def workload_of(job: Job, cluster: Cluster, trace: Trace, recipe: str | None = None) -> Workload:
+    """A job's step on a cluster, as a recipe runs it.
 
-    cluster = cluster_here(job.ranks)
-    if cluster is None:
-        return "this machine was not measured yet (shardlab bench)"
-    plan = entry.grid(job.ranks) if entry.plan is None else entry.plan(job.ranks)
-    workload = Workload(
-        plan,
+    Args:
+        trace: what traces a program of its own.
+        recipe: by name (None: Shardlab's own).
+    """
+    from shardlab.predict.workload import Workload
+    from shardlab.strategies.load import load
+
+    entry = load(job.strategy)
+    return Workload(
+        entry.grid(job.ranks) if entry.plan is None else entry.plan(job.ranks),
         job.model,
         cluster,
         job.microbatches,
         job.micro_batch_size,
         job.numbers,
-        lambda _, sizes, microbatches: checked(entry, job.ranks, sizes, microbatches),
+        trace,
         entry.columns,
+        recipe_called(recipe),
         optimizer=job.optimizer,
         ema=job.ema is not None,
     )
+
+
+def predicted_seconds(entry: StrategyEntry, job: Job) -> float | str:
+    """Seconds that a step should take here, or why that cannot be said."""
+    from shardlab.cli.strategy import checked
+
+    cluster = cluster_here(job.ranks)
+    if cluster is None:
+        return "this machine was not measured yet (shardlab bench)"
+    workload = workload_of(job, cluster, lambda _, sizes, count: checked(entry, job.ranks, sizes, count))
     try:
         return workload.estimate().step
     except UserError as error:

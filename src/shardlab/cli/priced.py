@@ -9,6 +9,7 @@ from shardlab.check import Checked
 from shardlab.cli.cluster import cluster_called
 from shardlab.cli.global_batch import AS_USUAL, BatchRequest
 from shardlab.cli.plan_options import PlanOptions
+from shardlab.cli.recipe_option import as_recipe_does, precision_of, recipe_called
 from shardlab.cli.strategy import checked
 from shardlab.program import AXES, Mesh, Sizes, UserError
 from shardlab.program.bounds import max_ops
@@ -20,6 +21,7 @@ from shardlab.timeline.traced import stands_for
 
 if TYPE_CHECKING:
     from shardlab.predict.estimate import Estimate, Peak
+    from shardlab.predict.held import HeldMemory
     from shardlab.predict.workload import Workload
 
 MOST_CHECKED = 100_000
@@ -41,6 +43,7 @@ class PricedStep:
     Attributes:
         entry: the strategy.
         workload, estimate: what was simulated, and what came out.
+        held: what the fullest device holds.
         names: of the model and the cluster.
         checked: whether the tapes of all ranks were checked; those of a large plan are not, whose alike ranks are
             simulated once.
@@ -50,6 +53,7 @@ class PricedStep:
     entry: StrategyEntry
     workload: Workload
     estimate: Estimate
+    held: HeldMemory
     names: tuple[str, str]
     checked: bool
     notes: list[str]
@@ -62,6 +66,7 @@ def price(
     cluster_name: str,
     *,
     precision: str | None = None,
+    recipe: str | None = None,
     optimizer: Optimizer = "adamw",
     ema: bool = False,
     ranks: int | None = None,
@@ -74,7 +79,8 @@ def price(
     Args:
         strategy: its name.
         layout: flags of a plan.
-        precision: by name; without one, bfloat16 where the device has it.
+        precision: by name; without one, the recipe's: bfloat16 where the device has it.
+        recipe: how the step is run, by name; without one, as Shardlab runs it.
         optimizer: what makes a step of a gradient.
         ema: whether an average of the weights is kept.
         batch: how large the global batch is, and how it is cut.
@@ -95,7 +101,9 @@ def price(
         model = replace(model, layers=layers)
     entry, ranks = layout.entry(strategy, ranks or _ranks(strategy, layout, cluster.size))
     cluster.require(ranks)
-    numbers = find_precision(precision or ("bf16" if "bfloat16" in cluster.device.flops else "fp32"))
+    way = recipe_called(recipe)
+    entry = as_recipe_does(entry, ranks, layout, way)
+    numbers = find_precision(precision or precision_of(way, cluster))
     mesh, notes, whole = entry.grid(ranks), list[str](), model
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
@@ -122,6 +130,7 @@ def price(
         numbers,
         trace,
         entry.columns,
+        way,
         optimizer=optimizer,
         ema=ema,
     )
@@ -132,9 +141,9 @@ def price(
     if entry.plan is not None and not alike:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
-    require_memory(workload, estimate, whole)
+    held = require_memory(workload, estimate, whole)
     notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
-    return PricedStep(entry, workload, estimate, (model_name, cluster_name), not alike, notes)
+    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not alike, notes)
 
 
 def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -> None:
@@ -204,6 +213,7 @@ def as_json(result: PricedStep) -> dict[str, Any]:
         **({"plan": entry.plan(workload.mesh.world).as_dict()} if entry.plan else {}),
         "model": result.names[0],
         "cluster": result.names[1],
+        "recipe": workload.recipe.name,
         "precision": workload.precision.name,
         "ranks": workload.mesh.world,
         "idle_devices": workload.cluster.size - workload.mesh.world,
@@ -228,6 +238,8 @@ def as_json(result: PricedStep) -> dict[str, Any]:
         "bubble_share": estimate.bubble_share,
         "peak_memory": estimate.peak.bytes,
         "device_memory": workload.cluster.device.memory,
+        "memory_held": result.held.total,
+        "memory_held_by_part": result.held.parts,
         "peak_memory_by_rank": [_peak(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)],
         "ops": sum(map(len, program.tapes)),
         "ranks_simulated": program.ranks,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -15,9 +15,6 @@ from shardlab.rules.pieces import counted
 from shardlab.timeline.traced import rank_of, stands_for
 from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
 
-if TYPE_CHECKING:
-    from shardlab.predict.estimate import Peak
-
 NAMED_STAGES = 4
 """Stages of folded ranks that are named at most: the first ones and the last."""
 
@@ -27,6 +24,8 @@ DRAWN_OPS = 200_000
 
 def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
     """Print all of it; `written` are the files that were made."""
+    from shardlab.predict.recipe import OWN
+
     console = console or stdout_console()
     workload, estimate = result.workload, result.estimate
     model, cluster = result.names
@@ -34,7 +33,8 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
     micro_batch_size = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
     microbatches = counted(workload.microbatches, "microbatch")
     batch = f"global batch {workload.microbatches * workload.micro_batch_size:,}: {microbatches} of {micro_batch_size}"
-    console.print(f"{workload.mesh}, {batch}, {workload.precision.name}\n", style="dim")
+    recipe = "" if workload.recipe == OWN else f", as {workload.recipe.name} runs it"
+    console.print(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", style="dim")
     print_figures(console, _figures(result))
     ops = sum(map(len, estimate.traced.program.tapes))
     print_fact(console, "ops", f"{ops:,}, of {_simulated(result)}")
@@ -51,7 +51,7 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
 def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
     """List the figures, each with its label and a remark."""
     workload, estimate = result.workload, result.estimate
-    step, peak, device = estimate.step, estimate.peak, workload.cluster.device
+    step, peak, held, device = estimate.step, estimate.peak, result.held, workload.cluster.device
     speed = workload.tokens / step
     return [
         ("step time", seconds_text(step), ""),
@@ -63,17 +63,22 @@ def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
         (
             "peak memory",
             bytes_text(peak.bytes),
-            f"of {bytes_text(device.memory, 0)}, on rank {peak.rank}: {peak.cause}",
+            f"of tensors, on rank {peak.rank}: {peak.cause}",
         ),
-        ("", "", _categories(peak)),
+        ("", "", _parts(peak.bytes, peak.by_category)),
+        (
+            "memory held",
+            bytes_text(held.total),
+            f"of {bytes_text(device.memory, 0)}: {_parts(held.total, held.parts)}",
+        ),
     ]
 
 
-def _categories(peak: Peak) -> str:
-    """What the peak is made of, in its own unit; what would be shown as nothing is left out."""
-    _, size = unit_of(peak.bytes)
-    shares = sorted(peak.by_category.items(), key=lambda item: -item[1])
-    return ", ".join(f"{category} {bytes / size:,.2f}" for category, bytes in shares if bytes >= 0.005 * size)
+def _parts(all: float, parts: Mapping[str, float]) -> str:
+    """What memory is made of, in the unit of all of it; what would be shown as nothing is left out."""
+    _, size = unit_of(all)
+    shares = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in shares if bytes >= 0.005 * size)
 
 
 def _exposed(result: PricedStep) -> str:

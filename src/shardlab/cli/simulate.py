@@ -13,6 +13,7 @@ from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, Layers, MaxOps, MaxSeconds, Name, OptionalCount, Ranks, StrategyName
 from shardlab.cli.picture import NO_PICTURES, PictureFlags
 from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.cli.recipe_option import RecipeName
 from shardlab.cli.report import print_report
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError, trace
@@ -61,6 +62,8 @@ class Simulate:
 
     precision: Name = None
     """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 where the device has it; with --model)."""
+
+    recipe: RecipeName = None
 
     optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
     """What makes a step of a gradient, and so how large its state is; with --model. Without, muon alone makes a
@@ -116,6 +119,7 @@ class Simulate:
             "global-batch": self.global_batch,
             "micro-batch-size": self.micro_batch_size,
             "precision": self.precision,
+            "recipe": self.recipe,
             "optimizer": self.optimizer != "muon" and self.optimizer,
             "ema": self.ema,
             "force": self.pictures.force and not self.pictures.files,
@@ -140,6 +144,7 @@ class Simulate:
             self.model,
             self.cluster,
             precision=self.precision,
+            recipe=self.recipe,
             optimizer=self.optimizer or "adamw",
             ema=self.ema,
             ranks=self.ranks,

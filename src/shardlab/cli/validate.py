@@ -14,6 +14,7 @@ from rich.table import Table
 
 from shardlab.cli.console import print_json, stdout_console, table_of
 from shardlab.cli.options import Flag
+from shardlab.cli.recipe_option import RecipeName, recipe_called
 from shardlab.published.outcomes import Figure, Outcome, outcomes_of
 from shardlab.published.report import ErrorSummary, assumed_by, by_source, misjudged, worst_of
 from shardlab.published.rows import GIB, read_rows
@@ -46,13 +47,16 @@ class Validate:
     json: Flag = False
     """Print JSON alone: of every run its id, what was measured and predicted, and what was assumed."""
 
+    recipe: RecipeName = None
+    """Without one, each run's own framework."""
+
     assumed: Flag = False
     """List also what predictions take for granted because runs do not say it."""
 
     def run(self) -> int:
         rows = read_rows(self.runs)
         shown = Console(stderr=True)
-        coming = outcomes_of(rows)
+        coming = outcomes_of(rows, None if self.recipe is None else recipe_called(self.recipe))
         seen = track(coming, "predicting", len(rows), console=shown, transient=True, disable=not shown.is_terminal)
         outcomes = list(seen)
         if self.json:

@@ -68,7 +68,7 @@ class Device:
         sms: streaming multiprocessors: how many tiles it works on at once (a TPU's matrix units).
         efficiency: what it reaches of all this.
         source: where the figures are from.
-        attention: the fused attention kernel that is installed, one of the efficiency's; torch's own is "flash2".
+        attention: the fused attention kernel that is run, one of the efficiency's; a recipe names it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Memory that a GPU holds beyond a replay's count at its peak: buffers that stand, even with nothing in them.
+"""Memory that a device holds beyond a replay's count at its peak: the one place that says whether a step fits.
 
 Megatron-LM allocates the buffer of all gradients once (`param_and_grad_buffer.py`; `DDP-impl local` before).
 
@@ -11,57 +11,78 @@ and the head, stays gathered as a whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardlab.predict.estimate import Peak
+from shardlab.predict.estimate import Peak, peak_of
 from shardlab.predict.workload import Workload
-from shardlab.program import Kind
+from shardlab.program import Kind, OpKind
 from shardlab.strategies.model_layers import model_layers
-from shardlab.strategies.plan import Plan
-from shardlab.timeline.memory import Category
-
-KEPT_WHEN_FULL = 0.5
-"""Share of what the allocator holds back that it cannot give up when there is no room: before it fails it frees the
-blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`, `release_cached_blocks`). An assumption; that it is
-neither 0 nor 1 follows from runs that ended and runs that did not."""
+from shardlab.strategies.plan import BATCH_AXES, Plan
+from shardlab.timeline.memory import Category, memory_in_bytes
+from shardlab.timeline.traced import rank_of
 
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Bytes that the fullest GPU holds in a step, as they may be measured.
+    """Bytes that the fullest device holds in a step, as they may be measured.
 
     Attributes:
         allocated: tensors at their peak, and buffers that stand.
         reserved: what the allocator has reserved for them.
         total: what nvidia-smi shows: with CUDA's context and NCCL's buffers.
-        fits: whether all of it finds room on the device.
+        needed: what must find room: all but the blocks that the allocator frees before it fails.
+        room: of the device.
     """
 
     allocated: float
     reserved: float
     total: float
-    fits: bool
+    needed: float
+    room: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by what they are for."""
+        return {
+            "tensors and standing buffers": self.allocated,
+            "allocator's reserve": self.reserved - self.allocated,
+            "context and communicators": self.total - self.reserved,
+        }
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it finds room on the device."""
+        return self.needed <= self.room
 
 
 def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
-    """Reckon, as the workload's recipe says, what the fullest GPU holds at the peaks of its replay."""
-    recipe, room = workload.recipe.memory, workload.cluster.device.memory
-    allocated = max(peak.bytes + recipe.gradient_buffer * standing_gradients(workload, peak) for peak in peaks)
-    taken = allocated
-    if recipe.stream_memory:
+    """Reckon, as the workload's recipe says, what the fullest device holds at the peaks of its replay.
+
+    On CPUs an allocator's reserve and CUDA's context are nothing.
+    """
+    recipe, room, on_gpu = workload.recipe.memory, workload.cluster.device.memory, not workload.cluster.on_cpu
+    taken = allocated = max(peak.bytes + recipe.gradient_buffer * standing_gradients(workload, peak) for peak in peaks)
+    if recipe.stream_memory and on_gpu:
         taken = max(peak.bytes + standing_streams(workload, peak) for peak in peaks)
-    held_back = (recipe.reserved - 1) * taken
-    fits = taken + KEPT_WHEN_FULL * held_back + recipe.context_bytes <= room
-    reserved = min(taken + held_back, room - recipe.context_bytes) if fits else taken + held_back
-    return HeldMemory(allocated, reserved, reserved + recipe.context_bytes, fits)
+    held_back, context = on_gpu * (recipe.reserved - 1) * taken, on_gpu * recipe.context_bytes
+    needed = taken + recipe.kept_when_full * held_back + context
+    reserved = min(taken + held_back, room - context) if needed <= room else taken + held_back
+    return HeldMemory(allocated, reserved, reserved + context, needed, room)
+
+
+def held_by(workload: Workload) -> HeldMemory:
+    """What the fullest device holds, without asking how long anything takes."""
+    traced = workload.traced
+    rows = memory_in_bytes(traced, workload.kept_sizes)
+    peaks = [peak_of(traced, row, memory, rank_of(traced.program, row)) for row, memory in enumerate(rows)]
+    return held_memory(workload, peaks)
 
 
 def standing_gradients(workload: Workload, peak: Peak) -> float:
     """Bytes of a rank's buffer of gradients that are not in it yet at the peak."""
-    plan = workload.plan
-    assert isinstance(plan, Plan)
-    if plan.shard_gradients or plan.shard_parameters:
+    if _shards(workload, Kind.GRAD_WEIGHT) or _shards(workload, Kind.WEIGHT):
         return 0.0
     precision = workload.precision
     each = workload.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT)) / precision.bytes(Kind.WEIGHT)
@@ -71,11 +92,9 @@ def standing_gradients(workload: Workload, peak: Peak) -> float:
 
 def standing_streams(workload: Workload, peak: Peak) -> float:
     """Bytes of a rank that FSDP2's streams, its root group and a pipeline's messages hold beyond the peak."""
-    plan, model, precision = workload.plan, workload.model, workload.precision
-    assert isinstance(plan, Plan)
-    if not plan.shard_parameters:
+    if not _shards(workload, Kind.WEIGHT):
         return 0.0
-    mesh = plan.mesh
+    mesh, model, precision = workload.mesh, workload.model, workload.precision
     gradients = precision.bytes(Kind.GRAD_WEIGHT) / precision.optimizer * peak.by_category[Category.OPTIMIZER.value]
     embedding = precision.bytes(Kind.WEIGHT) * model.vocab_size * model.hidden_size / mesh.tp
     if mesh.pp == 1:
@@ -83,19 +102,36 @@ def standing_streams(workload: Workload, peak: Peak) -> float:
         return max(0.0, gradients - summed) + 3 * embedding  # the embedding's own, and the root group's gather
     stage = mesh.coordinate(peak.rank, "pp")
     ends = stage in (0, mesh.pp - 1)
-    return gradients + ends * embedding + _kept_for_messages(workload, plan, last=stage == mesh.pp - 1)
+    return gradients + ends * embedding + _kept_for_messages(workload, last=stage == mesh.pp - 1)
 
 
-def _kept_for_messages(workload: Workload, plan: Plan, *, last: bool) -> float:
+def _kept_for_messages(workload: Workload, *, last: bool) -> float:
     """What a pipeline's rank keeps for messages and results (`torch/distributed/pipelining/stage.py`).
 
     For every microbatch and stage it receives a gradient in a buffer of its own, and an input or, once that is counted
     as what is kept, holds the stage's output. The last stage keeps all logits, and in the end puts them into one.
     """
-    mesh, model = plan.mesh, workload.model
-    each, tokens = workload.microbatches // plan.data_ranks, workload.micro_batch_size * model.seq_len / mesh.cp
-    residual = tokens * model.hidden_size / (mesh.tp if plan.sequence_parallel else 1)
+    plan, mesh, model = workload.plan, workload.mesh, workload.model
+    each = workload.microbatches / math.prod(mesh.sizes()[axis] for axis in BATCH_AXES)
+    sliced, stages = False, 1
+    if isinstance(plan, Plan):
+        sliced = plan.sequence_parallel
+        stages = plan.stages_of_a_rank(model_layers(workload.sizes).pipeline_units)
+    tokens = workload.micro_batch_size * model.seq_len / mesh.cp
+    residual = tokens * model.hidden_size / (mesh.tp if sliced else 1)
     logits = tokens * model.vocab_size / mesh.tp
-    stages = plan.stages_of_a_rank(model_layers(workload.sizes).pipeline_units)
     elements = 2 * stages * residual + last * 2 * logits
     return each * elements * workload.precision.bytes(Kind.ACTIVATION)
+
+
+def _shards(workload: Workload, kind: Kind) -> bool:
+    """Whether each rank has a slice of the parameters, or of their gradients; of a page its collectives tell."""
+    plan = workload.plan
+    if isinstance(plan, Plan):
+        return bool(plan.shard_parameters if kind is Kind.WEIGHT else plan.shard_gradients)
+    doing = OpKind.ALL_GATHER if kind is Kind.WEIGHT else OpKind.REDUCE_SCATTER
+    return any(
+        op.kind is doing and specs[op.outputs[0]].kind is kind
+        for tape, specs in zip(workload.traced.program.tapes, workload.traced.specs, strict=True)
+        for op in tape
+    )

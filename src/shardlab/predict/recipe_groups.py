@@ -18,7 +18,7 @@ class Kernels:
     """Kernels that a framework runs, compared with a model's own, of which each is fused (`shardlab.models.kernels`).
 
     Attributes:
-        attention: generation of fused attention kernels (see `Efficiency.attention`; "": the device's own choice).
+        attention: generation of fused attention kernels (see `Efficiency.attention`); PyTorch's own is "flash2".
         memory_traffic: by a pointwise kernel's name, bytes moved over those of one fused kernel: forward, backward.
         fused_accumulation: the product that makes a weight's gradient adds to the older ones.
         update_bytes: bytes that the optimizer moves for each parameter (None: as the precision says).
@@ -26,7 +26,7 @@ class Kernels:
             so that the last attends to (2 cp - 1) / cp of the mean.
     """
 
-    attention: str = ""
+    attention: str = "flash2"
     memory_traffic: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     fused_accumulation: bool = False
     update_bytes: float | None = None
@@ -56,6 +56,9 @@ class MemoryUse:
         gradient_buffer: gradients have a buffer that stands from one step to the next.
         stream_memory: gathers and reductions allocate on streams of their own.
         reserved: bytes that the allocator reserves for each byte that is allocated at its peak, where there is room.
+        kept_when_full: share of what is reserved beyond that, which the allocator cannot give up where room lacks:
+            before it fails it frees the blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`,
+            `release_cached_blocks`).
         context_bytes: bytes that a GPU holds beyond the allocator's, as nvidia-smi shows it (CUDA's context, NCCL).
     """
 
@@ -66,6 +69,7 @@ class MemoryUse:
     gradient_buffer: bool = False
     stream_memory: bool = False
     reserved: float = 1.0
+    kept_when_full: float = 1.0
     context_bytes: float = 0.0
 
     def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:

@@ -116,8 +116,7 @@ class Workload:
         cluster = self.cluster.at_work(self.mesh.world)
         if self.recipe.overlap.single_nic:
             cluster = replace(cluster, nics=1)
-        if self.recipe.kernels.attention:
-            cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.kernels.attention))
+        cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.kernels.attention))
         numbers = self.precision.under(self.optimizer, ema=self.ema)
         return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, self.recipe, self.mesh)
 

@@ -7,9 +7,11 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from multiprocessing import get_context
 from typing import Any, Literal
 
+from shardlab.predict.recipe import Recipe
 from shardlab.program import Refused, UserError
 from shardlab.published.model_state import model_state_bytes
 from shardlab.published.predict import Prediction, predict
@@ -46,13 +48,13 @@ class Outcome:
         return predicted / measured - 1 if predicted and measured else None
 
 
-def outcome_of(row: dict[str, Any]) -> Outcome:
-    """Predict one row of a file."""
+def outcome_of(row: dict[str, Any], recipe: Recipe | None = None) -> Outcome:
+    """Predict one row of a file, as this recipe runs it (None: as the row's framework does)."""
     name, source, measured = str(row["id"]), str(row.get("source") or ""), measured_of(row)
     try:
         if measured.memory == "model state":
             return Outcome(name, source, measured, _state(row))
-        run = read_run(row)
+        run = read_run(row, recipe)
         return Outcome(name, source, measured, predict(run), assumed=run.assumed)
     except (Incomplete, UserError, Refused) as error:
         return Outcome(name, source, measured, None, str(error))
@@ -64,7 +66,7 @@ def _state(row: dict[str, Any]) -> Prediction:
     return Prediction(None, model_state_bytes(state.params, state.dp, state.zero_stage), True)
 
 
-def outcomes_of(rows: Sequence[dict[str, Any]]) -> Iterator[Outcome]:
+def outcomes_of(rows: Sequence[dict[str, Any]], recipe: Recipe | None = None) -> Iterator[Outcome]:
     """Predict all rows, on every core; give outcomes in the order of the rows, each as soon as it is known.
 
     Processes are spawned, since a progress bar's thread would not survive a fork; when the user interrupts, they end
@@ -72,7 +74,7 @@ def outcomes_of(rows: Sequence[dict[str, Any]]) -> Iterator[Outcome]:
     """
     processes = min(len(rows), os.cpu_count() or 1)
     if processes < 2:
-        yield from map(outcome_of, rows)
+        yield from map(outcome_of, rows, repeat(recipe))
         return
     with ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
-        yield from pool.map(outcome_of, rows)
+        yield from pool.map(outcome_of, rows, repeat(recipe))

@@ -46,8 +46,8 @@ class PublishedRun:
         return self.workload.plan
 
 
-def read_run(row: dict[str, Any]) -> PublishedRun:
-    """A run from its row.
+def read_run(row: dict[str, Any], recipe: Recipe | None = None) -> PublishedRun:
+    """A run from its row, as this recipe runs it (None: as its own framework does).
 
     Raises:
         Incomplete: it does not say all that a prediction needs.
@@ -57,13 +57,13 @@ def read_run(row: dict[str, Any]) -> PublishedRun:
         raise Incomplete("measured neither the seconds of a step nor memory")
     record = record_of(row)
     try:
-        workload = workload_of(record)
+        workload = workload_of(record, recipe or recipe_of(record))
     except UserError as error:
         raise Incomplete(str(error)) from None
     return PublishedRun(workload, measured, assumptions(record, workload))
 
 
-def workload_of(record: RunRecord) -> Workload:
+def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
     """A step of a run.
 
     Raises:
@@ -73,7 +73,6 @@ def workload_of(record: RunRecord) -> Workload:
     recompute = words.read("recompute", record.recompute or "none")
     if not recompute:
         raise Incomplete(f"recomputes {record.recompute}, which is unknown here")
-    recipe = recipe_of(record)
     saved = replace(recipe.memory.saved, per_op=recompute.get("per_op", False))
     recipe = replace(recipe, memory=replace(recipe.memory, saved=saved))
     zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)

@@ -1,0 +1,79 @@
+"""What a device holds beyond tensors counts wherever "fits" is said, for plans and for pages of strategies alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardlab.check import check
+from shardlab.hardware import Cluster, Machine, Profile, Rate, find_cluster
+from shardlab.models import GPT
+from shardlab.predict.held import HeldMemory, held_by, held_memory
+from shardlab.predict.memory_advice import require_memory
+from shardlab.predict.recipe import OWN, Recipe, find_recipe
+from shardlab.predict.recipe_groups import MemoryUse
+from shardlab.predict.workload import Workload
+from shardlab.program import Mesh, Sizes, UserError, trace
+from shardlab.program.precision import find_precision
+from shardlab.strategies.load import load
+from shardlab.strategies.plan import Plan
+from shardlab.timeline.traced import Traced
+
+MODEL = GPT(layers=4, hidden_size=256, heads=4, seq_len=256, vocab_size=1024)
+SHARD = ("dp_shard",)
+CPU = Profile(Machine("a CPU", 4, "2.8", "gloo"), {}, None, {("matmul", "float32"): Rate(0.0, 1e9, 1e9)}, 2.0**32)
+
+
+def of(name: str, recipe: Recipe) -> Workload:
+    """A page of the strategies, on four devices."""
+    entry = load(name)
+
+    def traced(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
+        return check(trace(entry.program, mesh, sizes, microbatches))
+
+    numbers, devices = find_precision("bf16"), find_cluster("h100x4")
+    return Workload(entry.grid(4), MODEL, devices, 4, 1, numbers, traced, entry.columns, recipe)
+
+
+def standing(name: str, memory: MemoryUse) -> float:
+    """Bytes that a framework of such memory holds beyond the tensors of a page."""
+    return held_by(of(name, Recipe(memory=memory))).total - held_by(of(name, Recipe())).total
+
+
+def test_a_buffer_of_gradients_stands_where_a_page_keeps_whole_gradients() -> None:
+    assert standing("ddp", MemoryUse(gradient_buffer=True)) > 0
+    assert standing("fsdp", MemoryUse(gradient_buffer=True)) == 0
+
+
+def test_streams_hold_memory_where_a_page_gathers_parameters() -> None:
+    assert standing("fsdp", MemoryUse(stream_memory=True)) > 0
+    assert standing("ddp", MemoryUse(stream_memory=True)) == 0
+
+
+def test_a_page_holds_as_much_as_the_plan_that_is_named_like_it() -> None:
+    recipe = find_recipe("fsdp2")
+    plan = Plan(Mesh(dp_shard=4), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
+    page = of("fsdp", recipe)
+    assert held_by(page).total == pytest.approx(held_by(replace(page, plan=plan, trace=None)).total, rel=0.1)
+
+
+def test_what_only_fits_without_the_allocators_reserve_is_refused() -> None:
+    step = of("ddp", OWN)
+    peaks = step.estimate().peaks
+    tensors = max(peak.bytes for peak in peaks)
+    room = tensors + 2.0**30
+    tight = replace(step, cluster=replace(step.cluster, device=replace(step.cluster.device, memory=room)))
+    assert not held_memory(tight, peaks).fits
+    with pytest.raises(UserError, match=r"would hold 1\.\d GiB of 1\.\d GiB, 1\.0 GiB of it beyond tensors"):
+        require_memory(tight, tight.estimate())
+    require_memory(replace(tight, recipe=Recipe()), tight.estimate())
+
+
+def test_on_cpus_nothing_is_added_to_what_was_counted() -> None:
+    step = of("ddp", OWN)
+    peaks = step.estimate().peaks
+    cpu = held_memory(replace(step, cluster=Cluster.of_profile(CPU)), peaks)
+    tensors = max(peak.bytes for peak in peaks)
+    assert cpu == HeldMemory(tensors, tensors, tensors, tensors, cpu.room)
+    assert held_memory(step, peaks).total > tensors
