@@ -70,6 +70,12 @@ def test_what_only_fits_without_the_allocators_reserve_is_refused() -> None:
     require_memory(replace(tight, recipe=Recipe()), tight.estimate())
 
 
+def test_where_room_lacks_the_allocator_gives_up_what_it_need_not_keep() -> None:
+    all, half = (held_by(of("ddp", Recipe(memory=MemoryUse(reserved=1.5, kept_when_full=kept)))) for kept in (1.0, 0.5))
+    assert half.total == all.total == all.needed == 1.5 * all.allocated
+    assert half.needed == 1.25 * all.allocated
+
+
 def test_on_cpus_nothing_is_added_to_what_was_counted() -> None:
     step = of("ddp", OWN)
     peaks = step.estimate().peaks
