@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from shardlab.errors import UserError
+from shardlab.program.duration import A_TIME, seconds_of
 
 
 @dataclass(frozen=True)
@@ -194,46 +195,39 @@ def _span_of(words: str) -> tuple[int, ...] | str:
 SPAN = FieldType(str, "FIRST:END", _span, _span_of)
 
 
-SECONDS = {"s": 1, "m": 60, "h": 3600}
-
-
 def _seconds(words: str) -> float | str:
-    number, unit = words[:-1], words[-1:]
     try:
-        return float(number) * SECONDS[unit] if unit in SECONDS else float(words)
+        return float(words)
     except ValueError:
-        return words
+        found = seconds_of(words)
+        return words if found is None else found
 
 
 DURATION = FieldType(
     str,
     "TIME",
-    lambda value: "" if _is_number(value) and 0 < value < math.inf else "seconds, above 0, or 90s, 10m, 2h",
+    lambda value: "" if _is_number(value) and 0 < value < math.inf else f"seconds, above 0, or {A_TIME}",
     _seconds,
 )
 
 
-def interval(value: int | str | None) -> tuple[int | None, int | None]:
+def interval(value: int | str | None) -> tuple[int | None, float | None]:
     """The steps, or the seconds, that an interval has.
 
     >>> interval(100), interval("10m"), interval(None)
-    ((100, None), (None, 600), (None, None))
+    ((100, None), (None, 600.0), (None, None))
     """
-    if isinstance(value, str):
-        return None, int(value[:-1]) * SECONDS[value[-1]]
-    return value, None
+    return (None, seconds_of(value)) if isinstance(value, str) else (value, None)
 
 
 def _is_interval(value: Any) -> bool:
-    if isinstance(value, str):
-        return value[:-1].isdecimal() and int(value[:-1]) > 0 and value[-1] in SECONDS
-    return not _count(value)
+    return bool(seconds_of(value)) if isinstance(value, str) else not _count(value)
 
 
 EVERY = FieldType(
     str,
     "N|TIME",
-    lambda value: "" if _is_interval(value) else "a number of steps, such as 100, or a time, such as 30s, 10m or 2h",
+    lambda value: "" if _is_interval(value) else f"a number of steps, such as 100, or {A_TIME}",
     lambda words: int(words) if words.isdecimal() else words,
 )
 

@@ -80,7 +80,7 @@ class LoopConfig:
 
     timeout: Annotated[float, DURATION] = 600.0
     """Time in which every rank gets on; if one does not, all end, and a report says who waits for whom. It is longer
-    than any step, evaluation, sample or save: seconds, or 90s, 10m, 2h."""
+    than any step, evaluation, sample or save: seconds, or 90s, 10m, 2h, 1:30:00."""
 
     audit_every: Annotated[int | None, COUNT] = None
     """Compare ranks after every so many steps: hashes of weights that several keep, and results of one microbatch that

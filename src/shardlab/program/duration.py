@@ -1,0 +1,27 @@
+"""Times as a person writes them, the same for every flag."""
+
+from __future__ import annotations
+
+import math
+import re
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+A_TIME = "a time, such as 90s, 10m, 2h or 1:30:00"
+"""What to give where `seconds_of` knows no time."""
+
+
+def seconds_of(words: str) -> float | None:
+    """Seconds of a number with a unit, or of HOURS:MINUTES:SECONDS; None if it is neither.
+
+    >>> seconds_of("90s"), seconds_of("1.5h"), seconds_of("1:30:00"), seconds_of("90")
+    (90.0, 5400.0, 5400.0, None)
+    """
+    if clock := re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", words):
+        hours, minutes, seconds = map(float, clock.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    try:
+        found = float(words[:-1]) * UNITS[words[-1:]]
+    except (ValueError, KeyError):
+        return None
+    return found if 0 <= found < math.inf else None
