@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def test_the_disk_has_a_file_of_the_tensors_size_and_no_name_is_left(
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     first, last = (int(end, 16) for end in mapped[0].split()[0].split("-"))
     assert last - first >= room.nbytes() == 5_000_000
+
+
+def test_a_file_takes_its_room_at_once_also_where_the_system_has_no_call_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delattr(os, "posix_fallocate")
+    taken: list[int] = []
+    unlink = os.unlink
+
+    def gone(path: str) -> None:
+        taken.append(512 * os.stat(path).st_blocks)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", gone)
+    assert storage_at("disk", 3_000_001, CPU).nbytes() == 3_000_001
+    assert taken[0] >= 3_000_001
 
 
 def test_parked_tensors_have_no_memory_and_get_their_numbers_back() -> None:

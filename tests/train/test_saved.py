@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.train.saved import saved_in
+from shardlab.train.saved import saved_in, sweep
 
 
 @pytest.fixture
@@ -39,3 +39,26 @@ def test_weights_from_before_the_run_was_resumed_are_not_passed_off_as_new_ones(
         f"the weights in {out}/weights.safetensors are from before the run was resumed; on record are 2 steps "
         f"(metrics.jsonl); go on after step 1 with: shardlab train --resume {out}"
     )
+
+
+def test_only_what_shardlab_was_writing_is_swept_away(tmp_path: Path) -> None:
+    mine = [
+        "loss.svg.shardlab.part",
+        ".tmpAbC123",
+        "checkpoints/step-000002.part/x",
+        "checkpoints/step-000001.old.part/x",
+    ]
+    others = [
+        "film.part",
+        ".tmp",
+        ".tmp-notes",
+        "notes.tmpAbC123",
+        "checkpoints/mine.part/x",
+        "checkpoints/step-000002/x",
+    ]
+    for name in (*mine, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    sweep(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == set(others)

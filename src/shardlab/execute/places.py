@@ -30,12 +30,22 @@ def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStor
     if place == DISK:
         number, name = tempfile.mkstemp(prefix="shardlab-")
         try:
-            os.posix_fallocate(number, 0, max(1, size))  # else a full disk would end the process later
+            _reserve(number, max(1, size))
             return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(name, shared=True, nbytes=size))
         finally:
             os.close(number)
             os.unlink(name)  # the file stays as long as it is mapped
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").untyped_storage()
+
+
+def _reserve(number: int, size: int) -> None:
+    """Have a file take its room on the disk now: a disk that is full later would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(number, 0, size)
+        return
+    zeros = memoryview(bytes(min(size, 2**20)))  # macOS has no such call; holes take no room, so bytes are written
+    while size:
+        size -= os.write(number, zeros[:size])
 
 
 def tensor_at(place: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

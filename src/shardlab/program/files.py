@@ -37,6 +37,10 @@ def want_file(path: Path) -> None:
         raise UserError(f"{path} is {kind}, but text is read from random places; write it to a file and name that")
 
 
+PART = ".shardlab.part"
+"""End of the name of a file that is being written: what has it was left by a process that was killed."""
+
+
 @contextmanager
 def whole_file(path: Path) -> Generator[Path, None, None]:
     """Write a file beside `path`: it takes the place of `path` when the block ends, and goes if the block raises.
@@ -53,7 +57,7 @@ def whole_file(path: Path) -> Generator[Path, None, None]:
         yield path
         return
     path = path.resolve()
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART)
     try:
         yield part
         part.replace(path)

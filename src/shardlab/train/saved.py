@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from shardlab.program.files import PART
 from shardlab.rules.pieces import counted
 
 CHECKPOINTS = "checkpoints"
@@ -20,13 +22,18 @@ METRICS, RECORD = "metrics.jsonl", "run.json"
 TAIL = 1 << 16
 """Bytes at the end of the metrics in which the last line is."""
 
+_OF_SAFETENSORS = re.compile(r"\.tmp[A-Za-z0-9]{6}")
+_UNFINISHED = re.compile(r"step-\d{6,}(\.old)?\.part")
+
 
 def sweep(out: Path) -> None:
-    """Remove the files that were being written when a run's processes were killed: safetensors has its own name."""
-    for part in (*out.glob("*.part"), *out.glob(".tmp*")):
-        part.unlink(missing_ok=True)
-    for part in (out / CHECKPOINTS).glob("*.part"):
-        shutil.rmtree(part, ignore_errors=True)
+    """Remove what a run's processes were writing when they were killed, and nothing that others have put there."""
+    for part in out.glob("*"):
+        if part.name.endswith(PART) or _OF_SAFETENSORS.fullmatch(part.name):
+            part.unlink(missing_ok=True)
+    for part in (out / CHECKPOINTS).glob("*"):
+        if _UNFINISHED.fullmatch(part.name):
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def checkpoints_in(out: Path) -> list[int]:
