@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -94,6 +95,30 @@ class Unnamed(Disk):
 
 def test_a_checkpoint_that_cannot_be_completed_keeps_no_room(ranks: World, tmp_path: Path) -> None:
     assert ranks(2).call(partial(saved, out=tmp_path / "run", disk=Unnamed()))[0] == []
+
+
+class Odd(Disk):
+    """A disk whose notes are no JSON, which is no error of the system's."""
+
+    def read(self, path: Path) -> bytes:
+        return b"{"
+
+
+def words(rank: int, out: Path) -> list[str]:
+    """What a rank says while it trains on an odd disk."""
+    said: list[str] = []
+    with patch("shardlab.train.saving.say", said.append):
+        saved(rank, out, disk=Odd())
+    return said
+
+
+def test_whatever_goes_wrong_while_a_checkpoint_is_completed_is_told(ranks: World, tmp_path: Path) -> None:
+    first, other = ranks(2).call(partial(words, out=tmp_path / "run"))
+    assert len(first) == 3
+    assert all("line" in each and "in commit" in each for each in first)
+    assert "the checkpoint after step 2 cannot be written, and training goes on without it (rank 0: JSON" in first[0]
+    assert other == []
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_ends_no_training(ranks: World, tmp_path: Path) -> None:

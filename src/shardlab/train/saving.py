@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -95,8 +96,6 @@ class Saver:
         if self._writing is None or any(abs(number) != self._number for number in told):
             return
         error, self._writing = self._writing.exception(), None
-        if error is not None and not isinstance(error, OSError):
-            raise error
         if error is not None:
             self._say_lost(self._step, error)
         if self._state.rank == 0:
@@ -165,7 +164,7 @@ class Saver:
                 documents,
                 self._run.config.saving.keep,
             )
-        except OSError as error:
+        except Exception as error:  # nobody looks at this thread's: what is not said here is never known
             self._say_lost(step, error)
             self._drop(step)
         else:
@@ -178,11 +177,14 @@ class Saver:
     def _folder(self, step: int) -> Path:
         return folder_of(self._run.out / CHECKPOINTS, step)
 
-    def _say_lost(self, step: int, error: OSError) -> None:
-        where = f"{error.filename}: " if error.filename else ""
+    def _say_lost(self, step: int, error: BaseException) -> None:
+        if isinstance(error, OSError):
+            trace, what = "", (f"{error.filename}: " if error.filename else "") + str(error.strerror)
+        else:
+            trace, what = "".join(traceback.format_exception(error)), repr(error)
         say(
-            f"shardlab: the checkpoint after step {step} cannot be written, and training goes on without it (rank "
-            f"{self._state.rank}: {where}{error.strerror})"
+            f"{trace}shardlab: the checkpoint after step {step} cannot be written, and training goes on without it "
+            f"(rank {self._state.rank}: {what})"
         )
 
     def _words(self) -> dict[str, Any]:
