@@ -79,16 +79,14 @@ class Launch:
         sys.stdout.flush()
 
         from shardlab.train.commands import LAST_LINES, run_command
+        from shardlab.train.processes import how_ended
 
         ending = run_command(command, ranks, bound=self.bind, restarts=self.max_restarts)
         if ending.rank is not None and not ending.asked:
             if ending.output:
                 print(f"\nshardlab: the last lines of rank {ending.rank} ({LAST_LINES} at most):", file=sys.stderr)
                 print(ending.output, file=sys.stderr)
-            how = f"ended with exit code {ending.code}"
-            if ending.code < 0:
-                how = f"was killed ({signal.Signals(-ending.code).name})"
-            print(f"shardlab: rank {ending.rank} {how}, and all ended with it", file=sys.stderr)
+            print(f"shardlab: rank {ending.rank} {how_ended(ending.code)}, and all ended with it", file=sys.stderr)
         if ending.asked:
             print(f"shardlab: interrupted ({signal.Signals(ending.asked).name}); all ranks have ended", file=sys.stderr)
             return 0 if ending.rank is None else INTERRUPTED

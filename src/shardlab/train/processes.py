@@ -285,7 +285,7 @@ class _Ranks:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
         if silent:  # what the others then lost explains nothing
             rank = next((rank for rank in silent if self._ended[rank] < 0), silent[0])
-            raise self._failure(f"rank {rank} {_ending(self._ended[rank])}, and the run ended with it.")
+            raise self._failure(f"rank {rank} {how_ended(self._ended[rank])}, and the run ended with it.")
         rank = min(failed, key=lambda rank: failed[rank].time)
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
 
@@ -293,7 +293,7 @@ class _Ranks:
         """A failure with a report of all ranks."""
         if self._watch is None:
             return RankFailed(verdict)
-        fates = {rank: _ending(code) for rank, code in self._ended.items() if rank not in self._answers and code}
+        fates = {rank: how_ended(code) for rank, code in self._ended.items() if rank not in self._answers and code}
         for rank, answer in self._answers.items():
             fates[rank] = "lost its connection" if answer.lost else "failed" if answer.time else "has ended"
         return RankFailed(verdict, self._watch.report(fates))
@@ -303,7 +303,8 @@ def _late(ranks: Sequence[int], grace: int) -> str:
     return f"rank {', '.join(map(str, ranks))} did not end within {grace} s"
 
 
-def _ending(code: int) -> str:
+def how_ended(code: int) -> str:
+    """What to say of a process, by its exit code, or minus the signal that ended it."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed ({signal.Signals(-code).name}" + ("; out of memory?)" if -code == signal.SIGKILL else ")")
