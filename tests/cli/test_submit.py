@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from shardlab.train.history import WARNED
 
 Captured = pytest.CaptureFixture[str]
 
@@ -69,17 +71,94 @@ def run(script: str, folder: Path, **variables: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize(("status", "count", "requeued"), [(0, 0, False), (1, 0, True), (1, 2, True), (1, 3, False)])
-def test_a_slurm_job_that_fails_is_requeued_three_times(
-    status: int, count: int, requeued: bool, bin: Path, capsys: Captured
-) -> None:
-    program(bin, "srun", f'echo "$MASTER_PORT" > port; exit {status}')
-    program(bin, "scontrol", 'echo "$@" > requeued')
+def starts(script: str, folder: Path, *statuses: int) -> list[int]:
+    """How often a job has been requeued after each start, when srun ends with these exit codes."""
+    program(folder, "scontrol", 'echo "$@" >> requeued')
+    found: list[int] = []
+    for status in statuses:
+        program(folder, "srun", f'echo "$MASTER_PORT" > port; exit {status}')
+        done = run(script, folder, SLURM_JOB_ID="10042")
+        assert done.returncode == status, done.stderr
+        assert (folder / "port").read_text() == "30042\n"
+        requeued = folder / "requeued"
+        found.append(requeued.read_text().count("requeue 10042") if requeued.exists() else 0)
+    return found
+
+
+def test_a_slurm_job_that_fails_is_requeued_three_times(bin: Path, capsys: Captured) -> None:
     script = printed(f"--scheduler slurm {TRAIN}", capsys)
-    done = run(script, bin, SLURM_JOB_ID="10042", SLURM_RESTART_COUNT=str(count))
+    assert starts(script, bin, 1, 1, 1, 1, 1) == [1, 2, 3, 3, 3]
+
+
+def ended(folder: Path, how: str, why: str = "") -> None:
+    """Leave the folder of a run that has ended somehow."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"ended": {"how": how, "why": why}}))
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "requeued"),
+    [("finished", "", 0), ("interrupted", "", 0), ("interrupted", WARNED, 1)],
+    ids=["over", "ended by its user", "warned"],
+)
+def test_a_slurm_job_that_saved_when_its_time_was_nearly_over_is_requeued(
+    how: str, why: str, requeued: int, bin: Path, capsys: Captured
+) -> None:
+    script = printed(f"--scheduler slurm {TRAIN}", capsys)
+    ended(bin / "runs" / "shardlab", how, why)
+    assert starts(script, bin, 0) == [requeued]
+
+
+def test_failures_count_since_the_job_last_saved_in_time(bin: Path, capsys: Captured) -> None:
+    script = printed(f"--scheduler slurm {TRAIN}", capsys)
+    ended(bin / "runs" / "shardlab", "interrupted", WARNED)
+    assert starts(script, bin, 1, 1, 1, 0, 1) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("why", "status", "again"), [("", 124, False), (WARNED, 0, True)])
+def test_a_pbs_job_that_saved_when_its_time_was_nearly_over_submits_itself_again(
+    why: str, status: int, again: bool, bin: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(bin, "qsub", f'cat "$@" > "{bin}/script"')
+    assert main(["submit", "--scheduler", "pbs", *TRAIN.split()]) == 0
+    script = (bin / "script").read_text()
+    (bin / "script").unlink()
+    out = Path("runs", "shardlab").absolute()
+    ended(out, "interrupted", why)
+    program(bin, "mpiexec", "exit 124")
+    (bin / "nodes").write_text("first\n")
+    done = run(script, bin, PBS_JOBID="7.server", PBS_O_WORKDIR=str(out.parents[1]), PBS_NODEFILE=str(bin / "nodes"))
     assert done.returncode == status, done.stderr
-    assert (bin / "port").read_text() == "30042\n"
-    assert (bin / "requeued").exists() == requeued
+    assert (bin / "script").exists() is again
+    assert not again or (bin / "script").read_text() == script == (out / "job.sh").read_text()
+
+
+@pytest.mark.parametrize(("more", "flag"), [("", "--name"), (" --out runs/shardlab", "--out")])
+def test_a_name_that_is_taken_resumes_no_other_jobs_run(more: str, flag: str, bin: Path, capsys: Captured) -> None:
+    program(bin, "sbatch", 'cat > /dev/null; echo "Submitted batch job 42"')
+    words = ["submit", "--scheduler", "slurm", *(TRAIN + more).split()]
+    assert main(words) == 0
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"shardlab: runs/shardlab exists; give another {flag}, so that nothing is overwritten, or go on with its run: "
+        "-- train --resume runs/shardlab\n"
+    )
+    assert main([*words, "--resume", "auto"]) == 0
+    assert main([*words[:3], "--", "train", "--resume", "runs/shardlab"]) == 0
+    assert main([*words[:3], "--", "train", "--resume", "runs/gone"]) == 2
+    assert "runs/gone does not exist; name the folder of a run with --resume" in capsys.readouterr().err
+
+
+def test_a_job_that_is_refused_leaves_no_folder(bin: Path, capsys: Captured) -> None:
+    program(bin, "sbatch", "exit 1")
+    assert main(["submit", "--scheduler", "slurm", *TRAIN.split()]) == 2
+    assert not Path("runs", "shardlab").exists()
+
+
+def test_time_is_said_as_everywhere(capsys: Captured) -> None:
+    for time in ("90m", "1.5h", "5400s", "1:30:00"):
+        assert "#SBATCH --time=1:30:00\n" in printed(f"--scheduler slurm --time {time} {TRAIN}", capsys)
 
 
 @pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (9, 1)])
@@ -109,9 +188,10 @@ def test_the_scheduler_that_is_there_gets_the_script(
     if name == "qsub":
         monkeypatch.setattr("shardlab.cli.submit.SUBMIT", {"pbs": "qsub"})  # also where SLURM is installed
     program(bin, name, f'cat > "{bin}/script"; echo "Submitted batch job 42"')
+    script = printed(f"--scheduler {scheduler} {TRAIN}", capsys)
     assert main(["submit", *TRAIN.split()]) == 0
     assert capsys.readouterr().out == "Submitted batch job 42\n"
-    assert (bin / "script").read_text() == printed(f"--scheduler {scheduler} {TRAIN}", capsys)
+    assert (bin / "script").read_text() == script
 
 
 def test_a_scheduler_that_refuses_is_quoted(bin: Path, capsys: Captured) -> None:
@@ -128,8 +208,8 @@ def test_a_scheduler_that_refuses_is_quoted(bin: Path, capsys: Captured) -> None
         ("-- train", "neither sbatch nor qsub is here"),
         ("--scheduler slurm", "there is no command; give one after --"),
         ("--scheduler slurm -- trian", "'trian' joins no launcher's world; did you mean train?"),
-        ("--scheduler slurm --time 1h -- train", "--time is '1h'; give HOURS:MINUTES:SECONDS"),
-        ("--scheduler slurm --time 0:02:00 -- train", "more than 120 seconds"),
+        ("--scheduler slurm --time soon -- train", "--time is 'soon'; give a time, such as 90s, 10m, 2h or 1:30:00"),
+        ("--scheduler slurm --time 0:02:00 -- train", "--time is 120 s; give more than 120 s"),
         ("--scheduler slurm --name a;b -- train", "--name 'a;b': give letters"),
         ("--scheduler slurm --nodes 0 -- train", "--nodes: 0 is too few"),
     ],

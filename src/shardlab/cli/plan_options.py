@@ -43,13 +43,21 @@ class PlanOptions:
                 del every[f"no_{name}"]
         return {field: value for field, value in every.items() if value is not None}
 
-    def entry(self, name: str | None, ranks: int | None, base: Plan | None = None) -> tuple[StrategyEntry, int]:
+    @property
+    def names_mesh(self) -> bool:
+        """Whether axes of the mesh are given."""
+        return any(getattr(self, axis) is not None for axis in AXES)
+
+    def entry(
+        self, name: str | None, ranks: int | None, base: Plan | None = None, *, follows: bool = False
+    ) -> tuple[StrategyEntry, int]:
         """The strategy that is meant, and on how many ranks.
 
         Args:
             name: a strategy's, if one is given, or that of `base`.
             ranks: how many were asked for, or are there; None if nobody says.
             base: a plan that the flags change, if there is one; --plan takes its place.
+            follows: the mesh follows the number of ranks, where it is another.
 
         Raises:
             UserError: when the flags contradict the strategy, the number of ranks or each other.
@@ -71,6 +79,8 @@ class PlanOptions:
             _want_all_axes(axes, plan.mesh, name or str(path))
         changed = {name: field_types(Plan)[name].of_words(words) for name, words in given.items()}
         plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changed)
+        if follows and ranks is not None:
+            plan = plan.on(ranks)
         if ranks not in (None, plan.mesh.world):
             raise UserError(
                 f"there are to be {counted(ranks, 'rank')}, but the plan's mesh is {plan.mesh}; "

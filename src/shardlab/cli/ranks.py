@@ -24,7 +24,7 @@ from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.history import End, note_end
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, pick_device
-from shardlab.train.launch_environment import find_launch_environment, restarts
+from shardlab.train.launch_environment import find_launch_environment
 from shardlab.train.processes import RankFailed, is_lost
 from shardlab.train.saved import saved_in, sweep
 
@@ -75,21 +75,22 @@ def lines_of(entry: StrategyEntry, job: Job) -> LineOf:
     return lambda rank, op: f" ({path}:{traced().line(rank, op)})"
 
 
-def refuse_restart(out: Path | None) -> None:
-    """Refuse a run that is not to be resumed, and that a launcher has started again after a failure.
+def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -> None:
+    """Refuse a run that a launcher has started again after a failure, and that would lose what it had done.
 
     Args:
+        count: how often it was.
         out: the folder of the run that failed, if it was named.
+        save_every: how often it saves, if it does; such a run had not come so far, and begins again in its folder.
 
     Raises:
-        UserError: if torchrun, or `shardlab launch`, has started the ranks again.
+        UserError: if it cannot.
     """
-    count = restarts(os.environ)
-    if count:
+    if out is None or save_every is None:
         kept = "its results are in the last folder of runs" if out is None else saved_in(out)
         raise UserError(
             f"the launcher has started this run again (restart {count}), and it does not begin again at step 0 by "
-            f"itself; give --resume auto, --out FOLDER and --save-every 10m to have it go on; {kept}"
+            f"itself; give --out FOLDER and --save-every 10m to have it go on; {kept}"
         )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +15,8 @@ import tyro
 from shardlab.cli.options import Count, Flag, Name, OptionalCount
 from shardlab.errors import closest
 from shardlab.program import UserError
-from shardlab.train.job_script import SUBMIT, Scheduler, SubmittedJob, seconds_of, submit
+from shardlab.program.duration import A_TIME, seconds_of
+from shardlab.train.job_script import SHARDLAB, SUBMIT, Scheduler, SubmittedJob, kept, submit
 
 COMMANDS = ("train", "launch", "verify", "bench", "eval", "doctor", "test")
 """Commands that join a launcher's world."""
@@ -23,7 +26,8 @@ COMMANDS = ("train", "launch", "verify", "bench", "eval", "doctor", "test")
 class Submit:
     """Submit a command of Shardlab as a job, which is told before its time is over and starts again after a failure.
 
-    A training saves every 10 minutes and resumes by itself, unless its own flags say otherwise.
+    A training saves every 10 minutes and resumes by itself, unless its own flags say otherwise; it is submitted again
+    when its time is over before it is.
     """
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train ...")] = ()
@@ -44,8 +48,8 @@ class Submit:
     gpus_per_node: OptionalCount = None
     """GPUs of each host."""
 
-    time: Annotated[str, tyro.conf.arg(metavar="H:MM:SS")] = "1:00:00"
-    """The job's limit."""
+    time: Annotated[str, tyro.conf.arg(metavar="TIME")] = "1:00:00"
+    """The job's limit, such as 90m, 2h or 1:30:00."""
 
     queue: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="", aliases=("--partition",))] = None
     """PBS's queue, or SLURM's partition."""
@@ -67,28 +71,43 @@ class Submit:
             raise UserError(
                 f"{what}; {f'did you mean {meant}?' if meant else 'give one after --, such as: -- train --steps 1000'}"
             )
-        seconds_of(self.time)
         there: list[Scheduler] = [name for name, program in SUBMIT.items() if shutil.which(program)]
         scheduler = self.scheduler or next(iter(there), None)
         if scheduler is None:
             raise UserError("neither sbatch nor qsub is here; submit where one is, or give --scheduler and --dry-run")
-        script = self._job().script(scheduler)
+        job = self._job()
+        script = job.script(scheduler)
         if self.dry_run:
             print(script, end="")
         else:
-            print(submit(script, scheduler))
+            with nullcontext() if job.run is None else kept(script, job.run):
+                print(submit(script, scheduler))
         return 0
 
     def _job(self) -> SubmittedJob:
-        words = [sys.executable, "-m", "shardlab", *self.command]
+        """The job that the flags ask for.
+
+        Raises:
+            UserError: when its run's folder is there, and nobody has said that its run is to go on.
+        """
+        words, run = [*SHARDLAB, *self.command], None
+        if (seconds := seconds_of(self.time)) is None:
+            raise UserError(f"--time is {self.time!r}; give {A_TIME}")
         if self.command[0] == "train":
-            flags = {word.partition("=")[0] for word in self.command}
-            if "--out" not in flags and "--resume" not in flags:
-                words += ["--out", str(Path("runs", self.name))]
-            if "--resume" not in flags:
-                words += ["--resume", "auto"]
-            if "--save-every" not in flags:
-                words += ["--save-every", "10m"]
+            given = _given(self.command)
+            out, resume = given.get("--out"), given.get("--resume")
+            goes_on = resume not in (None, "auto")
+            run = Path(out or (resume if goes_on and resume else f"runs/{self.name}"))
+            if resume is None and run.exists():
+                raise UserError(
+                    f"{run} exists; give another {'--out' if out else '--name'}, so that nothing is overwritten, or go "
+                    f"on with its run: -- train --resume {run}"
+                )
+            if goes_on and not run.is_dir():
+                raise UserError(f"{run} does not exist; name the folder of a run with --resume")
+            words += [] if out or goes_on else ["--out", str(run)]
+            words += ["--resume", "auto"] if resume is None else []
+            words += [] if "--save-every" in given else ["--save-every", "10m"]
         return SubmittedJob(
             words,
             self.name,
@@ -96,7 +115,14 @@ class Submit:
             self.ranks_per_node,
             self.cpus_per_rank,
             self.gpus_per_node,
-            self.time,
+            int(seconds),
             self.queue,
             self.account,
+            run,
         )
+
+
+def _given(command: Sequence[str]) -> dict[str, str]:
+    """The flags of a command, each with the word that follows it."""
+    words = [word for flag in command for word in (flag.split("=", 1) if flag.startswith("--") else [flag])]
+    return {flag: word for flag, word in pairwise([*words, ""]) if flag.startswith("--")}

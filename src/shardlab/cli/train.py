@@ -34,6 +34,7 @@ from shardlab.train.depth import of_depth
 if TYPE_CHECKING:
     from shardlab.check import Checked
     from shardlab.train.heartbeat import Heartbeat
+    from shardlab.train.launch_environment import LaunchEnvironment
     from shardlab.train.resume import Resumed
     from shardlab.train.run import Summary, TrainingRun
 
@@ -96,13 +97,22 @@ class Train:
 
     def run(self) -> int:
         from shardlab.train.heartbeat import Heartbeat
-        from shardlab.train.launch_environment import find_launch_environment, require_port
+        from shardlab.train.launch_environment import find_launch_environment, may_restart, require_port
+        from shardlab.train.saved import checkpoints_in
 
         require_port(os.environ)
         place = find_launch_environment(os.environ)
         first = place is None or place.rank == 0
-        launched = None if place is None or place.world == 1 else place.world
-        resumed = self._resumed(first)
+        world = None if place is None or (place.world == 1 and not may_restart(os.environ)) else place
+        launched = world and world.world
+        restart = 0
+        if self.resume is None and may_restart(os.environ):
+            from shardlab.train.stores import restarts_in  # which needs torch
+
+            restart = restarts_in(world)
+            if restart and self.out is not None and checkpoints_in(self.out):
+                return replace(self, resume="auto").run()
+        resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
         chosen, config = self._resolved(sources, launched)
         if resumed is not None:
@@ -120,10 +130,10 @@ class Train:
             return 0
         sources_of(config.data.data)  # what is wrong with them is said before torch is imported
         with Heartbeat("start", until=lambda: not first) as heartbeat:
-            return self._run(heartbeat, first, chosen, config, sources, resumed)
+            return self._run(heartbeat, first, chosen, config, sources, resumed, restart)
 
-    def _resumed(self, first: bool) -> Resumed | None:
-        """The run that is to go on, if one is.
+    def _resumed(self, world: LaunchEnvironment | None) -> Resumed | None:
+        """The run that is to go on, if one is; the ranks of a launcher's world look at it together.
 
         Raises:
             UserError: when it cannot, or options contradict each other.
@@ -133,16 +143,17 @@ class Train:
                 raise UserError("--from-step names a checkpoint of the run that is resumed; give --resume FOLDER too")
             return None
         from shardlab.train.resume import Resumed
+        from shardlab.train.stores import Together
 
         if self.resume == "auto":
             if self.out is None:
                 raise UserError("--resume auto goes on with the run in --out, or begins it; give --out FOLDER")
-            return Resumed.find(self.out, self.from_step, auto=True, first=first)
+            return Resumed.find(self.out, self.from_step, auto=True, together=Together(world))
         others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
         others["--init"] = self.settings.given()["train"].get("init")
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(f"--resume and {given[0]} were given, and a run goes on with its own; give one of them")
-        return Resumed.find(Path(self.resume), self.from_step, first=first)
+        return Resumed.find(Path(self.resume), self.from_step, together=Together(world))
 
     def _sources_again(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
         """Where the settings of a run that is resumed come from: its checkpoint, and flags."""
@@ -178,7 +189,8 @@ class Train:
             ranks = ranks or of_file
             if self.layout != NO_FLAGS and origin(below, "plan", "strategy") == "default":
                 name = None  # flags alone are a plan
-        chosen, ranks = self.layout.entry(name, ranks or launched, base)
+        follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
+        chosen, ranks = self.layout.entry(name, ranks or launched, base, follows=follows)
         return chosen, resolved(sources, chosen, ranks)
 
     def _run(
@@ -189,6 +201,7 @@ class Train:
         config: TrainingConfig,
         sources: list[ConfigSource],
         resumed: Resumed | None,
+        restart: int,
     ) -> int:
         from shardlab.cli.ranks import (
             failures_as_exit,
@@ -199,7 +212,7 @@ class Train:
         )
         from shardlab.execute.compiling import want_compilable
         from shardlab.faults import Watching
-        from shardlab.train.history import note_end
+        from shardlab.train.history import WARNED, note_end
         from shardlab.train.launch import Joining, limit_of, pick_device, run_ranks
         from shardlab.train.loggers import require_loggers
         from shardlab.train.loop import train_rank
@@ -208,11 +221,11 @@ class Train:
         from shardlab.train.run import TrainingRun
         from shardlab.train.saved import saved_in
 
-        if self.resume is None:
-            refuse_restart(self.out)
+        if restart:
+            refuse_restart(restart, self.out, config.saving.save_every)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         out, checkpoint = (out, None) if resumed is None else (resumed.out, resumed.checkpoint)
-        again = self.resume is not None and out.exists()
+        again = (self.resume is not None or restart > 0) and out.exists()
         if out.exists() and not again:
             raise UserError(
                 f"--out {out} exists; name a new folder, so that nothing is overwritten, or go on with its run by "
@@ -269,7 +282,8 @@ class Train:
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
-        note_end(out, "interrupted" if summary.interrupted else "finished", began)
+        how, why = ("interrupted", WARNED if summary.warned else "") if summary.interrupted else ("finished", "")
+        note_end(out, how, began, why)
         try:
             write_report(run, summary, predicted_seconds(chosen, run.job))
         except UserError as error:

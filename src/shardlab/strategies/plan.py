@@ -151,6 +151,33 @@ class Plan:
                 "its axes in reduce_every_microbatch as well"
             )
 
+    def on(self, ranks: int) -> Plan:
+        """This plan on another number of ranks: its data-parallel axes follow, and all others stay.
+
+        Where it has replicas, their number follows if it can, so that a rank keeps as much as before; else all
+        data-parallel ranks share what is sharded.
+
+        >>> str(Plan(Mesh(pp=2, dp_shard=4)).on(4).mesh), str(Plan(Mesh(dp_replicate=2, dp_shard=2)).on(6).mesh)
+        ('pp 2 x dp_shard 2', 'dp_replicate 3 x dp_shard 2')
+
+        Raises:
+            UserError: when the other axes do not divide the ranks.
+        """
+        mesh = self.mesh
+        others = mesh.world // (mesh.dp_replicate * mesh.dp_shard)
+        data, rest = divmod(ranks, others)
+        if rest:
+            raise UserError(
+                f"the plan's mesh is {mesh}, and its data-parallel axes alone follow the number of ranks: give a "
+                f"multiple of {others} ranks, not {ranks}"
+            )
+        shard = mesh.dp_shard if mesh.dp_replicate > 1 and data % mesh.dp_shard == 0 else data
+        return (
+            self
+            if ranks == mesh.world
+            else replace(self, mesh=replace(mesh, dp_replicate=data // shard, dp_shard=shard))
+        )
+
     def counted(self, sizes: Sizes) -> Sizes:
         """Sizes of a model whose sequences are counted in the slices that this plan deals."""
         return sizes if self.stripes is None else replace(sizes, slices_per_rank=self.stripes)

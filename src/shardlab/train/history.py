@@ -18,6 +18,9 @@ from shardlab.train.saved import METRICS, RECORD, WEIGHTS, checkpoints_in, last_
 
 CONFIG = "config.toml"
 
+WARNED = "warned by the scheduler (SIGUSR1)"
+"""Why a run was interrupted, where it was told that its time is nearly over; its job script looks for this."""
+
 End = Literal["finished", "interrupted", "failed"]
 
 

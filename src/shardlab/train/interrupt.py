@@ -84,6 +84,11 @@ class StopRequest:
         self._over = threading.Event()
         self._catching = caught()
 
+    @property
+    def warned(self) -> bool:
+        """Whether it was a scheduler's warning."""
+        return self._grace == WARNED_GRACE
+
     def __enter__(self) -> StopRequest:
         signals = self._catching.__enter__().dup()  # the thread's own, which it may still read when `with` has ended
         threading.Thread(target=self._listen, args=(signals,), daemon=True).start()
@@ -131,17 +136,22 @@ class StopRequest:
             say(f"shardlab: interrupted: {why}; {self._saved()}")
 
 
-def end_with_starter() -> None:
-    """Have this process get SIGTERM when the process that started it is gone, however that ended."""
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+def end_with_starter(at_once: bool = False) -> None:
+    """Have this process get SIGTERM when the process that started it is gone, however that ended.
+
+    Args:
+        at_once: SIGKILL instead: ranks that others do not miss would save, and all would end as if they were asked to.
+    """
+    number = signal.SIGKILL if at_once else signal.SIGTERM
+    threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()
 
 
-def _follow(parent: int) -> None:
+def _follow(parent: int, number: int) -> None:
     starter = multiprocessing.parent_process()  # not this process's own parent, which is multiprocessing's server
     wait = time.sleep if starter is None else starter.join
     while os.getppid() == parent and not _orphaned():
         wait(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
 
 
 def _orphaned() -> bool:

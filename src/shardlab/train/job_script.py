@@ -6,11 +6,15 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shardlab.program import UserError
+from shardlab.train.history import WARNED
 
 Scheduler = Literal["slurm", "pbs"]
 
@@ -19,6 +23,11 @@ WARNING = 120
 
 RESTARTS = 3
 """How often a job that fails starts again."""
+
+SCRIPT = "job.sh"
+"""Name of the job's script in the folder of its run."""
+
+SHARDLAB = (sys.executable, "-m", "shardlab")
 
 SUBMIT: dict[Scheduler, str] = {"slurm": "sbatch", "pbs": "qsub"}
 
@@ -32,9 +41,10 @@ class SubmittedJob:
         name: of the job.
         nodes, ranks_per_node: hosts, and ranks on each.
         cpus_per_rank, gpus_per_node: what each rank and each host is given; None: as the scheduler does.
-        time: the limit, HOURS:MINUTES:SECONDS.
+        seconds: the limit.
         queue: SLURM's partition or PBS's queue, if one is named.
         account: who pays, if that is named.
+        run: folder of the run that the command trains, if it does; a job that saved, and is not over, goes on.
     """
 
     command: Sequence[str]
@@ -43,9 +53,10 @@ class SubmittedJob:
     ranks_per_node: int
     cpus_per_rank: int | None
     gpus_per_node: int | None
-    time: str
+    seconds: int
     queue: str | None
     account: str | None
+    run: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse names that a scheduler would take for something else.
@@ -57,26 +68,26 @@ class SubmittedJob:
             value = getattr(self, option)
             if value is not None and not re.fullmatch(r"[\w.@+-]+", value):
                 raise UserError(f"--{option} {value!r}: give letters, digits and . _ - + @ alone")
+        if self.seconds <= WARNING:
+            raise UserError(
+                f"--time is {self.seconds} s; give more than {WARNING} s, since a job is told before its end"
+            )
 
     def script(self, scheduler: Scheduler) -> str:
         """The job script, which starts the command again from its newest checkpoint after a failure."""
         return (_slurm if scheduler == "slurm" else _pbs)(self)
 
+    @property
+    def time(self) -> str:
+        """The limit as schedulers read it: HOURS:MINUTES:SECONDS."""
+        return f"{self.seconds // 3600}:{self.seconds // 60 % 60:02}:{self.seconds % 60:02}"
 
-def seconds_of(time: str) -> int:
-    """Seconds of HOURS:MINUTES:SECONDS.
-
-    >>> seconds_of("1:30:00")
-    5400
-
-    Raises:
-        UserError: when it is no such time, or none is left for the warning.
-    """
-    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", time)
-    seconds = 0 if found is None else 3600 * int(found[1]) + 60 * int(found[2]) + int(found[3])
-    if seconds <= WARNING:
-        raise UserError(f"--time is {time!r}; give HOURS:MINUTES:SECONDS, more than {WARNING} seconds, such as 1:00:00")
-    return seconds
+    @property
+    def warned(self) -> str:
+        """What a shell asks: whether the run has saved since its time was nearly over."""
+        if self.run is None:
+            return "false"
+        return f"{shlex.join([*SHARDLAB, 'show', str(self.run), '--json'])} | grep -q {shlex.quote(WARNED)}"
 
 
 def _slurm(job: SubmittedJob) -> str:
@@ -105,8 +116,14 @@ def _slurm(job: SubmittedJob) -> str:
             _port("SLURM_JOB_ID"),
             f"srun --kill-on-bad-exit=1 {cpus}{shlex.join(job.command)}",
             "status=$?",
-            "# A job that fails starts again where its newest checkpoint is, but not for ever.",
-            f'if [ "$status" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RESTARTS} ]; then',
+            f'failures="{job.name}-$SLURM_JOB_ID.failures"',
+            'if [ "$status" -ne 0 ]; then',
+            "    # A job that fails starts again where its newest checkpoint is, but not for ever.",
+            '    echo "$(date): exit code $status" >> "$failures"',
+            f'    if [ "$(wc -l < "$failures")" -le {RESTARTS} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            f"elif {job.warned}; then",
+            "    # Its time is nearly over, and it is not.",
+            '    rm -f "$failures"',
             '    scontrol requeue "$SLURM_JOB_ID"',
             "fi",
             'exit "$status"',
@@ -128,7 +145,7 @@ def _pbs(job: SubmittedJob) -> str:
         "-j": "oe",
     }
     lines = [f"#PBS {name}{'=' if ' ' in name else ' '}{value}" for name, value in asked.items() if value is not None]
-    ranks, limit = job.nodes * job.ranks_per_node, seconds_of(job.time) - WARNING
+    ranks, limit = job.nodes * job.ranks_per_node, job.seconds - WARNING
     started = f"mpiexec -n {ranks} {shlex.join(job.command)}"
     return "\n".join(
         [
@@ -147,10 +164,24 @@ def _pbs(job: SubmittedJob) -> str:
             + str(limit)
             + " ]; then break; fi",
             "done",
+            *_goes_on_under_pbs(job),
             'exit "$status"',
             "",
         ]
     )
+
+
+def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
+    """PBS lets operators alone requeue a job, so a job submits its own script again."""
+    if job.run is None:
+        return []
+    script = shlex.quote(str(job.run / SCRIPT))
+    return [
+        f"if {job.warned}; then",
+        "    # Its time is nearly over, and it is not.",
+        f"    qsub {script} && status=0",
+        "fi",
+    ]
 
 
 def _port(identity: str) -> str:
@@ -175,3 +206,27 @@ def submit(script: str, scheduler: Scheduler) -> str:
         answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise UserError(f"{program} has refused the job: {answer}")
     return done.stdout.strip()
+
+
+@contextmanager
+def kept(script: str, run: Path) -> Generator[None]:
+    """Keep a job's script in its run's folder, which is the run's from then on; not if the block raises.
+
+    Raises:
+        UserError: when it cannot be written.
+    """
+    made = not run.exists()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / SCRIPT).write_text(script)
+    except OSError as error:
+        raise UserError(
+            f"{run / SCRIPT} cannot be written ({error.strerror}); name another folder with --out"
+        ) from None
+    try:
+        yield
+    except BaseException:
+        (run / SCRIPT).unlink()
+        if made:
+            run.rmdir()
+        raise

@@ -6,12 +6,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import threading
-import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,8 +21,9 @@ from shardlab.program import UserError
 from shardlab.train.binding import bind, dealt, usable_cpus
 from shardlab.train.heap import keep_freed_memory
 from shardlab.train.interrupt import end_with_starter
-from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, port_in_use, restarts
+from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, may_restart
 from shardlab.train.processes import RankFailed, is_lost, run_processes
+from shardlab.train.stores import ended_by_ctrl_c, store_of
 
 Result = TypeVar("Result")
 
@@ -125,10 +121,10 @@ def run_ranks(
             f"give --ranks {environment.world}"
         )
     if _elastic():
-        end_with_starter()  # a launcher that was killed has ended nobody
-    with _ended_by_ctrl_c():
-        store = _agents_store(environment) if _elastic() else store_of(environment, joining.timeout)
-        device = _launched_device(environment)
+        end_with_starter(_others_go_on())  # a launcher that was killed has ended nobody
+    store = store_of(environment, joining.timeout)
+    device = _launched_device(environment)
+    with ended_by_ctrl_c():
         _meet(environment, device, store, joining)
     if watching is None:
         return _call(environment.rank, device, function, *arguments)
@@ -165,8 +161,8 @@ def _started(
     return _call(rank, device, function, *arguments)
 
 
-def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store | None, joining: Joining) -> None:
-    """Join the world that meets at a store (None: rank 0's under torchrun), with this rank's device."""
+def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Joining) -> None:
+    """Join the world that meets at a store, with this rank's device."""
     if joining.bound:
         bind(environment)  # before the threads of the process group
     if device.type == "cpu":
@@ -191,78 +187,11 @@ def _call(rank: int, device: torch.device, function: Callable[..., Result], *arg
     return result
 
 
+def _others_go_on() -> bool:
+    """Whether torchrun starts the other hosts' ranks again when this host is lost."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and may_restart(os.environ)
+
+
 def _elastic() -> bool:
     """Whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _agents_store(environment: LaunchEnvironment) -> dist.Store | None:
-    """The store of torchrun's agent, with names of this start's own; None where rank 0 is to hold one.
-
-    The agent's store outlives a restart, and torch itself would find the addresses of ranks that are gone there
-    (https://github.com/pytorch/pytorch/issues/167288).
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return dist.PrefixStore(f"start-{restarts(os.environ)}", _client(environment))
-
-
-@contextmanager
-def _ended_by_ctrl_c() -> Generator[None]:
-    """While this rank waits for the others, deep in torch, where Python hears of no signal."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-ANSWER = 5.0
-"""Seconds in which rank 0's store answers, once something listens there; torch waits for ever for what is no store."""
-
-
-def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
-    """Find the store of this world.
-
-    Raises:
-        UserError: when its port is in use, or rank 0 does not come in time.
-    """
-    where = f"{environment.address}:{environment.port}"
-    if environment.rank == 0:
-        try:
-            return dist.TCPStore(environment.address, environment.port, is_master=True, wait_for_workers=False)
-        except dist.DistNetworkError as error:
-            raise port_in_use(environment, str(error).splitlines()[0]) from error
-    _wait_for_listener(environment, timeout.total_seconds())
-    found: list[dist.Store] = []
-    thread = threading.Thread(target=lambda: found.append(_client(environment)), daemon=True)
-    thread.start()
-    thread.join(ANSWER)
-    if not found:
-        raise UserError(
-            f"rank {environment.rank} did not find rank 0 at {where}: the port is in use by something else; "
-            "choose another in MASTER_PORT"
-        )
-    return found[0]
-
-
-def _client(environment: LaunchEnvironment) -> dist.Store:
-    return dist.TCPStore(environment.address, environment.port, is_master=False)
-
-
-def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
-    deadline = time.monotonic() + limit
-    while True:
-        try:
-            socket.create_connection((environment.address, environment.port), timeout=ANSWER).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"rank {environment.rank} did not find rank 0 at {environment.address}:{environment.port} in "
-                    f"{limit:.0f} s ({error})"
-                ) from None
-            time.sleep(0.1)

@@ -140,6 +140,11 @@ def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
     )
 
 
+def may_restart(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun starts the ranks again after a failure, perhaps on fewer hosts, or on more."""
+    return environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def restarts(environment: Mapping[str, str]) -> int:
     """How many times torchrun has started the ranks again after a failure."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -205,6 +205,7 @@ def _first_rank(
         steps=done,
         epochs=batches.position(done).epochs,
         interrupted=done < run.config.train.steps,
+        warned=training.warned,
         saved=saver.saved,
         validation_before=before,
         validation_after=after,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from shardlab.checkpoint import CONFIG, Checkpoint, Disk, folder_of, steps_in
@@ -15,31 +16,38 @@ from shardlab.train.config_sources import ConfigSource, config_file, merged, mod
 from shardlab.train.heartbeat import say
 from shardlab.train.lock import require_free
 from shardlab.train.saved import CHECKPOINTS, WEIGHTS
+from shardlab.train.stores import Together
 
 
-def find_checkpoint(run: Path, step: int | None = None, *, auto: bool = False, tells: bool = True) -> Checkpoint | None:
+def find_checkpoint(
+    run: Path, step: int | None = None, *, auto: bool = False, together: Together | None = None
+) -> Checkpoint | None:
     """A run's newest checkpoint, or the one after so many steps, with every checksum compared.
+
+    Ranks of a launcher deal the files among them, and none goes on before all are read: what is wrong with a file that
+    one of them has read, all of them know.
 
     Args:
         run: the run's folder.
         auto: pass over checkpoints that cannot be read; a run that has none yet begins anew.
-        tells: say which are passed over; one of a run's processes does.
+        together: the ranks that do this together; without them this process is alone. Rank 0 says what is passed over.
 
     Raises:
         UserError: when there is none, or it cannot be read; the newest one that can is named.
     """
-    checkpoints = run / CHECKPOINTS
-    steps = steps_in(Disk(), checkpoints)
+    checkpoints, together = run / CHECKPOINTS, together or Together()
+    seen = together.exchange(json.dumps(steps_in(Disk(), checkpoints)))  # hosts may see a folder's names late
+    steps: list[int] = json.loads(seen[0])
     if step is not None and step not in steps:
         there = f"those after steps {listed(steps)}" if steps else "none"
         raise UserError(f"{run} has no checkpoint after step {step}; it has {there}")
     broken: UserError | None = None
     for each in [step] if step is not None else reversed(steps):
         try:
-            found = Checkpoint.open(folder_of(checkpoints, each)).verify()
+            found = together.all(partial(_verified, folder_of(checkpoints, each), together))
         except UserError as error:
             broken = broken or error
-            if auto and tells:
+            if auto and together.rank == 0:
                 say(f"shardlab: {error}; trying the checkpoint before")
             continue
         if broken is None or auto:
@@ -57,6 +65,10 @@ def find_checkpoint(run: Path, step: int | None = None, *, auto: bool = False, t
     raise UserError(f"{run} {what}; name the folder of a run that was interrupted, or that had --save-every")
 
 
+def _verified(folder: Path, together: Together) -> Checkpoint:
+    return Checkpoint.open(folder).verify(together.rank, together.world)
+
+
 @dataclass(frozen=True)
 class Resumed:
     """A run that goes on.
@@ -70,19 +82,20 @@ class Resumed:
     checkpoint: Checkpoint
 
     @classmethod
-    def find(cls, out: Path, step: int | None = None, *, auto: bool = False, first: bool = True) -> Resumed | None:
+    def find(
+        cls, out: Path, step: int | None = None, *, auto: bool = False, together: Together | None = None
+    ) -> Resumed | None:
         """The run in a folder, from its newest checkpoint or the one after so many steps; None: it is to begin.
 
         Args:
-            out, step, auto: see `find_checkpoint`.
-            first: whether this process is the one that asks whether the folder is free, and tells.
+            out, step, auto, together: see `find_checkpoint`; rank 0 asks whether the folder is free.
 
         Raises:
             UserError: when another process is at work in the folder, or nothing in it can be gone on from.
         """
-        if out.is_dir() and first:
-            require_free(out)
-        found = find_checkpoint(out, step, auto=auto, tells=first)
+        together = together or Together()
+        together.all(partial(require_free, out) if together.rank == 0 else lambda: None)
+        found = find_checkpoint(out, step, auto=auto, together=together)
         return None if found is None else cls(out, found)
 
     def source(self, launched: int | None) -> ConfigSource:

@@ -114,7 +114,7 @@ class Summary:
     Attributes:
         steps: optimizer steps taken, fewer than asked for if the run was interrupted.
         epochs: how often each source of the data was gone through.
-        interrupted: whether it was.
+        interrupted, warned: whether it was, and whether by a scheduler's warning.
         saved: the step of its last checkpoint, if it has one.
         validation_before, validation_after: loss on text that is not trained on, nats per token.
         validation_after_ema: that of the averaged weights, if there are any.
@@ -130,6 +130,7 @@ class Summary:
     steps: int
     epochs: tuple[float, ...]
     interrupted: bool
+    warned: bool
     saved: int | None
     validation_before: float
     validation_after: float

@@ -21,7 +21,7 @@ from shardlab.models.tensors.tokens import sent_to
 from shardlab.program import UserError
 from shardlab.rules.pieces import listed
 from shardlab.train.figures import SPREAD, bits_per_byte, memory_of, speeds, spreads
-from shardlab.train.interrupt import StopRequest
+from shardlab.train.interrupt import GRACE, WARNED_GRACE, StopRequest
 from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
@@ -90,6 +90,11 @@ class TrainingSteps:
         self._bytes_per_token = bytes_per_token
         self._ended = 0.0
 
+    @property
+    def warned(self) -> bool:
+        """Whether a rank has had a scheduler's warning."""
+        return self._stop.warned
+
     def __iter__(self) -> Iterator[StepResult]:
         """Train, giving each step while the next one runs; the same steps on every rank.
 
@@ -147,15 +152,15 @@ class TrainingSteps:
         flags = torch.zeros(3 + len(SPREAD), self._run.config.plan.ranks, dtype=loss.dtype)
         told = [_flag(loss, state), self._saver.told, state.squared_norm]
         flags[:, rank] = torch.tensor([*told, self._ended - began, *own])
-        wishes = torch.tensor([float(self._stop.asked), float(self._saver.wish)], dtype=loss.dtype)
+        wishes = torch.tensor([self._stop.asked, self._stop.warned, self._saver.wish], dtype=loss.dtype)
         sums = torch.cat([loss, *(sent_to(device, each) for each in (wishes, flags.flatten()))])
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
     def _summed(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
         work.wait()
         run, sums = self._run, sums.cpu()
-        total, tokens, stopping, saving = (float(figure) for figure in sums[:4])
-        diverged, written, norms, *figures = sums[4:].view(-1, run.config.plan.ranks)
+        total, tokens, stopping, warned, saving = (float(figure) for figure in sums[:5])
+        diverged, written, norms, *figures = sums[5:].view(-1, run.config.plan.ranks)
         known = norms[~norms.isnan()]
         spread = spreads(torch.stack(figures))
         job, loss = run.job, total / max(1.0, tokens)
@@ -178,7 +183,8 @@ class TrainingSteps:
         if stopped := [rank for rank, flag in enumerate(flags) if flag and stops]:
             self._saver.give_up(step)
         if stopping:
-            self._stop.ask()  # also where another rank was asked: the rest has to end in time on each
+            grace = WARNED_GRACE if warned else GRACE
+            self._stop.ask(grace)  # also where another rank was asked: the rest has to end in time on each
         return StepResult(metrics, stopping > 0, stopped, saving > 0, what)
 
 
