@@ -1,44 +1,23 @@
 """The folder of a run, also where there is no room for it."""
 
-# pyright: reportUnknownVariableType=false
-# safetensors leaves some of its annotations out.
-
 from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
-import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from shardlab.data.tokenizers import ByteTokenizer
 from shardlab.models import MLP
 from shardlab.program import UserError
 from shardlab.train.job import Job
 from shardlab.train.output import OutputFolder
-from shardlab.train.saved import WEIGHTS
+from tests.support.full_disk import files_of_at_most
 
 Captured = pytest.CaptureFixture[str]
 MODEL = MLP(layers=2, hidden_size=16, seq_len=8)
-FLATS = [torch.ones(MODEL.layout(layer).numel) for layer in range(2)]
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Generator[None, None, None]:
-    """A longer file is refused by the system, as by a full disk; Python ignores the signal that comes with it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def lines(folder: Path) -> list[dict[str, float | None]]:
@@ -61,15 +40,13 @@ def test_a_loss_that_is_not_finite_is_null(folder: OutputFolder) -> None:
 def test_what_cannot_be_written_is_a_sentence_and_the_rest_is_written(folder: OutputFolder, capsys: Captured) -> None:
     folder.write_metrics({"step": 0, "loss": 1.0})
     with files_of_at_most(500):
-        folder.write_weights(MODEL, FLATS)
         folder.write_plot(1.0, {"validation_loss": 1.0})
     folder.close()
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(" (")[0] for line in said] == [
-        f"shardlab: {folder.path / name} cannot be written" for name in (WEIGHTS, "loss.svg")
+    assert [line.split("; ")[0] for line in said] == [
+        f"shardlab: {folder.path / 'loss.svg'} cannot be written (File too large)"
     ]
-    assert all("(File too large); free some space" in line for line in said)
-    assert folder.unwritten == ["loss.svg", WEIGHTS]
+    assert folder.unwritten == ["loss.svg"]
     assert [file.name for file in folder.path.iterdir()] == ["metrics.jsonl"], "no part of a file is left"
     assert lines(folder.path) == [{"step": 0, "loss": 1.0}]
 
@@ -93,19 +70,6 @@ def test_metrics_that_never_find_room_end_with_a_whole_line(folder: OutputFolder
         folder.close()
     assert [line["step"] for line in lines(folder.path)] == [0, 1]
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_weights_without_room_in_their_folder_go_to_another_one(
-    folder: OutputFolder, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    shutil.rmtree(folder.path)
-    folder.write_weights(MODEL, FLATS)
-    folder.close()
-    (elsewhere,) = tmp_path.glob(f"shardlab-*/{WEIGHTS}")
-    assert f"shardlab: the weights are in {elsewhere} instead" in capsys.readouterr().err
-    assert sum(tensor.numel() for tensor in load_file(elsewhere).values()) == MODEL.parameter_count
-    assert folder.unwritten == [WEIGHTS]
 
 
 def test_weights_for_which_the_disk_has_no_room_are_refused_before_training(tmp_path: Path) -> None:

@@ -66,8 +66,9 @@ def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:
     executor = RampedExecutor(executors, run_with(job, Path("nowhere")))
     losses = [[float(figure) for figure in executor.step()] for _ in range(STEPS)]
     assert executor.state.step == STEPS
-    flats = collect(first.state, first.state.kept)
-    return losses, [] if flats is None else to_blocks(model, flats) if isinstance(model, CutModel) else flats
+    found = (collect(first.state, first.state.kept, layer, 0) for layer in range(model.layers))
+    flats = [flat for flat in found if flat is not None]
+    return losses, to_blocks(model, flats) if flats and isinstance(model, CutModel) else flats
 
 
 @pytest.mark.parametrize("name", PLANS)

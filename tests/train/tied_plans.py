@@ -41,6 +41,7 @@ def trained(
     for _ in range(3):
         executor.step()
     state = executor.state
-    flats = collect(state, state.kept)
+    found = (collect(state, state.kept, layer, 0) for layer in range(cut.layers))
+    flats = [flat for flat in found if flat is not None]
     copies = [tensor.clone() for (layer, _), tensor in state.kept.items() if layer == 0]
-    return copies[0] if copies else None, None if flats is None else to_blocks(cut, flats)
+    return copies[0] if copies else None, to_blocks(cut, flats) if flats else None

@@ -5,7 +5,7 @@ from shardlab.checkpoint.disk import Disk
 from shardlab.checkpoint.held import WEIGHTS as WEIGHTS_KIND
 from shardlab.checkpoint.held import Snapshot, updates_of
 from shardlab.checkpoint.read import CONFIG, STATE, Checkpoint, CheckpointTensors
-from shardlab.checkpoint.tensor_file import chunks_of
+from shardlab.checkpoint.tensor_file import bytes_of, chunks_of, header_of
 
 __all__ = [
     "CONFIG",
@@ -15,9 +15,11 @@ __all__ = [
     "CheckpointTensors",
     "Disk",
     "Snapshot",
+    "bytes_of",
     "chunks_of",
     "commit",
     "folder_of",
+    "header_of",
     "steps_in",
     "updates_of",
     "write_shard",

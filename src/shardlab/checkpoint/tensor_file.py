@@ -10,7 +10,8 @@ reads these files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,17 +27,23 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """The chunks of a file with contiguous tensors of the CPU, by name."""
+    yield header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    yield from map(bytes_of, tensors.values())
+
+
+def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """What stands before the bytes of tensors, which follow in this order: for each name its dtype and shape."""
     header: dict[str, Any] = {}
     at = 0
-    for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
+    for name, (dtype, shape) in tensors.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     written = json.dumps(header).encode()
     written += b" " * (-len(written) % ALIGNMENT)
-    yield len(written).to_bytes(8, "little") + written
-    for tensor in tensors.values():
-        yield memoryview(cast(Any, tensor.flatten().view(torch.uint8).numpy()))
+    return len(written).to_bytes(8, "little") + written
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the CPU."""
+    return memoryview(cast(Any, tensor.flatten().view(torch.uint8).numpy()))

@@ -23,6 +23,7 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.setting_options import NO_SETTINGS, Settings
 from shardlab.data import sources_of
 from shardlab.models.counts import count_parameters
+from shardlab.models.weight_files import weights_at
 from shardlab.program import AXES, UserError
 from shardlab.program.precision import find_precision
 from shardlab.starting import INTERRUPTED
@@ -30,6 +31,7 @@ from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource, config_file, of_data, origin, plan_below, preset, resolved
 from shardlab.train.depth import of_depth
+from shardlab.train.saved import AVERAGED, WEIGHTS
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
@@ -329,16 +331,9 @@ class Train:
             loss += f", {summary.validation_after_ema:.3f} of the averaged weights"
         print_fact(console, "validation", loss, "bold")
         print_fact(console, "speed", speed)
-        files = [
-            "config.toml",
-            "run.json",
-            "metrics.jsonl",
-            "report.md",
-            "loss.svg",
-            "strategy.svg",
-            "weights.safetensors",
-        ]
-        files += ["ema.safetensors"] * (config.optimizer.ema is not None) + ["trace.json"] * config.logging.trace
+        files = ["config.toml", "run.json", "metrics.jsonl", "report.md", "loss.svg", "strategy.svg"]
+        weights = (weights_at(Path(summary.out, name)) for name in (WEIGHTS, AVERAGED))
+        files += [path.name for path in weights if path] + ["trace.json"] * config.logging.trace
         files = [file for file in files if file not in summary.unwritten]
         print_fact(console, "results", f"{summary.out}/: {', '.join(files)}")
         source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
@@ -348,9 +343,7 @@ class Train:
 
 def _weights_elsewhere(resumed: Resumed) -> str:
     """Where the weights are of a run that was killed between its last checkpoint and its weights."""
-    from shardlab.train.saved import WEIGHTS
-
-    if (resumed.out / WEIGHTS).exists():
+    if weights_at(resumed.out / WEIGHTS):
         return ""
     folder = resumed.checkpoint.folder
     return f", and was killed before it wrote {WEIGHTS}; sample, eval, convert and --init take {folder}"

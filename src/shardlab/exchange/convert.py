@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +27,9 @@ from shardlab.exchange.parts import Part, own_parts
 from shardlab.exchange.source import CONFIG, RUN, WEIGHTS, Form, Source, parameters_of
 from shardlab.models import Parameter
 from shardlab.models.named import name_of
-from shardlab.models.tensors.tensor_files import INDEX, SINGLE, reason
+from shardlab.models.tensors.tensor_files import reason
+from shardlab.models.weight_files import SHARD_BYTES, SINGLE, index_of, index_text, shards_of
 from shardlab.program.files import whole_folder, write_whole
-
-SHARD_BYTES = 5 * 10**9
-"""Bytes of a file, unless one tensor has more: transformers' own bound."""
 
 BESIDE = (
     *("tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json", "generation_config.json"),
@@ -85,7 +84,13 @@ Follow = Callable[[list[Planned]], Iterable[Planned]]
 
 
 def converted(
-    source: Source, out: Path, form: Form, *, shard_bytes: int = SHARD_BYTES, follow: Follow = iter
+    source: Source,
+    out: Path,
+    form: Form,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    beside: Mapping[str, bytes] | None = None,
+    follow: Follow = iter,
 ) -> Converted:
     """Write a source's weights into a new folder, which appears whole or not at all; every number stays as it is.
 
@@ -93,7 +98,8 @@ def converted(
         source: the weights.
         out: the folder, not there yet.
         form: how they are written.
-        shard_bytes: of a file in Hugging Face's form, beside which an index is written if there are more.
+        shard_bytes: of a file; if there are more, an index is written beside them.
+        beside: further files, by name, such as a tokenizer's; those that lie beside the source's weights prevail.
         follow: sees the tensors go by.
 
     Raises:
@@ -104,16 +110,16 @@ def converted(
         with whole_folder(out) as part:
             if (free := shutil.disk_usage(part).free) < (needed := sum(each.nbytes for each in planned)):
                 raise UserError(f"the weights have {needed:,} bytes, but the disk of {out} has {free:,} bytes free")
-            files = list(_shards(planned, form, shard_bytes))
-            coming = iter(follow(planned))
-            for name, tensors in files:
-                save_file({each.name: next(coming).make() for each in tensors}, part / name, {"format": "pt"})
-            next(coming, None)  # what follows has ended
-            if len(files) > 1:
-                index = {each.name: name for name, tensors in files for each in tensors}
-                total = {"total_size": sum(each.nbytes for each in planned)}
-                write_whole(part / INDEX, _json({"metadata": total, "weight_map": index}))
+            single = WEIGHTS if form == "shardlab" else SINGLE
+            files = shards_of((each.nbytes for each in planned), single, shard_bytes)
+            for name, tensors in groupby(zip(follow(planned), files, strict=True), lambda pair: pair[1]):
+                save_file({each.name: each.make() for each, _ in tensors}, part / name, {"format": "pt"})
+            if files[0] != single:
+                index = dict(zip((each.name for each in planned), files, strict=True))
+                write_whole(index_of(part / single), index_text(index, needed))
             _describe(source, form, part, {each.dtype for each in planned})
+            for name, content in (beside or {}).items():
+                (part / name).write_bytes(content)
             for path in sorted({path for pattern in BESIDE for path in source.folder.glob(pattern)}):
                 if path.is_file():
                     shutil.copyfile(path, part / path.name)
@@ -171,20 +177,6 @@ def _part(source: Source, block: int, parameter: Parameter, matrix: int, part: P
     if part.vector:
         return theirs[:, 0].contiguous()
     return theirs.t().contiguous() if part.transposed else theirs
-
-
-def _shards(planned: list[Planned], form: Form, shard_bytes: int) -> Iterator[tuple[str, list[Planned]]]:
-    """Files, and the tensors of each."""
-    if form == "shardlab":
-        yield WEIGHTS, planned
-        return
-    shards: list[list[Planned]] = [[]]
-    for each in planned:
-        if shards[-1] and sum(other.nbytes for other in shards[-1]) + each.nbytes > shard_bytes:
-            shards.append([])
-        shards[-1].append(each)
-    for number, shard in enumerate(shards, 1):
-        yield SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors", shard
 
 
 def _describe(source: Source, form: Form, folder: Path, dtypes: set[torch.dtype]) -> None:

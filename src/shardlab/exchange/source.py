@@ -18,7 +18,8 @@ from shardlab.exchange.config import model_of
 from shardlab.exchange.parts import Part, own_parts
 from shardlab.models import Blocks, Parameter
 from shardlab.models.named import find_model, with_written
-from shardlab.models.tensors.tensor_files import TensorFiles, files_in
+from shardlab.models.tensors.tensor_files import TensorFiles, files_of
+from shardlab.models.weight_files import ENDING, SINGLE, weights_at
 from shardlab.program.nesting import read_file
 from shardlab.rules.pieces import counted
 
@@ -152,7 +153,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         UserError: when there are no weights in safetensors, they are of no model that Shardlab has, or do not fit it.
     """
     weights = folder / WEIGHTS
-    if folder.suffix == ".safetensors" and folder.is_file() and (folder.parent / RUN).is_file():
+    if folder.suffix == ENDING and weights_at(folder) and (folder.parent / RUN).is_file():
         folder, weights = folder.parent, folder
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -162,10 +163,10 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         checkpoint = Checkpoint.open(folder).verify()
         model = changed(_recorded(dict(checkpoint.state), folder / STATE), str(folder / STATE))
         return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
-    if weights.is_file():
+    if weights_at(weights):
         record = _record(folder / RUN)
         model = changed(_recorded(record, folder / RUN), str(folder / RUN))
-        tensors = TensorFiles([weights])
+        tensors = TensorFiles(files_of(weights))
         return WeightSource(
             folder, "shardlab", model, tensors, own_parts, config=record.get("huggingface") or {}
         ).check()
@@ -180,7 +181,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     config = _record(folder / CONFIG)
     family, found = model_of(config, str(folder / CONFIG))
     model = changed(found, str(folder / CONFIG))
-    tensors = TensorFiles(files_in(folder))
+    tensors = TensorFiles(files_of(folder / SINGLE))
     bare = not any(name.startswith(family.prefix) for name in tensors.names)
     parts = partial(family.naming.parts, found)
     return WeightSource(folder, "hf", model, tensors, parts, family.prefix if bare else "", config).check(

@@ -1,4 +1,4 @@
-"""Every rank's slices of something, put together on rank 0."""
+"""Every rank's slices of a layer, put together on one of them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from shardlab.program import Holds, OpKind, Program
 from shardlab.rules.pieces import bits
 
 
-def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor]) -> list[Tensor] | None:
-    """The complete flat buffers of all layers, on rank 0's CPU; None on the others.
+def collect(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer: int, to: int) -> Tensor | None:
+    """The complete flat buffer of a layer, on the CPU of rank `to`; None on the others. Every rank calls this.
 
     Args:
         slices: for each (layer, slices held) that this rank loads, the tensor of these slices.
     """
-    whole: list[Tensor] = []
-    for layer in range(state.checked.program.layers):
-        dtype = torch_dtype(state.settings.precision.parameters)
-        flat = torch.empty(state.shapes.flat[layer], dtype=dtype) if state.rank == 0 else None
-        for source, holds in _owners(state.checked.program, layer):
-            ranges = state.shapes.ranges(layer, holds)
-            if state.rank == source != 0:
-                dist.send(slices[layer, holds].contiguous(), 0)
-            if flat is not None:
-                given = slices.get((layer, holds)) if source == 0 else None
-                if given is None:
-                    length, device = sum(stop - start for start, stop in ranges), state.settings.device
-                    given = torch.empty(length, dtype=dtype, device=device)
-                    dist.recv(given, source)
-                parts = torch.split(given.cpu(), [stop - start for start, stop in ranges])
-                for (start, stop), part in zip(ranges, parts, strict=True):
+    mine, device = state.rank == to, state.settings.device
+    dtype = torch_dtype(state.settings.precision.parameters)
+    flat = torch.empty(state.shapes.flat[layer], dtype=dtype) if mine else None
+    for source, holds in _owners(state.checked.program, layer):
+        at = 0
+        for start, stop in state.shapes.ranges(layer, holds):
+            if source == state.rank:
+                part = slices[layer, holds][at : at + stop - start]
+                if flat is None:
+                    dist.send(part, to)
+                else:
                     flat[start:stop] = part
-        if flat is not None:
-            whole.append(flat)
-    return whole if state.rank == 0 else None
+            elif flat is not None:
+                place = flat[start:stop]
+                given = place if device.type == "cpu" else torch.empty_like(place, device=device)
+                dist.recv(given, source)
+                if given is not place:
+                    place.copy_(given)
+            at += stop - start
+    return flat
 
 
 def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:

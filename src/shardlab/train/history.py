@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from shardlab.models.weight_files import weights_at
 from shardlab.program import UserError
 from shardlab.program.files import write_whole
 from shardlab.program.nesting import read_file
@@ -116,7 +117,7 @@ def _without_record(folder: Path, complete: bool) -> str:
     """How a run ended that did not say so."""
     if _in_use(folder / METRICS):
         return "running"
-    return "finished" if complete and (folder / WEIGHTS).exists() else "killed"
+    return "finished" if complete and weights_at(folder / WEIGHTS) else "killed"
 
 
 def _wanted(folder: Path) -> int | None:

@@ -16,12 +16,8 @@ from torch import Tensor
 from shardlab.checkpoint import Checkpoint
 from shardlab.exchange import initial_from
 from shardlab.execute import Executor, Settings
-from shardlab.execute.average import averaged
-from shardlab.execute.collect import collect
 from shardlab.execute.communicator import Groups
-from shardlab.execute.state import State
-from shardlab.models import CutModel
-from shardlab.models.tensors import Choice, to_blocks
+from shardlab.models.tensors import Choice
 from shardlab.program import Kind
 from shardlab.rules.pieces import counted
 from shardlab.train.audit import Audit, AuditedExecutor
@@ -40,10 +36,11 @@ from shardlab.train.progress import TrainingProgress
 from shardlab.train.ramped import RampedExecutor
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.sample import continued, opening
-from shardlab.train.saved import AVERAGED, saved_in
+from shardlab.train.saved import saved_in
 from shardlab.train.saving import Saver
 from shardlab.train.steps import StepResult, TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
+from shardlab.train.weights import save_weights
 from shardlab.train.world import RunningWorld
 
 VALIDATION_BATCHES = 16
@@ -121,10 +118,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
             validation.losses()
         if samples:
             sample()
-    collect(executor.state, executor.state.kept)
-    if run.config.optimizer.ema is not None:
-        with averaged(executor.state):
-            collect(executor.state, executor.state.kept)
+    save_weights(executor.state, run.out)
     if tracer is not None:
         tracer.finish()
     if math.isfinite(validation.losses()[VALIDATION]):
@@ -177,16 +171,8 @@ def _first_rank(
         if step.not_finite:
             say(f"{step.not_finite} is not finite; the step is left out")
 
-    progress.begin("gathering the weights")
-    flats = _gathered(state)
-    finite = all(bool(flat.isfinite().all()) for flat in flats)
-    if finite:
-        folder.write_weights(job.model, flats)  # first, since a run that is interrupted has little time
-    if run.config.optimizer.ema is not None:
-        with averaged(state):
-            averages = _gathered(state)
-        if finite:
-            folder.write_weights(job.model, averages, AVERAGED)
+    progress.begin("writing the weights")  # first, since a run that is interrupted has little time
+    folder.note_unwritten(save_weights(state, run.out))
     if tracer is not None:
         tracer.finish()
     progress.begin("validation after training")
@@ -231,10 +217,3 @@ def looks(run: TrainingRun, step: StepResult) -> tuple[bool, bool]:
 def blank(layer: int, length: int, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
     """Weights that are not there yet: whatever a checkpoint did not fill in would be seen at the first step."""
     return torch.full((sum(stop - start for start, stop in ranges),), math.nan, dtype=dtype)
-
-
-def _gathered(state: State) -> list[Tensor]:
-    """The whole model's flat weights now, by layer, on rank 0 while the others give theirs."""
-    flats = collect(state, state.kept)
-    assert flats is not None, "rank 0 has them"
-    return to_blocks(state.model, flats) if isinstance(state.model, CutModel) else flats

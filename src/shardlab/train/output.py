@@ -1,7 +1,7 @@
 """The folder that a training run leaves behind."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# matplotlib and safetensors leave some of their annotations out.
+# matplotlib leaves some of its annotations out.
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import json
 import math
 import os
 import shutil
-import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -18,16 +17,10 @@ from typing import Any
 
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.data.tokenizers import Tokenizer
 from shardlab.draw import save_timeline
-from shardlab.models import Model
-from shardlab.models.tensors import views
-from shardlab.models.tensors.tensor_files import reason
 from shardlab.program import UserError
 from shardlab.program.files import whole_file, write_whole
 from shardlab.timeline import simulate
@@ -35,11 +28,11 @@ from shardlab.train.figures import VALIDATION
 from shardlab.train.heartbeat import say
 from shardlab.train.lock import locked
 from shardlab.train.loggers import Logger
-from shardlab.train.saved import METRICS, WEIGHTS, sweep
+from shardlab.train.saved import METRICS, sweep
 
 
 class OutputFolder:
-    """run.json, config.toml, strategy.svg, loss.svg, weights.safetensors, and metrics.jsonl, a line a step.
+    """run.json, config.toml, strategy.svg, loss.svg, and metrics.jsonl, a line a step; ranks add their weights.
 
     A file that cannot be written once training has begun is a sentence on stderr; the others are still written.
     """
@@ -123,24 +116,9 @@ class OutputFolder:
         self._last = None
         self._flush()
 
-    def write_weights(self, model: Model, flats: Sequence[Tensor], name: str = WEIGHTS) -> None:
-        """All parameters by name, `layers.<l>.<name>`; in a folder for temporary files where they find no room here."""
-        tensors: dict[str, Tensor] = {}
-        for layer, flat in enumerate(flats):
-            layout = model.layout(layer)
-            for parameter, view in zip(layout.parameters, views(layout, flat), strict=True):
-                tensors[f"layers.{layer}.{parameter.name}"] = view.contiguous()
-        with self._noted(name) as path, whole_file(path) as part:
-            save_file(tensors, part)
-        if name in self._unwritten:
-            elsewhere = Path(tempfile.mkdtemp(prefix="shardlab-"), name)
-            try:
-                with whole_file(elsewhere) as part:
-                    save_file(tensors, part)
-            except (OSError, SafetensorError):
-                elsewhere.parent.rmdir()
-            else:
-                say(f"shardlab: the weights are in {elsewhere} instead")
+    def note_unwritten(self, names: Iterable[str]) -> None:
+        """Note files that others could not write."""
+        self._unwritten.update(names)
 
     def write_plot(self, before: float, after: Mapping[str, float]) -> None:
         """The training loss over the steps, with the validation losses at both ends; what is not finite is left out."""
@@ -217,10 +195,16 @@ def written(path: Path) -> Generator[Path, None, None]:
     """
     try:
         yield path
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path} cannot be written ({reason(error)}); free some space, or name a folder on another disk with --out"
-        ) from error
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """A sentence on a file that cannot be written."""
+    return UserError(
+        f"{path} cannot be written ({error.strerror or error}); free some space, or name a folder on another disk with "
+        "--out"
+    )
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from shardlab.checkpoint import CONFIG, Checkpoint, Disk, folder_of, steps_in
 from shardlab.errors import UserError
 from shardlab.exchange.initial import want_same
+from shardlab.models.weight_files import weights_at
 from shardlab.rules.pieces import listed
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource, config_file, merged, model_of, preset
@@ -56,7 +57,7 @@ def find_checkpoint(
     if broken is not None and not auto:
         raise UserError(f"{broken}; there is no whole checkpoint before")
     if auto and not steps:
-        if (run / WEIGHTS).exists():
+        if weights_at(run / WEIGHTS):
             raise UserError(f"{run} has weights and no checkpoint, so it would be overwritten; name another with --out")
         return None
     if broken is not None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from shardlab.models.weight_files import weights_at
 from shardlab.program.files import PART
 from shardlab.rules.pieces import counted
 
@@ -64,9 +65,9 @@ def saved_in(out: Path) -> str:
 
 
 def _left(out: Path) -> str:
-    weights, metrics = out / WEIGHTS, out / METRICS
+    weights, metrics = weights_at(out / WEIGHTS), out / METRICS
     lines = metrics.read_text().splitlines() if metrics.exists() else []
-    if weights.exists():
+    if weights is not None:
         steps = counted(int(last_figures(metrics).get("step", -1) or 0) + 1, "step")
         if weights.stat().st_mtime < _began(out):
             return f"the weights in {weights} are from before the run was resumed; on record are {steps} ({METRICS})"

@@ -6,7 +6,7 @@ from shardlab.models.tensors.flat import lengthened, named_views, views, with_bo
 from shardlab.models.tensors.generate import Choice, Writer
 from shardlab.models.tensors.layers import TensorLayer, layers_of
 from shardlab.models.tensors.loss import combined_loss, loss_gradient, loss_of, loss_stats
-from shardlab.models.tensors.recutting import to_blocks, to_layers
+from shardlab.models.tensors.recutting import to_blocks, to_layers, whole_parameters
 from shardlab.models.tensors.seeding import generator_of
 from shardlab.models.tensors.share import Share
 from shardlab.models.tensors.weights import Initial, initial_weights
@@ -31,5 +31,6 @@ __all__ = [
     "to_blocks",
     "to_layers",
     "views",
+    "whole_parameters",
     "with_borrowed",
 ]

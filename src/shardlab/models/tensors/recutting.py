@@ -6,13 +6,14 @@ beginnings are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shardlab.models.cutting import CutModel
 from shardlab.models.layout import Cut, Parameter
+from shardlab.models.model import Model
 from shardlab.models.run import Run
 from shardlab.models.tensors.flat import named_views
 
@@ -29,12 +30,25 @@ def to_blocks(model: CutModel, layers: Sequence[Tensor]) -> list[Tensor]:
     wholes = [torch.zeros(layout.numel, dtype=layers[0].dtype, device=layers[0].device) for layout in layouts]
     named = [named_views(layout, flat) for layout, flat in zip(layouts, wholes, strict=True)]
     for layer, flat in enumerate(layers):
-        layout, run = model.layout(layer), model.run(layer)
-        for slice, its in enumerate(flat.chunk(layout.slices)):
-            mine = named_views(layout, its)
-            for block, parameter in run.parameters():
-                _put(named[block][parameter.name], mine[parameter.name], cuts_of(run, parameter, slice))
+        for block, parameter, whole in whole_parameters(model, layer, flat):
+            named[block][parameter.name].copy_(whole)
     return wholes
+
+
+def whole_parameters(model: Model, layer: int, flat: Tensor) -> Iterator[tuple[int, Parameter, Tensor]]:
+    """A layer's parameters in whole, one after the other, each with its block: views of the flat buffer of a layer that
+    is not sliced.
+    """
+    layout, run = model.layout(layer), model.run(layer)
+    slices = [named_views(layout, its) for its in flat.chunk(layout.slices)]
+    for block, parameter in run.parameters():
+        if layout.slices == 1:
+            yield block, parameter, slices[0][parameter.name]
+            continue
+        whole = flat.new_empty(parameter.shape)
+        for slice, mine in enumerate(slices):
+            _put(whole, mine[parameter.name], cuts_of(run, parameter, slice))
+        yield block, parameter, whole
 
 
 def layer_of(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:

@@ -16,10 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardlab.errors import UserError
+from shardlab.models.weight_files import index_of
 from shardlab.program.nesting import read_file
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Numbers that weights may be in, by safetensors' names."""
@@ -72,29 +70,30 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as safetensors ({reason(error)})") from None
 
 
-def files_in(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder's weights: one, or those of its index.
+def files_of(single: Path) -> list[Path]:
+    """The files of a folder's weights: one, or those of its index.
 
     Raises:
         UserError: when there are none, or those of the index are missing.
     """
-    if (folder / INDEX).is_file():
-        index = read_file(folder / INDEX, "JSON")
+    folder, path = single.parent, index_of(single)
+    if path.is_file():
+        index = read_file(path, "JSON")
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
-            raise UserError(f"{folder / INDEX} has no weight_map from tensors to files")
+            raise UserError(f"{path} has no weight_map from tensors to files")
         paths = [folder / Path(name).name for name in sorted(set(cast(Mapping[str, str], names).values()))]
         if missing := [path.name for path in paths if not path.is_file()]:
-            raise UserError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; copy the whole folder")
+            raise UserError(f"{folder} lacks {', '.join(missing)}, which {path.name} names; copy the whole folder")
         return paths
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+    if single.is_file():
+        return [single]
     if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
         raise UserError(
             f"{folder} has its weights in {pickles[0]}, a pickle, which could run any code and is not read; convert it "
             "to safetensors first, with save_pretrained of transformers"
         )
-    raise UserError(f"{folder} has no {SINGLE} or {INDEX}; name a folder with weights in safetensors")
+    raise UserError(f"{folder} has no {single.name} or {path.name}; name a folder with weights in safetensors")
 
 
 def reason(error: OSError | SafetensorError) -> str:

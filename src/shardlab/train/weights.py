@@ -1,0 +1,161 @@
+"""A run's last weights, written by all its ranks: none of them ever has more than its own and one layer."""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardlab.checkpoint import bytes_of, header_of
+from shardlab.execute.average import averaged
+from shardlab.execute.collect import collect
+from shardlab.execute.state import State, torch_dtype
+from shardlab.models.tensors import whole_parameters
+from shardlab.models.weight_files import SHARD_BYTES, index_of, index_text, shards_of
+from shardlab.train.heartbeat import say
+from shardlab.train.output import unwritable
+from shardlab.train.saved import AVERAGED, WEIGHTS
+
+
+class PartialFile:
+    """A file that is filled bit by bit; after an error it drops the rest, since other ranks still give it.
+
+    Args:
+        path: its name once it is whole.
+
+    Attributes:
+        error: what has gone wrong, if anything has.
+    """
+
+    def __init__(self, path: Path, beginning: bytes) -> None:
+        self.path, self._part = path, path.with_name(path.name + ".part")
+        self.error: OSError | None = None
+        try:
+            self._file = self._part.open("wb", buffering=0)
+        except OSError as error:
+            self.error = error
+        self.write(beginning)
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Append some bytes."""
+        left = memoryview(chunk)
+        try:
+            while left and self.error is None:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.close()
+            self.error = error
+
+    def end(self, *, whole: bool) -> None:
+        """Give it its name, if all ranks have written the whole of theirs, or else remove it."""
+        if self.error is None:
+            self._file.close()
+        if whole:
+            self._part.replace(self.path)
+        self._part.unlink(missing_ok=True)
+
+
+def save_weights(state: State, out: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
+    """Write a run's weights, and their averages if there are any, unless some are not finite. Every rank calls this.
+
+    Returns:
+        names of the files that could not be written into the folder.
+    """
+    if not _finite(state):
+        return []
+    lost = _written(state, out / WEIGHTS, shard_bytes)
+    if state.settings.optimizer.ema is not None:
+        with averaged(state):
+            lost += _written(state, out / AVERAGED, shard_bytes)
+    return lost
+
+
+def _finite(state: State) -> bool:
+    """Whether the weights of all ranks are numbers."""
+    mine = all(bool(kept.isfinite().all()) for kept in state.kept.values())
+    found = torch.tensor(int(mine), device=state.settings.device)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return bool(found)
+
+
+def _written(state: State, single: Path, shard_bytes: int) -> list[str]:
+    """Write weights into the run's folder, or else into one for temporary files; rank 0 says so."""
+    why = _write(state, single, shard_bytes)
+    if not why:
+        return []
+    elsewhere = [tempfile.mkdtemp(prefix="shardlab-") if state.rank == 0 else ""]
+    dist.broadcast_object_list(elsewhere, 0)
+    folder = Path(elsewhere[0])
+    failed = _write(state, folder / single.name, shard_bytes)
+    if state.rank == 0:
+        say(f"shardlab: {why}")
+        if failed:
+            folder.rmdir()
+        else:
+            say(f"shardlab: the weights are in {folder / single.name} instead")
+    return [single.name]
+
+
+def _write(state: State, single: Path, shard_bytes: int) -> str:
+    """Write all parameters by name, `layers.<l>.<name>`, into one file, or several and their index.
+
+    The files are dealt to the ranks. Each layer is put together on the rank that writes it; all first layers of files
+    come before the second ones, so that ranks write at the same time.
+
+    Returns:
+        what went wrong on some rank, for all to know.
+    """
+    model, rank, dtype = state.model, state.rank, torch_dtype(state.settings.precision.parameters)
+    tensors = [
+        {f"layers.{block}.{each.name}": (dtype, each.shape) for block, each in model.run(layer).parameters()}
+        for layer in range(model.layers)
+    ]
+    sizes = [sum(dtype.itemsize * math.prod(shape) for _, shape in each.values()) for each in tensors]
+    files = shards_of(sizes, single.name, shard_bytes)
+    layers: dict[str, list[int]] = {}
+    for layer, file in enumerate(files):
+        layers.setdefault(file, []).append(layer)
+    writers = {file: number % dist.get_world_size() for number, file in enumerate(layers)}
+    mine = {
+        file: PartialFile(single.with_name(file), header_of(reduce(or_, (tensors[layer] for layer in own))))
+        for file, own in layers.items()
+        if writers[file] == rank
+    }
+    for layer in sorted(range(model.layers), key=lambda layer: layers[files[layer]].index(layer)):
+        _give(state, layer, writers[files[layer]], mine.get(files[layer]))
+    index: list[PartialFile] = []
+    if len(layers) > 1 and rank == 0:
+        names = {name: file for its, file in zip(tensors, files, strict=True) for name in its}
+        index.append(PartialFile(index_of(single), index_text(names, sum(sizes)).encode()))
+    why = _agreed([*mine.values(), *index])
+    for file in mine.values():
+        file.end(whole=not why)
+    dist.barrier()
+    for file in index:
+        file.end(whole=not why)
+    return why
+
+
+def _give(state: State, layer: int, writer: int, file: PartialFile | None) -> None:
+    """Put a layer together on the rank that writes it, which then forgets it."""
+    flat = collect(state, state.kept, layer, writer)
+    if flat is not None and file is not None:
+        for _, _, tensor in whole_parameters(state.model, layer, flat):
+            file.write(bytes_of(tensor))
+
+
+def _agreed(files: Sequence[PartialFile]) -> str:
+    """What went wrong with the first file of any rank that could not be written; nothing if all could."""
+    mine = next((str(unwritable(file.path, file.error)) for file in files if file.error), "")
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return next(filter(None, everyone), "")
