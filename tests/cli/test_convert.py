@@ -1,13 +1,19 @@
 """`shardlab convert`: a run's folder to Hugging Face's form and back, as a user sees it."""
 
+# pyright: reportUnknownMemberType=false
+# transformers leaves most of its annotations out.
+
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from shardlab.cli import main
+from shardlab.data.tokenizers import Characters
 from shardlab.models import GPT, Mixtral
 from tests.exchange.folders import random_run
 
@@ -39,6 +45,16 @@ def test_a_run_goes_out_and_back(folder: Path, capsys: Captured) -> None:
     }
     assert main(["convert", "back", "again"]) == 0
     assert (folder / "hf" / "model.safetensors").read_bytes() == (folder / "again" / "model.safetensors").read_bytes()
+
+
+def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Captured) -> None:
+    tokenizer = Characters.of(["to be or not"])
+    random_run(folder / "chars", GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=9), tokenizer=tokenizer)
+    assert main(["convert", "chars", "hf"]) == 0
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (folder / "hf").iterdir()}
+    theirs: Any = AutoTokenizer.from_pretrained(folder / "hf")
+    assert theirs("not to be")["input_ids"] == tokenizer.encode([b"not to be"])[0].tolist()
+    assert main(["sample", "hf", "--prompt", "to be", "--tokens", "3"]) == 0
 
 
 def test_flags_change_the_model(folder: Path, capsys: Captured) -> None:

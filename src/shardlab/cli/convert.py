@@ -41,7 +41,7 @@ class Convert:
     """The form that is written."""
 
     shard_mb: Count = 5000
-    """Megabytes of a file in Hugging Face's form; of more, several files and their index are made."""
+    """Megabytes of a file; of more, several files and their index are made."""
 
     json: Flag = False
     """Print JSON alone."""
@@ -51,11 +51,15 @@ class Convert:
     def run(self) -> int:
         if self.out.exists():
             raise UserError(f"{self.out} exists; name a new folder, so that nothing is overwritten")
+        from shardlab.data.exported import exported
+        from shardlab.data.kept import kept_tokenizer
         from shardlab.exchange import converted, open_source
 
         source = open_source(self.source, self.model.changed)
         form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
-        done = converted(source, self.out, form, shard_bytes=self.shard_mb * 10**6, follow=_shown)
+        tokenizer = kept_tokenizer(source.folder) if form == "hf" else None
+        beside = {} if tokenizer is None else exported(tokenizer)
+        done = converted(source, self.out, form, shard_bytes=self.shard_mb * 10**6, beside=beside, follow=_shown)
         if self.json:
             print_json(asdict(done))
             return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.data.bpe import GPT2_FILES, Gpt2, HuggingFace
+from shardlab.data.exported import exported
 from shardlab.data.manifest import FileSum, made_again
 from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
 from shardlab.errors import UserError
@@ -16,8 +17,8 @@ RECORD = "run.json"
 """Where a run's folder tells of its tokenizer; one of Hugging Face's has only the files."""
 
 FILES: dict[str, tuple[str, ...]] = {
-    HuggingFace.kind: ("tokenizer.json",),
     Characters.kind: (Characters.FILE,),
+    HuggingFace.kind: ("tokenizer.json",),
     Gpt2.kind: tuple(GPT2_FILES),
 }
 """Files by which the kind of a tokenizer is known, where nothing else tells it."""
@@ -40,6 +41,9 @@ def kept_tokenizer(folder: Path) -> Tokenizer | None:
         kind, sums = recorded
         contents = {name: _content(folder / name, wanted) for name, wanted in sums.items()}
         return made_again(kind, contents)
+    path, of_bytes = folder / "tokenizer.json", exported(ByteTokenizer())["tokenizer.json"]
+    if path.is_file() and path.read_bytes() == of_bytes:
+        return ByteTokenizer()
     for kind, names in FILES.items():
         if all((folder / name).is_file() for name in names):
             return made_again(kind, {name: (folder / name).read_bytes() for name in names})
