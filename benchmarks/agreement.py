@@ -40,7 +40,8 @@ from shardlab.strategies.plan import Plan
 from shardlab.timeline.memory import CATEGORIES, memory_in_bytes
 from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
-from shardlab.train.tracing import Tracing, trace_rank
+from shardlab.train.traced_steps import Tracing
+from shardlab.train.tracing import trace_rank
 
 SMALL = GPT(layers=4, hidden_size=192, heads=4, seq_len=96, vocab_size=256)
 LARGE = GPT(layers=4, hidden_size=320, heads=4, seq_len=128, vocab_size=256)

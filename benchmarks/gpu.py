@@ -220,7 +220,7 @@ def our_rank(rank: int, device: torch.device, job: Job, compile: bool, options: 
     """Run one rank's part of a job; rank 0 tells."""
     settings = Settings(job.seed, job.numbers, device, config_of(options), compile=compile)
     batches = RandomBatches(job.micro_batch_size, cast(GPT, job.model))
-    executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
+    executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
 
     def step(number: int) -> Tensor:
         total, tokens = executor.step()
@@ -268,7 +268,7 @@ def loops(model: GPT, options: Options) -> list[Row]:
     compiles = (False, True) if options.compile else (False,)
     job = Job(Plan(Mesh()), 1, 1, model, options.sequences, "bf16")
     if options.compile:
-        want_compilable(job.checked(), device_of(0, 1))
+        want_compilable(job.checked(), device_of(0, 1).type)
     expected: list[float] = []
     for compile in compiles:
         for name in ("plain", "shardlab"):

@@ -67,7 +67,7 @@ def executor_of(job: Job, rank: int, device: torch.device, steps: int) -> Execut
     corpus = Corpus.open((), job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     settings = Settings(job.seed, job.numbers, device, OptimizerConfig(schedule_steps=steps, warmup_steps=0))
-    return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
+    return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
 
 
 def on_a_rank(rank: int, device: torch.device, options: Options) -> list[tuple[float, float]]:

@@ -15,6 +15,7 @@ import pytest
 
 import shardlab.train.verify as verifying
 from shardlab.cli import main
+from shardlab.execute.gpus import has_driver
 from shardlab.train.job import Job
 from shardlab.train.verify import SMALL_NORM, Verdict
 
@@ -169,15 +170,24 @@ def test_a_run_that_diverges_is_one_sentence_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(tmp_path: Path) -> None:
-    """The weights have more than 60 KiB, and all else has less."""
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))"
-    code = f"{limited}; from shardlab.cli import main; sys.exit(main())"
-    out = tmp_path / "run"
-    options = "train --ranks 2 --hidden-size 32 --steps 3 --prompt import --out"
-    command = [sys.executable, "-c", code, *options.split(), str(out)]
+OPTIONS = "train --ranks 2 --hidden-size 32 --steps 3 --prompt import --out"
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run that may write no file of more than 60,000 bytes: the weights have more, and all else has less."""
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+    code += "from shardlab.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
+    out = tmp_path_factory.mktemp("limited") / "run"
+    command = [sys.executable, "-c", code, *OPTIONS.split(), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return out, subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(
+    limited: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, done = limited
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"shardlab: {out}/weights.safetensors cannot be written (File too large)" in done.stderr
@@ -191,7 +201,13 @@ def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(tmp_path
     assert "The model goes on from --prompt, 6 characters:\nimport" in done.stdout
     assert "weights" not in done.stdout
     record = json.loads((out / "run.json").read_text())
-    assert record["command"] == shlex.join(["shardlab", *options.split(), str(out)])
+    assert record["command"] == shlex.join(["shardlab", *OPTIONS.split(), str(out)])
+
+
+def test_what_starts_ranks_imports_torch_only_to_ask_for_gpus(
+    limited: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    assert limited[1].stdout.splitlines()[-1] == str(has_driver())
 
 
 def test_what_is_no_file_is_refused_before_torch_is_imported(tmp_path: Path) -> None:

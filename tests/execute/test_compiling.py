@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardlab.cli import main
 from shardlab.execute.compiling import want_compilable
@@ -13,7 +12,6 @@ from shardlab.models import GPT
 from shardlab.program import UserError
 from shardlab.train.job import Job
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CHECKED = Job("single", 1, 1, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 1).checked()
 
 
@@ -22,26 +20,26 @@ def nothing(name: str) -> None:
 
 
 def test_a_compiler_is_looked_for_where_torch_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    want_compilable(CHECKED, CPU)
+    want_compilable(CHECKED, "cpu")
     monkeypatch.setenv("CXX", str(tmp_path / "nobody"))
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and .*nobody is not here; install one"):
-        want_compilable(CHECKED, CPU)
+        want_compilable(CHECKED, "cpu")
 
 
 def test_kernels_of_a_gpu_need_triton_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardlab.execute.compiling.find_spec", nothing)
     with pytest.raises(UserError, match="package triton, which is not installed here"):
-        want_compilable(CHECKED, GPU)
+        want_compilable(CHECKED, "cuda")
     monkeypatch.setattr("shardlab.execute.compiling.find_spec", bool)
     monkeypatch.setattr("shardlab.execute.compiling.which", nothing)
     with pytest.raises(UserError, match="needs a C compiler, and gcc is not here; install one, name another in CC"):
-        want_compilable(CHECKED, GPU)
+        want_compilable(CHECKED, "cuda")
 
 
 def test_headers_of_python_are_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shardlab.execute.compiling.sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(UserError, match="needs Python's headers"):
-        want_compilable(CHECKED, CPU)
+        want_compilable(CHECKED, "cpu")
 
 
 @pytest.mark.parametrize(

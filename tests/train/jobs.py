@@ -17,7 +17,8 @@ from shardlab.execute import Executor, Settings
 from shardlab.program import Holds, UserError
 from shardlab.train.data import Batches
 from shardlab.train.job import Job
-from shardlab.train.tracing import TracedExecutor, Tracing
+from shardlab.train.traced_steps import Tracing
+from shardlab.train.tracing import TracedExecutor
 
 
 def sum_of_ranks(rank: int, device: torch.device, addend: int) -> float:

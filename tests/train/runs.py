@@ -8,7 +8,7 @@ from shardlab.optimizers import OptimizerConfig
 from shardlab.train.config import DataConfig, LoggingConfig, LoopConfig, StrategyConfig, TrainingConfig
 from shardlab.train.job import Job
 from shardlab.train.run import TrainingRun
-from shardlab.train.tracing import Tracing
+from shardlab.train.traced_steps import Tracing
 
 
 def run_of(

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from shardlab.program import UserError
 from shardlab.train import launch
@@ -158,24 +159,24 @@ def test_a_port_in_use_is_one_sentence_from_every_rank() -> None:
 
 
 def test_gpus_are_used_where_there_is_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
-    assert launch.device_of(1, 2) == launch.torch.device("cuda", 1)
-    assert launch.backend_of(launch.device_of(1, 2)) == "nccl"
+    monkeypatch.setattr(launch, "gpu_count", lambda: 2)
+    assert launch.device_of(1, 2) == torch.device("cuda", 1)
+    assert launch.backend_of(launch.device_of(1, 2).type) == "nccl"
     assert [launch.device_of(rank, 3).type for rank in range(3)] == ["cpu"] * 3
     assert [launch.pick_device(ranks).type for ranks in (1, 2, 3)] == ["cuda", "cuda", "cpu"]
 
 
 def test_a_launchers_rank_without_a_gpu_is_refused_where_others_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "gpu_count", lambda: 2)
     for name, number in (("RANK", 7), ("WORLD_SIZE", 8), ("LOCAL_RANK", 3)):
         monkeypatch.setenv(name, str(number))
     with pytest.raises(launch.UserError, match="rank 7 is number 3 on its host, whose GPUs are numbers 0 to 1"):
         launch.pick_device()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launch.pick_device() == launch.torch.device("cuda", 1)
+    assert launch.pick_device() == torch.device("cuda", 1)
 
 
-def own_device(_: int, device: launch.torch.device) -> launch.torch.device:
+def own_device(_: int, device: torch.device) -> torch.device:
     return device
 
 
@@ -184,11 +185,11 @@ def test_gpus_meet_with_the_device_id_for_which_messages_were_proved(monkeypatch
     for name, value in {**LAUNCHERS["torchrun's variables"](0, "29500"), "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     given = Mock()
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(launch.torch.cuda, "set_device", Mock())
-    monkeypatch.setattr(launch, "store_of", Mock())
-    monkeypatch.setattr(launch.dist, "init_process_group", given)
-    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(launch, "gpu_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", Mock())
+    monkeypatch.setattr("shardlab.train.stores.store_of", Mock())
+    monkeypatch.setattr("torch.distributed.init_process_group", given)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
     device = run_ranks(1, own_device)
-    assert device == launch.torch.device("cuda", 0)
+    assert device == torch.device("cuda", 0)
     assert (given.call_args.args, given.call_args.kwargs["device_id"]) == (("nccl",), device)

@@ -24,11 +24,13 @@ from shardlab.execute import OptimizerConfig
 from shardlab.models import GPT, MoE
 from shardlab.program import UserError
 from shardlab.train.config import LoggingConfig
-from shardlab.train.job import Job, agree
+from shardlab.train.job import Job
 from shardlab.train.loop import Summary, TrainingRun, looks, train_rank
-from shardlab.train.output import OutputFolder, free_folder
+from shardlab.train.output import OutputFolder
 from shardlab.train.sample import opening
 from shardlab.train.steps import StepResult
+from shardlab.train.world import agree
+from shardlab.train.written import free_folder
 from tests.support.ranks import Ranks
 from tests.train.runs import run_of
 

@@ -32,7 +32,8 @@ from shardlab.train.job import Job
 from shardlab.train.launch import run_ranks
 from shardlab.train.loop import TrainingRun, train_rank
 from shardlab.train.processes import RankFailed
-from shardlab.train.tracing import TracedExecutor, Tracing, trace_rank
+from shardlab.train.traced_steps import Tracing
+from shardlab.train.tracing import TracedExecutor, trace_rank
 from tests.draw.viewer import require_readable
 from tests.support.ranks import Ranks
 from tests.train import jobs

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 def cluster_here(ranks: int) -> Cluster | None:
     """The cluster that a run's ranks make: of a GPU that the tables know, or this machine as measured; else None."""
-    import torch
-
+    from shardlab.execute.gpus import gpu_count
     from shardlab.hardware import Cluster, Profile, find_cluster
     from shardlab.measure.saving import this_machine
 
     try:
         return Cluster.of_profile(Profile.read(None, here=this_machine()))
     except UserError:
-        if not torch.cuda.is_available():
+        if not gpu_count():
             return None
+    import torch
+
     try:
         return find_cluster(f"{device_called(torch.cuda.get_device_name(0))}x{ranks}")
     except UserError:

@@ -14,7 +14,7 @@ from shardlab.check import Checked
 from shardlab.check.blame import Retrace
 from shardlab.check.copies import compared_ranks, replicas_of, results_of
 from shardlab.cli.strategy import checked
-from shardlab.execute.executor import want_norm
+from shardlab.execute.loss_scale import want_norm
 from shardlab.faults.waits import LineOf
 from shardlab.optimizers import OptimizerConfig
 from shardlab.program import OpKind, Refused, UserError, World
@@ -23,7 +23,7 @@ from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.train.history import End, note_end
 from shardlab.train.job import Job
-from shardlab.train.launch import backend_of, pick_device
+from shardlab.train.launch import backend_of, device_type
 from shardlab.train.launch_environment import find_launch_environment
 from shardlab.train.processes import RankFailed, is_lost
 from shardlab.train.saved import saved_in, sweep
@@ -44,7 +44,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
     ):
         lacking = f"the gradient's norm, which {entry.name} does not compute"
         raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3")
-    if (why_not := proof.why_not(backend_of(pick_device(job.ranks)))) is not None:
+    if (why_not := proof.why_not(backend_of(device_type(job.ranks)))) is not None:
         raise why_not
     return proof
 

@@ -215,13 +215,12 @@ class Train:
         from shardlab.execute.compiling import want_compilable
         from shardlab.faults import Watching
         from shardlab.train.history import WARNED, note_end
-        from shardlab.train.launch import Joining, limit_of, pick_device, run_ranks
+        from shardlab.train.launch import Joining, Named, device_type, limit_of, run_ranks
         from shardlab.train.loggers import require_loggers
-        from shardlab.train.loop import train_rank
-        from shardlab.train.output import free_folder
         from shardlab.train.report import write_report
-        from shardlab.train.run import TrainingRun
+        from shardlab.train.run import Summary, TrainingRun
         from shardlab.train.saved import saved_in
+        from shardlab.train.written import free_folder
 
         if restart:
             refuse_restart(restart, self.out, config.saving.save_every)
@@ -264,7 +263,7 @@ class Train:
         heartbeat.doing = "check of the program"
         proof = self._checked(chosen, run)
         if config.train.compile:
-            want_compilable(proof, pick_device(config.plan.ranks), traced=config.logging.trace)
+            want_compilable(proof, device_type(config.plan.ranks), traced=config.logging.trace)
         if config.train.non_finite == "skip" and not proof.clips:
             raise UserError(
                 f"--non-finite skip leaves out a step by the gradient's norm, which {chosen.name} does not compute; "
@@ -281,6 +280,7 @@ class Train:
         with failures_as_exit(out):
             watching = Watching(config.train.timeout, proof, lines_of(chosen, run.job), partial(saved_in, out))
             joining = Joining(self.bind, limit_of(config.train.timeout))
+            train_rank = Named[Summary | None]("shardlab.train.loop", "train_rank")
             summary = run_ranks(config.plan.ranks, train_rank, run, joining=joining, watching=watching)
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
@@ -300,11 +300,13 @@ class Train:
     def _checked(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
         """The program of the last steps; those of other numbers of microbatches are checked as well."""
         from shardlab.cli.ranks import checked_to_run
-        from shardlab.train.ramped import want_same_slices
 
         jobs = (replace(run.job, microbatches=count) for count in run.config.train.ramp.counts)
         proofs = {job.microbatches: checked_to_run(chosen, job, run.config.optimizer) for job in jobs}
-        want_same_slices(proofs, run.job.cut)
+        if len(proofs) > 1:
+            from shardlab.train.ramped import want_same_slices
+
+            want_same_slices(proofs, run.job.cut)
         return proofs[run.job.microbatches]
 
     def _print_config(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:

@@ -82,7 +82,7 @@ class Verify:
         from shardlab.execute import OptimizerConfig
         from shardlab.execute.compiling import want_compilable
         from shardlab.train.job import Job
-        from shardlab.train.launch import pick_device, ranks_here
+        from shardlab.train.launch import device_type, ranks_here
         from shardlab.train.verify import TOLERANCE, clip_for, verify
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or ranks_here(0) or None)
@@ -102,7 +102,7 @@ class Verify:
         )
         proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
         if self.compile:
-            want_compilable(proof, pick_device(ranks))
+            want_compilable(proof, device_type(ranks))
         clip = clip_for(proof, self.clip)
         with failures_as_exit():
             verdict = verify(job, self.steps, clip, self.compile)

@@ -9,19 +9,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-import torch
-
 from shardlab.check import Checked
 from shardlab.errors import UserError
 from shardlab.program import OpKind
 
 
-def want_compilable(checked: Checked, device: torch.device, *, traced: bool = False) -> None:
+def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> None:
     """Refuse to compile layers where that cannot be.
 
     Args:
         checked: the program.
-        device: on which layers are computed.
+        device: the type of that on which layers are computed, cuda or cpu.
         traced: whether the memory of steps is to be measured.
 
     Raises:
@@ -33,7 +31,7 @@ def want_compilable(checked: Checked, device: torch.device, *, traced: bool = Fa
             "--compile hides what the second half of a backward pass needs, and this program has backward passes in "
             "halves; take a schedule without, such as 1f1b or interleaved-1f1b, or leave out --compile"
         )
-    if traced and device.type == "cpu":
+    if traced and device == "cpu":
         raise UserError(
             "--trace measures memory by torch's tracker, which on a CPU cannot follow what --compile compiles; leave "
             "out one of them"
@@ -42,9 +40,9 @@ def want_compilable(checked: Checked, device: torch.device, *, traced: bool = Fa
         raise UserError(f"--compile needs {lacking}, or leave out --compile")
 
 
-def _lacking(device: torch.device) -> str:
+def _lacking(device: str) -> str:
     """What torch.compile lacks here and where it looks for it; nothing if it has all."""
-    if device.type == "cuda":
+    if device == "cuda":
         if find_spec("triton") is None:
             return "the package triton, which is not installed here; install it"
         name, language = os.environ.get("CC"), "C"

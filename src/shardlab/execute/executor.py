@@ -15,11 +15,11 @@ from shardlab.execute.communication import START
 from shardlab.execute.communicator import Communicator, Groups, Wait
 from shardlab.execute.compiling import want_compilable
 from shardlab.execute.compute import COMPUTE, Instruction
+from shardlab.execute.loss_scale import want_norm
 from shardlab.execute.progress import begin_tape
 from shardlab.execute.state import GradientObserver, Sampler, Settings, State
 from shardlab.models import Model
-from shardlab.program import Op, OpKind, UserError
-from shardlab.program.precision import Precision
+from shardlab.program import Op, OpKind
 
 
 class Executor:
@@ -69,7 +69,7 @@ class Executor:
                 "a program is traced for the optimizer that it runs with"
             )
         if settings.compile:
-            want_compilable(checked, settings.device)
+            want_compilable(checked, settings.device.type)
         self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer, of)
         self.batches = batches
         self._microbatches = checked.program.microbatches
@@ -126,16 +126,3 @@ class Executor:
             return COMPUTE[op.kind](self.state, at, op)
         start = START[op.kind](self.state, self.links, at, op)
         return lambda: waits.__setitem__(handle, start())
-
-
-def want_norm(precision: Precision, checked: Checked) -> None:
-    """Refuse float16 for a program by which ranks would not know of one another's overflows.
-
-    Raises:
-        UserError: with what to do.
-    """
-    if precision.scaled and not checked.clips:
-        raise UserError(
-            f"{precision.name} needs a program that gives updates the gradient's norm, which tells all ranks of an "
-            "overflow; take a plan, such as zero-3, or bf16"
-        )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shardlab.check import Checked
+from shardlab.errors import UserError
+from shardlab.program.precision import Precision
+
 FIRST = 2.0**16
 """Scale of a run's first step: torch.amp.GradScaler's."""
 
@@ -31,3 +35,16 @@ class LossScale:
             self.scale, self.calm = self.scale / 2, 0
         elif self.calm == CALM:
             self.scale, self.calm = self.scale * 2, 0
+
+
+def want_norm(precision: Precision, checked: Checked) -> None:
+    """Refuse float16 for a program by which ranks would not know of one another's overflows.
+
+    Raises:
+        UserError: with what to do.
+    """
+    if precision.scaled and not checked.clips:
+        raise UserError(
+            f"{precision.name} needs a program that gives updates the gradient's norm, which tells all ranks of an "
+            "overflow; take a plan, such as zero-3, or bf16"
+        )

@@ -9,11 +9,11 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-import torch
-
+from shardlab.execute.gpus import gpu_count
 from shardlab.hardware import Machine, Profile
 from shardlab.hardware.profile import differences
 from shardlab.measure.kernel_fit import fit_kernels
@@ -24,9 +24,11 @@ from shardlab.program import UserError
 
 def this_machine() -> Machine:
     """Describe this machine, as far as that tells it from others."""
-    if torch.cuda.is_available():
-        return Machine(torch.cuda.get_device_name(0), torch.cuda.device_count(), torch.__version__, "nccl")
-    return Machine(_processor(), _cores(), torch.__version__, "gloo")
+    if gpus := gpu_count():
+        import torch
+
+        return Machine(torch.cuda.get_device_name(0), gpus, version("torch"), "nccl")
+    return Machine(_processor(), _cores(), version("torch"), "gloo")
 
 
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
@@ -105,6 +107,8 @@ def _cores() -> int:
 
 def _memory() -> float:
     """Bytes that all ranks have together, or each device."""
-    if torch.cuda.is_available():
+    if gpu_count():
+        import torch
+
         return float(torch.cuda.mem_get_info(0)[1])
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -108,7 +108,7 @@ class Evaluation:
         settings = Settings(job.seed, job.numbers, device, initial=initial)
         half = check_forward(forward_only(checked))
         self._batches, self._device, self._of = batches, device, of
-        self._executor = Executor(half, rank, model, batches, settings, backend_of(device), groups=groups, of=of)
+        self._executor = Executor(half, rank, model, batches, settings, backend_of(device.type), groups=groups, of=of)
 
     def loss(self) -> Loss:
         """The loss over all batches; every rank calls this, and knows it."""

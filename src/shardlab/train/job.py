@@ -1,16 +1,11 @@
 """Job of a training run: a strategy, a model and the shape of a step; every process makes the same tapes of it."""
 
-# pyright: reportUnknownMemberType=false
-# torch leaves some of its annotations out.
-
 from __future__ import annotations
 
 import contextlib
 import math
 import sys
 from dataclasses import dataclass
-
-import torch.distributed as dist
 
 from shardlab.check import Checked, check
 from shardlab.models import Blocks, Model, cut_for
@@ -99,27 +94,3 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.microbatches * self.micro_batch_size * self.model.seq_len
-
-
-def agree(checked: Checked, data: str, resumed: str = "") -> None:
-    """Make sure that all processes traced the same tapes, read the same data and resume from the same checkpoint.
-
-    Unequal tapes would silently give wrong numbers, since gloo sums whatever it is given.
-
-    Args:
-        data: what is equal for equal data.
-        resumed: the checkpoint, if there is one.
-
-    Raises:
-        RuntimeError: naming the ranks that differ from rank 0.
-    """
-    mine = (checked.program.fingerprint(), data, resumed)
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for what, place in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
-        others = [rank for rank, theirs in enumerate(everyone) if theirs[place] != everyone[0][place]]
-        if others:
-            raise RuntimeError(
-                f"rank {', '.join(map(str, others))} has {what} than rank 0; "
-                "run the same files, with the same Python, on every host"
-            )

@@ -18,7 +18,8 @@ from shardlab.data.kept import kept_tokenizer, want_tokenizer
 from shardlab.errors import UserError
 from shardlab.exchange import initial_from
 from shardlab.train.evaluate import Evaluation, InOrder, Loss
-from shardlab.train.job import Job, agree
+from shardlab.train.job import Job
+from shardlab.train.world import agree
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Starting the ranks as processes of this machine, or joining the world of a launcher."""
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
-# torch does not mark its stores as exported, and leaves some of its annotations out.
+# torch does not mark its stores as exported, and leaves some of its annotations out. Its import takes seconds, and the
+# process that starts ranks needs none.
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from pkgutil import resolve_name
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
-import torch.distributed as dist
-
+from shardlab.execute.gpus import gpu_count
 from shardlab.faults import Watching
 from shardlab.faults.watch import START
 from shardlab.faults.watchdog import Watchdog
@@ -23,9 +24,27 @@ from shardlab.train.heap import keep_freed_memory
 from shardlab.train.interrupt import end_with_starter
 from shardlab.train.launch_environment import LaunchEnvironment, find_launch_environment, may_restart
 from shardlab.train.processes import RankFailed, is_lost, run_processes
-from shardlab.train.stores import ended_by_ctrl_c, store_of
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Named(Generic[Result]):
+    """A function of a module that only ranks import.
+
+    Attributes:
+        module, name: where it is.
+    """
+
+    module: str
+    name: str
+
+    def __call__(self, *arguments: Any) -> Result:
+        return resolve_name(f"{self.module}:{self.name}")(*arguments)
 
 
 @dataclass(frozen=True)
@@ -38,20 +57,22 @@ class Joining:
     """
 
     bound: bool = False
-    timeout: timedelta = dist.default_pg_timeout
+    timeout: timedelta = timedelta(minutes=30)  # torch's own
 
 
 JOINING = Joining()
 
 
-def backend_of(device: torch.device) -> str:
-    """The torch.distributed backend for tensors on a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def backend_of(device_type: str) -> str:
+    """The torch.distributed backend for tensors on devices of a type, cuda or cpu."""
+    return "nccl" if device_type == "cuda" else "gloo"
 
 
 def device_of(local_rank: int, local_ranks: int) -> torch.device:
     """A rank's device: its GPU if each of this host's ranks has one, else the CPU, for all of them."""
-    return torch.device("cuda", local_rank) if local_ranks <= torch.cuda.device_count() else torch.device("cpu")
+    import torch
+
+    return torch.device("cuda", local_rank) if local_ranks <= gpu_count() else torch.device("cpu")
 
 
 def pick_device(ranks: int = 1) -> torch.device:
@@ -66,9 +87,14 @@ def pick_device(ranks: int = 1) -> torch.device:
     return _launched_device(environment)
 
 
+def device_type(ranks: int) -> str:
+    """The type of the device that `pick_device` picks, for a process that is to import no torch: cuda or cpu."""
+    return pick_device(ranks).type if gpu_count() else "cpu"
+
+
 def _launched_device(environment: LaunchEnvironment) -> torch.device:
     """The device of a launcher's rank: nobody tells it how many ranks its host has."""
-    gpus, local_rank = torch.cuda.device_count(), environment.local_rank
+    gpus, local_rank = gpu_count(), environment.local_rank
     if 0 < gpus <= local_rank:
         raise UserError(
             f"rank {environment.rank} is number {local_rank} on its host, whose GPUs are numbers 0 to {gpus - 1}; "
@@ -120,6 +146,8 @@ def run_ranks(
             f"{ranks} ranks were asked for, but the launcher started {environment.world} processes; "
             f"give --ranks {environment.world}"
         )
+    from shardlab.train.stores import ended_by_ctrl_c, store_of
+
     if _elastic():
         end_with_starter(_others_go_on())  # a launcher that was killed has ended nobody
     store = store_of(environment, joining.timeout)
@@ -133,6 +161,8 @@ def run_ranks(
 
 
 def _gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
+    import torch.distributed as dist
+
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -141,9 +171,11 @@ def _gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
 def _start_local(
     ranks: int, joining: Joining, watching: Watching | None, function: Callable[..., Result], *arguments: Any
 ) -> Result:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
-    preload = (function.__module__, "torch._dynamo")  # the second is what torch's optimizers import at their first use
-    return run_processes(ranks, preload, _started, ranks, store.port, joining, function, *arguments, watching=watching)
+    module = function.module if isinstance(function, Named) else function.__module__
+    preload = (module, "torch._dynamo")  # the second is what torch's optimizers import at their first use
+    with NamedTemporaryFile(prefix="ranks-") as store:  # it outlives every rank
+        arguments = ranks, store.name, joining, function, *arguments
+        return run_processes(ranks, preload, _started, *arguments, watching=watching)
 
 
 def limit_of(timeout: float) -> timedelta:
@@ -152,17 +184,21 @@ def limit_of(timeout: float) -> timedelta:
 
 
 def _started(
-    rank: int, world: int, port: int, joining: Joining, function: Callable[..., Result], *arguments: Any
+    rank: int, world: int, store: str, joining: Joining, function: Callable[..., Result], *arguments: Any
 ) -> Result:
     """What a process that was started here does."""
-    environment = LaunchEnvironment(rank, world, rank, "127.0.0.1", port, world)
+    import torch.distributed as dist
+
     device = device_of(rank, world)
-    _meet(environment, device, dist.TCPStore(environment.address, environment.port, is_master=False), joining)
+    _meet(LaunchEnvironment(rank, world, rank, "127.0.0.1", 0, world), device, dist.FileStore(store), joining)
     return _call(rank, device, function, *arguments)
 
 
 def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Joining) -> None:
     """Join the world that meets at a store, with this rank's device."""
+    import torch
+    import torch.distributed as dist
+
     if joining.bound:
         bind(environment)  # before the threads of the process group
     if device.type == "cpu":
@@ -171,7 +207,7 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
     else:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend_of(device),
+        backend_of(device.type),
         store=store,
         timeout=joining.timeout,
         rank=environment.rank,
@@ -182,6 +218,8 @@ def _meet(environment: LaunchEnvironment, device: torch.device, store: dist.Stor
 
 
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
+    import torch.distributed as dist
+
     result = function(rank, device, *arguments)
     dist.destroy_process_group()  # not after a failure: the others would notice before this rank has said why
     return result

@@ -26,7 +26,6 @@ from shardlab.train.evaluate import Evaluation, InOrder
 from shardlab.train.figures import VALIDATION, VALIDATION_EMA, bytes_per_token
 from shardlab.train.heartbeat import say
 from shardlab.train.interrupt import StopRequest
-from shardlab.train.job import agree
 from shardlab.train.launch import backend_of
 from shardlab.train.loggers import loggers_of
 from shardlab.train.output import OutputFolder
@@ -41,7 +40,7 @@ from shardlab.train.saving import Saver
 from shardlab.train.steps import StepResult, TrainingSteps, diverged
 from shardlab.train.tracing import TracedExecutor
 from shardlab.train.weights import save_weights
-from shardlab.train.world import RunningWorld
+from shardlab.train.world import RunningWorld, agree
 
 VALIDATION_BATCHES = 16
 
@@ -73,7 +72,7 @@ def _train(rank: int, device: torch.device, run: TrainingRun, stop: StopRequest)
     compiles = run.config.train.compile
     settings = Settings(job.seed, job.numbers, device, run.config.optimizer, initial, compile=compiles)
     groups: Groups = {}
-    needed = rank, job.cut, batches, settings, backend_of(device)
+    needed = rank, job.cut, batches, settings, backend_of(device.type)
     executor = Executor(checked, *needed, groups=groups)
     if checkpoint is not None:
         checkpoint.restore(executor.state)

@@ -79,7 +79,9 @@ class ParallelWriter:
         self._choice, self._asked, self._vocab_size = choice, asked, job.model.vocab_size
         self._window = Window(job.model.seq_len)
         settings = Settings(job.seed, job.numbers, device)
-        self._executor = Executor(half, of.rank, cut, self._window, settings, backend_of(device), groups=groups, of=of)
+        self._executor = Executor(
+            half, of.rank, cut, self._window, settings, backend_of(device.type), groups=groups, of=of
+        )
         owners = owners_of_logits(half)
         instructions = self._executor.instructions
         for at, op in enumerate(self._executor.state.tape):

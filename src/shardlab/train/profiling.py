@@ -16,8 +16,8 @@ from shardlab.execute.compute import Instruction
 from shardlab.execute.state import State
 from shardlab.program import Op
 from shardlab.rules.pieces import bits, listed
-from shardlab.train.output import written
 from shardlab.train.tracing import TracedExecutor
+from shardlab.train.written import written
 
 
 class ProfiledExecutor:

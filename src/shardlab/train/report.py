@@ -14,9 +14,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from shardlab.program.files import whole_file, write_whole
-from shardlab.train.output import written
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.saved import METRICS
+from shardlab.train.written import written
 
 PLOTS = "plots.svg"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlab.check import Checked
 from shardlab.data import Corpus, sources_of
@@ -15,8 +15,10 @@ from shardlab.data.kept import described as described_tokenizer
 from shardlab.train.config import TrainingConfig
 from shardlab.train.described import described
 from shardlab.train.job import Job
-from shardlab.train.tracing import Tracing
-from shardlab.train.world import RunningWorld
+from shardlab.train.traced_steps import Tracing
+
+if TYPE_CHECKING:
+    from shardlab.train.world import RunningWorld
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,27 +24,8 @@ from shardlab.train.data import Batches
 from shardlab.train.described import described
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of
-from shardlab.train.output import written
-
-
-@dataclass(frozen=True)
-class Tracing:
-    """How much of a run is recorded.
-
-    Attributes:
-        warm_up: steps before, in which memory is first taken and connections are made.
-        timed: steps whose ops are timed; they start together on all ranks, as simulated steps do.
-        measured: steps, after those, whose memory is measured; of these the last is kept.
-    """
-
-    warm_up: int = 3
-    timed: int = 10
-    measured: int = 2
-
-    @property
-    def steps(self) -> int:
-        """How many steps a run must have."""
-        return self.warm_up + self.timed + self.measured
+from shardlab.train.traced_steps import Tracing
+from shardlab.train.written import written
 
 
 class TracedExecutor:
@@ -117,7 +97,7 @@ def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing:
     corpus = Corpus.open((), job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
     settings = Settings(job.seed, job.numbers, device)
-    executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device))
+    executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
     traced = TracedExecutor(executor, job, folder, tracing)
     for _ in range(tracing.steps):
         traced.step()

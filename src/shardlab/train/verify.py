@@ -24,9 +24,10 @@ from shardlab.models.tensors import lengthened, to_blocks, to_layers
 from shardlab.program import Holds
 from shardlab.program.precision import FP64
 from shardlab.train.data import Batches
-from shardlab.train.job import Job, agree
+from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, run_ranks
 from shardlab.train.reference import Reference, train_reference
+from shardlab.train.world import agree
 
 TOLERANCE = 1e-12
 """Largest error of float64, whose rounding is 1e-16; sums in another order give gradients some 1e-15 of their largest
@@ -160,7 +161,7 @@ def verify_rank(
         seen[layer, holds] = gradient.clone()
 
     model = job.cut
-    executor = Executor(checked, rank, model, batches, settings, backend_of(device), observe, groups)
+    executor = Executor(checked, rank, model, batches, settings, backend_of(device.type), observe, groups)
     unfrozen = _unfrozen(job, checked)
     task = job.model, batches, [job.microbatches] * steps, job.seed
     alone = train_reference(*task, job.numbers, settings.optimizer, unfrozen)

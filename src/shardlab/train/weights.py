@@ -22,8 +22,8 @@ from shardlab.execute.state import State, torch_dtype
 from shardlab.models.tensors import whole_parameters
 from shardlab.models.weight_files import SHARD_BYTES, index_of, index_text, shards_of
 from shardlab.train.heartbeat import say
-from shardlab.train.output import unwritable
 from shardlab.train.saved import AVERAGED, WEIGHTS
+from shardlab.train.written import unwritable
 
 
 class PartialFile:

@@ -18,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardlab.check import Checked
 from shardlab.program import Mesh
 from shardlab.train.binding import as_ranges, usable_cpus
 from shardlab.train.launch_environment import launcher_of
@@ -111,3 +112,27 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def agree(checked: Checked, data: str, resumed: str = "") -> None:
+    """Make sure that all processes traced the same tapes, read the same data and resume from the same checkpoint.
+
+    Unequal tapes would silently give wrong numbers, since gloo sums whatever it is given.
+
+    Args:
+        data: what is equal for equal data.
+        resumed: the checkpoint, if there is one.
+
+    Raises:
+        RuntimeError: naming the ranks that differ from rank 0.
+    """
+    mine = (checked.program.fingerprint(), data, resumed)
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for what, place in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
+        others = [rank for rank, theirs in enumerate(everyone) if theirs[place] != everyone[0][place]]
+        if others:
+            raise RuntimeError(
+                f"rank {', '.join(map(str, others))} has {what} than rank 0; "
+                "run the same files, with the same Python, on every host"
+            )
