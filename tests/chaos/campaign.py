@@ -5,7 +5,9 @@
 For each strategy one run is left alone. Another is started, killed at a random moment, and started again with the same
 words, until it comes to its end or has had its share of kills. After each kill no process may be left, and each
 checkpoint that is complete must be that of the undisturbed run, bit by bit; so must be the final weights, and every
-step's loss.
+step's loss. At the end no shared memory may be left.
+
+Runs that are killed later than in their start are started warm (`warm.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import tyro
 from rich.console import Console
@@ -30,7 +32,8 @@ from rich.table import Table
 from tests.chaos.cases import CASES, words
 from tests.chaos.comparing import wrong
 from tests.chaos.moments import MOMENTS
-from tests.chaos.training import Training
+from tests.chaos.training import Training, environment
+from tests.chaos.warm import WarmStarts
 
 LIMIT = 120.0
 """Seconds in which a run ends once one of its processes has been killed; what is left then is left behind."""
@@ -92,11 +95,14 @@ class Found:
 
     Attributes:
         kills: each of them.
-        restarts: seconds from a start to the first new step, of the runs that came so far.
+        ends: how many of its runs came to their end, equal to the undisturbed one.
+        seconds: that all of them took.
         wrong: what must not be, at the end.
     """
 
     kills: list[Kill] = field(default_factory=list[Kill])
+    ends: int = 0
+    seconds: float = 0.0
     wrong: list[str] = field(default_factory=list[str])
 
     @property
@@ -107,36 +113,55 @@ class Found:
 def campaign(options: Campaign, folder: Path) -> Iterator[tuple[str, Kill | None, Found]]:
     """Run the campaign, giving each kill when it is over, and None when a case is."""
     each = -(-options.kills // len(options.cases))
-    for case in options.cases:
-        chance, found = random.Random(f"{options.seed} {case}"), Found()
-        name = Path(case).stem
-        reference = folder / f"{name}-alone"
-        alone = Training([*words(case, options.steps, options.save_every), "--keep", str(options.steps)], reference)
-        left = alone.ended(10 * LIMIT)
-        if alone.process.returncode or left:
-            found.wrong.append(f"the undisturbed run failed, see {alone.log}")
-            yield case, None, found
-            continue
-        runs = 1
-        for number in range(each):
-            training = Training(words(case, options.steps, options.save_every), folder / f"{name}-{runs}")
-            kill = killed(training, options.moments[number % len(options.moments)], chance)
-            ended = not kill.reached
-            if training.out.exists():
-                kill.wrong += wrong(training.out, reference, ended=ended)
-            if ended:
-                kill.wrong += [f"it failed by itself, see {training.log}"] * bool(training.process.returncode)
-                runs += 1
-            found.kills.append(kill)
-            yield case, kill, found
-        last = Training(words(case, options.steps, options.save_every), folder / f"{name}-{runs}")
-        if left := last.ended(10 * LIMIT):
-            found.wrong.append(f"{len(left)} processes were left behind at the end")
-        if last.process.returncode:
-            found.wrong.append(f"the run did not go on to its end, see {last.log}")
-        else:
-            found.wrong += wrong(last.out, reference, ended=True)
-        yield case, None, found
+    with ExitStack() as stack:
+        warm = WarmStarts(environment())
+        stack.callback(warm.close)
+        for case in options.cases:
+            for kill, found in _case(options, case, each, folder, warm):
+                yield case, kill, found
+
+
+def _case(
+    options: Campaign, case: str, kills: int, folder: Path, warm: WarmStarts
+) -> Iterator[tuple[Kill | None, Found]]:
+    """One case's runs: kills are counted that reached a process, and as many runs are begun as that takes."""
+    chance, found, began = random.Random(f"{options.seed} {case}"), Found(), time.monotonic()
+    name = Path(case).stem
+    reference, saving = folder / f"{name}-alone", words(case, options.steps, options.save_every)
+    alone = Training([*saving, "--keep", str(options.steps)], reference, warm=warm)
+    left = alone.ended(10 * LIMIT)
+    if alone.process.returncode or left:
+        found.wrong.append(f"the undisturbed run failed, see {alone.log}")
+        yield None, found
+        return
+    runs, reached = 1, 0
+    for number in range(2 * kills):
+        if reached == kills:
+            break
+        moment = options.moments[number % len(options.moments)]
+        training = Training(saving, folder / f"{name}-{runs}", warm=None if moment == "start" else warm)
+        kill = killed(training, moment, chance)
+        ended = not kill.reached
+        reached += kill.reached
+        if training.out.exists():
+            kill.wrong += wrong(training.out, reference, ended=ended)
+        if ended:
+            kill.wrong += [f"it failed by itself, see {training.log}"] * bool(training.process.returncode)
+            found.ends += not kill.wrong
+            runs += 1
+        found.kills.append(kill)
+        found.seconds = time.monotonic() - began
+        yield kill, found
+    last = Training(saving, folder / f"{name}-{runs}", warm=warm)
+    if left := last.ended(10 * LIMIT):
+        found.wrong.append(f"{len(left)} processes were left behind at the end")
+    if last.process.returncode:
+        found.wrong.append(f"the run did not go on to its end, see {last.log}")
+    else:
+        found.wrong += wrong(last.out, reference, ended=True)
+        found.ends += not found.wrong
+    found.seconds = time.monotonic() - began
+    yield None, found
 
 
 def killed(training: Training, moment: str, chance: random.Random) -> Kill:
@@ -147,7 +172,7 @@ def killed(training: Training, moment: str, chance: random.Random) -> Kill:
     if not ranks or draw < 0.1:
         victims, pids = [-1], [training.process.pid]
     else:
-        victims = sorted(chance.sample(range(len(ranks)), min(len(ranks), 1 + (draw < 0.2))))
+        victims = sorted(chance.sample(range(len(ranks)), min(len(ranks), 1 + (draw < 0.3))))
         pids = [ranks[rank] for rank in victims]
     steps, began = training.steps(), time.monotonic()
     reached = training.running and training.signal(pids, signal.SIGKILL) > 0
@@ -157,34 +182,53 @@ def killed(training: Training, moment: str, chance: random.Random) -> Kill:
 
 
 def report(found: dict[str, Found]) -> Table:
-    """One line for each case."""
-    table = Table("case", "kills", "by moment", "s to the end", "wrong")
-    for case, each in found.items():
+    """One line for each case, and one for all."""
+    table = Table("case", "kills", *MOMENTS, "rank 0", "two ranks", "command", "runs", "s to the end", "wrong")
+    everything = Found([kill for each in found.values() for kill in each.kills], sum(x.ends for x in found.values()))
+    for case, each in [*found.items(), ("all", everything)]:
         reached = [kill for kill in each.kills if kill.reached]
         moments = Counter(kill.moment for kill in reached)
+        victims = [
+            sum(0 in kill.victims for kill in reached),
+            sum(len(kill.victims) > 1 for kill in reached),
+            sum(-1 in kill.victims for kill in reached),
+        ]
         slowest = max((kill.seconds for kill in reached), default=0.0)
-        text = ", ".join(f"{moment} {count}" for moment, count in moments.items())
-        table.add_row(case, str(len(reached)), text, f"{slowest:.1f}", "\n".join(each.all_wrong) or "nothing")
+        counts = [len(reached), *(moments[name] for name in MOMENTS), *victims, each.ends]
+        table.add_row(case, *map(str, counts), f"{slowest:.1f}", "\n".join(each.all_wrong) or "nothing")
     return table
+
+
+def shared_memory() -> set[str]:
+    """Names of shared memory on this machine."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def main(options: Campaign) -> int:
     found: dict[str, Found] = {}
-    with tempfile.TemporaryDirectory() as temporary, Progress(console=Console(stderr=True)) as progress:
+    before, console = shared_memory(), Console(stderr=True)
+    with tempfile.TemporaryDirectory() as temporary, Progress(console=console) as progress:
         folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         task = progress.add_task("kills", total=-(-options.kills // len(options.cases)) * len(options.cases))
         for case, kill, each in campaign(options, folder):
             found[case] = each
-            progress.update(task, advance=kill is not None, description=f"{case}: {len(each.all_wrong)} wrong")
+            reached = kill is not None and kill.reached
+            progress.update(task, advance=int(reached), description=f"{case}: {len(each.all_wrong)} wrong")
+            if kill is None:
+                kills = sum(kill.reached for kill in each.kills)
+                progress.console.print(f"{case}: {kills} kills in {each.seconds:.0f} s, {len(each.all_wrong)} wrong")
+    left = shared_memory() - before
     if options.json:
-        rows: dict[str, Any] = {
-            case: {"kills": [vars(kill) for kill in each.kills], "wrong": each.all_wrong}
-            for case, each in found.items()
-        }
-        print(json.dumps(rows, indent=1))
+        print(
+            json.dumps({"cases": {case: asdict(each) for case, each in found.items()}, "left": sorted(left)}, indent=1)
+        )
     else:
         Console().print(report(found))
-    return int(any(each.all_wrong for each in found.values()))
+    if left:
+        console.print(f"shared memory was left behind, if nobody else has made it: {', '.join(sorted(left))}")
+    return int(bool(left) or any(each.all_wrong for each in found.values()))
 
 
 if __name__ == "__main__":

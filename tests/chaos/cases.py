@@ -13,7 +13,7 @@ CASES: dict[str, str] = {
     "hsdp": "--strategy hsdp --ranks 4",
     "1f1b": "--strategy 1f1b --ranks 2",
     "tp": "--tp 2",
-    "3d": "--pp 2 --dp-shard 2 --tp 1 --schedule 1f1b",
+    "3d": "--pp 2 --dp-shard 2 --tp 2 --schedule 1f1b",
 }
 """Flags of `shardlab train`, by name."""
 

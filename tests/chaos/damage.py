@@ -28,8 +28,3 @@ def remove(path: Path, chance: random.Random) -> None:
 
 
 DAMAGES: dict[str, Damage] = {"a flipped bit": flip_a_bit, "a file cut off": cut_off, "a missing file": remove}
-
-
-def files_of(checkpoint: Path) -> list[Path]:
-    """The files of a checkpoint, of every kind: tensors, state, configuration, manifest."""
-    return sorted(path for path in checkpoint.iterdir() if path.is_file())

@@ -7,12 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from tests.chaos.warm import WarmProcess, WarmStarts
 
 ROOT = Path(__file__).parents[2]
 POLL = 0.0005
 """Seconds between two looks: less than a small checkpoint takes to be written."""
+
+
+MARK = "SHARDLAB_CHAOS"
+"""A variable by which all processes of a run are found, also those that a launcher has given sessions of their own."""
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of a run."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", **(more or {})}
 
 
 class Training:
@@ -21,17 +33,33 @@ class Training:
     Args:
         words: after `shardlab train`.
         out: the run's folder.
-        environment: beside that of this process.
+        more: variables beside those of this process.
+        launcher: words of a program that starts the ranks, after Python's; none where the command does.
+        warm: starts it without its imports; it then has no variables or launcher of its own.
     """
 
-    def __init__(self, words: Sequence[str], out: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        out: Path,
+        *,
+        more: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+        warm: WarmStarts | None = None,
+    ) -> None:
         self.out = out
         self.log = out.with_name(out.name + ".log")
-        begun = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._before = self.log.stat().st_size if self.log.exists() else 0
+        self._launched = bool(launcher)
+        self._mark = str(uuid.uuid4())
+        command = ["train", *words, "--out", str(out), "--json"]
+        if warm is not None:
+            self.process: subprocess.Popen[bytes] | WarmProcess = warm.start(command, self.log)
+            return
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shardlab", "train", *words, "--out", str(out), "--json"],
-                env={**os.environ, **begun},
+                [sys.executable, *launcher, "-m", "shardlab", *command],
+                env=environment({**(more or {}), MARK: self._mark}),
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -42,15 +70,26 @@ class Training:
     def running(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def said(self) -> str:
+        """All that it has said."""
+        return self.log.read_bytes()[self._before :].decode(errors="replace")
+
     def processes(self) -> list[int]:
-        """Processes of its session that have not ended, by number."""
-        return sorted(pid for pid, _, session, state in _processes() if session == self.process.pid and state != "Z")
+        """Its processes that have not ended, by number."""
+        mark = f"{MARK}={self._mark}".encode()
+        return sorted(
+            pid
+            for pid, _, session, state in _processes()
+            if state != "Z" and (session == self.process.pid or mark in _read(pid, "environ"))
+        )
 
     def ranks(self) -> list[int]:
         """The processes of its ranks, in the order in which they were started."""
-        ours = [(pid, parent) for pid, parent, session, _ in _processes() if session == self.process.pid]
-        servers = {pid for pid, parent in ours if parent == self.process.pid and "forkserver" in _command(pid)}
-        return sorted(pid for pid, parent in ours if parent in servers)
+        parents = {pid: parent for pid, parent, _, _ in _processes()}
+        if not self._launched:  # a server forks them
+            return sorted(pid for pid, parent in parents.items() if parents.get(parent) == self.process.pid)
+        return sorted(pid for pid, parent in parents.items() if parent == self.process.pid)
 
     def reads_a_checkpoint(self) -> bool:
         """Whether a rank has a file of a checkpoint open, or mapped."""
@@ -87,7 +126,7 @@ class Training:
         while self.running and time.monotonic() < deadline:
             time.sleep(0.01)
         while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.05)
         left = self.processes()
         self.signal(left, signal.SIGKILL)
         self.process.wait()
@@ -105,11 +144,12 @@ def _processes() -> Iterator[tuple[int, int, int, str]]:
             yield int(folder.name), int(fields[1]), int(fields[3]), fields[0]
 
 
-def _command(pid: int) -> str:
+def _read(pid: int, name: str) -> bytes:
+    """What the kernel says of a process; nothing if it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return ""
+        return b""
 
 
 def _open_files(pid: int) -> Iterator[str]:

@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardlab.cli import main
-from shardlab.train.history import note_end, past_run, past_runs
+from shardlab.program.files import write_whole
+from shardlab.train.history import note_end, past_run, past_runs, record_in
 
 Captured = pytest.CaptureFixture[str]
 
@@ -84,13 +84,14 @@ def test_a_torn_record_is_told_and_hides_no_other_run(text: str, tmp_path: Path,
 
 def test_the_end_is_noted_only_of_a_run_that_this_process_began(tmp_path: Path) -> None:
     folder = made(tmp_path / "a")
-    began = time.time()
-    note_end(folder, "finished", began)
+    before = record_in(folder)
+    note_end(folder, "failed", before)
+    assert past_run(folder).ended == "killed"
+    write_whole(folder / "run.json", (folder / "run.json").read_text())
+    os.utime(folder / "run.json", (0, 0))  # the clock has been set back
+    note_end(folder, "finished", before)
     assert past_run(folder).ended == "finished"
-    os.utime(folder / "run.json", (began - 60, began - 60))
-    note_end(folder, "failed", began)
-    assert past_run(folder).ended == "finished"
-    note_end(tmp_path / "none", "failed", began)  # which never began
+    note_end(tmp_path / "none", "failed", record_in(tmp_path / "none"))  # which never began
 
 
 def test_a_run_is_shown_with_its_configuration_and_files(tmp_path: Path, capsys: Captured) -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ from safetensors.torch import load_file
 from shardlab.checkpoint.commit import checksum_of
 from shardlab.cli import main
 from shardlab.models import GPT
+from shardlab.train.history import note_end
 from shardlab.train.job import Job
 from shardlab.train.lock import locked
-from shardlab.train.resume import Resumed
+from shardlab.train.resume import Resumed, find_checkpoint
 from tests.checkpoint.runs import saving_run, trained
 from tests.support.ranks import Ranks
 
@@ -40,6 +42,7 @@ MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
 def run(ranks: World, tmp_path: Path) -> Path:
     """A run of 5 steps with checkpoints after 4 and 5."""
     ranks(2).call(trained, saving_run(Job("fsdp", 2, 4, MODEL, 2), tmp_path / "run"))
+    note_end(tmp_path / "run", "finished", None)
     return tmp_path / "run"
 
 
@@ -115,11 +118,11 @@ def test_a_folder_in_use_is_one_sentence(run: Path, capsys: Captured) -> None:
     assert capsys.readouterr().err.startswith(f"shardlab: {run} is in use by another process")
 
 
-def test_other_data_are_refused_unless_they_are_named(run: Path, tmp_path: Path, capsys: Captured) -> None:
-    state = run / "checkpoints" / "step-000005" / "state.json"
-    manifest = state.with_name("manifest.json")
+def write_changed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the state in a checkpoint, with all checksums."""
+    state, manifest = checkpoint / "state.json", checkpoint / "manifest.json"
     written, entry = json.loads(state.read_text()), json.loads(manifest.read_text())
-    written["data"]["identity"] = "of " + "other data".ljust(len(written["data"]["identity"]) - 3)
+    change(written)
     state.write_text(json.dumps(written))
     entry["files"]["state.json"] = {
         "size": state.stat().st_size,
@@ -127,8 +130,28 @@ def test_other_data_are_refused_unless_they_are_named(run: Path, tmp_path: Path,
     }
     entry.pop("sha256")
     manifest.write_text(json.dumps({**entry, "sha256": checksum_of(entry)}))
+
+
+def test_other_data_are_refused_unless_they_are_named(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    write_changed(run / "checkpoints" / "step-000005", lambda state: state["data"].update(identity="of other data"))
     assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
     assert capsys.readouterr().err.startswith(f"shardlab: the data are no longer those that {run} was trained on")
+
+
+def test_a_checkpoint_of_another_model_is_named_and_passed_over(run: Path, capsys: Captured) -> None:
+    path, record = run / "checkpoints" / "step-000005", run / "run.json"
+    write_changed(path, lambda state: state["model"].update(hidden_size=48))
+    assert main(["train", "--resume", str(run), "--steps", "9"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardlab: {path} has the weights of another model: hidden_size is 48, not "), said
+    assert said.rstrip().endswith(f"the checkpoint before is whole: shardlab train --resume {run} --from-step 4")
+    found = Resumed.find(run, auto=True)
+    assert found is not None
+    assert found.checkpoint.step == 4
+    record.write_text("torn")  # then the checkpoint is all there is
+    whole = find_checkpoint(run)
+    assert whole is not None
+    assert whole.step == 5
 
 
 def test_a_checkpoint_that_is_passed_over_is_told(run: Path, capsys: Captured) -> None:
@@ -144,16 +167,19 @@ def test_auto_says_that_a_run_has_ended(run: Path, capsys: Captured) -> None:
     assert capsys.readouterr().err == f"shardlab: {run} has taken all of its 5 steps\n"
 
 
-def test_auto_says_where_the_weights_are_of_a_run_that_was_killed_before_it_wrote_them(
-    run: Path, capsys: Captured
-) -> None:
-    (run / "weights.safetensors").unlink()
+@pytest.mark.parametrize("name", ["weights.safetensors", "run.json"])
+def test_a_run_that_was_killed_after_its_last_step_writes_its_weights(name: str, run: Path, capsys: Captured) -> None:
+    weights, figures = load_file(run / "weights.safetensors"), (run / "metrics.jsonl").read_text()
+    (run / name).unlink()  # before the weights, or after them and before the end was on record
     assert main(["train", "--resume", "auto", "--out", str(run)]) == 0
-    said = capsys.readouterr().err
-    assert said.startswith(f"shardlab: {run} has taken all of its 5 steps, and was killed before it wrote weights"), (
-        said
-    )
-    assert said.endswith(f"sample, eval, convert and --init take {run}/checkpoints/step-000005\n"), said
+    assert "resumed after step 5" in capsys.readouterr().err
+    again = load_file(run / "weights.safetensors")
+    assert weights.keys() == again.keys()
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert (run / "metrics.jsonl").read_text() == figures
+    assert (run / "report.md").exists()
+    assert main(["train", "--resume", "auto", "--out", str(run)]) == 0
+    assert capsys.readouterr().err == f"shardlab: {run} has taken all of its 5 steps\n"
 
 
 def losses(run: Path) -> list[float]:

@@ -10,7 +10,8 @@ from shardlab.check import Checked, check
 from shardlab.execute.progress import OP_BITS, RankProgress
 from shardlab.faults import Watch, Watching
 from shardlab.faults import watch as module
-from shardlab.faults.report import RankReport, report_text
+from shardlab.faults.process_state import ProcessState
+from shardlab.faults.report import RankReport, ended_with, report_text
 from shardlab.faults.stacks import frames_of
 from shardlab.faults.waits import RankWait, Tapes, culprits
 from shardlab.program import OpKind, trace
@@ -152,6 +153,23 @@ def test_ranks_that_agree_share_a_line_and_a_stack() -> None:
     assert "  ranks 0-1: waits in x for rank 2, since " in text
     assert "(6 s)" in text
     assert '  ranks 0-1:\n    File "a.py", line 1 in f\n  rank 2: none, it failed' in text
+
+
+def test_a_verdict_names_all_ranks_that_are_stopped(
+    progresses: dict[int, RankProgress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for progress in progresses.values():
+        put(progress, 1, 5)
+        progress._words[4] = 1  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(module, "ask_for_stacks", lambda progresses: None)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    monkeypatch.setattr(module, "state_of", lambda pid: ProcessState.STOPPED)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    _, verdict = watched(progresses).report_hang()
+    assert verdict.startswith("ranks 0-1 are stopped (SIGSTOP, or a debugger), and the run ended after the 10 s of")
+
+
+def test_a_sentence_of_several_ranks_is_in_the_plural() -> None:
+    assert ended_with([1], "was killed (SIGKILL)") == "rank 1 was killed (SIGKILL), and the run ended with it."
+    assert ended_with([2, 0], "has gone") == "ranks 0, 2 have gone, and the run ended with them."
 
 
 def test_a_stack_begins_where_the_tape_is_run() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
@@ -21,7 +20,7 @@ from shardlab.program import OpKind, Refused, UserError, World
 from shardlab.program.user_file import file_and_name
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.entry import StrategyEntry
-from shardlab.train.history import End, note_end
+from shardlab.train.history import End, note_end, record_in
 from shardlab.train.job import Job
 from shardlab.train.launch import backend_of, device_type
 from shardlab.train.launch_environment import find_launch_environment
@@ -101,12 +100,12 @@ def failures_as_exit(out: Path | None = None) -> Generator[None, None, None]:
     Args:
         out: the folder of a run that saves; the message says what is there.
     """
-    began = time.time()
+    before = out and record_in(out)
 
     def note(how: End, why: str) -> None:
         environment = find_launch_environment(os.environ)
         if out is not None and (environment is None or environment.rank == 0):
-            note_end(out, how, began, why)
+            note_end(out, how, before, why)
 
     try:
         yield

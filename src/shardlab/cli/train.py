@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -119,12 +118,12 @@ class Train:
         chosen, config = self._resolved(sources, launched)
         if resumed is not None:
             config = resumed.config(config)
-            if config.train.steps <= resumed.checkpoint.step:
+            if resumed.has_ended(config.train.steps):
                 ended = f"{resumed.out} has taken all of its {config.train.steps} steps"
                 if self.resume != "auto":
                     raise UserError(f"{ended}; give more --steps")
                 if first:
-                    print(f"shardlab: {ended}{_weights_elsewhere(resumed)}", file=sys.stderr)
+                    print(f"shardlab: {ended}", file=sys.stderr)
                 return 0
         if self.print_config:
             if first:
@@ -214,7 +213,7 @@ class Train:
         )
         from shardlab.execute.compiling import want_compilable
         from shardlab.faults import Watching
-        from shardlab.train.history import WARNED, note_end
+        from shardlab.train.history import WARNED, note_end, record_in
         from shardlab.train.launch import Joining, Named, device_type, limit_of, run_ranks
         from shardlab.train.loggers import require_loggers
         from shardlab.train.report import write_report
@@ -276,7 +275,7 @@ class Train:
             sys.stdout.flush()
         heartbeat.doing = "start of the ranks"
         heartbeat.until = lambda: not first or (out.exists() and not again)  # then rank 0 says what it does
-        began = time.time()
+        before = record_in(out)
         with failures_as_exit(out):
             watching = Watching(config.train.timeout, proof, lines_of(chosen, run.job), partial(saved_in, out))
             joining = Joining(self.bind, limit_of(config.train.timeout))
@@ -285,7 +284,7 @@ class Train:
         if summary is None:  # a rank of an existing world, but not the one that reports
             return 0
         how, why = ("interrupted", WARNED if summary.warned else "") if summary.interrupted else ("finished", "")
-        note_end(out, how, began, why)
+        note_end(out, how, before, why)
         try:
             write_report(run, summary, predicted_seconds(chosen, run.job))
         except UserError as error:
@@ -341,11 +340,3 @@ class Train:
         source = "a line of the validation text" if config.logging.prompt is None else "--prompt"
         console.print(f"\n[dim]The model goes on from {source}, {len(summary.prompt)} characters:[/]")
         console.print(Text.assemble((summary.prompt, "bold"), summary.sample.removeprefix(summary.prompt)))
-
-
-def _weights_elsewhere(resumed: Resumed) -> str:
-    """Where the weights are of a run that was killed between its last checkpoint and its weights."""
-    if weights_at(resumed.out / WEIGHTS):
-        return ""
-    folder = resumed.checkpoint.folder
-    return f", and was killed before it wrote {WEIGHTS}; sample, eval, convert and --init take {folder}"

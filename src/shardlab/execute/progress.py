@@ -117,7 +117,7 @@ class RankProgress:
 
     @property
     def failed(self) -> int:
-        """When the rank failed, in nanoseconds since 1970; 0 if it did not."""
+        """When the rank failed, in nanoseconds of a clock that nobody sets; 0 if it did not."""
         return self._words[_FAILED]
 
     @property

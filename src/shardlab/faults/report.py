@@ -33,6 +33,18 @@ def names(ranks: tuple[int, ...] | list[int]) -> str:
     return f"{plural('rank', len(ranks))} {listed(sorted(ranks))}"
 
 
+def ended_with(ranks: list[int], fate: str) -> str:
+    """`rank 1 was killed (SIGKILL), and the run ended with it.`"""
+    return f"{said_of(ranks, fate)}, and the run ended with {'it' if len(ranks) == 1 else 'them'}."
+
+
+def said_of(ranks: list[int], fate: str) -> str:
+    """`rank 1 is stopped`, `ranks 0-1 are stopped`."""
+    verb, _, rest = fate.partition(" ")
+    several = {"is": "are", "was": "were", "has": "have"}.get(verb, verb)
+    return f"{names(ranks)} {verb if len(ranks) == 1 else several} {rest}"
+
+
 def report_text(ranks: Mapping[int, RankReport]) -> str:
     """The report, without a verdict: that is for who knows why the run ended."""
     lines = ["where each rank was:"]

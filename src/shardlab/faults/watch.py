@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardlab.check import Checked
 from shardlab.execute.progress import RankProgress, TapePosition
 from shardlab.faults.process_state import ProcessState, state_of
-from shardlab.faults.report import RankReport, names, report_text
+from shardlab.faults.report import RankReport, names, report_text, said_of
 from shardlab.faults.stacks import ask_for_stacks, stacks_of
 from shardlab.faults.waits import LineOf, RankWait, Tapes, culprits
 
@@ -114,9 +114,9 @@ class Watch:
     def _verdict(self, ranks: Mapping[int, RankReport]) -> str:
         """Name who is at fault: who cannot run, else who computes while others wait, else what is between them."""
         after = f"the run ended after the {self._watching.timeout:g} s of --timeout"
-        for rank, seen in ranks.items():
-            if seen.fate and seen.fate != "has ended":
-                return f"rank {rank} {seen.fate}, and {after}."
+        for fate in dict.fromkeys(seen.fate for seen in ranks.values()):
+            if fate and fate != "has ended":
+                return f"{said_of([rank for rank, seen in ranks.items() if seen.fate == fate], fate)}, and {after}."
         waits = {rank: seen.wait for rank, seen in ranks.items()}
         blamed = culprits(waits) or [rank for rank, wait in waits.items() if not wait.blockers]
         here = [rank for rank in blamed if rank in ranks]

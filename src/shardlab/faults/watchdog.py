@@ -19,6 +19,7 @@ from types import TracebackType
 
 from shardlab.execute.progress import RankProgress
 from shardlab.faults.process_state import ProcessState, state_of
+from shardlab.faults.report import ended_with
 from shardlab.faults.stacks import PATIENCE, stack_text, write_when_asked
 from shardlab.faults.watch import Watch, Watching
 
@@ -78,7 +79,7 @@ class Watchdog:
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher has noticed too, and has some patience
         lost = self._is_lost(error)
-        self._mine.fail(time.time_ns(), lost, stack_text(traceback.extract_tb(trace)))
+        self._mine.fail(time.monotonic_ns(), lost, stack_text(traceback.extract_tb(trace)))
         if not lost:
             self._watch.ask_for_stacks()
             time.sleep(LANDING)
@@ -94,8 +95,8 @@ class Watchdog:
         if at_fault or not self._speaks():
             self._leave_it_to_others()
         self._mine.reported = True
-        verdict = f"rank {gone[0]} {_GONE}" if gone else f"rank {self._rank} lost its connection to another host"
-        raise self._failed(f"{verdict}, and the run ended with it.", self._watch.report(fates)) from None
+        verdict = ended_with(*((gone, _GONE) if gone else ([self._rank], "lost its connection to another host")))
+        raise self._failed(verdict, self._watch.report(fates)) from None
 
     def _look(self) -> None:
         while not self._over.wait(self._watch.interval):

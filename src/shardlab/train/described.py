@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from shardlab.models import Blocks
 from shardlab.models.named import find_model, name_of, with_fields
 from shardlab.program import UserError
 from shardlab.program.user_file import file_and_name
@@ -21,6 +22,13 @@ def described(job: Job) -> dict[str, Any]:
     }
 
 
+def model_in(words: Mapping[str, Any]) -> Blocks:
+    """The model that was described, as that of a job."""
+    changes = dict(words)
+    kind = changes.pop("kind")
+    return with_fields(find_model(kind), changes, kind)
+
+
 def job_of(words: Mapping[str, Any]) -> Job:
     """The job that was described.
 
@@ -32,11 +40,10 @@ def job_of(words: Mapping[str, Any]) -> Job:
             f"the model of this trace is in {path}, which is not here; give the command in the run's folder"
         )
     try:
-        strategy, model = words["strategy"], dict(words["model"])
-        kind = model.pop("kind")
+        strategy = words["strategy"]
         found: dict[str, Any] = {
             "strategy": strategy if isinstance(strategy, str) else Plan.from_dict(strategy),
-            "model": with_fields(find_model(kind), model, kind),
+            "model": model_in(words["model"]),
         }
         return Job(**({field.name: words[field.name] for field in fields(Job)} | found))
     except (KeyError, AttributeError, TypeError, UserError) as error:

@@ -25,19 +25,34 @@ WARNED = "warned by the scheduler (SIGUSR1)"
 End = Literal["finished", "interrupted", "failed"]
 
 
-def note_end(out: Path, how: End, since: float, why: str = "") -> None:
-    """Put on a run's record how it ended, if its folder is this process's: its record is no older than `since`.
+def record_in(out: Path) -> int | None:
+    """Find which file is a run's record: each start writes a new one, and no clock has to tell which is newer."""
+    with suppress(OSError):
+        return (out / RECORD).stat().st_ino
+    return None
+
+
+def note_end(out: Path, how: End, before: int | None, why: str = "") -> None:
+    """Put on a run's record how it ended, if its folder is this process's: the record was written since.
 
     Args:
-        since: seconds since the epoch.
+        before: the record before the run (`record_in`).
         why: a line.
     """
     path = out / RECORD
     with suppress(OSError, ValueError):  # the run has ended in any case
-        if path.stat().st_mtime < since - 1:  # the file system's clock may be coarse
+        if record_in(out) == before:
             return
         ended = {"how": how, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
         write_whole(path, json.dumps({**json.loads(path.read_text()), "ended": ended}, indent=1) + "\n")
+
+
+def has_finished(out: Path) -> bool:
+    """Whether a run came to its end, and wrote its weights."""
+    try:
+        return json.loads((out / RECORD).read_text())["ended"]["how"] == "finished" and (out / WEIGHTS).exists()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 @dataclass(frozen=True)

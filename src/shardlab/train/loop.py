@@ -182,9 +182,10 @@ def _first_rank(
     if not math.isfinite(after):
         raise diverged(run, f"the validation loss after step {began + len(times)}")
     progress.begin("sample")
-    done, last = began + len(times), len(times) - 1
+    done = began + len(times)
+    times = times or [folder.last_dt]  # all steps had been taken
     since, microbatches = run.config.train.ramp.stage(done - 1)  # speeds are those of one batch, the last
-    warm_up = min(max(WARM_UP, since - began), last)
+    warm_up = min(max(WARM_UP, since - began), len(times) - 1)
     dt = median(times[warm_up:])
     return Summary(
         steps=done,

@@ -78,6 +78,11 @@ class OutputFolder:
         """Names of the files that could not be written."""
         return sorted(self._unwritten)
 
+    @property
+    def last_dt(self) -> float:
+        """Seconds of the last step on record."""
+        return self._history[-1]["dt"] if self._history else math.nan
+
     def begin(self, record: Mapping[str, Any], config: str, checked: Checked, name: str, tokenizer: Tokenizer) -> None:
         """Write what is known before the first step: the run's record, its configuration, a drawing of its program in
         unit costs, and the files of the data's tokenizer, if it has any.

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from shardlab.execute.progress import RankProgress
 from shardlab.faults import Watch, Watching
+from shardlab.faults.report import ended_with
 from shardlab.faults.stacks import stack_text, write_when_asked
 from shardlab.program import UserError
 from shardlab.train.interrupt import AGAIN, ASKING, GRACE, StopRequest, caught, end_with_starter, grace_of
@@ -63,7 +64,7 @@ class _Answer:
 
     Attributes:
         result: what its function returned.
-        time: when it failed, in nanoseconds; 0 if it did not.
+        time: when it failed, in nanoseconds of a clock that nobody sets; 0 if it did not.
         lost: whether it failed for want of another rank.
         sentence: of a user's mistake.
         trace: the traceback.
@@ -166,7 +167,7 @@ def _work(
             progress.ended = True
     except Exception as error:
         sentence = str(error) if isinstance(error, UserError) else ""
-        answer = _Answer(time=time.time_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
+        answer = _Answer(time=time.monotonic_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
         if progress is not None:
             progress.fail(answer.time, answer.lost, stack_text(traceback.extract_tb(error.__traceback__)))
     try:
@@ -284,8 +285,9 @@ class _Ranks:
             if -self._ended[rank] in ASKING:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
         if silent:  # what the others then lost explains nothing
-            rank = next((rank for rank in silent if self._ended[rank] < 0), silent[0])
-            raise self._failure(f"rank {rank} {how_ended(self._ended[rank])}, and the run ended with it.")
+            code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
+            alike = [rank for rank in silent if self._ended[rank] == code]
+            raise self._failure(ended_with(alike, how_ended(code)))
         rank = min(failed, key=lambda rank: failed[rank].time)
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,9 +15,11 @@ from shardlab.models.weight_files import weights_at
 from shardlab.rules.pieces import listed
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource, config_file, merged, model_of, preset
+from shardlab.train.described import model_in
 from shardlab.train.heartbeat import say
+from shardlab.train.history import has_finished
 from shardlab.train.lock import require_free
-from shardlab.train.saved import CHECKPOINTS, WEIGHTS
+from shardlab.train.saved import CHECKPOINTS, RECORD, WEIGHTS
 from shardlab.train.stores import Together
 
 
@@ -45,7 +48,7 @@ def find_checkpoint(
     broken: UserError | None = None
     for each in [step] if step is not None else reversed(steps):
         try:
-            found = together.all(partial(_verified, folder_of(checkpoints, each), together))
+            found = together.all(partial(_verified, run, folder_of(checkpoints, each), together))
         except UserError as error:
             broken = broken or error
             if auto and together.rank == 0:
@@ -66,8 +69,17 @@ def find_checkpoint(
     raise UserError(f"{run} {what}; name the folder of a run that was interrupted, or that had --save-every")
 
 
-def _verified(folder: Path, together: Together) -> Checkpoint:
-    return Checkpoint.open(folder).verify(together.rank, together.world)
+def _verified(run: Path, folder: Path, together: Together) -> Checkpoint:
+    """A checkpoint that is whole, and of the run's own model, unless the run's record is torn.
+
+    Raises:
+        UserError: naming what is wrong.
+    """
+    found = Checkpoint.open(folder).verify(together.rank, together.world)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        model = json.loads((run / RECORD).read_text())["model"]
+        want_same(model_in(found.state["model"]), model_in(model), folder)
+    return found
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,11 @@ class Resumed:
                 f"{'; '.join(wrong)}; a run goes on as it has begun, so leave that out, or begin another with --init"
             )
         return replace(wanted, train=replace(wanted.train, init=saved.get("init")))
+
+    def has_ended(self, steps: int) -> bool:
+        """Whether nothing is left to do: a run that was killed after its last step has its weights to write."""
+        taken = self.checkpoint.step
+        return steps < taken or (steps == taken and has_finished(self.out))
 
     def want_same_data(self, identity: str) -> None:
         """Refuse a text that has changed.
