@@ -1,8 +1,9 @@
 """A scheduler of one node, started here from Debian's packages, runs a job that Shardlab submits.
 
 As root: `apt-get install slurmctld slurmd slurm-client munge`, then `python benchmarks/slurm.py [COMMAND ...]`. Without
-a command of Shardlab's it is `test`. Everything but munge's socket is in a folder for temporary files, and ends with
-this script.
+a command of Shardlab's it is `test`. With `--warned` it is a training that SLURM tells, after its first steps, that its
+time is nearly over: it has to save, be requeued, which takes SLURM two minutes, and run to its end. Everything but
+munge's socket is in a folder for temporary files, and ends with this script.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-LIMIT = 300
+LIMIT = 600
 """Seconds until the job has to be over."""
 
 CONFIG = """
@@ -58,6 +59,12 @@ def said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def steps_of(run: Path) -> int:
+    """How many steps a run has on record."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
 def start_munge() -> subprocess.Popen[bytes] | None:
     """Start the daemon that vouches for users, unless one is there."""
     if (
@@ -70,8 +77,13 @@ def start_munge() -> subprocess.Popen[bytes] | None:
     return subprocess.Popen(["runuser", "-u", "munge", "--", "munged", "--foreground"], stderr=subprocess.DEVNULL)
 
 
+TRAIN = ["train", "--strategy", "fsdp", "--hidden-size", "16", "--steps", "3000"]
+
+
 def main(command: list[str]) -> int:
     """Start the daemons, submit the job, wait until it is over, and print its log; its exit status is the job's."""
+    warned = command == ["--warned"]
+    command = TRAIN if warned else command or ["test"]
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
     if missing or os.geteuid():
         print(f"run this as root, with slurmctld, slurmd, slurm-client and munge installed; missing: {missing}")
@@ -94,7 +106,8 @@ def main(command: list[str]) -> int:
                 time.sleep(0.2)
             print(said("sinfo"), flush=True)
             ranks = str(min(2, cpus))
-            flags = ["--scheduler", "slurm", "--ranks-per-node", ranks, "--time", "0:10:00"]
+            job_name = f"slurm-{os.getpid()}"
+            flags = ["--scheduler", "slurm", "--ranks-per-node", ranks, "--time", "10m", "--name", job_name]
             words = [sys.executable, "-m", "shardlab", "submit", *flags, "--", *command]
             answer = said(*words).strip()
             print(f"{shlex.join(words)}\n{answer}", flush=True)
@@ -102,7 +115,11 @@ def main(command: list[str]) -> int:
             while state in ("PENDING", "RUNNING", "COMPLETING") and time.monotonic() - began < LIMIT:
                 time.sleep(0.5)
                 state = re.findall(r"JobState=(\w+)", said("scontrol", "show", "job", job))[0]
-            log = Path(f"shardlab-{job}.log")
+                if warned and steps_of(Path("runs", job_name)) > 10:
+                    said("scancel", "--signal=USR1", job)
+                    print(f"warned after step {steps_of(Path('runs', job_name))}", flush=True)
+                    warned = False
+            log = Path(f"{job_name}-{job}.log")
             print(log.read_text() if log.exists() else "the job has left no log", end="")
             print(f"\n{state} after {time.monotonic() - began:.1f} s")
             return 0 if state == "COMPLETED" else 1
@@ -113,4 +130,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:] or ["test"]))
+    raise SystemExit(main(sys.argv[1:]))
