@@ -67,8 +67,7 @@ def test_muon_gathers_directions_where_matrices_are_cut(capsys: Captured) -> Non
     assert cut["ops"] > without["ops"]
     assert cut["end"] > without["end"]
     assert json_of(capsys, "ddp", "--optimizer", "muon")["ops"] == json_of(capsys, "ddp")["ops"]
-    assert main(["simulate", "wsdp", "--optimizer", "muon"]) == 1
-    assert "the optimizer state holds slices 3 of 4, but Muon steps whole matrices" in capsys.readouterr().err
+    assert json_of(capsys, "wsdp", "--optimizer", "muon")["ops"] > json_of(capsys, "wsdp")["ops"]
     assert main(["simulate", "ddp", "--optimizer", "lion"]) == 2
     assert "--optimizer is for a model on a cluster" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import torch
 
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.models import GPT, MLP, Blocks, Llama, MoE
-from shardlab.program import Kind, Mesh, OpKind, Refused
+from shardlab.program import Kind, Mesh, OpKind
 from shardlab.program.precision import Optimizer
 from shardlab.strategies.plan import Plan
 from shardlab.train.cases import SHARDINGS
@@ -81,13 +81,13 @@ def test_fsdp_s_page_gathers_directions_for_muon_alone(ranks: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["wsdp", "tensor-parallel", "column-parallel"])
-def test_a_page_that_steps_parts_of_matrices_is_refused_and_told_what_to_gather(name: str) -> None:
+def test_pages_that_cut_matrices_gather_directions_for_muon_alone(ranks: World, name: str) -> None:
     model = MLP(layers=2, hidden_size=16, seq_len=8) if name == "column-parallel" else MODEL
-    with pytest.raises(Refused, match=r"state holds slices [01] of 2, but Muon steps whole") as refusal:
-        Job(name, 2, 2, model, 2, optimizer="muon").checked()
-    assert refusal.value.rule == "cut matrices"
-    assert refusal.value.remedy.startswith("all_gather rank.direction(layer, gradient, opt_state)")
-    assert Job(name, 2, 2, model, 2).checked()
+    job = Job(name, 2, 2, model, 2, "fp64", optimizer="muon")
+    verdict = ranks(2).call(verify_rank, CPU, job, 3)[0]
+    assert verdict.ok, verdict
+    tapes = replace(job, optimizer="adamw").checked().program.tapes
+    assert not any(op.kind is OpKind.DIRECTION for tape in tapes for op in tape)
 
 
 def kept_and_predicted(rank: int, job: Job) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -10,14 +11,14 @@ import torch
 
 from shardlab.execute import compute
 from shardlab.execute.state import State
-from shardlab.models import GPT
+from shardlab.models import GPT, MoE
 from shardlab.models.tensors import Choice, Writer, named_views
-from shardlab.program import Mesh, Op, OpKind, UserError
+from shardlab.program import Mesh, Op, OpKind, Refused, UserError
 from shardlab.strategies.plan import Plan
 from shardlab.train.job import Job
-from shardlab.train.verify import Verdict
+from shardlab.train.verify import Verdict, verify_rank
 from tests.support.ranks import Ranks
-from tests.train.tied_plans import trained, verdict
+from tests.train.tied_plans import CPU, trained, verdict
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -71,9 +72,34 @@ def test_the_trained_blocks_are_put_together_judged_and_sampled(ranks: World) ->
     assert len(list(Writer(whole, blocks, Choice()).go_on([1, 2], 5))) == 5
 
 
-def test_strategies_of_whole_blocks_refuse_it_and_name_the_remedy() -> None:
-    with pytest.raises(UserError, match=r"run it by a plan, such as zero-3 .* half-blocks, set layers to 1"):
-        Job("ddp", 2, 2, model(), 2).checked()
+PAGES = {"single": 1, "grad-accum": 1, "ddp": 2, "wsdp": 2, "fsdp": 2, "tensor-parallel": 2, "expert-parallel": 2}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_built_in_programs_compute_the_head_with_the_embedding_s_weight(ranks: World, name: str) -> None:
+    count, whole = PAGES[name], replace(model(), dropout=0.1)
+    if name == "expert-parallel":
+        whole = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, vocab_size=51, tied=True)
+    for optimizer in ("adamw", "muon"):
+        job = Job(name, count, 4, whole, 2, "fp64", optimizer=optimizer)
+        said = ranks(count).call(verify_rank, CPU, job, 2)[0]
+        assert said.ok, said
+
+
+def test_whole_blocks_between_embedding_and_head_are_layers_with_one_activation_between_any_two() -> None:
+    cut = Job("ddp", 2, 2, model(), 2).cut
+    assert [cut.place(layer) for layer in range(cut.layers)] == ["embedding", "block 0", "block 1", "block 2", "head"]
+    assert all(len(run.inputs) == len(run.outputs) == 1 for run in cut.runs)
+
+
+def test_a_pipeline_of_whole_blocks_refuses_it_and_names_the_remedy() -> None:
+    with pytest.raises(UserError, match=r"run it by a plan, such as zero-3 or --pp 2, or by a program whose ranks"):
+        Job("pipeline", 2, 2, model(), 2).checked()
+
+
+def test_a_program_that_loads_a_weight_for_the_head_is_refused_and_told_which_it_computes_with() -> None:
+    with pytest.raises(Refused, match=r"the head is tied .*; it computes with weights\[0\], load layer 0"):
+        Job("examples/my_strategy.py:my_ddp", 2, 2, model(), 2).checked()
 
 
 def test_a_tied_model_of_one_block_still_runs_whole() -> None:

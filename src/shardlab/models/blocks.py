@@ -96,8 +96,7 @@ class Blocks(Model):
         if self.borrowed(self.layers - 1):
             raise UserError(
                 f"tied embeddings are one parameter of two layers, but whole blocks share none: of {self.layers}, the "
-                "first holds the embedding and the last the head; run it by a plan, such as zero-3 (fsdp's like) or "
-                "--tp 2, which cuts such a model into half-blocks, set layers to 1, or leave the embeddings "
-                "untied"
+                "first holds the embedding and the last the head; run it by a plan, such as zero-3 or --pp 2, or by a "
+                "program whose ranks have all layers, such as fsdp, set layers to 1, or leave the embeddings untied"
             )
         return super().sizes(rows, element_bytes)

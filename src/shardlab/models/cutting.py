@@ -34,17 +34,20 @@ class CutModel(Model):
 
     Attributes:
         whole: the model that is cut; `layers` counts the finer layers, all other fields are its own.
+        has_blocks: whether whole blocks are layers, between the embedding and the head (see `cut_at_tie`).
     """
 
     whole: Blocks
     layer_runs: tuple[Run, ...] = field(repr=False)
+    has_blocks: bool = False
 
-    def __init__(self, whole: Blocks, layer_runs: Sequence[Run]) -> None:
+    def __init__(self, whole: Blocks, layer_runs: Sequence[Run], *, has_blocks: bool = False) -> None:
         common: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(Model)}
         common["layers"] = len(layer_runs)
         super().__init__(**common)
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "layer_runs", tuple(layer_runs))
+        object.__setattr__(self, "has_blocks", has_blocks)
 
     @cached_property
     def runs(self) -> Sequence[Run]:
@@ -53,9 +56,11 @@ class CutModel(Model):
     def place(self, layer: int) -> str:
         run = self.run(layer)
         last = run.steps[-1]
-        if isinstance(last.primitive, Norm):
-            return f"norm of {last.place}"
         matrices = [step for step in run.steps if isinstance(step.primitive, Matrix | Route)]
+        if isinstance(last.primitive, Norm) and not matrices:
+            return f"norm of {last.place}"
+        if self.has_blocks and 0 < layer < self.layers - 1:
+            return f"block {layer - 1}"
         if run.attend is not None:
             return f"{last.place}'s queries, keys and values"
         if run.inputs == ("x",) and layer and self.run(layer - 1).attend is not None:
@@ -70,7 +75,9 @@ class CutModel(Model):
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
-        """Each block's first norm, and at last the head's; none where experts are layers."""
+        """Each block's first norm, and at last the head's; none where experts or blocks are layers."""
+        if self.has_blocks:
+            return ()
         first: dict[str, int] = {}
         for layer, run in enumerate(self.runs):
             last = run.steps[-1]
@@ -88,7 +95,15 @@ class CutModel(Model):
         return self.run(self.layers - 1).pieces.get("vocab", 1)
 
 
-def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = False, columns: bool = False) -> CutModel:
+def cut(
+    model: Blocks,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    attention_apart: bool = False,
+    columns: bool = False,
+    halves: bool = True,
+) -> CutModel:
     """Cut a model where programs communicate.
 
     The list of primitives is cut before and after each part's body, between the matrices that its slices share: a body
@@ -108,6 +123,7 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
         attention_apart: whether attention lies between two layers, as an op of its own: then every layer computes any
             tokens alone.
         columns: whether every matrix is a layer of its own, cut along what it makes.
+        halves: whether a mixture of experts with a tied head is cut into half-blocks, and not around its experts alone.
 
     Raises:
         UserError: when the model does not divide, or cannot be cut so.
@@ -126,14 +142,30 @@ def cut(model: Blocks, *, tp: int = 1, ep: int = 1, attention_apart: bool = Fals
     steps, pieces = model.steps, {"vocab": tp, "head": tp, "ffn": tp}
     if isinstance(model, MoE):
         steps, pieces = _placed_again(steps), {"expert": ep} | pieces
-        if tp == 1 and not attention_apart and not model.tied:  # attention is a part of the layer before the experts
-            return _sliced(model, runs(steps, _experts(steps)), {"expert": ep})
+        if tp == 1 and not attention_apart and not (model.tied and halves):  # attention is in layers before experts
+            ends = [1, len(steps) - 1] if model.tied else []
+            return _sliced(model, runs(steps, sorted([*_experts(steps), *ends])), {"expert": ep})
     want_cuttable(steps, pieces)
     breaks = set(_bodies(steps))
     if attention_apart:
         attends = [number for number, step in enumerate(steps) if isinstance(step.primitive, Attend)]
         breaks |= {*attends, *(number + 1 for number in attends)}
     return _sliced(model, runs(steps, sorted(breaks)), pieces)
+
+
+def cut_at_tie(model: Blocks) -> CutModel:
+    """Cut a model whose head is tied to its embedding, so that both are layers: they compute with one matrix.
+
+    Whole blocks lie between them, and one activation between any two layers. The positions belong to the first block
+    and the last norm to the last.
+
+    >>> from shardlab.models import GPT
+    >>> cut_at_tie(GPT(layers=3, tied=True)).layers
+    5
+    """
+    blocks = [step.block for step in model.steps]
+    between = [blocks.index(block) for block in range(1, model.layers)]
+    return CutModel(model, runs(model.steps, [1, *between, len(blocks) - 1]), has_blocks=True)
 
 
 def _bodies(steps: Sequence[Step]) -> list[int]:
@@ -248,7 +280,7 @@ def cut_for(
     """The model as a program's layers are: cut finer where the mesh slices layers, or the plan or a tie says so.
 
     Args:
-        planned: whether a plan is followed, which shares a tied weight where a program of whole blocks cannot.
+        planned: whether a plan is followed, which wants half-blocks where a head is tied.
         attention_apart: whether that plan wants attention to be a step of its own.
         ulysses: how many neighbours of `cp` exchange slices of sequences for heads in that plan.
         columns: whether the program wants every matrix cut by columns.
@@ -261,10 +293,11 @@ def cut_for(
             f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(model).__name__} has none; "
             "train a MoE, or set ep to 1"
         )
-    tied = planned and bool(model.borrowed(model.layers - 1))
+    tied = bool(model.borrowed(model.layers - 1))
     apart = mesh.cp > 1 or attention_apart
     if ulysses > 1:
         _want_heads(model, mesh.tp, ulysses)
-    if mesh.ep > 1 or mesh.tp > 1 or apart or tied or columns:
-        return cut(model, tp=mesh.tp, ep=mesh.ep * mesh.cp, attention_apart=apart, columns=columns)
-    return model
+    if mesh.ep > 1 or mesh.tp > 1 or apart or (tied and planned) or columns:
+        ep = mesh.ep * mesh.cp
+        return cut(model, tp=mesh.tp, ep=ep, attention_apart=apart, columns=columns, halves=planned)
+    return cut_at_tie(model) if tied and mesh.pp == 1 else model

@@ -284,6 +284,15 @@ class ComputeVerbs(LoadingVerbs):
         self._done_with(a, b)
         return output
 
+    def accumulate(self, gradient: Value) -> None:
+        """Add a weight's gradient to the one that `grad_weights` has of this weight, or put it there as the first.
+
+        Raises:
+            Refused: as `add` does.
+        """
+        layer, sums = self._read(gradient, "accumulate").layer, self.grad_weights
+        sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
+
     def norm(self, layer: int, gradient: Value) -> Value:
         """Compute the sum of the squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
 

@@ -26,6 +26,7 @@ class RankContext(Tracer):
         index: this rank's number, from 0.
         world: how many ranks there are.
         layers: `range` of the model's layers.
+        weighted_layers: those with a weight of their own: all but a head that is tied to the embedding.
         microbatches: `range` of the step's microbatches.
         mesh: the ranks' grid.
         signatures: what each layer takes and makes.
@@ -38,6 +39,7 @@ class RankContext(Tracer):
         super().__init__(index, world.sizes, world.count)
         self.world = world.mesh.world
         self.layers = range(world.sizes.layers)
+        self.weighted_layers = [layer for layer in self.layers if world.sizes.weight_of(layer) == layer]
         self.signatures = world.sizes.signatures
         self.microbatches = range(world.microbatches)
         self.mesh: Mesh = world.mesh
@@ -63,6 +65,10 @@ class RankContext(Tracer):
         self._groups: dict[str | None, Group] = {None: group_of(WORLD, tuple(range(self.world)))}
         self._batches = 0
         self._batch = -1  # the number of the batch of messages that is open
+
+    def weight_of(self, layer: int) -> int:
+        """Find the layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        return self.sizes.weight_of(layer)
 
     def store(self, kind: Kind) -> Store:
         """The store that keeps values of a kind."""

@@ -8,24 +8,27 @@ from shardlab.strategies.entry import built_in
 async def ddp(rank: Rank) -> None:
     """A layer's gradient is reduced while the backward pass works on the layer below it."""
     last = len(rank.layers)
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     rank.activations[0] = rank.load_batch(rank.share())
 
     for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[rank.weight_of(l)])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     reductions: dict[int, Handle[Value]] = {}
     for l in reversed(rank.layers):
         grad_weight, rank.grad_activations[l] = rank.backward(
-            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
+            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[rank.weight_of(l)]
         )
         if l + 1 in reductions:  # one reduction in flight at a time bounds the memory
-            rank.grad_weights[l + 1] = await reductions.pop(l + 1)
+            rank.accumulate(await reductions.pop(l + 1))
         reductions[l] = rank.all_reduce(grad_weight)
     del rank.grad_activations[0]
 
-    for l in reversed(rank.layers):
-        reduced = await reductions[l] if l in reductions else rank.grad_weights.pop(l)
-        rank.weights[l], rank.opt_states[l] = rank.update(l, reduced, rank.weights[l], rank.opt_states[l])
+    for l in reversed(rank.weighted_layers):
+        if l in reductions:
+            rank.accumulate(await reductions.pop(l))
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+        )

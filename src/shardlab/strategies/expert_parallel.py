@@ -19,7 +19,7 @@ async def expert_parallel(rank: Rank) -> None:
     their gradients are complete where they are.
     """
     last = len(rank.layers)
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         cut = (rank.index, rank.world) if rank.signatures[l].sliced else (0, 1)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     rank.activations[0] = rank.load_batch(rank.share())
@@ -32,7 +32,7 @@ async def expert_parallel(rank: Rank) -> None:
             rank.activations[l + 1] = await rank.all_to_all(results)
         else:
             given = rank.activations[l], *residual
-            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
+            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[rank.weight_of(l)])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     residual = []
@@ -43,11 +43,11 @@ async def expert_parallel(rank: Rank) -> None:
             rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
             rank.grad_activations[l] = await rank.all_to_all(gradient)
         else:
-            made = rank.backward(l, x, (gradient, *residual), rank.weights[l])
+            made = rank.backward(l, x, (gradient, *residual), rank.weights[rank.weight_of(l)])
             grad_weight, rank.grad_activations[l], *residual = made
-            rank.grad_weights[l] = await rank.all_reduce(grad_weight)
+            rank.accumulate(await rank.all_reduce(grad_weight))
 
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
         )

@@ -13,23 +13,23 @@ from shardlab.strategies.entry import built_in
 async def fsdp(rank: Rank) -> None:
     """Gather each layer just before it is used, free it right after, and keep only one's slice of the gradient."""
     last = len(rank.layers)
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard=rank.index, of=rank.world)
     rank.activations[0] = rank.load_batch(rank.share())
 
     for l in rank.layers:
-        full = await rank.all_gather(rank.weights[l])
+        full = await rank.all_gather(rank.weights[rank.weight_of(l)])
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     for l in reversed(rank.layers):
-        full = await rank.all_gather(rank.weights[l])
+        full = await rank.all_gather(rank.weights[rank.weight_of(l)])
         grad_weight, rank.grad_activations[l] = rank.backward(
             l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), full
         )
-        rank.grad_weights[l] = await rank.reduce_scatter(grad_weight)
+        rank.accumulate(await rank.reduce_scatter(grad_weight))
 
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         direction = None
         if rank.wants_direction(l):  # of whole matrices, for Muon
             direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]))

@@ -15,22 +15,22 @@ from shardlab.strategies.entry import built_in, one_device_mesh
 async def grad_accum(rank: Rank) -> None:
     """Forward and backward per microbatch; the gradients add up, and one update ends the step."""
     last = len(rank.layers)
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
 
     for m in rank.microbatches:
         rank.activations[0] = rank.load_batch([m])
         for l in rank.layers:
-            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[rank.weight_of(l)])
         rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
         for l in reversed(rank.layers):
             grad_weight, rank.grad_activations[l] = rank.backward(
-                l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
+                l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[rank.weight_of(l)]
             )
-            rank.grad_weights[l] = rank.grad_weights[l] + grad_weight if m else grad_weight
+            rank.accumulate(grad_weight)
         del rank.grad_activations[0]
 
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
         )

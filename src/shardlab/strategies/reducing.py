@@ -69,7 +69,7 @@ class GradientReducer:
             self._coming[weight] += 1
             await self._reduce(weight, gradient, axes)
         else:
-            self._sum(weight, gradient)
+            self._rank.accumulate(gradient)
         if last:
             await self.finish(layer)
 
@@ -168,7 +168,7 @@ class GradientReducer:
         if axes:
             await self._reduce(layer, gradient, axes)
             return
-        self._sum(layer, gradient)
+        self._rank.accumulate(gradient)
         self._coming[layer] -= 1
         if layer in self._complete and not self._coming[layer]:
             self._complete.remove(layer)
@@ -178,7 +178,3 @@ class GradientReducer:
         for axis, in_flight in self._in_flight.items():
             while in_flight:
                 await self._land(axis)
-
-    def _sum(self, layer: int, gradient: Value) -> None:
-        sums = self._rank.grad_weights
-        sums[layer] = sums[layer] + gradient if layer in sums else gradient

@@ -8,19 +8,20 @@ from shardlab.strategies.entry import built_in, one_device_mesh
 async def single(rank: Rank) -> None:
     """Train on one rank; every other one would compute the same step."""
     last = len(rank.layers)
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
     rank.activations[0] = rank.load_batch(rank.microbatches)
 
     for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[rank.weight_of(l)])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     for l in reversed(rank.layers):
-        rank.grad_weights[l], rank.grad_activations[l] = rank.backward(
-            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
+        grad_weight, rank.grad_activations[l] = rank.backward(
+            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[rank.weight_of(l)]
         )
-    for l in rank.layers:
+        rank.accumulate(grad_weight)
+    for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.update(
             l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
         )

@@ -15,31 +15,37 @@ from shardlab.strategies.entry import built_in, tensor_parallel_mesh
 async def tensor_parallel(rank: Rank) -> None:
     """A body makes its slice's terms of a sum: one all-reduce for each body and direction. Norms run on every rank."""
     last = rank.layers[-1]
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         cut = (rank.index, rank.world) if rank.signatures[l].sliced else (0, 1)
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, *cut)
     rank.activations[0] = rank.load_batch(rank.microbatches)
 
     residual: list[Value] = []
     for l in rank.layers:
+        weight = rank.weights[rank.weight_of(l)]
         if rank.signatures[l].sliced:
-            terms = rank.forward(l, rank.activations[l], rank.weights[l])
+            terms = rank.forward(l, rank.activations[l], weight)
             rank.activations[l + 1] = await rank.all_reduce(terms, axis="tp") if l < last else terms
         else:
             given = rank.activations[l], *residual
-            rank.activations[l + 1], *residual = rank.forward(l, given, rank.weights[l])
+            rank.activations[l + 1], *residual = rank.forward(l, given, weight)
 
     stats = await rank.all_gather(rank.loss_stats(rank.activations[last + 1]), axis="tp")
     gradient = rank.loss(rank.activations.pop(last + 1), stats)  # of this rank's slice of the vocabulary
     residual = []
     for l in reversed(rank.layers):
-        x, given = rank.activations.pop(l), (gradient, *residual)
+        x, given, weight = rank.activations.pop(l), (gradient, *residual), rank.weights[rank.weight_of(l)]
         if rank.signatures[l].sliced:
-            rank.grad_weights[l], terms = rank.backward(l, x, gradient, rank.weights[l])
+            grad_weight, terms = rank.backward(l, x, gradient, weight)
+            rank.accumulate(grad_weight)
             gradient = await rank.all_reduce(terms, axis="tp") if l else terms
         else:
-            rank.grad_weights[l], gradient, *residual = rank.backward(l, x, given, rank.weights[l])
-    for l in rank.layers:
+            grad_weight, gradient, *residual = rank.backward(l, x, given, weight)
+            rank.accumulate(grad_weight)
+    for l in rank.weighted_layers:
+        direction = None
+        if rank.wants_direction(l) and rank.signatures[l].sliced:  # of whole matrices, for Muon
+            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]), axis="tp")
         rank.weights[l], rank.opt_states[l] = rank.update(
-            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction
         )

@@ -10,20 +10,25 @@ from shardlab.strategies.entry import built_in
 async def wsdp(rank: Rank) -> None:
     """Gather each layer just before it is used and free it right after; all-reduce gradients, update one's slice."""
     last = len(rank.layers)
-    for l in rank.layers:
+    for l in rank.weighted_layers:
         rank.weights[l], rank.opt_states[l] = rank.load_weights(l, shard=rank.index, of=rank.world)
     rank.activations[0] = rank.load_batch(rank.share())
 
     for l in rank.layers:
-        full = await rank.all_gather(rank.weights[l])
+        full = await rank.all_gather(rank.weights[rank.weight_of(l)])
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     for l in reversed(rank.layers):
-        full = await rank.all_gather(rank.weights[l])
-        rank.grad_weights[l], rank.grad_activations[l] = rank.backward(
+        full = await rank.all_gather(rank.weights[rank.weight_of(l)])
+        grad_weight, rank.grad_activations[l] = rank.backward(
             l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), full
         )
-    for l in rank.layers:
-        reduced = await rank.all_reduce(rank.grad_weights.pop(l))
-        rank.weights[l], rank.opt_states[l] = rank.update(l, reduced, rank.weights[l], rank.opt_states[l])
+        rank.accumulate(grad_weight)
+    for l in rank.weighted_layers:
+        rank.grad_weights[l], direction = await rank.all_reduce(rank.grad_weights.pop(l)), None
+        if rank.wants_direction(l):  # of whole matrices, for Muon
+            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]))
+        rank.weights[l], rank.opt_states[l] = rank.update(
+            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction
+        )
