@@ -27,7 +27,7 @@ def held(run: PublishedRun) -> tuple[float, bool]:
     memories = memory_in_bytes(traced, workload.kept_sizes)
     peaks = [peak_of(traced, row, memory, rank_of(traced.program, row)) for row, memory in enumerate(memories)]
     made = held_memory(run.workload, peaks)
-    return measured_as(run, made), made.fits
+    return measured_as(run.measured.memory, made), made.fits
 
 
 @pytest.mark.parametrize("row", CHRONICLES, ids=[row["id"] for row in CHRONICLES])

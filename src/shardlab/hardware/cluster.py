@@ -133,8 +133,8 @@ class Cluster:
             return self.profile.messages.seconds(bytes)
         if source // self.per_node == target // self.per_node:
             return START + self.intra_node.latency + bytes / self.intra_node.pair_speed
-        share = min(1.0, self.nics / self.per_node)
-        return START + self.inter_node.latency + bytes / (self.inter_node.speed * share)
+        own = self.inter_node.speed * self.nics / self.per_node  # a device's own NICs carry a message together
+        return START + self.inter_node.latency + bytes / own
 
     def copy_seconds(self, bytes: float, place: str) -> float:
         """How long a device takes to copy to or from the host's memory or the disk; a CPU's ranks copy their own.

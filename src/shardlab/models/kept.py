@@ -31,6 +31,7 @@ class SavedActivations:
             torchtitan/distributed/activation_checkpoint.py: every second product by `_get_custom_policy`).
         unread: whether of these products also those stay that no backward pass reads (the feed-forward's last), as
             they do where no compiler sees that.
+        copied: whether keys and values are copied beside each other, and stay in both places.
     """
 
     mask: float = 0.0
@@ -39,6 +40,7 @@ class SavedActivations:
     activated: bool = False
     per_op: bool = False
     unread: bool = False
+    copied: bool = False
 
 
 AUTOGRAD = SavedActivations()
@@ -69,6 +71,8 @@ def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: i
     """Elements of a primitive that autograd keeps and this choice does not (negative: it keeps more)."""
     if isinstance(primitive, Activate) and kept.activated and primitive.activation == "swiglu":
         return -rows * primitive.tokens * primitive.hidden
+    if isinstance(primitive, Projection) and kept.copied:
+        return -2 * rows * primitive.tokens * primitive.kv_width
     narrower = 1 - kept.mask / element if kept.mask and not isinstance(primitive, Embed) else 0.0
     return narrower * primitive.mask(rows)
 

@@ -58,17 +58,19 @@ class Estimate:
         times: when everything happened.
         memory: what each row holds.
         place: where a layer stands in the model (None: layers are only numbered).
+        beside: seconds of the step beside its ops, in which no rank computes.
     """
 
     traced: Traced
     times: Times
     memory: list[RankMemory]
     place: Callable[[int], str] | None = None
+    beside: float = 0.0
 
     @cached_property
     def step(self) -> float:
         """How long the step takes."""
-        return self.times.end
+        return self.times.end + self.beside
 
     @cached_property
     def compute_share(self) -> float:

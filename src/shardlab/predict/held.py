@@ -7,6 +7,9 @@ PyTorch's caching allocator never gives a block that was allocated on one stream
 (`torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`). So two things stay reserved while activations are at their
 peak: the room of the reduced gradients, and that of the largest gather. Its root group, the embedding, the last norm
 and the head, stays gathered as a whole.
+
+nanotron gathers a slice's inputs on a stream of its own before each product, frees them after it, and runs ahead of its
+device (`parallel/tensor_parallel/functional.py`): the allocator holds their room back until the device has come there.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class HeldMemory:
         total: what nvidia-smi shows: with CUDA's context and NCCL's buffers.
         needed: what must find room: all but the blocks that the allocator frees before it fails.
         room: of the device.
+        safe: whether beside it so much of the device stays free as the recipe wants of a plan that is chosen.
+        logged: what the framework logs of what is reserved: that of the fullest device, or of the first.
     """
 
     allocated: float
@@ -41,6 +46,8 @@ class HeldMemory:
     total: float
     needed: float
     room: float
+    safe: bool
+    logged: float
 
     @property
     def parts(self) -> dict[str, float]:
@@ -63,13 +70,19 @@ def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
     On CPUs an allocator's reserve and CUDA's context are nothing.
     """
     recipe, room, on_gpu = workload.recipe.memory, workload.cluster.device.memory, not workload.cluster.on_cpu
-    taken = allocated = max(peak.bytes + recipe.gradient_buffer * standing_gradients(workload, peak) for peak in peaks)
+    each = [peak.bytes + recipe.gradient_buffer * standing_gradients(workload, peak) for peak in peaks]
+    taken = allocated = max(each)
     if recipe.stream_memory and on_gpu:
         taken = max(peak.bytes + standing_streams(workload, peak) for peak in peaks)
+    gathers = [bytes + standing_gathers(workload, peak) for bytes, peak in zip(each, peaks, strict=True)]
     held_back, context = on_gpu * (recipe.reserved - 1) * taken, on_gpu * recipe.context_bytes
     needed = taken + recipe.kept_when_full * held_back + context
-    reserved = min(taken + held_back, room - context) if needed <= room else taken + held_back
-    return HeldMemory(allocated, reserved, reserved + context, needed, room)
+    wanted = max(taken + held_back, *gathers)
+    most = room - context if needed <= room else math.inf
+    reserved, first = min(wanted, most), min(gathers[0], most)
+    safe = wanted + context + recipe.margin_bytes <= room
+    logged = first if recipe.logs_first_rank else reserved
+    return HeldMemory(allocated, reserved, reserved + context, needed, room, safe, logged)
 
 
 def held_by(workload: Workload) -> HeldMemory:
@@ -88,6 +101,19 @@ def standing_gradients(workload: Workload, peak: Peak) -> float:
     each = workload.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT)) / precision.bytes(Kind.WEIGHT)
     all = each * peak.by_category[Category.PARAMETERS.value]
     return max(0.0, all - peak.by_category[Category.GRADIENTS.value])
+
+
+def standing_gathers(workload: Workload, peak: Peak) -> float:
+    """Bytes of gathered inputs of a slice's matrices that the allocator holds back, beside what a rank stores."""
+    held_back = workload.recipe.memory.gathers_held_back
+    plan, model, mesh = workload.plan, workload.model, workload.mesh
+    if not held_back or not isinstance(plan, Plan) or not plan.sequence_parallel:
+        return 0.0
+    stage = mesh.coordinate(peak.rank, "pp")
+    blocks = model.layers / mesh.pp
+    each = min(workload.microbatches // plan.data_ranks, mesh.pp - stage)
+    gathered = workload.micro_batch_size * model.seq_len / mesh.cp * model.hidden_size * (1 - 1 / mesh.tp)
+    return held_back * blocks * each * gathered * workload.precision.bytes(Kind.ACTIVATION)
 
 
 def standing_streams(workload: Workload, peak: Peak) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardlab.hardware import Cluster
 from shardlab.models import Model
-from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
+from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.matrices import matrices_of
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.program import Group, Holds, Kind, Mesh, Op, OpKind, Sizes, Spec
@@ -122,6 +122,8 @@ class ClusterPrices(Prices):
         whole_too = self.recipe.overlap.allreduce_sharded_gradients and kind is OpKind.REDUCE_SCATTER and data
         done = "all_reduce" if whole_too else kind.value
         seconds = self.cluster.collective_seconds(done, whole, group.ranks)
+        if group.axis == "tp":
+            seconds += self.recipe.overlap.tp_seconds
         share = bytes / whole if whole else 1.0
         return seconds * share * (1.0 - self.recipe.overlap.share.get(group.axis, 0.0))
 
@@ -147,7 +149,11 @@ class ClusterPrices(Prices):
         return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
 
     def _sum(self, kernels: Iterable[Kernel]) -> float:
-        return sum(self.cluster.device.seconds(kernel, self.precision.compute) for kernel in kernels)
+        """Seconds of some kernels, one after the other, and no sooner than the host has started them."""
+        kernels = list(kernels)
+        busy = sum(self.cluster.device.seconds(kernel, self.precision.compute) for kernel in kernels)
+        host = self.recipe.kernels.host_seconds
+        return max(busy, host * sum(isinstance(kernel, Matmul) for kernel in kernels)) if host else busy
 
     def _tokens(self, spec: Spec) -> tuple[int, int]:
         """(sequences, tokens of each) of a value made of pieces of the batch."""

@@ -24,6 +24,9 @@ class Kernels:
         update_bytes: bytes that the optimizer moves for each parameter (None: as the precision says).
         cp_imbalance: 0 where every rank along `cp` attends to as much; 1 where each has one run of a causal sequence,
             so that the last attends to (2 cp - 1) / cp of the mean.
+        host_seconds: of a rank's host for each product of matrices and all that is started beside it: a rank is as slow
+            as its host where kernels are shorter.
+        step_seconds: of each step, whatever its size: data, logs, and what an optimizer does for each parameter.
     """
 
     attention: str = "flash2"
@@ -31,6 +34,8 @@ class Kernels:
     fused_accumulation: bool = False
     update_bytes: float | None = None
     cp_imbalance: float = 0.0
+    host_seconds: float = 0.0
+    step_seconds: float = 0.0
 
     def run(self, kernels: Iterable[Kernel]) -> list[Kernel]:
         """A model's kernels as this framework runs them."""
@@ -60,6 +65,11 @@ class MemoryUse:
             before it fails it frees the blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`,
             `release_cached_blocks`).
         context_bytes: bytes that a GPU holds beyond the allocator's, as nvidia-smi shows it (CUDA's context, NCCL).
+        gathers_held_back: of each block and microbatch that is kept, the gathered inputs of a slice's matrices that the
+            allocator holds back for the stream that gathered them, and gives up when there is no room.
+        margin_bytes: what must stay free of a device for a plan to be chosen: near full memory the allocator frees and
+            asks again, and steps take several times as long.
+        logs_first_rank: what the framework logs is its first rank's memory, not the fullest's.
     """
 
     saved: SavedActivations = AUTOGRAD
@@ -71,6 +81,9 @@ class MemoryUse:
     reserved: float = 1.0
     kept_when_full: float = 1.0
     context_bytes: float = 0.0
+    gathers_held_back: float = 0.0
+    margin_bytes: float = 0.0
+    logs_first_rank: bool = False
 
     def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:
         """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.
@@ -126,6 +139,7 @@ class Overlap:
         single_nic: collectives leave a node through one of its NICs only.
         contention: seconds that compute loses in a second in which a communication is in flight beside it.
         bucket_bytes: gradients or parameters that are communicated at once, so that small ones share a start.
+        tp_seconds: that each collective along `tp` takes beyond its bytes and hops, until its ranks' hosts have come.
     """
 
     share: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -136,6 +150,7 @@ class Overlap:
     single_nic: bool = False
     contention: float = 0.0
     bucket_bytes: float = 0.0
+    tp_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +165,10 @@ class Defaults:
         gradient_bytes: bytes of a gradient's element when it is reduced.
         bf16_gradient_bytes: `gradient_bytes` of gradients in bfloat16 (None: the same).
         reduce_at: when gradients are reduced (see `Plan.reduce_at`).
+        sharded_reduce_at: `reduce_at` where the optimizer's state is sharded ("": the same).
         zero_stage: the least ZeRO stage that it uses.
+        stages: how blocks are dealt to pipeline stages: evenly, or by cost (see `shardlab.predict.staging`).
+        microbatches_short_of_ranks: how many microbatches fewer than pipeline ranks a step may have (None: any number).
     """
 
     vocab_size: int = 50257
@@ -160,4 +178,7 @@ class Defaults:
     gradient_bytes: int = 2
     bf16_gradient_bytes: int | None = None
     reduce_at: Literal["layer", "step"] = "layer"
+    sharded_reduce_at: Literal["", "layer", "step"] = ""
     zero_stage: int = 0
+    stages: Literal["even", "cost"] = "even"
+    microbatches_short_of_ranks: int | None = None

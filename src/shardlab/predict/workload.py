@@ -101,7 +101,8 @@ class Workload:
         self.cluster.require(self.mesh.world)
         self.cluster.device.peak(self.precision.compute)
         with gc_paused():  # from the first op to the last figure
-            return estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
+            made = estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
+        return replace(made, beside=self.recipe.kernels.step_seconds)
 
     @property
     def kept_sizes(self) -> Sizes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from shardlab.predict.forecast import Forecast, forecast
 from shardlab.predict.held import HeldMemory
 from shardlab.published.reading import PublishedRun
+from shardlab.published.rows import Memory
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,15 @@ class Prediction:
 def predict(run: PublishedRun) -> Prediction:
     """Forecast a step of a run."""
     if run.measured.of_block:
-        return Prediction(_block_seconds(run), measured_as(run, _forecast(run, 1).memory), True)  # it ran alone
+        alone = _forecast(run, 1).memory
+        return Prediction(_block_seconds(run), measured_as(run.measured.memory, alone), True)
     made = forecast(run.workload)
-    return Prediction(made.seconds, measured_as(run, made.memory), made.memory.fits)
+    return Prediction(made.seconds, measured_as(run.measured.memory, made.memory), made.memory.fits)
 
 
-def measured_as(run: PublishedRun, held: HeldMemory) -> float:
-    """Bytes of the fullest GPU, as the run measured them."""
-    return {"allocated": held.allocated, "reserved": held.reserved}.get(run.measured.memory, held.total)
+def measured_as(memory: Memory, held: HeldMemory) -> float:
+    """Bytes of the fullest GPU, as a run measured them."""
+    return {"allocated": held.allocated, "reserved": held.logged}.get(memory, held.total)
 
 
 def _block_seconds(run: PublishedRun) -> float:

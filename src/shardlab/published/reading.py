@@ -10,6 +10,7 @@ from shardlab.hardware import Cluster, find_device, find_link
 from shardlab.hardware.clusters import NODES
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.predict.recipe import Recipe, find_recipe
+from shardlab.predict.staging import stages_by_cost
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
 from shardlab.program.precision import Precision
@@ -168,16 +169,21 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
     pipelined = mesh.pp > 1
     halves = mesh.tp > 1 or mesh.cp > 1 or model.borrowed(model.layers - 1) or recompute == "selective"
     fewer_at_ends = parallelism.first_last_stage_one_layer_less or words.read("partition", parallelism.pp_partition)
+    dealt: tuple[int, ...] = ()
+    if pipelined and recipe.defaults.stages == "cost":
+        dealt = stages_by_cost(model, stages, halves=bool(halves))
+    elif pipelined:
+        dealt = layers_per_stage(model.layers, stages, bool(fewer_at_ends), bool(halves))
     keeps_weights = zero == 3 and (pipelined or words.read("fsdp", parallelism.fsdp).get("reshard_after") == "step")
     return Plan(
         mesh,
         schedule,
         stages_per_rank=chunks if schedule == "interleaved-1f1b" else None,
-        layers_per_stage=layers_per_stage(model.layers, stages, bool(fewer_at_ends), bool(halves)) if pipelined else (),
+        layers_per_stage=dealt,
         shard_parameters=shard if zero >= 3 else (),
         shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
-        reduce_at=recipe.defaults.reduce_at,
+        reduce_at=(zero and recipe.defaults.sharded_reduce_at) or recipe.defaults.reduce_at,
         reshard_after="step" if keeps_weights else "layer",
         sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
         recompute=recompute,
