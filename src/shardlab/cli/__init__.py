@@ -27,6 +27,7 @@ from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.recipes import Recipes
+from shardlab.cli.plan import PlanCommand
 from shardlab.cli.sample import Sample
 from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate
@@ -76,6 +77,7 @@ COMMANDS: dict[str, type[Command]] = {
     "checkpoint": CheckpointCommand,
     "recipes": Recipes,
     "validate": Validate,
+    "plan": PlanCommand,
     "bench": Bench,
     "compare": Compare,
 }

@@ -6,9 +6,10 @@ not run: they can be chosen, but have no speed.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -17,8 +18,8 @@ from shardlab.predict.limits import broken_limit
 from shardlab.predict.recipe import Recipe
 from shardlab.program import Refused, UserError
 from shardlab.published.predict import measured_as
-from shardlab.published.reading import workload_of
-from shardlab.published.records import record_of
+from shardlab.published.reading import recipe_of, workload_of
+from shardlab.published.records import Incomplete, record_of
 from shardlab.published.rows import measured_of
 
 GOOD = 0.5
@@ -33,8 +34,7 @@ class Candidate:
     """A configuration that was tried.
 
     Attributes:
-        id, model, devices: which, of what, and on how many.
-        tokens: of a step.
+        id, model, devices, nodes: which, of what, and on how many.
         measured: tokens/s of each device (None: it did not run).
         measured_bytes: of the fullest device (None: not given).
         predicted: tokens/s of each device (None: there is no prediction).
@@ -48,7 +48,7 @@ class Candidate:
     id: str
     model: str
     devices: int
-    tokens: int
+    nodes: int
     measured: float | None
     measured_bytes: float | None = None
     predicted: float | None = None
@@ -69,12 +69,13 @@ class Cell:
     """A model on a number of devices.
 
     Attributes:
-        model, devices: which.
+        model, devices, nodes: which.
         candidates: all configurations that were tried, at least one of which ran.
     """
 
     model: str
     devices: int
+    nodes: int
     candidates: Sequence[Candidate]
 
     @property
@@ -129,30 +130,38 @@ class Cell:
         return 1 - max((each.measured or 0.0 for each in some), default=0.0) / (self.best.measured or 1.0)
 
 
-def candidate_of(row: dict[str, Any], recipe: Recipe) -> Candidate:
-    """Predict one row of a file of runs by a recipe.
+def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> Candidate:
+    """Predict one row of a file of runs, as this recipe runs it (None: as the row's framework does).
 
     Raises:
-        Incomplete: it does not say all that a prediction needs.
+        UserError: it says too little to be graded.
     """
-    record, measured = record_of(row), measured_of(row)
-    devices, model = record.hardware.gpus, str(row["model"].get("name") or _name_of(row["model"]))
-    tokens = record.batch.global_sequences * record.model.seq_len
+    try:
+        record = record_of(row)
+    except Incomplete as error:
+        raise UserError(f"run {row['id']} {error}; every run that is graded needs it") from None
+    measured, written = measured_of(row), row["model"]
+    devices, tokens = record.hardware.gpus, record.batch.global_sequences * record.model.seq_len
+    name = str(written.get("name") or f"{written['layers']} layers of {written['hidden']}")
+    nodes = math.ceil(devices / (record.hardware.gpus_per_node or 8))
     speed = tokens / measured.seconds / devices if measured.seconds else None
-    known: dict[str, Any] = {"measured_bytes": measured.bytes, "measured": speed, "tokens": tokens}
+    found = Candidate(record.id, name, devices, nodes, speed, measured.bytes)
     began = time.process_time()
     try:
-        workload = workload_of(record, recipe)
+        workload = workload_of(record, recipe or recipe_of(record))
         if reason := broken_limit(workload):
-            return Candidate(record.id, model, devices, **known, reason=reason)
+            return replace(found, reason=reason)
         made = forecast(workload)
-    except (UserError, Refused) as error:
-        return Candidate(record.id, model, devices, **known, reason=str(error))
-    return Candidate(
-        record.id, model, devices, **known, predicted=tokens / made.seconds / devices,
-        bytes=measured_as(measured.memory if measured.bytes else "reserved", made.memory), fits=made.memory.fits, safe=made.memory.safe,
+    except (Incomplete, UserError, Refused) as error:
+        return replace(found, reason=str(error))
+    return replace(
+        found,
+        predicted=tokens / made.seconds / devices,
+        bytes=measured_as(measured.memory if measured.bytes else "reserved", made.memory),
+        fits=made.memory.fits,
+        safe=made.memory.safe,
         seconds=time.process_time() - began,
-    )  # fmt: skip
+    )
 
 
 def cells_of(candidates: Iterable[Candidate]) -> list[Cell]:
@@ -160,7 +169,7 @@ def cells_of(candidates: Iterable[Candidate]) -> list[Cell]:
     found: dict[tuple[str, int], list[Candidate]] = {}
     for each in candidates:
         found.setdefault((each.model, each.devices), []).append(each)
-    cells = [Cell(model, devices, some) for (model, devices), some in found.items()]
+    cells = [Cell(model, devices, some[0].nodes, some) for (model, devices), some in found.items()]
     return [cell for cell in cells if cell.best.measured]
 
 
@@ -211,10 +220,6 @@ class Grades:
         )
 
 
-def _name_of(model: dict[str, Any]) -> str:
-    return f"{model.get('layers')} layers of {model.get('hidden')}"
-
-
 def _mean(values: Iterable[float]) -> float:
     some = list(values)
     return mean(some) if some else 0.0
@@ -234,4 +239,3 @@ def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     a, b = mean(one), mean(other)
     products = sum((x - a) * (y - b) for x, y in zip(one, other, strict=True))
     return products / (sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in other)) ** 0.5
-

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from multiprocessing import get_context
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shardlab.predict.recipe import Recipe
 from shardlab.program import Refused, UserError
@@ -18,6 +18,8 @@ from shardlab.published.predict import Prediction, predict
 from shardlab.published.reading import read_run
 from shardlab.published.records import Incomplete, StateRecord, made, section
 from shardlab.published.rows import Measurement, measured_of
+
+T = TypeVar("T")
 
 Figure = Literal["seconds", "bytes"]
 """Figures in which predictions are compared: the time of a step, and memory."""
@@ -67,14 +69,21 @@ def _state(row: dict[str, Any]) -> Prediction:
 
 
 def outcomes_of(rows: Sequence[dict[str, Any]], recipe: Recipe | None = None) -> Iterator[Outcome]:
-    """Predict all rows, on every core; give outcomes in the order of the rows, each as soon as it is known.
+    """Predict all rows; give outcomes in the order of the rows, each as soon as it is known."""
+    return on_every_core(outcome_of, rows, recipe)
+
+
+def on_every_core(
+    predict: Callable[[dict[str, Any], Recipe | None], T], rows: Sequence[dict[str, Any]], recipe: Recipe | None
+) -> Iterator[T]:
+    """Call a function of each row and a recipe, on every core; give results in order, each as soon as it is known.
 
     Processes are spawned, since a progress bar's thread would not survive a fork; when the user interrupts, they end
     with the command and say nothing of their own.
     """
     processes = min(len(rows), os.cpu_count() or 1)
     if processes < 2:
-        yield from map(outcome_of, rows, repeat(recipe))
+        yield from map(predict, rows, repeat(recipe))
         return
     with ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
-        yield from pool.map(outcome_of, rows, repeat(recipe))
+        yield from pool.map(predict, rows, repeat(recipe))
