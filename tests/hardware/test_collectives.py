@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.hardware import find_cluster
+from shardlab.hardware import find_cluster, find_link
 from shardlab.hardware.collectives import COSTS
 from shardlab.hardware.formulas import bus_bandwidth
 from shardlab.program import UserError
@@ -109,3 +110,10 @@ def test_bytes_and_ranks_that_cannot_be_are_refused(bytes: float, ranks: list[in
 def test_a_message_of_negative_size_or_to_nobody_is_refused(bytes: float, target: int) -> None:
     with pytest.raises(UserError, match=r"-5 bytes cannot be sent|there is no rank 99"):
         find_cluster("h100x16").message_seconds(bytes, 0, target)
+
+
+def test_a_message_goes_over_all_nics_of_a_device() -> None:
+    one = replace(find_cluster("h100x16"), inter_node=find_link("efa-100"), nics=8)
+    four = replace(one, nics=32)
+    start = one.message_seconds(0, 0, 8)
+    assert one.message_seconds(1e9, 0, 8) - start == pytest.approx(4 * (four.message_seconds(1e9, 0, 8) - start))

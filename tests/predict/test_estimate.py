@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardlab.check import check
+from shardlab.hardware import find_cluster
+from shardlab.models import GPT
 from shardlab.predict.estimate import Estimate, estimate
 from shardlab.predict.folding import fold
+from shardlab.predict.recipe import Recipe
+from shardlab.predict.recipe_groups import Kernels
+from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, OpKind, Rank, Sizes, trace
+from shardlab.program.precision import find_precision
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan import Plan
 from shardlab.timeline.counters import memory_counters
@@ -97,3 +105,11 @@ def test_a_sum_that_the_backward_pass_has_made_costs_nothing() -> None:
     sums = [at for at, op in enumerate(program.tapes[0]) if op.kind is OpKind.ADD and op.layer >= 0]
     assert {apart.ends[0][at] - apart.starts[0][at] for at in sums} == {1}
     assert {inside.ends[0][at] - inside.starts[0][at] for at in sums} == {0}
+
+
+def test_a_step_takes_what_its_recipe_says_beside_its_ops() -> None:
+    step = Workload(
+        Plan(Mesh(dp_shard=2)), GPT(), find_cluster("h100x2"), 2, 1, find_precision("bf16"), recipe=Recipe()
+    )
+    slow = replace(step, recipe=Recipe(kernels=Kernels(step_seconds=0.5)))
+    assert slow.estimate().step == step.estimate().step + 0.5

@@ -81,5 +81,39 @@ def test_on_cpus_nothing_is_added_to_what_was_counted() -> None:
     peaks = step.estimate().peaks
     cpu = held_memory(replace(step, cluster=Cluster.of_profile(CPU)), peaks)
     tensors = max(peak.bytes for peak in peaks)
-    assert cpu == HeldMemory(tensors, tensors, tensors, tensors, cpu.room)
+    assert cpu == HeldMemory(tensors, tensors, tensors, tensors, cpu.room, safe=True, logged=tensors)
     assert held_memory(step, peaks).total > tensors
+
+
+NANOTRON = Plan(Mesh(pp=2, tp=2), sequence_parallel=True)
+
+
+def of_plan(memory: MemoryUse, plan: Plan = NANOTRON) -> HeldMemory:
+    """A plan's memory, on four devices, by a framework of such memory."""
+    numbers, devices = find_precision("bf16"), find_cluster("h100x4")
+    return held_by(Workload(plan, MODEL, devices, 4, 1, numbers, recipe=Recipe(memory=memory)))
+
+
+def test_gathers_that_are_held_back_are_reserved_and_given_up_where_room_lacks() -> None:
+    none, two = of_plan(MemoryUse()), of_plan(MemoryUse(gathers_held_back=2.0))
+    gathered = 256 * 256 / 2 * 2  # the other half of a sequence, in two bytes
+    assert two.reserved - none.reserved == 2 * 2 * 2 * gathered  # of two blocks, for two microbatches
+    assert (two.allocated, two.needed) == (none.allocated, none.needed)
+    apart = replace(NANOTRON, sequence_parallel=False)
+    assert of_plan(MemoryUse(gathers_held_back=2.0), apart).reserved == of_plan(MemoryUse(), apart).reserved
+
+
+def test_a_plan_is_chosen_with_a_margin_and_fits_without() -> None:
+    none, wide = of_plan(MemoryUse()), of_plan(MemoryUse(margin_bytes=80 * 2.0**30))
+    assert none.safe
+    assert none.fits
+    assert not wide.safe
+    assert wide.fits
+
+
+def test_a_log_of_the_first_rank_tells_less_than_the_fullest_holds() -> None:
+    shallow = Plan(Mesh(pp=4), layers_per_stage=(1, 1, 1, 1))
+    memory = MemoryUse(logit_bytes=1000.0)  # so that the last stage is the fullest
+    fullest, first = of_plan(memory, shallow), of_plan(replace(memory, logs_first_rank=True), shallow)
+    assert fullest.logged == fullest.reserved == first.reserved
+    assert first.logged < first.reserved

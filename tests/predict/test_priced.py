@@ -13,6 +13,8 @@ from shardlab.hardware.clusters import find_cluster
 from shardlab.models import GPT, Model
 from shardlab.models.kernels import Matmul
 from shardlab.predict.priced import ClusterPrices
+from shardlab.predict.recipe import Recipe
+from shardlab.predict.recipe_groups import Kernels, Overlap
 from shardlab.program import Kind, Mesh, Op, OpKind, Sizes, UserError, trace
 from shardlab.program.mesh import group_of
 from shardlab.program.precision import PRECISIONS, find_precision
@@ -155,3 +157,24 @@ def test_an_unknown_precision_names_the_nearest() -> None:
         find_precision("b16")
     with pytest.raises(UserError, match="there are fp32"):
         find_precision("xyz")
+
+
+def test_a_rank_is_as_slow_as_its_host_where_kernels_are_shorter() -> None:
+    checked = traced(Plan(Mesh()), 1, 1)
+    forward, backward, loss = (ops(checked, kind)[0] for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.LOSS))
+
+    def by_host(op: Op, seconds: float) -> float:
+        prices = replace(PRICES, recipe=Recipe(kernels=Kernels(host_seconds=seconds)))
+        return prices.compute_time(op, checked.specs[0], checked.program.sizes)
+
+    assert by_host(forward, PRODUCT / 2) == price(checked, forward)
+    assert by_host(forward, 3 * PRODUCT) == 3 * PRODUCT  # one product
+    assert by_host(backward, 3 * PRODUCT) == 6 * PRODUCT  # two
+    assert by_host(loss, 3 * PRODUCT) == price(checked, loss)  # none
+
+
+def test_a_recipe_s_collectives_along_tp_wait_for_their_hosts() -> None:
+    prices = replace(PRICES, recipe=Recipe(overlap=Overlap(tp_seconds=5.0)))
+    assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("tp", (0, 1))) == 205
+    assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("dp_shard", (0, 1))) == 200
+    assert prices.collective_time(OpKind.ALL_GATHER, 100, group_of("tp", (0,))) == 0

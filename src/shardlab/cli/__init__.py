@@ -26,8 +26,8 @@ from shardlab.cli.eval import Eval
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch
 from shardlab.cli.options import check_counts, option_names
-from shardlab.cli.recipes import Recipes
 from shardlab.cli.plan import PlanCommand
+from shardlab.cli.recipes import Recipes
 from shardlab.cli.sample import Sample
 from shardlab.cli.schedule import ScheduleCommand
 from shardlab.cli.simulate import Simulate

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from shardlab.cli.console import print_json, stdout_console, table_of
-from shardlab.planner.grade import FIRST, Candidate, Cell, Grades, candidate_of, cells_of
+from shardlab.planner.grade import FIRST, GradedCell, Grades, TriedPlan, candidate_of, cells_of
 from shardlab.predict.recipe import Recipe
 from shardlab.program import UserError
 from shardlab.published.outcomes import on_every_core
@@ -59,7 +59,7 @@ def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
         _print(cells, grades, seen, stdout_console())
 
 
-def _row(each: Candidate) -> dict[str, Any]:
+def _row(each: TriedPlan) -> dict[str, Any]:
     return {
         "id": each.id,
         "predicted_tokens_per_s_per_device": each.predicted,
@@ -72,7 +72,7 @@ def _row(each: Candidate) -> dict[str, Any]:
     }
 
 
-def _cell(cell: Cell) -> dict[str, Any]:
+def _cell(cell: GradedCell) -> dict[str, Any]:
     first = cell.ranking[:1]
     return {
         "model": cell.model,
@@ -87,7 +87,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _print(cells: Sequence[Cell], grades: dict[str, Grades], seen: Sequence[Candidate], console: Console) -> None:
+def _print(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequence[TriedPlan], console: Console) -> None:
     table = table_of("model", "devices", "tried", "ran", "regret", f"of {FIRST}", "correlation", "chosen")
     table.columns[-1].justify, table.columns[-1].no_wrap, table.columns[-1].overflow = "left", False, "fold"
     for cell in cells:

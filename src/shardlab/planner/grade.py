@@ -30,7 +30,7 @@ FIRST = 3
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TriedPlan:
     """A configuration that was tried.
 
     Attributes:
@@ -65,7 +65,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GradedCell:
     """A model on a number of devices.
 
     Attributes:
@@ -76,22 +76,22 @@ class Cell:
     model: str
     devices: int
     nodes: int
-    candidates: Sequence[Candidate]
+    candidates: Sequence[TriedPlan]
 
     @property
-    def ranking(self) -> list[Candidate]:
+    def ranking(self) -> list[TriedPlan]:
         """All that can be chosen, the predicted fastest first: legal, and safe; if none is, all that fit."""
         legal = [each for each in self.candidates if each.predicted]
         some = [each for each in legal if each.safe] or [each for each in legal if each.fits] or legal
         return sorted(some, key=lambda each: -(each.predicted or 0.0))
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> TriedPlan:
         """The measured fastest."""
         return max(self.candidates, key=lambda each: each.measured or 0.0)
 
     @property
-    def chosen(self) -> Candidate | None:
+    def chosen(self) -> TriedPlan | None:
         """The first of the ranking that ran."""
         return next(iter(self._ran), None)
 
@@ -117,20 +117,20 @@ class Cell:
         return _correlation(_ranks([one for one, _ in ran]), _ranks([other for _, other in ran]))
 
     @property
-    def good(self) -> list[Candidate]:
+    def good(self) -> list[TriedPlan]:
         """Configurations that ran nearly as fast as the best, and have a prediction."""
         least = GOOD * (self.best.measured or 0.0)
         return [each for each in self.candidates if each.measured and each.predicted and each.measured >= least]
 
     @property
-    def _ran(self) -> list[Candidate]:
+    def _ran(self) -> list[TriedPlan]:
         return [each for each in self.ranking if each.measured is not None]
 
-    def _lost(self, some: Iterable[Candidate]) -> float:
+    def _lost(self, some: Iterable[TriedPlan]) -> float:
         return 1 - max((each.measured or 0.0 for each in some), default=0.0) / (self.best.measured or 1.0)
 
 
-def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> Candidate:
+def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan:
     """Predict one row of a file of runs, as this recipe runs it (None: as the row's framework does).
 
     Raises:
@@ -145,7 +145,7 @@ def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> Candidate
     name = str(written.get("name") or f"{written['layers']} layers of {written['hidden']}")
     nodes = math.ceil(devices / (record.hardware.gpus_per_node or 8))
     speed = tokens / measured.seconds / devices if measured.seconds else None
-    found = Candidate(record.id, name, devices, nodes, speed, measured.bytes)
+    found = TriedPlan(record.id, name, devices, nodes, speed, measured.bytes)
     began = time.process_time()
     try:
         workload = workload_of(record, recipe or recipe_of(record))
@@ -164,12 +164,12 @@ def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> Candidate
     )
 
 
-def cells_of(candidates: Iterable[Candidate]) -> list[Cell]:
+def cells_of(candidates: Iterable[TriedPlan]) -> list[GradedCell]:
     """Cells of some candidates, in the order in which they come; those in which nothing ran are left out."""
-    found: dict[tuple[str, int], list[Candidate]] = {}
+    found: dict[tuple[str, int], list[TriedPlan]] = {}
     for each in candidates:
         found.setdefault((each.model, each.devices), []).append(each)
-    cells = [Cell(model, devices, some[0].nodes, some) for (model, devices), some in found.items()]
+    cells = [GradedCell(model, devices, some[0].nodes, some) for (model, devices), some in found.items()]
     return [cell for cell in cells if cell.best.measured]
 
 
@@ -199,7 +199,7 @@ class Grades:
     seconds: float
 
     @classmethod
-    def of(cls, cells: Sequence[Cell]) -> Grades:
+    def of(cls, cells: Sequence[GradedCell]) -> Grades:
         """Grade some cells, at least one."""
         good = [each for cell in cells for each in cell.good]
         all = [each for cell in cells for each in cell.candidates]

@@ -1,0 +1,114 @@
+"""Choices graded: cells of a few configurations, whose regret can be told by eye."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardlab.planner.grade import GradedCell, Grades, TriedPlan, candidate_of, cells_of
+from shardlab.predict.recipe import find_recipe
+from shardlab.program import UserError
+from tests.planner.nanotron_rows import row
+
+
+def tried(measured: float | None, predicted: float | None = 1.0, *, fits: bool = True, safe: bool = True) -> TriedPlan:
+    name = f"measured {measured}, predicted {predicted}"
+    return TriedPlan(name, "model", 8, 1, measured, None, predicted, None, fits, safe)
+
+
+def cell(*candidates: TriedPlan) -> GradedCell:
+    return GradedCell("model", 8, 1, candidates)
+
+
+def test_nothing_is_lost_where_the_best_is_chosen() -> None:
+    some = cell(tried(100.0, 9.0), tried(80.0, 8.0), tried(50.0, 5.0))
+    assert (some.regret, some.regret_of_first, some.rank_correlation) == (0.0, 0.0, 1.0)
+    assert some.chosen is some.best
+    assert some.first_runs
+
+
+def test_what_is_lost_is_the_share_of_the_best_speed() -> None:
+    some = cell(tried(60.0, 9.0), tried(80.0, 8.0), tried(70.0, 7.0), tried(100.0, 5.0))
+    assert some.regret == pytest.approx(0.4)
+    assert some.regret_of_first == pytest.approx(0.2)  # of the first three
+    assert some.rank_correlation == pytest.approx(-0.8)
+
+
+def test_a_crashed_run_is_chosen_first_and_has_no_speed() -> None:
+    some = cell(tried(None, 9.0), tried(90.0, 8.0), tried(100.0, 5.0))
+    assert not some.first_runs
+    assert some.regret == pytest.approx(0.1)
+    assert some.chosen is some.candidates[1]
+
+
+def test_what_leaves_too_little_memory_free_is_not_chosen_while_something_else_is_there() -> None:
+    tight, roomy = tried(100.0, 9.0, safe=False), tried(80.0, 5.0)
+    assert cell(tight, roomy).chosen is roomy
+    assert cell(tight, tried(90.0, 10.0, fits=False, safe=False)).chosen is tight
+    assert cell(tried(90.0, 1.0, fits=False, safe=False)).chosen is not None
+
+
+def test_what_breaks_a_limit_is_never_chosen() -> None:
+    illegal = replace(tried(100.0, None), reason="too few microbatches")
+    some = cell(illegal, tried(80.0))
+    assert not illegal.legal
+    assert some.chosen is some.candidates[1]
+    assert some.best is illegal
+
+
+def test_equal_predictions_share_a_rank_and_one_run_has_no_correlation() -> None:
+    assert cell(tried(1.0, 2.0), tried(2.0, 2.0)).rank_correlation is None
+    assert cell(tried(1.0), tried(None)).rank_correlation is None
+    assert cell(tried(1.0, 2.0), tried(2.0, 2.0), tried(3.0, 5.0)).rank_correlation == pytest.approx(0.866, abs=1e-3)
+
+
+def test_a_cell_is_a_model_on_some_devices_in_which_something_ran() -> None:
+    one, other = tried(1.0), replace(tried(1.0), devices=16)
+    crashed = replace(tried(None), model="another")
+    assert [(found.model, found.devices, len(found.candidates)) for found in cells_of([one, other, one, crashed])] == [
+        ("model", 8, 2),
+        ("model", 16, 1),
+    ]
+
+
+def test_errors_are_those_of_good_configurations() -> None:
+    fast, near, slow = tried(100.0, 110.0), tried(50.0, 40.0), tried(40.0, 400.0, fits=False)
+    grades = Grades.of([cell(replace(fast, bytes=9.0, measured_bytes=10.0), near, slow)])
+    assert grades.time == pytest.approx((1 / 11 + 1 / 4) / 2)
+    assert grades.time_bias == pytest.approx((-1 / 11 + 1 / 4) / 2)
+    assert (grades.memory, grades.memory_bias) == pytest.approx((0.1, -0.1))
+    assert grades.refused == pytest.approx(1 / 3)
+    assert (grades.cells, grades.first_runs) == (1, 1)
+
+
+def test_a_row_is_predicted_by_the_recipe_that_is_given() -> None:
+    own, nanotron = (candidate_of(row(tp=2, dp=4), find_recipe(name)) for name in ("shardlab", "nanotron"))
+    assert own.legal
+    assert nanotron.legal
+    assert own.predicted
+    assert nanotron.predicted
+    assert own.predicted > nanotron.predicted
+    assert (nanotron.nodes, nanotron.devices, nanotron.measured) == (1, 8, 1000.0)
+
+
+def test_a_row_that_breaks_a_limit_says_which() -> None:
+    found = candidate_of(row(pp=8, micro_batch=64))
+    assert not found.legal
+    assert found.predicted is None
+    assert found.reason == (
+        "nanotron's 1f1b needs at least pp - 1 microbatches; with pp 8 give at least 7 to each data-parallel rank, "
+        "not 4"
+    )
+    assert "leaves nothing for the last of 16" in candidate_of(row(pp=16, dp=1, micro_batch=1)).reason
+
+
+def test_a_row_whose_numbers_do_not_go_together_says_so() -> None:
+    found = candidate_of(row(pp=64))
+    assert not found.legal
+    assert found.reason
+
+
+def test_a_row_that_says_too_little_is_named() -> None:
+    with pytest.raises(UserError, match=r"run playbook-small does not say layers; every run that is graded needs it"):
+        candidate_of(row() | {"model": {"hidden": 2048, "heads": 32, "seq_len": 4096}})
