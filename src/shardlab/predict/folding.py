@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from shardlab.predict.rotation import Rotation
-from shardlab.program import Group, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Spec, UserError, World
+from shardlab.program import Group, Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Spec, Strategy, UserError, World
 from shardlab.program.bounds import MAX_FOLDED
 from shardlab.program.communications import Channels, CollectiveHandle, OpenCollectives, SendHandle, Wake
 from shardlab.program.matching import Channel, Communication, channel_of, communications_of
@@ -53,8 +53,11 @@ class Folded:
     communication_of: list[dict[int, int]]
 
 
-def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
+def fold(plan: Plan, sizes: Sizes, microbatches: int, strategy: Strategy | None = None) -> Folded:
     """Trace one rank of each pipeline stage.
+
+    Args:
+        strategy: what follows the plan (None: `planned`).
 
     Raises:
         Refused: if an op breaks a rule.
@@ -62,7 +65,7 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int) -> Folded:
     """
     with gc_paused():
         world = FoldedWorld(plan, sizes, microbatches)
-        program = world.run(planned(plan))
+        program = world.run(strategy or planned(plan))
         specs = [rank.specs() for rank in world.ranks if isinstance(rank, FoldedRank)]
         world.release()
         return Folded(program, specs, *communications_of(program, partial(_channel, program.mesh, world.stride)))

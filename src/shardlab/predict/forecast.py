@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardlab.predict.estimate import Peak
+from shardlab.predict.figures import Figures
 from shardlab.predict.held import HeldMemory, held_memory
+from shardlab.predict.outline_clocks import step_seconds
+from shardlab.predict.outlined import outlined
 from shardlab.predict.workload import Workload
+from shardlab.program.world import gc_paused
 from shardlab.strategies.plan import Plan
+from shardlab.strategies.resolve import resolve
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,62 @@ def forecast(workload: Workload) -> Forecast:
     """
     plan = workload.plan
     assert isinstance(plan, Plan), "a program of its own is replayed whole, by `Workload.estimate`"
-    each, rest = divmod(workload.microbatches, plan.data_ranks)
-    few, more = (each, 0) if rest else enough(plan, each)
-    if few == each:
-        whole = workload.estimate()
-        return Forecast(whole.step, whole.peaks, held_memory(workload, whole.peaks))
-    first, last = (replace(workload, microbatches=n * plan.data_ranks).estimate() for n in (few, few + more))
-    return Forecast(extended(first.step, last.step, (each - few) / more), last.peaks, held_memory(workload, last.peaks))
+    workload.require()
+    with gc_paused():
+        each, rest = divmod(workload.microbatches, plan.data_ranks)
+        few, more = (each, 0) if rest else enough(plan, each)
+        replayed = _Outlined(workload, few) if outlinable(workload) else partial(_replayed, workload)
+        seconds, peaks = replayed(few)
+        if few < each:
+            longer, peaks = replayed(few + more)
+            seconds = extended(seconds, longer, (each - few) / more)
+        return Forecast(seconds, peaks, held_memory(workload, peaks))
+
+
+Replayed = tuple[float, Sequence[Peak]]
+"""Seconds of a step, and the most that each rank of its pipeline holds."""
+
+
+def _replayed(workload: Workload, each: int) -> Replayed:
+    """Replay every op of a step with so many microbatches for each data-parallel rank."""
+    assert isinstance(workload.plan, Plan)
+    estimate = replace(workload, microbatches=each * workload.plan.data_ranks).estimate()
+    return estimate.step, estimate.peaks
+
+
+def outlinable(workload: Workload) -> bool:
+    """Whether outlines tell a plan's step exactly (see `outlined`)."""
+    plan, cluster = workload.plan, workload.cluster
+    assert isinstance(plan, Plan)
+    each = plan.mesh.world // plan.mesh.pp
+    alike = plan.mesh.pp == 1 or each % cluster.per_node == 0 or cluster.per_node % each == 0
+    return alike or cluster.profile is not None
+
+
+class _Outlined:
+    """Steps of a workload, outlined; with any number of microbatches for each data-parallel rank.
+
+    Args:
+        each: one such number.
+    """
+
+    def __init__(self, workload: Workload, each: int) -> None:
+        plan = workload.plan
+        assert isinstance(plan, Plan)
+        self._plan, mesh = plan, plan.mesh
+        self._first = range(0, mesh.world, mesh.world // mesh.pp)
+        self._plans = [resolve(plan, workload.sizes, each * plan.data_ranks, index) for index in self._first]
+        self._figures = Figures(workload, {type(step) for step in self._plans[0].steps})
+
+    def __call__(self, each: int) -> Replayed:
+        steps = self._plan.steps(self._plans[0].model.pipeline_units, each * self._plan.data_ranks)
+        plans = [
+            replace(plan, steps=mine, microbatches=range(each))
+            for plan, mine in zip(self._plans, steps.of_ranks, strict=True)
+        ]
+        ranks = [outlined(self._figures, plan, index) for plan, index in zip(plans, self._first, strict=True)]
+        seconds = step_seconds([rank.entries for rank in ranks], self._figures.prices.contention)
+        return seconds, [rank.peak_memory for rank in ranks]
 
 
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks, Model, cut_for
+from shardlab.models.repeated import Repeated, sampled
 from shardlab.predict.estimate import Estimate, estimate
 from shardlab.predict.folding import fold
 from shardlab.predict.priced import ClusterPrices
@@ -78,8 +79,6 @@ class Workload:
             Refused: for a wrong program.
             UserError: for sizes that do not go together.
         """
-        if isinstance(self.plan, Plan):
-            self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, self.sizes, self.microbatches)
@@ -88,18 +87,40 @@ class Workload:
     @cached_property
     def sizes(self) -> Sizes:
         """Elements and bytes of the program's values."""
+        if isinstance(self.plan, Plan) and self.sample.model.layers < self.model.layers:
+            return self.repeated.sizes(self.sample.sizes)
         elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
         sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema)
         return self.plan.counted(sizes) if isinstance(self.plan, Plan) else sizes
+
+    @cached_property
+    def sample(self) -> Workload:
+        """The same with few of the model's blocks, which are all alike."""
+        return replace(self, model=sampled(self.model))
+
+    @cached_property
+    def repeated(self) -> Repeated:
+        """The program's layers, each like one of the sample's."""
+        return Repeated(self.sample.cut, self.model.layers - self.sample.model.layers)
+
+    def require(self) -> None:
+        """Refuse more ranks than devices, and a device that does not compute in the precision's dtype.
+
+        Raises:
+            UserError: with what does not go together.
+        """
+        self.cluster.require(self.mesh.world)
+        self.cluster.device.peak(self.precision.compute)
+        if isinstance(self.plan, Plan):
+            self.plan.require_ops(self.model.layers, self.microbatches, folded=True)
 
     def estimate(self) -> Estimate:
         """Replay it.
 
         Raises:
-            UserError: if there are more ranks than devices, or the device does not compute in the precision's dtype.
+            UserError: if it is refused (see `require`).
         """
-        self.cluster.require(self.mesh.world)
-        self.cluster.device.peak(self.precision.compute)
+        self.require()
         with gc_paused():  # from the first op to the last figure
             made = estimate(self.traced, self.prices, self.kept_sizes, self.cut.place)
         return replace(made, beside=self.recipe.kernels.step_seconds)

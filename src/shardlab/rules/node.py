@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from shardlab.rules.kind import Kind
@@ -74,6 +75,13 @@ class Layer:
     cut: tuple[str, ...] = ()
     weight: int = 0
     use: int = 0
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.nodes, self.inputs, self.outputs, self.cut, self.weight, self.use))
 
     @property
     def recomputed(self) -> bool:

@@ -28,12 +28,16 @@ def planned(plan: Plan) -> Strategy:
 
 
 class PlanRunner:
-    """A rank that follows a plan made out for it."""
+    """A rank that follows a plan made out for it.
 
-    def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
+    Args:
+        layers: what runs its layers' passes (None: a runner of their own).
+    """
+
+    def __init__(self, rank: Rank, rank_plan: RankPlan, layers: LayerRunner | None = None) -> None:
         self.rank = rank
         self.plan = rank_plan
-        self.layers = LayerRunner(rank, rank_plan)
+        self.layers = layers or LayerRunner(rank, rank_plan)
         self.weights = ParameterGatherer(rank, rank_plan)
         self.gradients = GradientReducer(rank, rank_plan)
         reduced_by_itself = () if rank_plan.explicit_reductions else rank_plan.own_stages

@@ -137,7 +137,7 @@ class Clocks:
                     return
                 if self._contention:
                     issued = handle_op[handle]
-                    both = _computing(idle, starts[issued], min(clock, end))
+                    both = computing(idle, starts[issued], min(clock, end))
                     end = max(clock, end) + self._contention * both
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
@@ -222,11 +222,11 @@ class Clocks:
         return end
 
 
-def _computing(idle: Sequence[Idle], since: float, until: float) -> float:
+def computing(idle: Sequence[Idle], since: float, until: float) -> float:
     """How long a rank computes between two moments."""
-    computing = max(0.0, until - since)
+    seconds = max(0.0, until - since)
     for each in reversed(idle):
         if each.until <= since:
             break
-        computing -= max(0.0, min(each.until, until) - max(each.since, since))
-    return max(0.0, computing)
+        seconds -= max(0.0, min(each.until, until) - max(each.since, since))
+    return max(0.0, seconds)

@@ -36,7 +36,7 @@ _PLACE = {category: place for place, category in enumerate(CATEGORIES)}
 _PARAMETERS, _GATHERED, _COMMUNICATION = (
     _PLACE[category] for category in (Category.PARAMETERS, Category.GATHERED, Category.COMMUNICATION)
 )
-_PLACE_OF_KIND = dict.fromkeys(Kind, _PLACE[Category.ACTIVATIONS]) | {
+PLACE_OF_KIND = dict.fromkeys(Kind, _PLACE[Category.ACTIVATIONS]) | {
     Kind.WEIGHT: _PARAMETERS,
     Kind.OPT_STATE: _PLACE[Category.OPTIMIZER],
     Kind.GRAD_WEIGHT: _PLACE[Category.GRADIENTS],
@@ -152,7 +152,7 @@ def account(
                 spec = specs[number]
                 elsewhere = spec[0].place != memory or number in free_of_room or number in views.roots
                 bytes = room[number] = 0 if elsewhere else size(spec)
-                slot = _PLACE_OF_KIND[spec[0].kind]
+                slot = PLACE_OF_KIND[spec[0].kind]
                 if handle >= 0:
                     gathers = kind is OpKind.ALL_GATHER and slot == _PARAMETERS and spec[0].step == 0
                     slot = _GATHERED if gathers else _COMMUNICATION
@@ -189,7 +189,7 @@ def account(
                 for number in issued.pop(handle, ()):
                     if place[number] == _COMMUNICATION:  # it has arrived
                         by_category[_COMMUNICATION] -= room[number]
-                        place[number] = _PLACE_OF_KIND[specs[number].kind]
+                        place[number] = PLACE_OF_KIND[specs[number].kind]
                         by_category[place[number]] += room[number]
             continue
         for number in gone:

@@ -1,0 +1,111 @@
+"""Figures that the outlines of one workload's ranks share: sizes, prices and passes, each found out once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from functools import cached_property
+from typing import NamedTuple
+
+from shardlab.predict.passes import Cuts, Pass, Passes, passes_of
+from shardlab.predict.workload import Workload
+from shardlab.program import Group, Holds, Kind, OpKind, Spec
+from shardlab.program.tape import compute_op
+from shardlab.rules.spec import Space, form_of
+from shardlab.timeline.prices import Bytes
+
+NO_SPACE = Space(0)
+"""Of parameters, which have no tokens."""
+
+
+class Part(NamedTuple):
+    """A part of a weight, of its gradient or of its optimizer's state, of a layer of the sample.
+
+    Attributes:
+        wire, room: its bytes where it is communicated, and where it is held.
+    """
+
+    spec: Spec
+    wire: int
+    room: int
+
+
+class Figures:
+    """Sizes, prices and passes of a workload, from its sample.
+
+    Args:
+        done: the kinds of steps that its plan has.
+
+    Attributes:
+        alike: for each layer the sample's layer that it is like.
+        chains: passes of whole stages, by the passes in them.
+    """
+
+    def __init__(self, workload: Workload, done: Collection[type]) -> None:
+        self._sample, self._done = workload.sample, done
+        self.alike = workload.repeated.alike
+        self.place = workload.repeated.place
+        self.sizes, self.prices = self._sample.sizes, self._sample.prices
+        self.chains: dict[Hashable, Pass] = {}
+        self._wire, self._room = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
+        self._passes: dict[Cuts, Passes] = {}
+        self._parts: dict[Hashable, Part] = {}
+        self._seconds: dict[Hashable, float] = {}
+
+    @cached_property
+    def merges(self) -> bool:
+        """Whether communication that is awaited at once takes as long as compute does."""
+        return not self.prices.contention
+
+    def passes(self, cuts: Cuts = None) -> Passes:
+        """Passes of blocks that are computed again and are cut so by stages (None: of others)."""
+        known = self._passes.get(cuts)
+        if known is None:
+            known = self._passes[cuts] = passes_of(self._sample, self._done, cuts)
+        return known
+
+    def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> Part:
+        """So many of so many pieces of a layer's parameters, or of something as large."""
+        key = (kind, layer, pieces, of)
+        known = self._parts.get(key)
+        if known is None:
+            like = self.alike[layer]
+            spec = Spec(form_of(kind, like, 0, NO_SPACE, Holds((1 << pieces) - 1, of)))
+            known = self._parts[key] = self.measured(spec)
+        return known
+
+    def border(self, kind: Kind, layer: int) -> Part:
+        """The value of a kind that enters a layer, or its gradient."""
+        key = (kind, layer)
+        known = self._parts.get(key)
+        if known is None:
+            known = self._parts[key] = self.measured(self.passes().borders[kind, self.alike[layer]])
+        return known
+
+    def measured(self, spec: Spec) -> Part:
+        return Part(spec, self._wire(spec), self._room(spec))
+
+    def compute(self, kind: OpKind, part: Part) -> float:
+        """Seconds of an op on parameters, their gradient or a scalar."""
+        form = part.spec.form
+        key = (kind, form)
+        known = self._seconds.get(key)
+        if known is None:
+            op = compute_op(kind, form.layer, (0,), (0,))
+            known = self._seconds[key] = self.prices.compute_time(op, {0: part.spec}, self.sizes)
+        return known
+
+    def collective(self, kind: OpKind, bytes: int, group: Group) -> float:
+        """Seconds of a collective, from its last member's arrival."""
+        key = (kind, bytes, group)
+        known = self._seconds.get(key)
+        if known is None:
+            known = self._seconds[key] = self.prices.collective_time(kind, bytes, group)
+        return known
+
+    def message(self, part: Part, source: int, target: int) -> float:
+        """Seconds of a message."""
+        key = (part.spec.kind, part.wire, source, target)
+        known = self._seconds.get(key)
+        if known is None:
+            known = self._seconds[key] = self.prices.message_times(part.spec.kind, part.wire, source, target)[0]
+        return known

@@ -1,0 +1,315 @@
+"""The outline of a rank's step: the strategy that follows plans, run on a rank that only notes seconds and bytes.
+
+Gradients are reduced and weights gathered by the very code that is traced. Layers' passes are not run again but taken
+from a sample (see `passes`), and where a stage does nothing but passes, all of them are one entry. So an outline has as
+many entries as there are microbatches and messages, not ops.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from shardlab.predict.estimate import Peak
+from shardlab.predict.figures import Figures
+from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join
+from shardlab.predict.outline_values import Borders, Handle, Store, Value
+from shardlab.predict.passes import Crest, Held, Pass
+from shardlab.program import Group, Kind, Mesh, OpKind
+from shardlab.program.mesh import group_among
+from shardlab.timeline.memory import CATEGORIES, PLACE_OF_KIND, Category
+
+GATHERED, COMMUNICATION = CATEGORIES.index(Category.GATHERED), CATEGORIES.index(Category.COMMUNICATION)
+
+
+class Outline:
+    """One rank of each pipeline stage, as far as its step's time and memory go.
+
+    Attributes:
+        entries: what it does, in order.
+        peak, at_peak: the most bytes that it holds, in all and by category.
+        op, layer: during which op, on which layer.
+    """
+
+    def __init__(self, index: int, mesh: Mesh, figures: Figures) -> None:
+        self.index, self.mesh, self.figures = index, mesh, figures
+        self.layers = range(len(figures.alike) - 1)
+        self.entries: list[Entry] = []
+        self._handles = 0
+        self._outstanding: dict[int, Handle] = {}
+        self.open = Counter[Hashable]()
+        self._joined = Counter[Hashable]()
+        self.held = [0] * len(CATEGORIES)
+        self.total = self.peak = 0
+        self.at_peak: Held = tuple(self.held)
+        self.op, self.layer = OpKind.LOAD_WEIGHT, 0
+        self.weights, self.opt_states, self.grad_weights, self.scalars = Store(), Store(), Store(), Store()
+        self.activations = Borders(self, Kind.ACTIVATION)
+        self.grad_activations = Borders(self, Kind.GRAD_ACTIVATION)
+        self._apart = mesh.world // mesh.pp
+        self._groups: dict[str, Group] = {}
+
+    def store(self, kind: Kind) -> Borders:
+        return Borders(self, kind)
+
+    def group(self, axis: str) -> Group:
+        """The ranks met along an axis: beside the pipeline's, those of the first row, which all rows are like."""
+        group = self._groups.get(axis)
+        if group is None:
+            group = self._groups[axis] = self.mesh.group(self.index if axis == "pp" else 0, axis)
+        return group
+
+    # What is held
+
+    def hold(self, value: Value, sign: int = 1) -> None:
+        self.held[value.slot] += sign * value.room
+        self.total += sign * value.room
+
+    def note(self, op: OpKind, layer: int) -> None:
+        """Compare what is held during an op with the peak."""
+        if self.total > self.peak:
+            self.peak, self.at_peak, self.op, self.layer = self.total, tuple(self.held), op, layer
+
+    def crest(self, crest: Crest | None, start: Held, total: int, layer: int) -> None:
+        """Compare the most that a pass holds with the peak."""
+        if crest is not None and total + crest.bytes > self.peak:
+            self.peak = total + crest.bytes
+            self.at_peak = tuple([a + b for a, b in zip(start, crest.held, strict=True)])
+            self.op, self.layer = crest.op, layer + crest.layer
+
+    def forget(self, value: Value) -> None:
+        value.keys -= 1
+        if not value.keys and value.alive:
+            self.free(value)
+
+    def done_with(self, value: Value | None) -> None:
+        if value is not None and not value.keys and value.alive and not value.reading:
+            self.free(value)
+
+    def free(self, value: Value) -> None:
+        value.alive = False
+        for handle in value.reading:
+            self.wait(handle)
+        self.hold(value, -1)
+
+    def made(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> Value:
+        """Make a value that is so many of so many pieces of a layer's weight."""
+        return Value(self, self.figures.part(kind, layer, pieces, of), layer, pieces, of)
+
+    # What takes time
+
+    def run(self, seconds: float) -> None:
+        """Compute for so long."""
+        last = self.entries[-1] if self.entries else None
+        if isinstance(last, Compute):
+            last.seconds += seconds
+        else:
+            self.entries.append(Compute(seconds))
+
+    def issue(self, channel: Hashable, result: Value | None, read: Value | None) -> Handle:
+        """Note that a communication has begun; an entry follows."""
+        handle = self._outstanding[self._handles] = Handle(self, self._handles, channel, result, read)
+        self._handles += 1
+        self.open[channel] += 1
+        if read is not None:
+            read.reading += (handle,)
+        return handle
+
+    def meet(self, group: Group, seconds: float, result: Value | None = None, read: Value | None = None) -> Handle:
+        """Begin a collective: alone, or with the other rows that are members."""
+        handle = self.issue(group, result, read)
+        if self._meets_rows(group):
+            self._join(handle, group, len(group.ranks), seconds)
+        else:
+            self.entries.append(Issue(handle.number, group, seconds))
+        return handle
+
+    def _meets_rows(self, group: Group) -> bool:
+        return group.axis == "pp" or (self.mesh.pp > 1 and group.ranks[-1] - group.ranks[0] >= self._apart)
+
+    def _join(self, handle: Handle, stream: Hashable, members: int, seconds: float, blocks: float = 0.0) -> None:
+        channel = handle.channel
+        self._joined[channel] += 1
+        self.entries.append(Join(handle.number, channel, self._joined[channel], stream, members, seconds, blocks))
+
+    def wait(self, handle: Handle) -> None:
+        handle.waited = True
+        del self._outstanding[handle.number]
+        self.open[handle.channel] -= 1
+        last = self.entries[-1]
+        if (
+            self.figures.merges
+            and isinstance(last, Issue)
+            and last.handle == handle.number
+            and not self.open[handle.channel]
+        ):  # awaited at once, on an idle stream
+            self.entries.pop()
+            self.run(last.seconds)
+        else:
+            self.entries.append(Await(handle.number))
+        result, read = handle.result, handle.read
+        if result is not None and result.slot == COMMUNICATION:  # it has arrived
+            self.hold(result, -1)
+            result.slot = PLACE_OF_KIND[result.kind]
+            self.hold(result)
+        if read is not None:
+            read.reading = tuple([other for other in read.reading if other is not handle])
+            if not read.keys:
+                self.done_with(read)
+
+    def end(self) -> None:
+        """Wait for what is in flight."""
+        for handle in list(self._outstanding.values()):
+            if not handle.waited:
+                self.wait(handle)
+
+    @property
+    def peak_memory(self) -> Peak:
+        """The peak, for a reader."""
+        by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, self.at_peak, strict=True)}
+        part = "" if self.layer < 0 else "head" if self.layer == len(self.layers) else self.figures.place(self.layer)
+        return Peak(self.index, self.peak, by_category, self.op, self.layer, 0, part)
+
+    # Verbs of a program
+
+    def load_weight(self, layer: int, index: int = 0, of: int = 1) -> Value:
+        return self._load(Kind.WEIGHT, OpKind.LOAD_WEIGHT, layer, of)
+
+    def load_opt_state(self, layer: int, index: int = 0, of: int = 1) -> Value:
+        return self._load(Kind.OPT_STATE, OpKind.LOAD_OPT_STATE, layer, of)
+
+    def _load(self, kind: Kind, op: OpKind, layer: int, of: int) -> Value:
+        value = self.made(kind, layer, 1, of)
+        self.hold(value)
+        self.note(op, layer)
+        return value
+
+    def load_batch(self, microbatches: Sequence[int], slices: Sequence[int] | None) -> None:
+        self.passed(self.figures.passes().by_key["load",], 0)
+
+    def all_gather(self, value: Value, *, axis: str) -> Handle:
+        group = self.group(axis)
+        result = self.made(value.kind, value.layer, value.pieces * len(group.ranks), value.of)
+        result.updated = value.updated
+        return self._collective(OpKind.ALL_GATHER, value, result, group)
+
+    def reduce_scatter(self, value: Value, *, axis: str) -> Handle:
+        group = self.group(axis)
+        result = self.made(value.kind, value.layer, value.pieces, value.of * len(group.ranks))
+        return self._collective(OpKind.REDUCE_SCATTER, value, result, group)
+
+    def all_reduce(self, value: Value, *, axis: str = "", among: Sequence[int] = ()) -> Handle:
+        group = group_among(tuple(among)) if among else self.group(axis)
+        return self._collective(OpKind.ALL_REDUCE, value, self._alike(value), group)
+
+    def _collective(self, kind: OpKind, value: Value, result: Value, group: Group) -> Handle:
+        gathers = kind is OpKind.ALL_GATHER and value.kind is Kind.WEIGHT and not value.updated
+        result.slot = GATHERED if gathers else COMMUNICATION
+        self.hold(result)
+        if kind is OpKind.ALL_REDUCE:  # in place
+            self._take_over(value)
+        self.note(kind, value.layer)
+        seconds = self.figures.collective(kind, max(value.part.wire, result.part.wire), group)
+        return self.meet(group, seconds, result, value)
+
+    def _take_over(self, value: Value) -> None:
+        """What was made lies where this value does."""
+        self.hold(value, -1)
+        value.room = 0
+
+    def _alike(self, value: Value) -> Value:
+        return Value(self, value.part, value.layer, value.pieces, value.of)
+
+    def send(self, value: Value, *, to: int) -> Handle:
+        seconds = self.figures.message(value.part, self.index, to)
+        handle = self.issue((self.index, to), None, value)
+        self._join(handle, frozenset((self.index, to)), 2, seconds, self.figures.prices.blocking_p2p * seconds)
+        self.note(OpKind.SEND, -1)
+        return handle
+
+    def recv(self, *, source: int, expect: tuple[str, int, int]) -> Handle:
+        kind, layer, _ = expect
+        part = self.figures.border(Kind(kind), layer)
+        result = Value(self, part)
+        result.slot = COMMUNICATION
+        self.hold(result)
+        self.note(OpKind.RECV, layer)
+        handle = self.issue((source, self.index), result, None)
+        self._join(handle, frozenset((source, self.index)), 2, self.figures.message(part, source, self.index))
+        return handle
+
+    def add(self, older: Value, newer: Value) -> Value:
+        made = self._alike(older)
+        fused = newer.kind is Kind.GRAD_WEIGHT and not newer.room  # the backward pass has added it
+        if not (fused and self.figures.prices.adds_in_backward):
+            self.run(self.figures.compute(OpKind.ADD, made.part))
+        self.hold(made)
+        self._take_over(older)
+        self.note(OpKind.ADD, made.layer)
+        self.done_with(newer)
+        return made
+
+    def norm(self, layer: int, gradient: Value) -> Value:
+        made = self.made(Kind.SCALAR, -1)
+        self.run(self.figures.compute(OpKind.NORM, gradient.part))
+        self.hold(made)
+        self.note(OpKind.NORM, layer)
+        return made
+
+    def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value) -> Value:
+        made = self.made(Kind.DIRECTION, layer, opt_state.pieces, opt_state.of)
+        self.run(self.figures.compute(OpKind.DIRECTION, made.part))
+        self.hold(made)
+        self.note(OpKind.DIRECTION, layer)
+        return made
+
+    def update(
+        self, layer: int, gradient: Value, weight: Value, opt_state: Value, norm: Value, direction: Value | None
+    ) -> tuple[Value, Value]:
+        for value in (weight, opt_state):
+            value.alive = False
+            for handle in value.reading:
+                self.wait(handle)
+            self.hold(value, -1)
+        made = self.made(Kind.WEIGHT, layer, opt_state.pieces, opt_state.of)
+        state = self.made(Kind.OPT_STATE, layer, opt_state.pieces, opt_state.of)
+        made.updated = True
+        self.hold(made)
+        self.hold(state)
+        self.run(self.figures.compute(OpKind.UPDATE, made.part))
+        self.note(OpKind.UPDATE, layer)
+        self.done_with(gradient)
+        self.done_with(direction)
+        return made, state
+
+    # Passes
+
+    def busy(self, done: Pass) -> bool:
+        """Whether a pass's collectives may have to wait for others that are in flight."""
+        return any(self.open[group] for group in done.groups)
+
+    def passed(self, done: Pass, layer: int, weight: Value | None = None, gradient: Value | None = None) -> None:
+        """Take a layer's pass.
+
+        Args:
+            weight: what it computes with.
+            gradient: of the weight, which it makes.
+        """
+        if self.figures.merges and not self.busy(done):
+            self.run(done.seconds)
+        else:
+            for after, group, seconds in done.meetings:
+                self.run(after)
+                self.wait(self.meet(group, seconds))
+            self.run(done.rest)
+        total, held = self.total, tuple(self.held)
+        self.crest(done.before, held, total, layer)
+        if gradient is not None:
+            self.hold(gradient)
+            total, held = self.total, tuple(self.held)
+        self.crest(done.main, held, total, layer)
+        self.done_with(weight)
+        self.crest(done.after, tuple(self.held), self.total, layer)
+        for slot, change in enumerate(done.held):
+            self.held[slot] += change
+        self.total += sum(done.held)

@@ -1,0 +1,109 @@
+"""Values and handles of a rank that only notes: their bytes, and who still wants them.
+
+They live and end as those of a traced rank do (see `shardlab.program.tracer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable
+from typing import TYPE_CHECKING, Any
+
+from shardlab.predict.figures import Part
+from shardlab.program import Kind
+from shardlab.timeline.memory import PLACE_OF_KIND
+
+if TYPE_CHECKING:
+    from shardlab.predict.outline import Outline
+
+
+class Value:
+    """A value of an outlined rank.
+
+    Attributes:
+        part: what it is.
+        layer, pieces, of: whose, and so many of so many pieces.
+        room: the bytes that it takes now; 0 if it lies where another value did.
+        slot: the category that they count in, by its place.
+        keys, reading, alive: as of `shardlab.program.value.Value`.
+        updated: whether it is a weight that the step has updated.
+    """
+
+    __slots__ = ("alive", "keys", "layer", "of", "part", "pieces", "rank", "reading", "room", "slot", "updated")
+
+    def __init__(self, rank: Outline, part: Part, layer: int = -1, pieces: int = 1, of: int = 1) -> None:
+        self.rank, self.part, self.layer, self.pieces, self.of = rank, part, layer, pieces, of
+        self.room = part.room
+        self.slot = PLACE_OF_KIND[part.spec.form.kind]
+        self.keys = 0
+        self.alive, self.updated = True, False
+        self.reading: tuple[Handle, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return self.part.spec.form.kind
+
+    def __add__(self, other: Value) -> Value:
+        return self.rank.add(self, other)
+
+
+class Handle:
+    """A communication that an outlined rank has issued.
+
+    Attributes:
+        number: of the rank's communications.
+        channel: what it takes turns on.
+        result, read: the value that it makes, and the one that it reads.
+    """
+
+    __slots__ = ("channel", "number", "rank", "read", "result", "waited")
+
+    def __init__(self, rank: Outline, number: int, channel: Hashable, result: Value | None, read: Value | None) -> None:
+        self.rank, self.number, self.channel, self.result, self.read = rank, number, channel, result, read
+        self.waited = False
+
+    def __await__(self) -> Generator[Handle, None, Any]:
+        if not self.waited:
+            self.rank.wait(self)
+        return self.result
+        yield self
+
+
+class Store(dict[Hashable, Value]):
+    """An outlined rank's values of a kind; the last key that goes frees its value."""
+
+    def __setitem__(self, key: Hashable, value: Value) -> None:
+        value.keys += 1
+        old = self.get(key)
+        if old is not None:
+            old.rank.forget(old)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Hashable) -> None:
+        value = self[key]
+        super().__delitem__(key)
+        value.rank.forget(value)
+
+    def pop(self, key: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
+        value = super().pop(key)
+        value.keys -= 1
+        return value
+
+
+class Borders:
+    """Values between layers. Passes have counted them already; one that is sent is made when it is."""
+
+    def __init__(self, rank: Outline, kind: Kind) -> None:
+        self.rank = rank
+        self.kind = kind
+        self.name = kind.value
+
+    def __setitem__(self, key: Hashable, value: object) -> None:
+        """Nothing is left to count."""
+
+    def __delitem__(self, key: tuple[int, int]) -> None:
+        """Nothing, but for the gradient of the tokens, which no pass reads."""
+        if self.kind is Kind.GRAD_ACTIVATION and key[0] == 0:
+            self.rank.hold(self.pop(key), -1)
+
+    def pop(self, key: tuple[int, int]) -> Value:
+        return Value(self.rank, self.rank.figures.border(self.kind, key[0]))

@@ -1,0 +1,194 @@
+"""Plans, outlined: every rank of a pipeline, from the passes of a sample and the plan's own order of work."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from shardlab.predict.figures import Figures
+from shardlab.predict.outline import Outline
+from shardlab.predict.outline_values import Value
+from shardlab.predict.passes import NOTHING, Crest, Cuts, Meeting, Pass
+from shardlab.program import Kind, OpKind
+from shardlab.strategies.planned import PlanRunner
+from shardlab.strategies.rank_plan import Keeps, RankPlan
+
+
+def outlined(figures: Figures, rank_plan: RankPlan, index: int) -> Outline:
+    """Outline the step of a rank, by its number and the plan made out for it."""
+    rank = Outline(index, rank_plan.plan.mesh, figures)
+    running = _Runner(rank, rank_plan).run()
+    try:
+        running.send(None)
+    except StopIteration:
+        rank.end()
+        return rank
+    raise AssertionError("an outline never waits for other ranks")
+
+
+class _Layers:
+    """Passes of an outlined rank, in the place of a `LayerRunner`."""
+
+    def __init__(self, rank: Outline, rank_plan: RankPlan) -> None:
+        self.rank, self.figures = rank, rank.figures
+        self.plan = rank_plan
+        sizes = rank_plan.plan.mesh.sizes()
+        self.slices = {l: math.prod(sizes[axis] for axis in w.cut_axes) for l, w in rank_plan.weights.items()}
+
+        self.cuts = {l: self._cuts(l) for l in rank_plan.layers}
+
+    def _cuts(self, layer: int) -> Cuts:
+        """Where stages cut the block of a layer that is computed again."""
+        if self.plan.layers[layer].keeps == "all":
+            return None if self.plan.plan.recompute != "full" else ()
+        blocks = self.plan.model.recomputable
+        block = blocks[bisect_right(blocks, layer, key=lambda block: block.start) - 1]
+        return tuple(stage[0] - block[0] for stage in self.plan.stages if block[0] < stage[0] <= block[-1])
+
+    def key(self, layer: int) -> tuple[Cuts, int]:
+        """Which sample's pass a layer takes, and of which of the sample's layers."""
+        cuts = self.cuts[layer]
+        return cuts, self.figures.alike[layer]
+
+    def of(self, name: str, layer: int, *rest: object) -> Pass:
+        """A layer's pass, by its name and what else tells it apart."""
+        cuts, like = self.key(layer)
+        return self.figures.passes(cuts).by_key[name, like, *rest]
+
+    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, hands_on: bool = True) -> None:
+        self.rank.passed(self.of("forward", layer, keeps, hands_on), layer, weight)
+
+    async def loss(self, m: int) -> None:
+        last = len(self.rank.layers)
+        self.rank.passed(self.figures.passes().by_key["loss", self.figures.alike[last]], last)
+
+    async def backward(self, layer: int, m: int, weight: Value) -> Value:
+        return self.with_gradient(self.of("backward", layer), layer, weight)
+
+    async def backward_input(self, layer: int, m: int, weight: Value) -> None:
+        self.rank.passed(self.of("backward_input", layer), layer, weight)
+
+    def backward_weight(self, layer: int, m: int) -> Value:
+        return self.with_gradient(self.of("backward_weight", layer), layer, None)
+
+    def gradient(self, layer: int) -> Value:
+        """The gradient that a layer's backward pass makes of its weight."""
+        owner = self.plan.weight_of(layer)
+        return self.rank.made(Kind.GRAD_WEIGHT, owner, of=self.slices.get(owner, 1))
+
+    def adds(self, layer: int) -> bool:
+        """Whether the backward pass itself adds a layer's gradient to an older one."""
+        weight = self.plan.weights.get(owner := self.plan.weight_of(layer))
+        return weight is not None and not weight.reduce_every_microbatch and owner in self.rank.grad_weights
+
+    def with_gradient(self, done: Pass, layer: int, weight: Value | None) -> Value:
+        gradient = self.gradient(layer)
+        if self.adds(layer):
+            gradient.room = 0
+        self.rank.passed(done, layer, weight, gradient)
+        return gradient
+
+
+class _Runner(PlanRunner):
+    """A plan's order of work; where a stage only computes, and adds to gradients, its passes are taken at once."""
+
+    def __init__(self, rank: Outline, rank_plan: RankPlan) -> None:
+        self.passes = _Layers(rank, rank_plan)
+        super().__init__(cast(Any, rank), rank_plan, cast(Any, self.passes))
+        self.outline = rank
+        self.chains: dict[tuple[str, int], Pass] = {}
+
+    async def forward(self, stage: int, m: int) -> None:
+        chain = None if self.plan.gather_axes else self.chain("forward", stage)
+        if chain is None or self.outline.busy(chain):
+            await super().forward(stage, m)
+            return
+        layers = self.plan.stages[stage]
+        if stage == 0:
+            self.outline.load_batch([m], None)
+        await self.arrive(layers[0], m, forward=True)
+        self.outline.passed(chain, layers[0])
+
+    async def backward(self, stage: int, m: int) -> None:
+        chain = self.chain_of_gradients("backward", stage)
+        if chain is None:
+            await super().backward(stage, m)
+            return
+        await self.gradient_of_output(stage, m)
+        self.outline.passed(chain, self.plan.stages[stage][0])
+        self.left[stage] -= 1
+        if stage == 0:
+            del self.rank.grad_activations[0, m]
+
+    async def backward_input(self, stage: int, m: int) -> None:
+        chain = None if self.plan.gather_axes else self.chain("backward_input", stage)
+        if chain is None or self.outline.busy(chain):
+            await super().backward_input(stage, m)
+            return
+        await self.gradient_of_output(stage, m)
+        self.outline.passed(chain, self.plan.stages[stage][0])
+        if stage == 0:
+            del self.rank.grad_activations[0, m]
+
+    async def backward_weight(self, stage: int, m: int) -> None:
+        chain = self.chain_of_gradients("backward_weight", stage)
+        if chain is None:
+            await super().backward_weight(stage, m)
+            return
+        self.outline.passed(chain, self.plan.stages[stage][0])
+        self.left[stage] -= 1
+
+    def chain_of_gradients(self, name: str, stage: int) -> Pass | None:
+        """A stage's passes, if all that is done with the gradients is that they are added to older ones."""
+        bare = self.plan.bare
+        alone = not self.plan.gather_axes and self.left[stage] != 1
+        if not alone or not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in bare):
+            return None
+        chain = self.chain(name, stage)
+        return None if self.outline.busy(chain) else chain
+
+    def chain(self, name: str, stage: int) -> Pass:
+        chain = self.chains.get((name, stage))
+        if chain is None:
+            known, layers = self.outline.figures.chains, self.plan.stages[stage]
+            key = (name, *map(self.passes.key, layers))
+            chain = known.get(key)
+            if chain is None:
+                chain = known[key] = chained(list(self.parts(name, layers)))
+            self.chains[name, stage] = chain
+        return chain
+
+    def parts(self, name: str, layers: range) -> Iterator[tuple[Pass, int]]:
+        """A stage's passes in order, each with its layer's place in the stage."""
+        figures, of, first = self.outline.figures, self.passes.of, layers[0]
+        if name == "forward":
+            for l in layers:
+                yield of(name, l, self.plan.layers[l].keeps, True), l - first
+            return
+        for l in reversed(layers):
+            if name != "backward_weight":
+                for again in self.plan.layers[l].recompute:
+                    yield of("forward", again, "all", again != l), again - first
+            yield of(name, l), l - first
+            if name != "backward_input" and l not in self.plan.bare and not figures.prices.adds_in_backward:
+                seconds = figures.compute(OpKind.ADD, self.passes.gradient(l).part)
+                yield Pass(seconds, (), seconds, NOTHING, None, None, None), l - first
+
+
+def chained(parts: Sequence[tuple[Pass, int]]) -> Pass:
+    """Passes one after the other as one, each with its layer's place from the first one's."""
+    held, crest, after = list(NOTHING), None, 0.0
+    meetings: list[Meeting] = []
+    for each, place in parts:
+        for meeting in each.meetings:
+            meetings.append(meeting._replace(after=after + meeting.after))
+            after = 0.0
+        after += each.rest
+        for found in (each.before, each.main, each.after):
+            if found is not None and (crest is None or sum(held) + found.bytes > crest.bytes):
+                most = tuple([a + b for a, b in zip(held, found.held, strict=True)])
+                crest = Crest(sum(most), most, found.op, found.layer + place)
+        held = [a + b for a, b in zip(held, each.held, strict=True)]
+    return Pass(sum(each.seconds for each, _ in parts), tuple(meetings), after, tuple(held), crest, None, None)

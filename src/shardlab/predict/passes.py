@@ -1,0 +1,315 @@
+"""Passes: what a layer's forward or backward pass takes in seconds and bytes, measured on a sample of a plan.
+
+All blocks of a model are alike, all microbatches are, and so are the ranks of a pipeline but for their layers. So the
+passes of three blocks, on one pipeline rank without data parallelism, tell those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from shardlab.predict.folding import Folded, fold
+from shardlab.predict.workload import Workload
+from shardlab.program import Group, Kind, OpKind, Rank, Spec, Value
+from shardlab.rules.layer import GRADIENT_OF
+from shardlab.strategies.computing import LayerRunner
+from shardlab.strategies.model_layers import model_layers
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.planned import PlanRunner
+from shardlab.strategies.rank_plan import Keeps, RankPlan
+from shardlab.strategies.resolve import resolve
+from shardlab.strategies.schedules import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from shardlab.timeline.clocks import Clocks, Times
+from shardlab.timeline.memory import CATEGORIES, account
+from shardlab.timeline.prices import Bytes
+
+FREE, WAIT = OpKind.FREE, OpKind.WAIT
+MAIN = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+
+Held = tuple[int, ...]
+"""Bytes, in the order of `CATEGORIES`."""
+
+NOTHING: Held = (0,) * len(CATEGORIES)
+
+
+class Crest(NamedTuple):
+    """The most that a pass holds beyond what was held when it began.
+
+    Attributes:
+        bytes, held: how much, in all and by category.
+        op, layer: during which op, on which layer, counted from the pass's own.
+    """
+
+    bytes: int
+    held: Held
+    op: OpKind
+    layer: int
+
+
+class Meeting(NamedTuple):
+    """A collective that is awaited at once.
+
+    Attributes:
+        after: seconds of compute before it, since the one before.
+        group, seconds: who meets, for how long.
+    """
+
+    after: float
+    group: Group
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A layer's pass, or several one after the other.
+
+    Attributes:
+        seconds: from its beginning to its end, on idle streams.
+        meetings: its collectives, where all are awaited at once.
+        rest: seconds of compute after the last of these.
+        held: what it leaves behind, less what was there before.
+        before, main, after: the most that it holds before, at and after the op that computes with the weight.
+    """
+
+    seconds: float
+    meetings: tuple[Meeting, ...]
+    rest: float
+    held: Held
+    before: Crest | None
+    main: Crest | None
+    after: Crest | None
+
+    @cached_property
+    def groups(self) -> frozenset[Group]:
+        return frozenset(meeting.group for meeting in self.meetings)
+
+
+PassKey = tuple[object, ...]
+
+Cuts = tuple[int, ...] | None
+"""Layers of a block, from its first one, at which stages begin, where it is computed again; None where it is not."""
+
+
+class Passes(NamedTuple):
+    """Passes of a sample's layers.
+
+    Attributes:
+        by_key: each pass, by its name, its layer, and what else tells it apart.
+        borders: the value of a kind that enters a layer, or its gradient.
+    """
+
+    by_key: Mapping[PassKey, Pass]
+    borders: Mapping[tuple[Kind, int], Spec]
+
+
+def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> Passes:
+    """Measure the passes of a workload's layers.
+
+    Args:
+        workload: a sample, with the plan of the whole model.
+        done: the kinds of steps that the plan has.
+        cuts: layers of a block that is computed again at which stages begin (None: measure others).
+    """
+    sample = _on_one_rank(workload, done, cuts)
+    plan, sizes = sample.plan, sample.sizes
+    assert isinstance(plan, Plan)
+    marks: list[tuple[int, PassKey]] = []
+    borders: dict[tuple[Kind, int], Spec] = {}
+
+    async def strategy(rank: Rank) -> None:
+        rank_plan = resolve(plan, rank.sizes, sample.microbatches, rank.index)
+        await _MarkedRunner(rank, rank_plan, _MarkedLayers(rank, rank_plan, marks, borders)).run()
+
+    traced = fold(plan, sizes, sample.microbatches, strategy)
+    measuring = _Measuring(traced, Clocks(traced, workload.prices).run(), Bytes(workload.kept_sizes))
+    by_key = {key: measuring.between(start, stop, key) for (start, key), (stop, _) in pairwise(marks) if key}
+    return Passes(by_key, borders)
+
+
+def _on_one_rank(workload: Workload, done: Collection[type], cuts: Cuts) -> Workload:
+    """The same on one pipeline rank, without data parallelism."""
+    plan = workload.plan
+    assert isinstance(plan, Plan)
+    split, both = BackwardInput in done, {Backward, BackwardInput} <= set(done)
+    plain = "none" if plan.recompute == "full" or isinstance(plan.recompute, tuple) else plan.recompute
+    sampled = replace(
+        plan,
+        mesh=replace(plan.mesh, pp=1, dp_replicate=1, dp_shard=1),
+        schedule=Schedule("sample", _last_in_halves if split else _one_by_one, stages_per_rank=None),
+        stages_per_rank=1,
+        layers_per_stage=(),
+        shard_parameters=(),
+        shard_gradients=(),
+        shard_optimizer=(),
+        reduce_every_microbatch=(),
+        reduce_at="step",
+        recompute=plain if cuts is None else "full",
+    )
+    sample = replace(workload, plan=sampled, microbatches=(3 if both else 2) * plan.mesh.ep)
+    if cuts:
+        layers = model_layers(sample.sizes)
+        stages = {layers.pipeline_cuts.index(block[0] + cut) for block in layers.recomputable for cut in cuts}
+        each = [stop - start for start, stop in pairwise((0, *sorted(stages), layers.pipeline_units))]
+        sample = replace(sample, plan=replace(sampled, stages_per_rank=len(each), layers_per_stage=tuple(each)))
+    return sample
+
+
+def _one_by_one(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+    for i in range(microbatches):
+        yield from (Forward(stage, i) for stage in range(stages_per_rank))
+        yield from (Backward(stage, i) for stage in reversed(range(stages_per_rank)))
+
+
+def _last_in_halves(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+    yield from _one_by_one(rank, ranks, microbatches - 1, stages_per_rank)
+    yield from (Forward(stage, microbatches - 1) for stage in range(stages_per_rank))
+    for stage in reversed(range(stages_per_rank)):
+        yield BackwardInput(stage, microbatches - 1)
+        yield BackwardWeight(stage, microbatches - 1)
+
+
+class _MarkedRunner(PlanRunner):
+    """A rank that marks where passes begin and end."""
+
+    layers: _MarkedLayers
+
+    async def forward(self, stage: int, m: int) -> None:
+        self.layers.mark(m, "load")
+        await super().forward(stage, m)
+        self.layers.mark(-1)
+
+    async def backward(self, stage: int, m: int) -> None:
+        await super().backward(stage, m)
+        self.layers.mark(-1)
+
+    async def backward_input(self, stage: int, m: int) -> None:
+        await super().backward_input(stage, m)
+        self.layers.mark(-1)
+
+    async def backward_weight(self, stage: int, m: int) -> None:
+        await super().backward_weight(stage, m)
+        self.layers.mark(-1)
+
+
+class _MarkedLayers(LayerRunner):
+    """Passes that are marked, and the values between them."""
+
+    def __init__(
+        self, rank: Rank, plan: RankPlan, marks: list[tuple[int, PassKey]], borders: dict[tuple[Kind, int], Spec]
+    ) -> None:
+        super().__init__(rank, plan)
+        self.marks = marks
+        self.borders = borders
+        self.inputs = [[port.kind for port in layer.inputs] for layer in plan.model.layers]
+
+    def mark(self, m: int, *key: object) -> None:
+        """Mark a pass's beginning; those of the first microbatch do not count, whose gradients are added to none."""
+        self.marks.append((len(self._rank.ops), key if m > 0 else ()))
+
+    def meet(self, layer: int, m: int, kinds: Mapping[Kind, Kind] | None = None) -> None:
+        """Note the values with which a layer's pass begins, or the gradients with which it ends."""
+        for kind in self.inputs[layer]:
+            made = kinds[kind] if kinds else kind
+            self.borders[made, layer] = self._rank.store(made)[layer, m].spec
+
+    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, hands_on: bool = True) -> None:
+        self.mark(m, "forward", layer, keeps, hands_on)
+        self.meet(layer, m)
+        await super().forward(layer, m, weight, keeps, hands_on=hands_on)
+
+    async def loss(self, m: int) -> None:
+        self.mark(m, "loss", len(self._rank.layers))
+        await super().loss(m)
+
+    async def backward(self, layer: int, m: int, weight: Value) -> Value:
+        self.mark(m, "backward", layer)
+        gradient = await super().backward(layer, m, weight)
+        self.meet(layer, m, GRADIENT_OF)
+        self.mark(-1)  # the sum of gradients comes next
+        return gradient
+
+    async def backward_input(self, layer: int, m: int, weight: Value) -> None:
+        self.mark(m, "backward_input", layer)
+        await super().backward_input(layer, m, weight)
+        self.meet(layer, m, GRADIENT_OF)
+        self.mark(-1)
+
+    def backward_weight(self, layer: int, m: int) -> Value:
+        self.mark(m, "backward_weight", layer)
+        gradient = super().backward_weight(layer, m)
+        self.mark(-1)
+        return gradient
+
+
+class _Measuring:
+    """Seconds and bytes of parts of a sample's tape."""
+
+    def __init__(self, traced: Folded, times: Times, size: Bytes) -> None:
+        self.tape, self.times = traced.program.tapes[0], times
+        self.memory = account(self.tape, traced.specs[0], size, real=True, counters=True)
+
+    def between(self, start: int, stop: int, key: PassKey) -> Pass:
+        """Measure a pass, from one op up to another."""
+        layer = key[1] if len(key) > 1 else 0
+        assert isinstance(layer, int)
+        tape = self.tape[start:stop]
+        main = start + next((at for at, op in enumerate(tape) if op.kind in MAIN), len(tape))
+        meetings, rest = self._meetings(start, stop)
+        seconds = rest + sum(meeting.after + meeting.seconds for meeting in meetings)
+        if rest < 0:  # communication beside compute, on streams that nobody else uses
+            seconds, meetings = self._clock(stop) - self._clock(start), ()
+        return Pass(
+            seconds,
+            meetings,
+            rest if rest >= 0 else seconds,
+            _less(self.memory.at_starts[stop], self.memory.at_starts[start]),
+            self._crest(start, range(start, main), layer),
+            self._crest(start, range(main, min(main + 1, stop)), layer),
+            self._crest(start, range(main + 1, stop), layer),
+        )
+
+    def _crest(self, start: int, ops: range, layer: int) -> Crest | None:
+        timed = [at for at in ops if self.tape[at].kind not in (FREE, WAIT)]
+        if not timed:
+            return None
+        at = max(timed, key=self.memory.during.__getitem__)
+        held = _less(self.memory.counters[at], self.memory.at_starts[start])
+        return Crest(sum(held), held, self.tape[at].kind, self.tape[at].layer - layer)
+
+    def _meetings(self, start: int, stop: int) -> tuple[tuple[Meeting, ...], float]:
+        """Collectives that are awaited at once, and the seconds after the last one; below 0: others are not."""
+        found: list[Meeting] = []
+        after, issued = 0.0, -1
+        for at in range(start, stop):
+            op = self.tape[at]
+            seconds = self.times.ends[0][at] - self.times.starts[0][at]
+            if op.kind is FREE:
+                continue
+            if op.kind is WAIT:
+                if op.handle != issued:
+                    return (), -1.0
+                issued = -1
+            elif issued >= 0:
+                return (), -1.0
+            elif op.handle < 0:
+                after += seconds
+            elif op.group is None:
+                return (), -1.0
+            else:
+                found.append(Meeting(after, op.group, seconds))
+                after, issued = 0.0, op.handle
+        return tuple(found), after
+
+    def _clock(self, at: int) -> float:
+        """When compute gets to an op."""
+        while self.tape[at].kind in (FREE, WAIT):
+            at += 1
+        return self.times.starts[0][at]
+
+
+def _less(held: Held, other: Held) -> Held:
+    return tuple([more - less for more, less in zip(held, other, strict=True)])
