@@ -71,7 +71,7 @@ class ClusterPrices(Prices):
         if made.form.place:  # the sum of gradients, or pieces side by side, in the host's memory
             return self.cluster.host_seconds(3 * sizes.bytes(made))
         if kind is OpKind.ADD:
-            return self._add(sizes.elements(made))
+            return self.add_seconds(sizes.elements(made))
         if kind.row.price is Price.BYTES:  # read and written, counted as float32 elements
             return self.cluster.device.seconds(Pointwise(kind.value, sizes.bytes(made) / 2, 0.0), "float32")
         if kind is OpKind.NORM and specs[op.inputs[0]].form.place:
@@ -140,7 +140,7 @@ class ClusterPrices(Prices):
         seconds = self.cluster.message_seconds(bytes, source, target) + gathered
         return seconds, seconds
 
-    def _add(self, elements: int) -> float:
+    def add_seconds(self, elements: int) -> float:
         """A gradient, in the dtype that it was computed in, is added to those of other microbatches."""
         if self.recipe.kernels.fused_accumulation:
             return 0.0

@@ -1,0 +1,385 @@
+"""Floors: seconds and bytes that no plan of a shape, or no such candidate, can go below.
+
+A floor leaves things out, and puts nothing in: the kernels of a rank's passes follow one another, what a layer's slices
+exchange is waited for at once, and before a pipeline's rank has its first microbatch, and after it has handed back its
+last, the stages before it work. Left out is what may run beside all that, such as the gradients' reduction, but for the
+last of it, which nothing is left to run beside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+from shardlab.models import Model
+from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
+from shardlab.planner.alike import alike_blocks
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.space import Shape, blocks_of, few_of
+from shardlab.predict.priced import ClusterPrices
+from shardlab.program import Kind, OpKind, Sizes
+from shardlab.strategies.model_layers import model_layers
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.rank_plan import Completion, Keeps
+from shardlab.strategies.resolve import resolve
+from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
+from shardlab.strategies.schedules.actions import Work
+
+SURE = 1 - 1e-9
+"""Floors are multiplied by this, since sums of numbers depend on their order."""
+
+UNSPLIT = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first")
+"""Schedules whose backward passes hand back a gradient last of all."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a shape's layers on one microbatch, and bytes that they keep of it; lists are sums up to each layer.
+
+    Attributes:
+        forward, backward: seconds, with what is waited for; a share of blocks is computed again.
+        kept: bytes from the forward pass to the backward pass.
+        weights: elements of a rank's parameters, before they are sharded.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    kept: list[float]
+    weights: list[float]
+
+
+class Floors:
+    """Floors of a problem's shapes and candidates, each worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._passes: dict[Any, Passes] = {}
+        self._kernels: dict[Any, Any] = {}
+        self._states: dict[Any, Any] = {}
+        self._orders: dict[Any, Any] = {}
+        self._priced: dict[Any, ClusterPrices] = {}
+
+    def shape_seconds(self, shape: Shape) -> float:
+        """Seconds below which no candidate of a shape is: the mean over pipeline ranks of their passes."""
+        word = shape.recompute
+        passes = self.passes(shape, word if word == "selective" else "none")
+        seconds = passes.forward[-1] + passes.backward[-1]
+        if shape.share:
+            again = self.passes(shape, "full")
+            seconds += shape.share * (again.backward[-1] - passes.backward[-1])
+        return SURE * self._each(shape) * seconds / shape.mesh.pp
+
+    def shape_bytes(self, shape: Shape) -> float:
+        """Bytes below which no candidate's fullest rank is: everything sharded over all ranks, and one microbatch, of
+        which each rank keeps its stages' part when its forward pass has ended; on the mean rank."""
+        word = shape.recompute
+        passes, precision = self.passes(shape, "selective" if word == "selective" else "none"), shape.precision
+        state = precision.bytes(Kind.WEIGHT) + precision.under(self.problem.optimizer).optimizer
+        shards = shape.mesh.dp_shard * shape.mesh.cp * shape.mesh.ep
+        kept = (passes if word in ("none", "selective") else self.passes(shape, "full")).kept[-1]
+        return SURE * (passes.weights[-1] * state / shards + kept) / shape.mesh.pp
+
+    def seconds(self, shape: Shape, candidate: Candidate) -> float:
+        """Seconds below which a candidate is not."""
+        plan, each = candidate.plan, self._each(shape)
+        passes = self.passes(shape, plan.recompute)
+        stages, held = self._stages(shape, plan)
+        prices = self._prices(candidate)
+        floor = 0.0
+        split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
+        first_stages = [own[0] for own in held]
+        for rank, own in enumerate(held):
+            forward = sum(_between(passes.forward, stages[stage]) for stage in own)
+            backward = sum(_between(passes.backward, stages[stage]) for stage in own)
+            lower = range(first_stages[rank])
+            up = sum(_between(passes.forward, stages[stage]) for stage in lower)
+            down = 0.0 if split else sum(_between(passes.backward, stages[stage]) for stage in lower)
+            weights = sum(_between(passes.weights, stages[stage]) for stage in own)
+            added = self._adding(prices, plan, weights, each)
+            step = up + each * (forward + backward) + added
+            update = self._update(prices, plan, weights)
+            floor = max(floor, step + down, step + update)
+            if len(own) == 1:
+                reducing = self._reducing(prices, plan, weights)
+                floor = max(floor, up + (each - 1) * (forward + backward) + forward + reducing)
+        return SURE * floor
+
+    def bytes(self, shape: Shape, candidate: Candidate) -> float:
+        """Bytes below which a candidate's fullest rank is not."""
+        plan, precision = candidate.plan, shape.precision
+        passes = self.passes(shape, plan.recompute)
+        sizes = plan.mesh.sizes()
+        stages, held = self._stages(shape, plan)
+
+        def among(axes: tuple[str, ...]) -> int:
+            shards = 1
+            for axis in axes:
+                shards *= sizes[axis]
+            return shards
+
+        weight, gradient = precision.bytes(Kind.WEIGHT), precision.bytes(Kind.GRAD_WEIGHT)
+        optimizer = precision.under(self.problem.optimizer).optimizer
+        state = weight / among(plan.shard_parameters) + optimizer / among(plan.shard_optimizer)
+        most = 0.0
+        for own, steps in zip(held, self._in_flight(shape, plan), strict=True):
+            weights = {stage: _between(passes.weights, stages[stage]) for stage in own}
+            kept = {stage: _between(passes.kept, stages[stage]) for stage in own}
+            gradients = {stage: weights[stage] * gradient / among(plan.shard_gradients) for stage in own}
+            most_at_once = max(
+                sum(kept[stage] * count for stage, count in flight) + sum(gradients[stage] for stage in summed)
+                for flight, summed in steps
+            )
+            least = sum(weights.values()) * gradient / among(plan.shard_optimizer)
+            most = max(most, sum(weights.values()) * state + max(most_at_once, least))
+        return SURE * most
+
+    def passes(self, shape: Shape, recompute: str | tuple[int, ...] = "none") -> Passes:
+        """Seconds and bytes of the shape's layers, if so much is computed again."""
+        mesh = shape.mesh
+        key = (
+            (mesh.tp, mesh.cp, mesh.ep, shape.micro_batch_size, shape.precision.name),
+            (shape.sequence_parallel, shape.recompute == "selective", recompute),
+        )
+        if key not in self._passes:
+            if isinstance(recompute, tuple):
+                self._passes[key] = self._some(shape, recompute)
+            else:
+                self._passes[key] = self._of_layers(shape, recompute)
+        return self._passes[key]
+
+    def _some(self, shape: Shape, recompute: tuple[int, ...]) -> Passes:
+        """As `passes`, where some blocks alone are computed again."""
+        model, none, full = blocks_of(self.problem, shape), self.passes(shape), self.passes(shape, "full")
+        again = {layer for block in recompute for layer in model.recomputable[block]}
+        backward, kept = (
+            [
+                _between(full_of if layer in again else none_of, (layer, layer + 1))
+                for layer in range(model.layers)
+            ]
+            for none_of, full_of in ((none.backward, full.backward), (none.kept, full.kept))
+        )
+        return Passes(none.forward, _sums(backward), _sums(kept), none.weights)
+
+    def _each(self, shape: Shape) -> int:
+        return self.problem.sequences // (shape.mesh.dp_shard * shape.mesh.ep * shape.micro_batch_size)
+
+    def _prices(self, candidate: Candidate) -> ClusterPrices:
+        """Prices of a candidate's ops, whatever its layers are."""
+        key = (candidate.plan.mesh, candidate.precision.name)
+        if key not in self._priced:
+            blocks = alike_blocks(self.problem.model, candidate.plan.mesh)
+            assert blocks is not None, "candidates are of models that divide"
+            short = replace(self.problem, model=blocks.whole)
+            self._priced[key] = short.workload(candidate).prices
+        return self._priced[key]
+
+    def _of_layers(self, shape: Shape, recompute: str | tuple[int, ...]) -> Passes:
+        """What resolving a plan of one pipeline stage says of each layer, priced."""
+        mesh, blocks = replace(shape.mesh, pp=1, dp_shard=1), blocks_of(self.problem, shape)
+        model = blocks.short
+        alone = replace(shape, mesh=mesh).candidate
+        plan = replace(alone.plan, recompute=recompute)
+        prices = self._prices(alone)
+        elements = model.sizes(shape.micro_batch_size, shape.precision.bytes(Kind.ACTIVATION))
+        sizes = plan.counted(shape.precision.sizes(elements, self.problem.optimizer))
+        kept_sizes = self.problem.recipe.kept_sizes(
+            model, sizes, shape.micro_batch_size, mesh.tp if shape.sequence_parallel else 1
+        )
+        layers, cuts = resolve(plan, sizes, mesh.ep, 0).layers, model_layers(sizes).pipeline_cuts
+        pricing = _LayerPrices(shape, model, prices, sizes, self._kernels)
+        forward = [pricing.forward(layer) for layer in range(model.layers)]
+        outputs = [pricing.waits(layers[layer].completions.output, layer + 1) for layer in range(model.layers)]
+        backward: list[float] = []
+        for layer in range(model.layers):
+            completions, again = layers[layer].completions, layers[layer].recompute
+            seconds = pricing.backward(layer)
+            seconds += pricing.waits(completions.grad_output, layer + 1) + pricing.waits(completions.grad_input, layer)
+            # what a stage hands on is not made again, wherever stages end
+            seconds += sum(forward[each] + (outputs[each] if each + 1 not in cuts else 0.0) for each in again)
+            backward.append(seconds)
+        kept = [pricing.kept(kept_sizes, layer, layers[layer].keeps) for layer in range(model.layers)]
+        weights = [sizes.weights[layer] / pricing.slices(layer) for layer in range(model.layers)]
+        seconds = [each + waited for each, waited in zip(forward, outputs, strict=True)]
+        return Passes(*(_sums(blocks.all(each)) for each in (seconds, backward, kept, weights)))
+
+    def _stages(self, shape: Shape, plan: Plan) -> tuple[list[tuple[int, int]], list[list[int]]]:
+        """The layers at which each stage begins and ends, and the stages of each pipeline rank."""
+        key = (shape.mesh.pp, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, shape.mesh.tp, shape.mesh.cp)
+        key = (*key, shape.mesh.ep, shape.recompute == "selective")
+        if key not in self._states:
+            model = blocks_of(self.problem, shape)
+            bounds = plan.bounds(len(model.pipeline_cuts) - 1)
+            stages = list(pairwise(model.pipeline_cuts[unit] for unit in bounds))
+            steps = plan.steps(len(model.pipeline_cuts) - 1, self._few(shape, plan) * plan.data_ranks)
+            held = [
+                [stage for stage, at in enumerate(steps.ranks_of_stages) if at == rank] for rank in range(plan.mesh.pp)
+            ]
+            self._states[key] = stages, held
+        return self._states[key]
+
+    def _few(self, shape: Shape, plan: Plan) -> int:
+        return few_of(self._each(shape), plan.mesh.pp)
+
+    def _in_flight(self, shape: Shape, plan: Plan) -> list[list[Any]]:
+        """Of each pipeline rank, the moments when most is kept: microbatches of each stage, and stages with gradients.
+
+        Only moments after a forward pass are told, and of those at which as much is kept the last.
+        """
+        few = self._few(shape, plan)
+        key = (shape.mesh.pp, plan.schedule, plan.stages_per_rank, few)
+        if key not in self._orders:
+            model = blocks_of(self.problem, shape)
+            steps = plan.steps(len(model.pipeline_cuts) - 1, few * plan.data_ranks)
+            self._orders[key] = [_moments(order) for order in steps.of_ranks]
+        return self._orders[key]
+
+    def _adding(self, prices: ClusterPrices, plan: Plan, weights: float, each: int) -> float:
+        """Adding every microbatch's gradient but the first to the sum, of what the rank has of it."""
+        if each == 1 or prices.adds_in_backward:
+            return 0.0
+        shards = _shards(plan, plan.shard_gradients)
+        return (each - 1) * prices.add_seconds(int(weights / shards))
+
+    def _update(self, prices: ClusterPrices, plan: Plan, weights: float) -> float:
+        """The optimizer's step."""
+        moved = prices.recipe.update_bytes
+        moved = prices.precision.moved_by_update if moved is None else moved
+        elements = weights / _shards(plan, plan.shard_optimizer)
+        return prices.cluster.device.seconds(Pointwise("adamw", elements * moved / 4, 0.0), "float32")
+
+    def _reducing(self, prices: ClusterPrices, plan: Plan, weights: float) -> float:
+        """Reducing a stage's gradients once a step along the axis where that takes longest."""
+        bytes = weights * prices.precision.bytes(Kind.GRAD_WEIGHT)
+        times = [0.0]
+        for axis in ("dp_shard", "dp_replicate", "cp"):
+            if plan.mesh.sizes()[axis] > 1 and axis not in plan.axes_of_every_microbatch:
+                scattered = axis in plan.shard_optimizer
+                kind = OpKind.REDUCE_SCATTER if scattered else OpKind.ALL_REDUCE
+                own = bytes / _shards(plan, plan.shard_optimizer if not scattered else ())
+                times.append(prices.collective_time(kind, own, plan.mesh.group(0, axis)))
+        return max(times)
+
+
+class _LayerPrices:
+    """Seconds of a shape's layers, from their kernels."""
+
+    def __init__(self, shape: Shape, model: Model, prices: ClusterPrices, sizes: Sizes, known: dict[Any, Any]) -> None:
+        self.shape, self.model, self.prices, self.sizes, self.known = shape, model, prices, sizes, known
+        self.mesh = shape.mesh
+        self.tokens = model.seq_len // self.mesh.cp
+        self.group = self.mesh.group(0, "tp")
+
+    def slices(self, layer: int) -> int:
+        """Into how many pieces a layer's parameters are cut over ranks."""
+        return self.model.run(layer).slices
+
+    def forward(self, layer: int) -> float:
+        return self._times(layer)[0]
+
+    def backward(self, layer: int) -> float:
+        return self._times(layer)[1]
+
+    def waits(self, completions: tuple[Completion, ...], activation: int) -> float:
+        """Collectives over tp that complete an activation, which are waited for."""
+        if activation > self.model.layers or self.mesh.tp == 1:
+            return 0.0
+        elements = self.sizes.activations[activation] / self.mesh.cp
+        bytes = elements * self.sizes.element_bytes[Kind.ACTIVATION]
+        kinds = [OpKind(verb) for verb, axis in completions if axis == "tp" and verb != "slice"]
+        return sum(self._collective(kind, bytes) for kind in kinds)
+
+    def _collective(self, kind: OpKind, bytes: float) -> float:
+        key = kind, bytes, self.group
+        if key not in self.known:
+            self.known[key] = self.prices.collective_time(kind, bytes, self.group)
+        return self.known[key]
+
+    def kept(self, sizes: Sizes, layer: int, keeps: Keeps) -> float:
+        """Bytes of one microbatch that stay from a layer's forward pass to its backward pass; of experts, none is sure:
+        its input, if that is no tokens, and what autograd keeps."""
+        run, mesh = self.model.run(layer), self.mesh
+        if "expert" in run.cut or keeps == "nothing":
+            return 0.0
+        shared = mesh.tp if self.shape.sequence_parallel else 1
+        given = sizes.activations[layer] * sizes.element_bytes[Kind.ACTIVATION] / shared if layer else 0.0
+        saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / (mesh.tp if run.cut else shared)
+        return (given + (saved if keeps == "all" else 0.0)) / mesh.cp
+
+    def _times(self, layer: int) -> tuple[float, float]:
+        """Forward and backward, with the loss on the last layer."""
+        run, last = self.model.run(layer), layer == self.model.layers - 1
+        mesh, shape = self.mesh, self.shape
+        key = (run.name, run.cut, run.layout.numel, run.attend is None, last, mesh.tp, mesh.cp, mesh.ep)
+        key = (*key, shape.micro_batch_size, shape.sequence_parallel, shape.precision.name, layer == 0)
+        if key not in self.known:
+            self.known[key] = self._priced(layer)
+        return self.known[key]
+
+    def _priced(self, layer: int) -> tuple[float, float]:
+        run, size, recipe = self.model.run(layer), self.shape.micro_batch_size, self.prices.recipe
+        if "expert" in run.cut:  # whose tokens depend on the routing: its products alone, at the peak
+            peak = self.prices.cluster.device.peak(self.prices.precision.compute)
+            forward = size * run.flops() / (self.mesh.tp * self.mesh.cp) / peak
+            return forward, 2 * forward
+        tokens = self.tokens // (self.mesh.tp if self.shape.sequence_parallel and not run.cut else 1)
+        kernels = recipe.kernels(self.model.kernels(layer, size, tokens, run.slices))
+        forward, backward = self._sum(kernels), self._sum(_back(kernels))
+        backward += sum(share * self._sum([kernel]) for kernel, share in recipe.recomputed(kernels))
+        if run.attend is not None:
+            attended = recipe.kernels(
+                self.model.attend_kernels(layer, size, self.tokens, self.model.seq_len, 0.5, run.slices)
+            )
+            forward += self._sum(attended)
+            fused = any(isinstance(kernel, FusedAttention) for kernel in attended)
+            backward += self._sum([back for kernel in attended for back in kernel.backward_input()])
+            backward += 0.0 if fused else self._sum(attended)
+        if layer == self.model.layers - 1:
+            loss = recipe.kernels(self.model.loss_kernels(size, self.tokens, run.slices))
+            backward += self._sum(loss) + self._sum([back for kernel in loss for back in kernel.backward_input()])
+        return forward, backward
+
+    def _sum(self, kernels: list[Kernel]) -> float:
+        device, compute = self.prices.cluster.device, self.prices.precision.compute
+        return sum(device.seconds(kernel, compute) for kernel in kernels)
+
+
+def _back(kernels: list[Kernel]) -> list[Kernel]:
+    return [back for kernel in kernels for back in (*kernel.backward_input(), *kernel.backward_weight())]
+
+
+def _moments(order: Any) -> list[tuple[tuple[tuple[int, int], ...], frozenset[int]]]:
+    """After which forward passes most microbatches are kept, and of which stages gradients are there by then."""
+    kept: dict[int, int] = {}
+    summed: set[int] = set()
+    found: dict[tuple[tuple[int, int], ...], frozenset[int]] = {}
+    for step in order:
+        if not isinstance(step, Work):
+            continue
+        if isinstance(step, Forward):
+            kept[step.stage] = kept.get(step.stage, 0) + 1
+            found[tuple(sorted(kept.items()))] = frozenset(summed)
+        elif isinstance(step, Backward | BackwardInput):
+            if isinstance(step, Backward):
+                summed.add(step.stage)
+            kept[step.stage] -= 1
+        elif isinstance(step, BackwardWeight):
+            summed.add(step.stage)
+    most = max((sum(count for _, count in flight) for flight in found), default=0)
+    return [(flight, stages) for flight, stages in found.items() if sum(count for _, count in flight) == most]
+
+
+def _sums(values: list[float]) -> list[float]:
+    return [0.0, *accumulate(values)]
+
+
+def _between(sums: list[float], layers: tuple[int, int]) -> float:
+    return sums[layers[1]] - sums[layers[0]]
+
+
+def _shards(plan: Plan, axes: tuple[str, ...]) -> int:
+    sizes, shards = plan.mesh.sizes(), 1
+    for axis in axes:
+        shards *= sizes[axis]
+    return shards

@@ -1,0 +1,41 @@
+"""Families of plans, by the names that the field gives them."""
+
+from __future__ import annotations
+
+from shardlab.program import Mesh
+from shardlab.strategies.plan import Plan
+
+ORDER = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP")
+"""The families of data parallelism alone, in the order of a table; others follow."""
+
+
+def family(plan: Plan) -> str:
+    """The family of a plan: how data parallelism shares the model, if there is no other; else the other kinds.
+
+    >>> family(Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",)))
+    'ZeRO-1'
+    >>> family(Plan(Mesh(dp_shard=2, tp=2, pp=2)))
+    '3D: TP + PP'
+    """
+    kinds = model_kinds(plan.mesh)
+    if kinds:
+        return kinds
+    if plan.mesh.world == 1:
+        return "one device"
+    if plan.shard_parameters:
+        return "HSDP" if plan.mesh.dp_replicate > 1 else "ZeRO-3"
+    stage = "ZeRO-2" if plan.shard_gradients else "ZeRO-1" if plan.shard_optimizer else "data parallel"
+    return f"{stage} in replicas" if plan.mesh.dp_replicate > 1 and plan.shard_optimizer else stage
+
+
+def model_kinds(mesh: Mesh) -> str:
+    """The kinds of parallelism beside the data's: `TP + CP`; "": none."""
+    used = [axis.upper() for axis in ("tp", "pp", "cp", "ep") if axis in mesh.used]
+    named = " + ".join(used)
+    return f"{len(used) + 1}D: {named}" if len(used) > 1 and mesh.dp_shard * mesh.dp_replicate > 1 else named
+
+
+def by_order(name: str) -> tuple[int, str]:
+    """A key that sorts families as a table has them."""
+    known = [place for place, each in enumerate(ORDER) if name.startswith(each)]
+    return (known[-1] if known else len(ORDER) + name.count("+"), name)

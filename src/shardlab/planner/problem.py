@@ -1,0 +1,116 @@
+"""What is to be planned: a model, a cluster and a batch, and the limits that a user sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardlab.errors import UserError
+from shardlab.hardware import Cluster
+from shardlab.models import Blocks
+from shardlab.predict.recipe import OWN, Recipe
+from shardlab.predict.workload import Workload
+from shardlab.program import AXES
+from shardlab.program.field_types import as_text
+from shardlab.program.precision import Optimizer, Precision
+from shardlab.strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, and what a job says beside it.
+
+    Attributes:
+        plan: how the model is laid over the ranks.
+        micro_batch_size: sequences of a microbatch.
+        precision: in which numbers.
+    """
+
+    plan: Plan
+    micro_batch_size: int
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a user does not leave open.
+
+    Attributes:
+        fixed: values of a plan's fields, and sizes of its mesh's axes.
+        most: the largest size of an axis of the mesh, and of a microbatch, `micro_batch_size`.
+        micro_batch_size: sequences of a microbatch (None: any number that divides).
+    """
+
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    most: Mapping[str, int] = field(default_factory=dict[str, int])
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {**self.fixed, "micro_batch_size": self.micro_batch_size}
+        for name, most in self.most.items():
+            if (value := given.get(name)) is not None and value > most:
+                flag = name.replace("_", "-")
+                raise UserError(f"--{flag} {value} is more than --max-{flag} {most}; give one of them")
+
+    def allows(self, name: str, size: int) -> bool:
+        """Whether an axis, or a microbatch, may have this size."""
+        wanted = self.micro_batch_size if name == "micro_batch_size" else self.fixed.get(name)
+        return wanted in (None, size) and size <= self.most.get(name, size)
+
+    def allow(self, plan: Plan) -> bool:
+        """Whether a plan's mesh and all its fields are as they must be."""
+        sizes = plan.mesh.sizes()
+        if not all(self.allows(axis, size) for axis, size in sizes.items()):
+            return False
+        return all(getattr(plan, name) == value for name, value in self.fixed.items() if name not in sizes)
+
+    def __str__(self) -> str:
+        """The limits, as flags."""
+        fixed = {**self.fixed, **({"micro_batch_size": self.micro_batch_size} if self.micro_batch_size else {})}
+        words = [f"--{name} {as_text(value)}" for name, value in fixed.items()]
+        return " ".join([*words, *(f"--max-{name} {most}" for name, most in self.most.items())]).replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step that any plan may run.
+
+    Attributes:
+        model: what is trained, whole.
+        cluster: on what; all of its devices are used.
+        sequences: of the global batch.
+        precisions: the numbers that may be chosen.
+        recipe: how the framework that runs it does so.
+        optimizer: what makes a step of a gradient.
+        limits: what is not left open.
+    """
+
+    model: Blocks
+    cluster: Cluster
+    sequences: int
+    precisions: tuple[Precision, ...]
+    recipe: Recipe = OWN
+    optimizer: Optimizer = "adamw"
+    limits: Limits = field(default_factory=Limits)
+
+    def workload(self, candidate: Candidate) -> Workload:
+        """The step under a candidate."""
+        return Workload(
+            candidate.plan,
+            self.model,
+            self.cluster,
+            self.sequences // candidate.micro_batch_size,
+            candidate.micro_batch_size,
+            candidate.precision,
+            recipe=self.recipe,
+            optimizer=self.optimizer,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.sequences * self.model.seq_len
+
+
+assert "micro_batch_size" not in AXES

@@ -1,0 +1,279 @@
+"""Best first search: what has the lowest floor is forecast next, until nothing is left that could be faster."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from multiprocessing import get_context
+
+from shardlab.errors import Refused, UserError
+from shardlab.planner.bounds import Floors
+from shardlab.planner.families import family, model_kinds
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.space import Shape, candidates, shapes
+from shardlab.predict.forecast import Forecast, forecast
+
+EACH_FAMILY = 2
+"""Forecasts of a family that the search for the best has not asked for; the lowest floors come first."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A candidate and what was found of it.
+
+    Attributes:
+        candidate: which.
+        forecast: its time and memory.
+    """
+
+    candidate: Candidate
+    forecast: Forecast
+
+    @property
+    def family(self) -> str:
+        return family(self.candidate.plan)
+
+    @property
+    def fits(self) -> bool:
+        return self.forecast.memory.fits
+
+    @property
+    def seconds(self) -> float:
+        return self.forecast.seconds
+
+    @property
+    def rank(self) -> tuple[float, float, str]:
+        """A key that sorts the better one first, always the same of those that are equal."""
+        return self.seconds, self.forecast.memory.total, repr(self.candidate)
+
+
+@dataclass
+class Found:
+    """What a search has found.
+
+    Attributes:
+        outcomes: every candidate that was forecast.
+        space: how many shapes and candidates were seen; those of shapes that a floor discards were not generated.
+        too_large: of each family, the candidate with the lowest floor of bytes that does not fit, and that floor.
+        refused: candidates that the code which runs plans does not accept.
+        left: the lowest floor of what was not forecast (None: nothing is left that could be faster).
+        seconds: how long it took.
+    """
+
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    space: dict[str, int] = field(default_factory=lambda: {"shapes": 0, "candidates": 0})
+    too_large: dict[str, tuple[float, Candidate]] = field(default_factory=dict[str, tuple[float, Candidate]])
+    refused: int = 0
+    left: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def fitting(self) -> list[Outcome]:
+        """Those that fit, fastest first."""
+        return sorted((each for each in self.outcomes if each.fits), key=lambda each: each.rank)
+
+    @property
+    def best(self) -> Outcome | None:
+        fitting = self.fitting
+        return fitting[0] if fitting else None
+
+    def families(self) -> dict[str, Outcome]:
+        """The best of each family that fits."""
+        best: dict[str, Outcome] = {}
+        for each in self.fitting:
+            best.setdefault(each.family, each)
+        return best
+
+    def misses(self) -> dict[str, tuple[float, Candidate]]:
+        """Of each family of which nothing fits, what comes nearest: its bytes, or a floor of them."""
+        nearest = dict(self.too_large)
+        for each in self.outcomes:
+            known = nearest.get(each.family)
+            if not each.fits and (known is None or each.forecast.memory.total < known[0]):
+                nearest[each.family] = each.forecast.memory.total, each.candidate
+        return {name: miss for name, miss in nearest.items() if name not in self.families()}
+
+
+Told = Callable[[Found, int], None]
+"""Is told what is found so far, and how many candidates wait."""
+
+
+class Search:
+    """One search of a problem's space.
+
+    Args:
+        problem: what is planned.
+        deadline: seconds that it may take.
+        workers: processes that forecast (0: this one does).
+        told: is called again and again.
+    """
+
+    def __init__(
+        self, problem: Problem, *, deadline: float = float("inf"), workers: int = 0, told: Told | None = None
+    ) -> None:
+        self.problem = problem
+        self.found = Found()
+        self._floors = Floors(problem)
+        self._room = problem.cluster.device.memory
+        self._began = time.monotonic()
+        self._until = self._began + deadline
+        self._workers = workers
+        self._told = told
+        self._heap: list[tuple[float, int, Shape, Candidate | None]] = []
+        self._tie = count()
+        self._best = float("inf")
+        self._forecasts: dict[str, int] = {}
+
+    def run(self) -> Found:
+        """Search to the end, to the deadline, or until it is interrupted."""
+        coming: dict[Future[Forecast | None], Candidate] = {}
+        with _pool(self.problem, self._workers) as submit:
+            try:
+                self._fill()
+                self._forecast_all(submit, coming, lambda floor, _: floor <= self._best)
+                if self._heap and self._heap[0][0] <= self._best or coming:
+                    self.found.left = self._heap[0][0] if self._heap else 0.0
+                else:
+                    self._forecast_all(submit, coming, self._lacks)
+            except KeyboardInterrupt:
+                self.found.left = self._heap[0][0] if self._heap else 0.0
+        self.found.seconds = time.monotonic() - self._began
+        return self.found
+
+    def _over(self) -> bool:
+        return time.monotonic() > self._until
+
+    def _fill(self) -> None:
+        """Every shape whose state may fit, with its floor."""
+        full: set[Shape] = set()  # of which a larger microbatch does not fit either
+        for shape in shapes(self.problem):
+            self.found.space["shapes"] += 1
+            if (smallest := replace(shape, micro_batch_size=1)) in full:
+                continue
+            if (bytes := self._floors.shape_bytes(shape)) > self._room:
+                self._note_too_large(shape.candidate, bytes)
+                full.add(smallest)
+            else:
+                self._push(self._floors.shape_seconds(shape), shape, None)
+            if self._over():
+                break
+
+    def _push(self, floor: float, shape: Shape, candidate: Candidate | None) -> None:
+        heapq.heappush(self._heap, (floor, next(self._tie), shape, candidate))
+
+    def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
+        name = family(candidate.plan)
+        if name not in self.found.too_large or bytes < self.found.too_large[name][0]:
+            self.found.too_large[name] = bytes, candidate
+
+    def _forecast_all(
+        self,
+        submit: Callable[[Candidate], Future[Forecast | None]],
+        coming: dict[Future[Forecast | None], Candidate],
+        wanted: Callable[[float, str], bool],
+    ) -> None:
+        """Forecast what is wanted by its floor and the kinds of its family, lowest floor first."""
+        kept: list[tuple[float, int, Shape, Candidate | None]] = []
+        while not self._over():
+            while self._heap and len(coming) < max(1, 2 * self._workers) and not self._over():
+                floor, _, shape, candidate = entry = self._heap[0]
+                if not wanted(floor, model_kinds(shape.mesh) if candidate is None else family(candidate.plan)):
+                    if wanted == self._lacks:
+                        kept.append(heapq.heappop(self._heap))
+                        continue
+                    break
+                heapq.heappop(self._heap)
+                if candidate is None:
+                    self._expand(shape)
+                else:
+                    name = family(candidate.plan)
+                    self._forecasts[name] = self._forecasts.get(name, 0) + 1
+                    coming[submit(candidate)] = candidate
+                del entry
+            if not coming:
+                break
+            for done in wait(coming, 0.2, FIRST_COMPLETED).done:
+                self._note(coming.pop(done), done.result())
+            if self._told is not None:
+                self._told(self.found, len(self._heap))
+        self._heap += kept
+        heapq.heapify(self._heap)
+
+    def _lacks(self, floor: float, name: str) -> bool:
+        """Whether more is to be known of a family, or of some family of these kinds of parallelism."""
+        if name == "":
+            return True
+        return self._forecasts.get(name, 0) < EACH_FAMILY
+
+    def _expand(self, shape: Shape) -> None:
+        """Every candidate of a shape that may fit, with its floor."""
+        for candidate in candidates(self.problem, shape):
+            self.found.space["candidates"] += 1
+            if (bytes := self._floors.bytes(shape, candidate)) > self._room:
+                self._note_too_large(candidate, bytes)
+            else:
+                self._push(self._floors.seconds(shape, candidate), shape, candidate)
+
+    def _note(self, candidate: Candidate, forecast: Forecast | None) -> None:
+        if forecast is None:
+            self.found.refused += 1
+            return
+        outcome = Outcome(candidate, forecast)
+        self.found.outcomes.append(outcome)
+        if outcome.fits and outcome.seconds < self._best:
+            self._best = outcome.seconds
+
+
+def forecast_of(problem: Problem, candidate: Candidate) -> Forecast | None:
+    """A candidate's forecast; None: the code that runs plans does not accept it."""
+    try:
+        return forecast(problem.workload(candidate))
+    except (UserError, Refused):
+        return None
+
+
+_problem: list[Problem] = []
+"""The problem of a worker's process."""
+
+
+def _begin(problem: Problem) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    _problem[:] = [problem]
+
+
+def _forecast_here(candidate: Candidate) -> Forecast | None:
+    return forecast_of(_problem[0], candidate)
+
+
+@contextmanager
+def _pool(problem: Problem, workers: int) -> Iterator[Callable[[Candidate], Future[Forecast | None]]]:
+    """What forecasts candidates: processes forked from this one, or this one itself."""
+    if workers < 2:
+
+        def here(candidate: Candidate) -> Future[Forecast | None]:
+            future: Future[Forecast | None] = Future()
+            future.set_result(forecast_of(problem, candidate))
+            return future
+
+        yield here
+        return
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (problem,))
+    try:
+        yield lambda candidate: pool.submit(_forecast_here, candidate)
+    finally:
+        processes = list(pool._processes.values())  # type: ignore[attr-defined]
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+
+
+def cores() -> int:
+    """How many processes forecast at a time: one for each core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

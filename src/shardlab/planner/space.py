@@ -1,0 +1,258 @@
+"""The space of plans: all that a plan can say of a model on so many devices, and that divides.
+
+It is generated in two stages. A `Shape` is what a microbatch's own time depends on: the mesh but for how its
+data-parallel ranks share the model, the microbatch, and what is computed again. Its candidates add the pipeline's
+schedule and who keeps what. Whether a candidate is legal is for the code that runs plans to say: `Plan` itself,
+`cut_for`, the schedule's steps, and in the end the trace.
+
+Left out are plans that cannot be better than one that is there:
+
+- Replicas of ranks that share nothing: `dp_replicate 2 x dp_shard 4` is `dp_shard 8` if nothing is sharded, or if
+  everything is sharded over both. Sharding over `dp_replicate` alone is sharding over `dp_shard`, on ranks further
+  apart.
+- Sharding over `cp` of some of parameters, gradients and state: all that is sharded is sharded over `cp` too, or none.
+- Gradients reduced at every microbatch that are not sharded: more messages, and no less memory.
+- Gradients reduced when all are there (`reduce_at step`), unless it is the recipe's way: nothing runs beside it then.
+- On one pipeline rank, any schedule but 1f1b: all others hold more microbatches at a time.
+- Selective recomputation without dropout: fused attention keeps no scores that it could save.
+- Striped sequences: without stripes, ranks of `cp` have exactly as much work.
+- Sequences cut so finely that a rank has less than 1,024 tokens of them, unless a limit names `cp`.
+- Stages of other sizes than the even ones, unless a limit names them.
+- Of blocks that are computed again, any but each stage's first ones: blocks are alike. Shares of them are quarters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+from typing import Any
+
+from shardlab.errors import UserError
+from shardlab.models.moe import MoE
+from shardlab.planner.alike import AlikeBlocks, alike_blocks
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.program import Mesh
+from shardlab.program.precision import Precision
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.schedules import SCHEDULES
+
+SHARES = {"none": 0.0, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "full": 1.0}
+"""Shares of a stage's blocks that are computed again."""
+
+LEAST_SEQUENCE = 1024
+"""Tokens of a sequence on each context-parallel rank, at least: what is cut finer is all messages."""
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the time of a microbatch's own passes depends on.
+
+    Attributes:
+        mesh: the ranks; those of the data-parallel axes are all on `dp_shard`.
+        micro_batch_size: sequences of a microbatch.
+        precision: in which numbers.
+        sequence_parallel, context, ulysses_degree: as in a plan.
+        recompute: which share of blocks is computed again, of `SHARES`; or "selective", or blocks by number.
+    """
+
+    mesh: Mesh
+    micro_batch_size: int
+    precision: Precision
+    sequence_parallel: bool = False
+    context: str = "ring"
+    ulysses_degree: int | None = None
+    recompute: str | tuple[int, ...] = "none"
+
+    @property
+    def share(self) -> float:
+        """The share of blocks that are computed again, at least."""
+        return 0.0 if isinstance(self.recompute, tuple) else SHARES.get(self.recompute, 0.0)
+
+    @property
+    def candidate(self) -> Candidate:
+        """The candidate that shards nothing, of one pipeline stage if blocks by number are computed again."""
+        plan = Plan(
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            context=self.context,  # type: ignore[arg-type]
+            ulysses_degree=self.ulysses_degree,
+            recompute=self.recompute if self.recompute in ("selective", "full") else "none",  # type: ignore[arg-type]
+        )
+        return Candidate(plan, self.micro_batch_size, self.precision)
+
+
+def shapes(problem: Problem) -> Iterator[Shape]:
+    """Every shape whose mesh divides the devices, the batch and the model."""
+    for mesh in meshes(problem):
+        cuttings = [options for options in _options(problem, mesh) if _cuts(problem, mesh, *options)]
+        per_rank = problem.sequences // (mesh.dp_shard * mesh.ep)
+        for size in divisors(per_rank):
+            if not problem.limits.allows("micro_batch_size", size):
+                continue
+            for precision in problem.precisions:
+                for sequence_parallel, context, degree, recompute in cuttings:
+                    yield Shape(mesh, size, precision, sequence_parallel, context, degree, recompute)
+
+
+def meshes(problem: Problem) -> Iterator[Mesh]:
+    """Every mesh of all devices among whose data-parallel ranks the batch divides, with these all on `dp_shard`."""
+    limits, model, devices = problem.limits, problem.model, problem.cluster.size
+    data_fixed = {"dp_shard", "dp_replicate"} & set(limits.fixed)
+    for pp in divisors(devices):
+        for tp in divisors(devices // pp):
+            for cp in divisors(devices // pp // tp):
+                for ep in divisors(devices // pp // tp // cp) if isinstance(model, MoE) else (1,):
+                    mesh = Mesh(pp=pp, dp_shard=devices // pp // tp // cp // ep, cp=cp, tp=tp, ep=ep)
+                    sizes = {axis: size for axis, size in mesh.sizes().items() if not axis.startswith("dp_")}
+                    if not all(limits.allows(axis, size) for axis, size in sizes.items()):
+                        continue
+                    if data_fixed and not any(_splits(problem, mesh.dp_shard)):
+                        continue
+                    if problem.sequences % (mesh.dp_shard * ep) or pp > 2 * model.layers + 1:
+                        continue
+                    if cp > 1 and model.seq_len < cp * LEAST_SEQUENCE and "cp" not in limits.fixed:
+                        continue
+                    yield mesh
+
+
+def _options(problem: Problem, mesh: Mesh) -> Iterator[tuple[bool, str, int | None, str | tuple[int, ...]]]:
+    """Sequence parallelism, context, Ulysses' degree and recomputation that make sense on a mesh."""
+    fixed = problem.limits.fixed
+    contexts: list[tuple[str, int | None]] = [("ring", None)]
+    if mesh.cp > 1:
+        contexts += [("all_gather", None), ("ulysses", None)]
+        contexts += [("ring", degree) for degree in divisors(mesh.cp) if 1 < degree < mesh.cp]
+    recomputes: list[str | tuple[int, ...]] = [*SHARES, *(["selective"] if problem.model.dropout else [])]
+    if "recompute" in fixed:
+        recomputes = [fixed["recompute"]]
+    for sequence_parallel in (True, False) if mesh.tp > 1 else (False,):
+        for context, degree in contexts:
+            for recompute in recomputes:
+                yield sequence_parallel, context, degree, recompute
+
+
+def _cuts(
+    problem: Problem, mesh: Mesh, sequence_parallel: bool, context: str, degree: int | None, recompute: object
+) -> bool:
+    """Whether the code that cuts models accepts it, and the limits do."""
+    fixed = problem.limits.fixed
+    said = {"sequence_parallel": sequence_parallel, "context": context, "ulysses_degree": degree}
+    if any(fixed[name] != value for name, value in said.items() if name in fixed):
+        return False
+    return _blocks(problem, mesh, context, degree, recompute) is not None
+
+
+def blocks_of(problem: Problem, shape: Shape) -> AlikeBlocks:
+    """The model in the layers of a shape's plans."""
+    found = _blocks(problem, shape.mesh, shape.context, shape.ulysses_degree, shape.recompute)
+    assert found is not None, "shapes are of models that divide"
+    return found
+
+
+def _blocks(problem: Problem, mesh: Mesh, context: str, degree: int | None, recompute: object) -> AlikeBlocks | None:
+    ulysses = degree or (mesh.cp if context == "ulysses" else 1)
+    return alike_blocks(problem.model, mesh, apart=recompute == "selective", ulysses=ulysses)
+
+
+def candidates(problem: Problem, shape: Shape) -> Iterator[Candidate]:
+    """Every candidate of a shape."""
+    for plan in pipelined(problem, shape):
+        for dealt in sharded(problem, plan):
+            if problem.limits.allow(dealt):
+                yield Candidate(dealt, shape.micro_batch_size, shape.precision)
+
+
+def pipelined(problem: Problem, shape: Shape) -> Iterator[Plan]:
+    """The plans of a shape with every schedule and number of stages, that shard nothing."""
+    model, fixed, pp = blocks_of(problem, shape), problem.limits.fixed, shape.mesh.pp
+    each = problem.sequences // (shape.mesh.dp_shard * shape.mesh.ep * shape.micro_batch_size)
+    base = replace(
+        shape.candidate.plan,
+        layers_per_stage=fixed.get("layers_per_stage", ()),
+        reduce_at=problem.recipe.reduce_at,
+    )
+    for name in [str(fixed["schedule"])] if "schedule" in fixed else (SCHEDULES if pp > 1 else ("1f1b",)):
+        known = SCHEDULES.get(name)
+        looped = pp > 1 and known is not None and known.stages_per_rank is None
+        for stages in _stages(problem.model.layers, pp) if looped else (fixed.get("stages_per_rank"),):
+            try:
+                plan = replace(base, schedule=name, stages_per_rank=stages)
+                bounds = plan.bounds(len(model.pipeline_cuts) - 1)
+                plan.steps(len(model.pipeline_cuts) - 1, few_of(each, pp) * plan.data_ranks)
+                yield replace(plan, recompute=_recomputed(shape, model, bounds))
+            except UserError:
+                continue
+
+
+def few_of(each: int, pp: int) -> int:
+    """Fewer microbatches for each data-parallel rank, with which a schedule is legal if it is with all of them."""
+    return each if each <= 6 * pp else 4 * pp + each % (2 * pp)
+
+
+def _stages(layers: int, pp: int) -> list[int]:
+    """Numbers of stages of each rank: all that divide the layers, or, if the ranks do not, all up to 8."""
+    found = range(2, layers // pp + 1)
+    return [each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8)]
+
+
+def _recomputed(shape: Shape, model: AlikeBlocks, bounds: list[int]) -> Any:
+    """The plan's word for a share of the blocks: so many of each stage's first ones."""
+    if isinstance(shape.recompute, tuple) or shape.recompute in ("none", "selective", "full"):
+        return shape.recompute
+    cuts = [model.pipeline_cuts[unit] for unit in bounds]
+    chosen: list[int] = []
+    for start, stop in pairwise(cuts):
+        blocks = [number for number, block in enumerate(model.recomputable) if start <= block.start < stop]
+        chosen += blocks[: ceil(shape.share * len(blocks))]
+    return tuple(chosen)
+
+
+def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """A plan with its data-parallel ranks split into replicas and shards, and who keeps what, in every way."""
+    for mesh in (replace(plan.mesh, dp_replicate=r, dp_shard=s) for r, s in _splits(problem, plan.mesh.dp_shard)):
+        for parameters, gradients, optimizer in _shardings(mesh):
+            reshards = ("layer", *(["stage"] if mesh.pp > 1 else []), "step") if parameters else ("layer",)
+            for reshard in reshards:
+                try:
+                    yield replace(
+                        plan,
+                        mesh=mesh,
+                        shard_parameters=parameters,
+                        shard_gradients=gradients,
+                        shard_optimizer=optimizer,
+                        reshard_after=reshard,
+                    )
+                except UserError:
+                    continue
+
+
+def _splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
+    """Replicas and shards that make up so many data-parallel ranks."""
+    for replicas in divisors(data):
+        if replicas == 1 or replicas < data or "dp_replicate" in problem.limits.fixed:
+            if problem.limits.allows("dp_replicate", replicas) and problem.limits.allows("dp_shard", data // replicas):
+                yield replicas, data // replicas
+
+
+def _shardings(mesh: Mesh) -> Iterator[tuple[Axes, Axes, Axes]]:
+    """Axes over which parameters, gradients and the optimizer's state are cut."""
+    if mesh.dp_replicate == 1 or mesh.dp_shard == 1:
+        yield (), (), ()
+    for along in ((), ("cp",)) if mesh.cp > 1 else ((),):
+        shard = (*(("dp_shard",) if mesh.dp_shard > 1 else ()), *along)
+        if not shard:
+            continue
+        for parameters in ((), shard):
+            for gradients in ((), shard):
+                yield parameters, gradients, shard
+                if mesh.dp_replicate > 1 and (parameters or gradients):
+                    yield parameters, gradients, (*shard, "dp_replicate")
+
+
+def divisors(number: int) -> list[int]:
+    """Every number that divides another, ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]
