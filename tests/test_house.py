@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "puzzles": CORE | {"check", "timeline", "draw"},
     "planner": CORE | {"timeline", "predict", "published"},
     "published": CORE | {"strategies", "timeline", "predict", "models", "hardware"},
+    "planner": CORE | {"strategies", "timeline", "predict", "models", "hardware"},
 }
 """Arrows point one way. `cli` and the package's own `__init__` may import everybody, and nobody imports them."""
 

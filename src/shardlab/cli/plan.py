@@ -1,34 +1,254 @@
-"""`shardlab plan --grade RUNS.json`: how good the choices are that predictions make among measured runs."""
+"""`shardlab plan --model NAME --cluster NAME`: of all plans the fastest that fits, the runners-up, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from shardlab.cli.amounts import read_bytes, read_tokens
+from shardlab.cli.cluster import cluster_called
+from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.grade_report import print_grades
-from shardlab.cli.options import Flag
+from shardlab.cli.new_file import check_new_file, writing
+from shardlab.cli.options import Count, Flag, Layers, Name, NewFile, OptionalCount
+from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.recipe_option import RecipeName, recipe_called
+from shardlab.program import AXES, UserError
+from shardlab.program.field_types import field_types
+from shardlab.program.precision import Optimizer
+from shardlab.rules.pieces import counted
+from shardlab.strategies.plan import Plan
+from shardlab.timeline.units import seconds_text
+
+if TYPE_CHECKING:
+    from shardlab.planner.problem import Limits, Problem
+    from shardlab.planner.search import Found
+
+MOST_TOKENS = 16 * 2**20
+"""Tokens of a step, if nobody says how many: no more than these, and no more than 16 sequences for each device."""
 
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Grade the choices that predictions make among configurations that others have measured.
+    """Search all plans of a model on a cluster for the fastest that fits, and say why it is.
 
-    Of every model and number of devices in the file, the configuration that is predicted fastest is chosen among those
-    that leave the recipe's margin of memory free; its measured speed is compared with the best one's.
+    Flags of a plan, such as --tp 4 or --recompute none, are not left open to the search.
     """
 
-    grade: Annotated[Path, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")]
-    """A JSON list of runs, as `shardlab validate` takes them."""
+    model: Name = None
+    """A model by name, such as llama3-8b, or path/to/file.py:NAME or path/to/model.toml."""
+
+    cluster: Name = None
+    """Devices and how many, such as h100x32, or path/to/cluster.toml; or, as bench measured it, local or
+    path/to/profile.json. All of them are used."""
+
+    sequence: OptionalCount = None
+    """Tokens of a sequence (default: the model's)."""
+
+    layers: Layers = None
+    """Layers of the model (default: its own)."""
+
+    tokens_per_step: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Tokens of a step, such as 4M (default: 16 sequences for each device, and at most 16M tokens)."""
+
+    global_batch: OptionalCount = None
+    """Sequences of a step, in the place of --tokens-per-step."""
+
+    micro_batch_size: OptionalCount = None
+    """Sequences of a microbatch (default: what is best)."""
+
+    precision: Name = None
+    """fp32, bf16, bf16-fp32-grads or fp16; or several, with commas, of which the fastest is taken (default: bf16 where
+    the device has it)."""
+
+    optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
+    """What makes a step of a gradient, and so how large its state is."""
 
     recipe: RecipeName = None
 
+    memory: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")] = None
+    """Memory of each device that the step may take, such as 72GiB."""
+
+    max_tp: OptionalCount = None
+    """The most tensor-parallel ranks."""
+
+    max_pp: OptionalCount = None
+    """The most pipeline ranks."""
+
+    max_cp: OptionalCount = None
+    """The most context-parallel ranks."""
+
+    max_ep: OptionalCount = None
+    """The most expert-parallel ranks."""
+
+    max_dp_shard: OptionalCount = None
+    """The most ranks that share weights, gradients or optimizer state."""
+
+    max_micro_batch_size: OptionalCount = None
+    """The most sequences of a microbatch."""
+
+    seconds: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 120.0
+    """Time for the search; then the best so far is given. Ctrl-C ends it as well."""
+
+    top: Count = 5
+    """How many plans are listed beside the best of each family."""
+
+    out: NewFile = None
+    """A new TOML file for the chosen plan, which simulate, verify and train take by --plan."""
+
+    grade: Annotated[Path | None, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")] = None
+    """Instead of a search: a file of measured runs, as validate takes it. Of every model and number of devices in it the
+    run that is predicted fastest is chosen, and its measured speed compared with the best one's."""
+
+    force: Flag = False
+    """Replace the file of --out, and take a profile from another machine."""
+
     json: Flag = False
-    """Print JSON alone: every run with what is predicted and measured, and every cell with its choice."""
+    """Print JSON alone."""
+
+    layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
+        if self.grade is not None:
+            self._want_no_search()
+            print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
+            return 0
+        from shardlab.planner.chosen import choose
+        from shardlab.planner.workers import cores, workers
+
+        problem = self._problem()
+        check_new_file("--out", self.out, "plan.toml", force=self.force)
+        with workers(problem) as ask, self._progress() as told:
+            choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), told=told)
+        if self.out is not None:
+            with writing("--out", self.out):
+                self.out.write_text(choice.as_toml(), encoding="utf-8")
+        assert self.model is not None
+        assert self.cluster is not None
+        if self.json:
+            from shardlab.cli.plan_json import as_json
+
+            print_json(as_json(choice, self.model, self.cluster, self.top))
+        else:
+            from shardlab.cli.plan_report import print_choice
+
+            print_choice(choice, self.model, self.cluster, self._rerun(), self.out, self.top, stdout_console())
         return 0
+
+    def _want_no_search(self) -> None:
+        """Refuse what a search alone needs.
+
+        Raises:
+            UserError: with its name.
+        """
+        given = {"--model": self.model, "--cluster": self.cluster, "--out": self.out}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise UserError(f"--grade takes models and devices from its file; leave {wrong[0]} out")
+
+    def _problem(self) -> Problem:
+        """What is to be planned.
+
+        Raises:
+            UserError: for names that are unknown, and values that do not go together.
+        """
+        from shardlab.models import find_model
+        from shardlab.models.named import with_fields
+        from shardlab.planner.problem import Problem
+        from shardlab.planner.workers import with_memory
+        from shardlab.program.precision import find_precision
+
+        if self.model is None or self.cluster is None:
+            missing = "--model, such as llama3-8b" if self.model is None else "--cluster, such as h100x32"
+            raise UserError(f"a plan is for a model on a cluster; give {missing}")
+        if self.seconds <= 0:
+            raise UserError(f"--seconds {self.seconds:g} is no time; give a number above 0")
+        cluster = cluster_called(self.cluster, force=self.force and self.out is None)
+        if self.memory is not None:
+            room = read_bytes(self.memory, "--memory")
+            if room > cluster.device.memory:
+                raise UserError(
+                    f"--memory {self.memory} is more than {cluster.device.name} has, "
+                    f"{cluster.device.memory / 2**30:.0f} GiB; give less, or another cluster"
+                )
+            cluster = with_memory(cluster, room)
+        changes = {"seq_len": self.sequence, "layers": self.layers}
+        given = {name: value for name, value in changes.items() if value is not None}
+        model = with_fields(find_model(self.model), given, self.model)
+        usual = "bf16" if "bfloat16" in cluster.device.flops else "fp32"
+        precisions = tuple(find_precision(name) for name in (self.precision or usual).split(","))
+        for precision in precisions:
+            cluster.device.peak(precision.compute)
+        sequences = self._sequences(model.seq_len, cluster.size)
+        return Problem(
+            model, cluster, sequences, precisions, recipe_called(self.recipe), self.optimizer, self._limits()
+        )
+
+    def _limits(self) -> Limits:
+        from shardlab.planner.problem import Limits
+
+        fixed = self.layout.given()
+        if "plan" in fixed:
+            raise UserError("--plan names a plan that is made; plan makes one: leave it out, or give it to simulate")
+        types = field_types(Plan)
+        fixed = {name: value if name in AXES else types[name].of_words(value) for name, value in fixed.items()}
+        names = [name.removeprefix("max_") for name in vars(self) if name.startswith("max_")]
+        most = {name: size for name in names if (size := getattr(self, f"max_{name}")) is not None}
+        return Limits(fixed, most, self.micro_batch_size)
+
+    def _sequences(self, length: int, devices: int) -> int:
+        """Sequences of the global batch."""
+        if self.global_batch is not None:
+            if self.tokens_per_step is not None:
+                raise UserError("both --tokens-per-step and --global-batch were given; give one of them")
+            return self.global_batch
+        if self.tokens_per_step is None:
+            most = MOST_TOKENS // length // devices * devices or 1 << ((MOST_TOKENS // length) | 1).bit_length() - 1
+            return min(16 * devices, most)
+        tokens = read_tokens(self.tokens_per_step, "--tokens-per-step")
+        sequences, rest = divmod(tokens, length)
+        if rest or not sequences:
+            near = f"{max(sequences, 1)} or {sequences + 1}" if sequences else "1"
+            raise UserError(
+                f"{tokens:,} tokens are no whole sequences of {length:,} tokens; give --global-batch {near} "
+                f"({max(sequences, 1) * length:,} tokens)"
+            )
+        return sequences
+
+    def _rerun(self) -> str:
+        """The words of the command that tell the model and the cluster."""
+        layers = f" --layers {self.layers}" if self.layers else ""
+        return f"--model {self.model}{layers} --cluster {self.cluster}"
+
+    def _progress(self) -> Any:
+        """A line on the terminal that tells how far the search is."""
+        return SearchLine(Console(stderr=True))
+
+
+class SearchLine:
+    """A live line of a search's progress, on a terminal alone.
+
+    Args:
+        console: where it is shown.
+    """
+
+    def __init__(self, console: Console) -> None:
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+    def __enter__(self) -> Any:
+        self._task = self._progress.add_task("generating plans")
+        self._progress.start()
+        return self._tell
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def _tell(self, found: Found, waiting: int) -> None:
+        best = f"; best so far {seconds_text(found.best.seconds)} a step" if found.best else ""
+        text = f"{counted(len(found.outcomes), 'plan')} simulated, {waiting:,} wait{best}"
+        self._progress.update(self._task, description=text)

@@ -36,9 +36,7 @@ class AlikeBlocks:
 
     def __init__(self, model: Any, mesh: Mesh, apart: bool, ulysses: int) -> None:
         def cut(blocks: int) -> Model:
-            return cut_for(
-                replace(model, layers=blocks), mesh, planned=True, attention_apart=apart, ulysses=ulysses
-            )
+            return cut_for(replace(model, layers=blocks), mesh, planned=True, attention_apart=apart, ulysses=ulysses)
 
         self.blocks = model.layers
         self.whole = replace(model, layers=min(KNOWN, model.layers))

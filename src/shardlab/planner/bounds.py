@@ -9,9 +9,8 @@ last of it, which nothing is left to run beside.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlab.models import Model
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
@@ -50,6 +49,24 @@ class Passes:
     weights: list[float]
 
 
+class RankPasses(NamedTuple):
+    """What a pipeline's rank has to do.
+
+    Attributes:
+        until: seconds at least until it has done its last pass.
+        after: seconds of what other ranks do after that.
+        backward: seconds of its backward passes of one microbatch.
+        weights: elements of its parameters, before they are sharded.
+        stages: how many it has.
+    """
+
+    until: float
+    after: float
+    backward: float
+    weights: float
+    stages: int
+
+
 class Floors:
     """Floors of a problem's shapes and candidates, each worked out once."""
 
@@ -58,6 +75,7 @@ class Floors:
         self._passes: dict[Any, Passes] = {}
         self._kernels: dict[Any, Any] = {}
         self._states: dict[Any, Any] = {}
+        self._done: dict[Any, list[RankPasses]] = {}
         self._orders: dict[Any, Any] = {}
         self._priced: dict[Any, ClusterPrices] = {}
 
@@ -81,43 +99,49 @@ class Floors:
         kept = (passes if word in ("none", "selective") else self.passes(shape, "full")).kept[-1]
         return SURE * (passes.weights[-1] * state / shards + kept) / shape.mesh.pp
 
+    def pipeline_seconds(self, shape: Shape, plan: Plan) -> float:
+        """Seconds below which no candidate with this pipeline is, whatever is sharded."""
+        return SURE * max(rank.until + rank.after for rank in self._ranks(shape, plan))
+
     def seconds(self, shape: Shape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""
-        plan, each = candidate.plan, self._each(shape)
-        passes = self.passes(shape, plan.recompute)
-        stages, held = self._stages(shape, plan)
-        prices = self._prices(candidate)
+        plan, each, prices = candidate.plan, self._each(shape), self._prices(candidate)
         floor = 0.0
-        split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
-        first_stages = [own[0] for own in held]
-        for rank, own in enumerate(held):
-            forward = sum(_between(passes.forward, stages[stage]) for stage in own)
-            backward = sum(_between(passes.backward, stages[stage]) for stage in own)
-            lower = range(first_stages[rank])
-            up = sum(_between(passes.forward, stages[stage]) for stage in lower)
-            down = 0.0 if split else sum(_between(passes.backward, stages[stage]) for stage in lower)
-            weights = sum(_between(passes.weights, stages[stage]) for stage in own)
-            added = self._adding(prices, plan, weights, each)
-            step = up + each * (forward + backward) + added
-            update = self._update(prices, plan, weights)
-            floor = max(floor, step + down, step + update)
-            if len(own) == 1:
-                reducing = self._reducing(prices, plan, weights)
-                floor = max(floor, up + (each - 1) * (forward + backward) + forward + reducing)
+        for rank in self._ranks(shape, plan):
+            step = rank.until + self._adding(prices, plan, rank.weights, each)
+            floor = max(floor, step + rank.after, step + self._update(prices, plan, rank.weights))
+            if rank.stages == 1:
+                floor = max(floor, rank.until - rank.backward + self._reducing(prices, plan, rank.weights))
         return SURE * floor
 
-    def bytes(self, shape: Shape, candidate: Candidate) -> float:
-        """Bytes below which a candidate's fullest rank is not."""
+    def _ranks(self, shape: Shape, plan: Plan) -> list[RankPasses]:
+        """What every pipeline rank has to do."""
+        key = shape, plan.schedule, plan.stages_per_rank, plan.recompute
+        if key not in self._done:
+            passes, each = self.passes(shape, plan.recompute), self._each(shape)
+            stages, held = self._stages(shape, plan)
+            split = not isinstance(plan.schedule, str) or plan.schedule not in UNSPLIT
+            self._done[key] = []
+            for own in held:
+                forward, backward, weights = (
+                    sum(_between(sums, stages[stage]) for stage in own)
+                    for sums in (passes.forward, passes.backward, passes.weights)
+                )
+                first = stages[own[0]][0]  # of its layers
+                until = passes.forward[first] + each * (forward + backward)
+                after = 0.0 if split else passes.backward[first]
+                self._done[key].append(RankPasses(until, after, backward, weights, len(own)))
+        return self._done[key]
+
+    def bytes(self, shape: Shape, candidate: Candidate, *, sharded: bool = False) -> float:
+        """Bytes below which a candidate's fullest rank is not; `sharded`: nor any that shares more of the model."""
         plan, precision = candidate.plan, shape.precision
         passes = self.passes(shape, plan.recompute)
         sizes = plan.mesh.sizes()
         stages, held = self._stages(shape, plan)
 
         def among(axes: tuple[str, ...]) -> int:
-            shards = 1
-            for axis in axes:
-                shards *= sizes[axis]
-            return shards
+            return sizes["dp_shard"] * sizes["dp_replicate"] * sizes["cp"] if sharded else _shards(plan, axes)
 
         weight, gradient = precision.bytes(Kind.WEIGHT), precision.bytes(Kind.GRAD_WEIGHT)
         optimizer = precision.under(self.problem.optimizer).optimizer
@@ -140,7 +164,7 @@ class Floors:
         mesh = shape.mesh
         key = (
             (mesh.tp, mesh.cp, mesh.ep, shape.micro_batch_size, shape.precision.name),
-            (shape.sequence_parallel, shape.recompute == "selective", recompute),
+            (shape.sequence_parallel, shape.recompute == "selective", recompute, shape.context, shape.ulysses_degree),
         )
         if key not in self._passes:
             if isinstance(recompute, tuple):
@@ -154,10 +178,7 @@ class Floors:
         model, none, full = blocks_of(self.problem, shape), self.passes(shape), self.passes(shape, "full")
         again = {layer for block in recompute for layer in model.recomputable[block]}
         backward, kept = (
-            [
-                _between(full_of if layer in again else none_of, (layer, layer + 1))
-                for layer in range(model.layers)
-            ]
+            [_between(full_of if layer in again else none_of, (layer, layer + 1)) for layer in range(model.layers)]
             for none_of, full_of in ((none.backward, full.backward), (none.kept, full.kept))
         )
         return Passes(none.forward, _sums(backward), _sums(kept), none.weights)
@@ -313,6 +334,7 @@ class _LayerPrices:
         mesh, shape = self.mesh, self.shape
         key = (run.name, run.cut, run.layout.numel, run.attend is None, last, mesh.tp, mesh.cp, mesh.ep)
         key = (*key, shape.micro_batch_size, shape.sequence_parallel, shape.precision.name, layer == 0)
+        key = (*key, shape.context, shape.ulysses_degree) if run.attend is not None else key
         if key not in self.known:
             self.known[key] = self._priced(layer)
         return self.known[key]
@@ -328,17 +350,26 @@ class _LayerPrices:
         forward, backward = self._sum(kernels), self._sum(_back(kernels))
         backward += sum(share * self._sum([kernel]) for kernel, share in recipe.recomputed(kernels))
         if run.attend is not None:
-            attended = recipe.kernels(
-                self.model.attend_kernels(layer, size, self.tokens, self.model.seq_len, 0.5, run.slices)
-            )
-            forward += self._sum(attended)
-            fused = any(isinstance(kernel, FusedAttention) for kernel in attended)
-            backward += self._sum([back for kernel in attended for back in kernel.backward_input()])
-            backward += 0.0 if fused else self._sum(attended)
+            there, back = self._attention(layer, run.slices)
+            forward, backward = forward + there, backward + back
         if layer == self.model.layers - 1:
             loss = recipe.kernels(self.model.loss_kernels(size, self.tokens, run.slices))
             backward += self._sum(loss) + self._sum([back for kernel in loss for back in kernel.backward_input()])
         return forward, backward
+
+    def _attention(self, layer: int, slices: int) -> tuple[float, float]:
+        """Forward and backward, of as many pieces as keys and values come in."""
+        degree = self.shape.ulysses_degree or (self.mesh.cp if self.shape.context == "ulysses" else 1)
+        queries, pieces = self.tokens * degree, self.mesh.cp // degree if self.shape.context == "ring" else 1
+        keys, size = self.model.seq_len // pieces, self.shape.micro_batch_size
+        attended = self.prices.recipe.kernels(
+            self.model.attend_kernels(layer, size, queries, keys, 0.5, slices * degree)
+        )
+        forward = self._sum(attended)
+        backward = self._sum([back for kernel in attended for back in kernel.backward_input()])
+        if not any(isinstance(kernel, FusedAttention) for kernel in attended):
+            backward += forward
+        return pieces * forward, pieces * backward
 
     def _sum(self, kernels: list[Kernel]) -> float:
         device, compute = self.prices.cluster.device, self.prices.precision.compute

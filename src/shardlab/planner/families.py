@@ -24,8 +24,7 @@ def family(plan: Plan) -> str:
         return "one device"
     if plan.shard_parameters:
         return "HSDP" if plan.mesh.dp_replicate > 1 else "ZeRO-3"
-    stage = "ZeRO-2" if plan.shard_gradients else "ZeRO-1" if plan.shard_optimizer else "data parallel"
-    return f"{stage} in replicas" if plan.mesh.dp_replicate > 1 and plan.shard_optimizer else stage
+    return "ZeRO-2" if plan.shard_gradients else "ZeRO-1" if plan.shard_optimizer else "data parallel"
 
 
 def model_kinds(mesh: Mesh) -> str:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import heapq
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
-from multiprocessing import get_context
 
-from shardlab.errors import Refused, UserError
 from shardlab.planner.bounds import Floors
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import Shape, candidates, shapes
-from shardlab.predict.forecast import Forecast, forecast
+from shardlab.planner.space import Shape, dealt, pipelined, shapes
+from shardlab.planner.workers import Answer, Ask, Asked, Change
+from shardlab.predict.forecast import Forecast
 
-EACH_FAMILY = 2
-"""Forecasts of a family that the search for the best has not asked for; the lowest floors come first."""
+SCOUTS = 3
+"""Forecasts of each family before all others, and twice as many if none of these fits; the lowest floors come first."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,7 @@ class Found:
         space: how many shapes and candidates were seen; those of shapes that a floor discards were not generated.
         too_large: of each family, the candidate with the lowest floor of bytes that does not fit, and that floor.
         refused: candidates that the code which runs plans does not accept.
+        open: kinds of parallelism beside the data's of plans that were not forecast.
         left: the lowest floor of what was not forecast (None: nothing is left that could be faster).
         seconds: how long it took.
     """
@@ -71,6 +68,7 @@ class Found:
     space: dict[str, int] = field(default_factory=lambda: {"shapes": 0, "candidates": 0})
     too_large: dict[str, tuple[float, Candidate]] = field(default_factory=dict[str, tuple[float, Candidate]])
     refused: int = 0
+    open: set[str] = field(default_factory=set[str])
     left: float | None = None
     seconds: float = 0.0
 
@@ -92,13 +90,18 @@ class Found:
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Of each family of which nothing fits, what comes nearest: its bytes, or a floor of them."""
+        """Of each family of which nothing can fit, what comes nearest: its bytes, or a floor of them."""
         nearest = dict(self.too_large)
         for each in self.outcomes:
             known = nearest.get(each.family)
             if not each.fits and (known is None or each.forecast.memory.total < known[0]):
                 nearest[each.family] = each.forecast.memory.total, each.candidate
-        return {name: miss for name, miss in nearest.items() if name not in self.families()}
+        fitting, shown = self.families(), {name: miss for name, miss in nearest.items() if name not in self.open}
+        return {
+            name: miss
+            for name, miss in shown.items()
+            if name not in fitting and not ("" in self.open and not model_kinds(miss[1].plan.mesh))
+        }
 
 
 Told = Callable[[Found, int], None]
@@ -111,39 +114,52 @@ class Search:
     Args:
         problem: what is planned.
         deadline: seconds that it may take.
-        workers: processes that forecast (0: this one does).
+        ask: what forecasts candidates.
+        ahead: how many it is asked for at a time.
         told: is called again and again.
+        change: what the problem that is asked about has more of.
+        best: seconds of a plan that is known; only faster ones are looked for.
     """
 
     def __init__(
-        self, problem: Problem, *, deadline: float = float("inf"), workers: int = 0, told: Told | None = None
+        self,
+        problem: Problem,
+        ask: Ask,
+        *,
+        deadline: float = float("inf"),
+        ahead: int = 1,
+        told: Told | None = None,
+        change: Change = "",
+        best: float = float("inf"),
     ) -> None:
         self.problem = problem
+        self._change: Change = change
         self.found = Found()
         self._floors = Floors(problem)
         self._room = problem.cluster.device.memory
         self._began = time.monotonic()
         self._until = self._began + deadline
-        self._workers = workers
+        self._ask, self._ahead = ask, ahead
         self._told = told
         self._heap: list[tuple[float, int, Shape, Candidate | None]] = []
         self._tie = count()
-        self._best = float("inf")
+        self._best = best
         self._forecasts: dict[str, int] = {}
+        self._fit: set[str] = set()
 
     def run(self) -> Found:
         """Search to the end, to the deadline, or until it is interrupted."""
-        coming: dict[Future[Forecast | None], Candidate] = {}
-        with _pool(self.problem, self._workers) as submit:
-            try:
-                self._fill()
-                self._forecast_all(submit, coming, lambda floor, _: floor <= self._best)
-                if self._heap and self._heap[0][0] <= self._best or coming:
-                    self.found.left = self._heap[0][0] if self._heap else 0.0
-                else:
-                    self._forecast_all(submit, coming, self._lacks)
-            except KeyboardInterrupt:
+        coming: dict[Future[Answer | None], Candidate] = {}
+        try:
+            self._fill()
+            if not self._change:
+                self._forecast_all(coming, self._lacks)
+            self._forecast_all(coming, lambda floor, _: floor <= self._best)
+            if coming or self._over() or (self._heap and self._heap[0][0] <= self._best):
                 self.found.left = self._heap[0][0] if self._heap else 0.0
+        except KeyboardInterrupt:
+            self.found.left = self._heap[0][0] if self._heap else 0.0
+        self.found.open = {model_kinds(shape.mesh) for _, _, shape, _ in self._heap}
         self.found.seconds = time.monotonic() - self._began
         return self.found
 
@@ -175,15 +191,14 @@ class Search:
 
     def _forecast_all(
         self,
-        submit: Callable[[Candidate], Future[Forecast | None]],
-        coming: dict[Future[Forecast | None], Candidate],
+        coming: dict[Future[Answer | None], Candidate],
         wanted: Callable[[float, str], bool],
     ) -> None:
         """Forecast what is wanted by its floor and the kinds of its family, lowest floor first."""
         kept: list[tuple[float, int, Shape, Candidate | None]] = []
         while not self._over():
-            while self._heap and len(coming) < max(1, 2 * self._workers) and not self._over():
-                floor, _, shape, candidate = entry = self._heap[0]
+            while self._heap and len(coming) < self._ahead and not self._over():
+                floor, _, shape, candidate = self._heap[0]
                 if not wanted(floor, model_kinds(shape.mesh) if candidate is None else family(candidate.plan)):
                     if wanted == self._lacks:
                         kept.append(heapq.heappop(self._heap))
@@ -195,8 +210,7 @@ class Search:
                 else:
                     name = family(candidate.plan)
                     self._forecasts[name] = self._forecasts.get(name, 0) + 1
-                    coming[submit(candidate)] = candidate
-                del entry
+                    coming[self._ask(Asked(candidate, change=self._change))] = candidate
             if not coming:
                 break
             for done in wait(coming, 0.2, FIRST_COMPLETED).done:
@@ -208,72 +222,35 @@ class Search:
 
     def _lacks(self, floor: float, name: str) -> bool:
         """Whether more is to be known of a family, or of some family of these kinds of parallelism."""
-        if name == "":
-            return True
-        return self._forecasts.get(name, 0) < EACH_FAMILY
+        done = self._forecasts.get(name, 0)
+        return not name or done < SCOUTS or (done < 2 * SCOUTS and name not in self._fit)
 
     def _expand(self, shape: Shape) -> None:
         """Every candidate of a shape that may fit, with its floor."""
-        for candidate in candidates(self.problem, shape):
+        for candidate in self._dealt(shape):
             self.found.space["candidates"] += 1
             if (bytes := self._floors.bytes(shape, candidate)) > self._room:
                 self._note_too_large(candidate, bytes)
             else:
                 self._push(self._floors.seconds(shape, candidate), shape, candidate)
 
-    def _note(self, candidate: Candidate, forecast: Forecast | None) -> None:
-        if forecast is None:
+    def _dealt(self, shape: Shape) -> Iterator[Candidate]:
+        """The candidates of those pipelines of a shape that may fit and be as fast as the best."""
+        for plan in pipelined(self.problem, shape):
+            if self._floors.pipeline_seconds(shape, plan) > self._best and shape.mesh.pp > 1:
+                continue
+            bare = Candidate(plan, shape.micro_batch_size, shape.precision)
+            if (bytes := self._floors.bytes(shape, bare, sharded=True)) > self._room:
+                self._note_too_large(bare, bytes)
+                continue
+            yield from dealt(self.problem, shape, plan)
+
+    def _note(self, candidate: Candidate, answer: Answer | None) -> None:
+        if answer is None:
             self.found.refused += 1
             return
-        outcome = Outcome(candidate, forecast)
+        outcome = Outcome(candidate, answer.forecast)
         self.found.outcomes.append(outcome)
-        if outcome.fits and outcome.seconds < self._best:
-            self._best = outcome.seconds
-
-
-def forecast_of(problem: Problem, candidate: Candidate) -> Forecast | None:
-    """A candidate's forecast; None: the code that runs plans does not accept it."""
-    try:
-        return forecast(problem.workload(candidate))
-    except (UserError, Refused):
-        return None
-
-
-_problem: list[Problem] = []
-"""The problem of a worker's process."""
-
-
-def _begin(problem: Problem) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    _problem[:] = [problem]
-
-
-def _forecast_here(candidate: Candidate) -> Forecast | None:
-    return forecast_of(_problem[0], candidate)
-
-
-@contextmanager
-def _pool(problem: Problem, workers: int) -> Iterator[Callable[[Candidate], Future[Forecast | None]]]:
-    """What forecasts candidates: processes forked from this one, or this one itself."""
-    if workers < 2:
-
-        def here(candidate: Candidate) -> Future[Forecast | None]:
-            future: Future[Forecast | None] = Future()
-            future.set_result(forecast_of(problem, candidate))
-            return future
-
-        yield here
-        return
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (problem,))
-    try:
-        yield lambda candidate: pool.submit(_forecast_here, candidate)
-    finally:
-        processes = list(pool._processes.values())  # type: ignore[attr-defined]
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.terminate()
-
-
-def cores() -> int:
-    """How many processes forecast at a time: one for each core that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if outcome.fits:
+            self._fit.add(outcome.family)
+            self._best = min(self._best, outcome.seconds)

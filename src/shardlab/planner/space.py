@@ -35,11 +35,14 @@ from shardlab.planner.alike import AlikeBlocks, alike_blocks
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.program import Mesh
 from shardlab.program.precision import Precision
-from shardlab.strategies.plan import Plan
+from shardlab.strategies.plan import Context, Plan, Recompute
 from shardlab.strategies.schedules import SCHEDULES
 
 SHARES = {"none": 0.0, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "full": 1.0}
 """Shares of a stage's blocks that are computed again."""
+
+WORDS: dict[str | tuple[int, ...], Recompute] = {"selective": "selective", "full": "full"}
+"""Recomputation that is the same for every number of stages."""
 
 LEAST_SEQUENCE = 1024
 """Tokens of a sequence on each context-parallel rank, at least: what is cut finer is all messages."""
@@ -63,7 +66,7 @@ class Shape:
     micro_batch_size: int
     precision: Precision
     sequence_parallel: bool = False
-    context: str = "ring"
+    context: Context = "ring"
     ulysses_degree: int | None = None
     recompute: str | tuple[int, ...] = "none"
 
@@ -78,9 +81,9 @@ class Shape:
         plan = Plan(
             self.mesh,
             sequence_parallel=self.sequence_parallel,
-            context=self.context,  # type: ignore[arg-type]
+            context=self.context,
             ulysses_degree=self.ulysses_degree,
-            recompute=self.recompute if self.recompute in ("selective", "full") else "none",  # type: ignore[arg-type]
+            recompute=WORDS.get(self.recompute, "none"),
         )
         return Candidate(plan, self.micro_batch_size, self.precision)
 
@@ -119,13 +122,13 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
                     yield mesh
 
 
-def _options(problem: Problem, mesh: Mesh) -> Iterator[tuple[bool, str, int | None, str | tuple[int, ...]]]:
+def _options(problem: Problem, mesh: Mesh) -> Iterator[tuple[bool, Context, int | None, str | tuple[int, ...]]]:
     """Sequence parallelism, context, Ulysses' degree and recomputation that make sense on a mesh."""
     fixed = problem.limits.fixed
-    contexts: list[tuple[str, int | None]] = [("ring", None)]
+    contexts: list[tuple[Context, int | None]] = [("ring", None)]
     if mesh.cp > 1:
-        contexts += [("all_gather", None), ("ulysses", None)]
-        contexts += [("ring", degree) for degree in divisors(mesh.cp) if 1 < degree < mesh.cp]
+        contexts.extend((("all_gather", None), ("ulysses", None)))
+        contexts.extend(("ring", degree) for degree in divisors(mesh.cp) if 1 < degree < mesh.cp)
     recomputes: list[str | tuple[int, ...]] = [*SHARES, *(["selective"] if problem.model.dropout else [])]
     if "recompute" in fixed:
         recomputes = [fixed["recompute"]]
@@ -161,9 +164,14 @@ def _blocks(problem: Problem, mesh: Mesh, context: str, degree: int | None, reco
 def candidates(problem: Problem, shape: Shape) -> Iterator[Candidate]:
     """Every candidate of a shape."""
     for plan in pipelined(problem, shape):
-        for dealt in sharded(problem, plan):
-            if problem.limits.allow(dealt):
-                yield Candidate(dealt, shape.micro_batch_size, shape.precision)
+        yield from dealt(problem, shape, plan)
+
+
+def dealt(problem: Problem, shape: Shape, plan: Plan) -> Iterator[Candidate]:
+    """Every candidate of a shape's plan that shards nothing yet."""
+    for each in sharded(problem, plan):
+        if problem.limits.allow(each):
+            yield Candidate(each, shape.micro_batch_size, shape.precision)
 
 
 def pipelined(problem: Problem, shape: Shape) -> Iterator[Plan]:
@@ -208,6 +216,8 @@ def _recomputed(shape: Shape, model: AlikeBlocks, bounds: list[int]) -> Any:
     for start, stop in pairwise(cuts):
         blocks = [number for number, block in enumerate(model.recomputable) if start <= block.start < stop]
         chosen += blocks[: ceil(shape.share * len(blocks))]
+    if len(chosen) == len(model.recomputable):
+        raise UserError("so few blocks are all computed again, as full says")
     return tuple(chosen)
 
 
@@ -233,9 +243,12 @@ def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
 def _splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
     """Replicas and shards that make up so many data-parallel ranks."""
     for replicas in divisors(data):
-        if replicas == 1 or replicas < data or "dp_replicate" in problem.limits.fixed:
-            if problem.limits.allows("dp_replicate", replicas) and problem.limits.allows("dp_shard", data // replicas):
-                yield replicas, data // replicas
+        useful = replicas == 1 or replicas < data or "dp_replicate" in problem.limits.fixed
+        allowed = problem.limits.allows("dp_replicate", replicas) and problem.limits.allows(
+            "dp_shard", data // replicas
+        )
+        if useful and allowed:
+            yield replicas, data // replicas
 
 
 def _shardings(mesh: Mesh) -> Iterator[tuple[Axes, Axes, Axes]]:

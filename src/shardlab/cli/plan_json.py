@@ -1,0 +1,93 @@
+"""A planner's choice for other programs; in seconds, bytes and shares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardlab.planner.families import family
+from shardlab.planner.reasons import sentence
+
+if TYPE_CHECKING:
+    from shardlab.planner.chosen import Choice
+    from shardlab.planner.problem import Candidate, Problem
+    from shardlab.planner.search import Outcome
+    from shardlab.planner.workers import Answer
+
+
+def as_json(choice: Choice, model: str, cluster: str, top: int) -> dict[str, Any]:
+    """Describe all of it."""
+    problem, found, room = choice.problem, choice.found, choice.problem.cluster.device.memory
+    tokens = problem.tokens
+    return {
+        "model": model,
+        "cluster": cluster,
+        "recipe": problem.recipe.name,
+        "global_batch": problem.sequences,
+        "tokens": tokens,
+        "device_memory": room,
+        "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
+        "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
+        "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1:top]],
+        "alternatives": [
+            {
+                "choice": each.choice,
+                **_candidate(problem, each.candidate),
+                **_forecast(problem, each.answer),
+                "text": sentence(each, choice.answer, room),
+            }
+            for each in choice.alternatives
+            if each.answer is not None
+        ],
+        "does_not_fit": [
+            {"family": name, "bytes_at_least": bytes, "bytes_too_many": bytes - room, **_candidate(problem, candidate)}
+            for name, (bytes, candidate) in found.misses().items()
+        ],
+        "would_help": {
+            change: (2 if change == "batch" else 1) * choice.best.seconds / step - 1
+            for change, step in choice.helps.items()
+        },
+        "searched": {
+            **found.space,
+            "simulated": len(found.outcomes),
+            "refused": found.refused,
+            "seconds": found.seconds,
+            "complete": found.left is None,
+            "floor_of_the_rest": found.left,
+        },
+    }
+
+
+def _outcome(problem: Problem, outcome: Outcome) -> dict[str, Any]:
+    forecast, seconds = outcome.forecast, outcome.seconds
+    peak = max(forecast.peaks, key=lambda peak: peak.bytes)
+    return {
+        "family": outcome.family,
+        **_candidate(problem, outcome.candidate),
+        "step_seconds": seconds,
+        "tokens_per_second": problem.tokens / seconds,
+        "tokens_per_second_per_device": problem.tokens / seconds / problem.cluster.size,
+        "mfu": problem.workload(outcome.candidate).mfu(seconds),
+        "memory": forecast.memory.total,
+        "peak_memory": peak.bytes,
+        "peak_memory_by_category": peak.by_category,
+        "fits": outcome.fits,
+    }
+
+
+def _candidate(problem: Problem, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "family": family(candidate.plan),
+        "plan": candidate.plan.as_dict(),
+        "micro_batch_size": candidate.micro_batch_size,
+        "microbatches": problem.sequences // candidate.micro_batch_size,
+        "precision": candidate.precision.name,
+    }
+
+
+def _forecast(problem: Problem, answer: Answer) -> dict[str, Any]:
+    forecast = answer.forecast
+    return {"step_seconds": forecast.seconds, "memory": forecast.memory.total, "fits": forecast.memory.fits}
+
+
+def _shares(answer: Answer) -> dict[str, Any]:
+    return {"shares": answer.shares.parts if answer.shares else {}}

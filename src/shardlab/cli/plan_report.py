@@ -1,0 +1,177 @@
+"""Report of a planner's choice on one screen, for a reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from shardlab.cli.console import print_fact, print_figures, print_path, table_of
+from shardlab.planner.reasons import sentence
+from shardlab.planner.words import described, flags_of, picture, short
+from shardlab.rules.pieces import counted
+from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
+
+if TYPE_CHECKING:
+    from shardlab.planner.chosen import Choice
+    from shardlab.planner.workers import Change
+
+BAR = 40
+"""Characters of the memory's bar."""
+
+SIGNS = {
+    "parameters": "P",
+    "gradients": "G",
+    "optimizer": "O",
+    "activations": "A",
+    "gathered": "g",
+    "communication": "c",
+}
+"""A letter of the bar for each category of memory; what else is held is `+`."""
+
+HELPS: dict[Change, str] = {
+    "memory": "twice the memory",
+    "links": "twice the bandwidth between nodes",
+    "batch": "twice the batch",
+}
+
+
+def print_choice(
+    choice: Choice, model: str, cluster: str, words: str, out: Path | None, top: int, console: Console
+) -> None:
+    """Print all of it.
+
+    Args:
+        words: of the command, which tell the model and the cluster.
+        out: the file that holds the plan, if there is one.
+        top: how many plans are listed.
+    """
+    problem, best = choice.problem, choice.best
+    console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
+    batch = f"{counted(problem.sequences, 'sequence')} of {problem.model.seq_len:,} tokens"
+    console.print(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.name}\n", style="dim")
+    for number, line in enumerate(described(problem, best.candidate)):
+        print_fact(console, "" if number else "plan", line)
+    console.print()
+    print_figures(console, _figures(choice))
+    print_fact(console, "", _bar(choice))
+    console.print()
+    for line in picture(best.candidate.plan.mesh, problem.cluster):
+        console.print(Text(line), soft_wrap=True)
+    _print_families(choice, console)
+    _print_runners_up(choice, console, top)
+    _print_reasons(choice, console)
+    _print_misses(choice, console)
+    console.print()
+    _print_helps(choice, console)
+    layers = flags_of(problem, best.candidate, str(out) if out else None)
+    console.print(
+        Text.assemble(("simulate it".ljust(16), "dim"), f"shardlab simulate {words} {layers}"), soft_wrap=True
+    )
+    print_fact(console, "searched", searched(choice))
+    if out is not None:
+        print_path(console, "written to", out)
+
+
+def _figures(choice: Choice) -> list[tuple[str, str, str]]:
+    problem, best = choice.problem, choice.best
+    workload, memory = problem.workload(best.candidate), best.forecast.memory
+    room, shares = problem.cluster.device.memory, choice.answer.shares
+    assert shares is not None
+    speed = problem.tokens / best.seconds
+    time = ", ".join(f"{name} {share:.1%}" for name, share in shares.parts.items() if share >= 0.0005)
+    return [
+        ("step time", seconds_text(best.seconds), time),
+        ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
+        ("MFU", share_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
+        ("memory", bytes_text(memory.total), f"of {bytes_text(room, 0)} on the fullest device"),
+    ]
+
+
+def _bar(choice: Choice) -> str:
+    """The fullest device's memory by category, and the amounts."""
+    memory, room = choice.best.forecast.memory, choice.problem.cluster.device.memory
+    peak = max(choice.best.forecast.peaks, key=lambda peak: peak.bytes)
+    shares = sorted(peak.by_category.items(), key=lambda item: -item[1])
+    shares.append(("beyond tensors", max(0, int(memory.total - peak.bytes))))
+    bar = "".join(SIGNS.get(name, "+") * round(bytes / room * BAR) for name, bytes in shares)[:BAR]
+    _, size = unit_of(peak.bytes)
+    words = [f"{SIGNS.get(name, '+')} {name} {bytes / size:,.1f}" for name, bytes in shares if bytes >= 0.05 * size]
+    return f"[{bar:·<{BAR}}] {', '.join(words)}"
+
+
+def _print_families(choice: Choice, console: Console) -> None:
+    table = table_of("", "best of each family", "step", "memory", "what limits it", words=2)
+    table.columns[1].no_wrap = False
+    table.columns[4].justify = "left"
+    for outcome, answer in choice.families:
+        assert answer.shares is not None
+        name, share = answer.shares.limit
+        name, share = (name, share) if share >= 0.02 else ("compute", answer.shares.compute)
+        limit = f"{name.replace(' on', '')} {share:.0%}"
+        table.add_row(
+            outcome.family,
+            short(outcome.candidate),
+            seconds_text(outcome.seconds),
+            bytes_text(outcome.forecast.memory.total, 1),
+            limit,
+            style="bold" if outcome.candidate == choice.best.candidate else "",
+        )
+    console.print()
+    console.print(table)
+
+
+def _print_runners_up(choice: Choice, console: Console, top: int) -> None:
+    shown = choice.found.fitting[1:top]
+    if not shown:
+        return
+    table = table_of("", "runners-up", "step", "slower by", "memory", words=2)
+    table.columns[1].no_wrap = False
+    for outcome in shown:
+        slower = outcome.seconds / choice.best.seconds - 1
+        memory = bytes_text(outcome.forecast.memory.total, 1)
+        table.add_row(outcome.family, short(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}", memory)
+    console.print()
+    console.print(table)
+
+
+def _print_reasons(choice: Choice, console: Console) -> None:
+    room = choice.problem.cluster.device.memory
+    console.print("\nwhy, choice by choice: what the nearest alternative would cost", style="dim")
+    width = max((len(each.choice) for each in choice.alternatives), default=0)
+    for each in choice.alternatives:
+        text = f"  {each.choice:<{width}}  {sentence(each, choice.answer, room)}"
+        console.print(Text(text), soft_wrap=True)
+
+
+def _print_misses(choice: Choice, console: Console) -> None:
+    room = choice.problem.cluster.device.memory
+    misses = {name: miss for name, miss in choice.found.misses().items() if miss[0] > room}
+    if misses:
+        console.print("\nwhat does not fit", style="dim")
+    for name, (bytes, _) in misses.items():
+        over = bytes_text(bytes - room, 1)
+        console.print(f"  {name}: at least {over} too many", highlight=False, soft_wrap=True)
+
+
+def _print_helps(choice: Choice, console: Console) -> None:
+    words: list[str] = []
+    for change, step in choice.helps.items():
+        gain = (2 if change == "batch" else 1) * choice.best.seconds / step - 1
+        words.append(f"{HELPS[change]} {gain:+.1%} tokens/s")
+    print_fact(console, "would help", ", ".join(words))
+
+
+def searched(choice: Choice) -> str:
+    """What was searched, and whether anything is left that could be better."""
+    found = choice.found
+    seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"
+    done = f"{seen}, of which {len(found.outcomes):,} were simulated in {found.seconds:.0f} s"
+    if found.left is None:
+        return f"{done}; floors say that no other is faster"
+    if not found.left:
+        return f"{done}; time was up before all were generated, so faster ones may be left"
+    gain = max(0.0, 1 - found.left / choice.best.seconds)
+    return f"{done}; time was up, and what is left is at most {gain:.0%} faster: give more --seconds"

@@ -1,0 +1,111 @@
+"""The whole answer: the best plan, the families' best, the reasons, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardlab.errors import UserError
+from shardlab.planner.families import by_order
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.reasons import Alternative, alternatives
+from shardlab.planner.search import Found, Outcome, Search, Told
+from shardlab.planner.space import meshes
+from shardlab.planner.workers import Answer, Ask, Asked, Change, changed
+from shardlab.program.toml import toml_value
+from shardlab.rules.pieces import counted
+from shardlab.timeline.units import bytes_text
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan that was chosen, and why.
+
+    Attributes:
+        problem: what was planned.
+        found: what the search has found.
+        best: the chosen plan.
+        answer: its forecast, and what its step's time goes to.
+        families: the best of each family that was seen, and what its step's time goes to.
+        alternatives: the nearest alternative of each choice.
+        helps: seconds of a step with twice as much of something: of this plan, or with more memory of the best one.
+    """
+
+    problem: Problem
+    found: Found
+    best: Outcome
+    answer: Answer
+    families: list[tuple[Outcome, Answer]]
+    alternatives: list[Alternative]
+    helps: dict[Change, float]
+
+    def as_toml(self) -> str:
+        """The chosen plan, as a file that --plan takes."""
+        plan, model = self.best.candidate.plan, type(self.problem.model).__name__
+        lines = [f"{name} = {toml_value(value)}\n" for name, value in plan.as_dict().items()]
+        return f"# a plan for {model} on {self.problem.cluster}\n{''.join(lines)}"
+
+
+def choose(
+    problem: Problem, ask: Ask, *, seconds: float = float("inf"), ahead: int = 1, told: Told | None = None
+) -> Choice:
+    """Search, and derive the reasons.
+
+    Args:
+        seconds: that the search may take.
+        ahead: how many forecasts are asked for at a time.
+        told: is told of the search's progress.
+
+    Raises:
+        UserError: when no plan fits, or none divides.
+    """
+    if not any(meshes(problem)):
+        raise UserError(_undivided(problem))
+    found = Search(problem, ask, deadline=seconds, ahead=ahead, told=told).run()
+    best = found.best
+    if best is None:
+        raise UserError(_nothing(problem, found))
+    rows = sorted(found.families().values(), key=lambda each: by_order(each.family))
+    coming = [(each, ask(Asked(each.candidate, each.forecast, shares=True))) for each in rows]
+    doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
+    more = {change: ask(Asked(best.candidate, change=change)) for change in doubled}
+    roomy = Search(
+        changed(problem, "memory"), ask, deadline=seconds / 4, ahead=ahead, change="memory", best=best.seconds
+    ).run()
+    others = alternatives(problem, best.candidate, ask)
+    studied = [(each, study) for each, future in coming if (study := future.result()) is not None]
+    answer = next(study for each, study in studied if each.candidate == best.candidate)
+    helps: dict[Change, float] = {}
+    for change, future in more.items():
+        if (study := future.result()) is not None:
+            helps[change] = study.forecast.seconds
+    helps["memory"] = min([best.seconds, *(each.seconds for each in roomy.fitting)])
+    return Choice(problem, found, best, answer, studied, others, helps)
+
+
+def _undivided(problem: Problem) -> str:
+    devices, limits = problem.cluster.size, str(problem.limits)
+    what = f"no plan divides {counted(devices, 'device')} and {counted(problem.sequences, 'sequence')}"
+    if limits:
+        return f"{what} under the limits {limits}; give others"
+    return f"{what}; give a --global-batch that is a multiple of {devices}"
+
+
+def _nothing(problem: Problem, found: Found) -> str:
+    """What comes nearest, and what is missing."""
+    room, misses = problem.cluster.device.memory, found.misses()
+    if not misses:
+        if found.left is not None:
+            return "nothing was simulated in the time that was given; give more --seconds, or limits such as --max-tp 8"
+        under = f" under the limits {problem.limits}" if str(problem.limits) else ""
+        return f"no plan{under} is accepted by the code that runs plans; give other limits or another --global-batch"
+    name, (bytes, candidate) = min(misses.items(), key=lambda miss: miss[1][0])
+    times = bytes / room
+    more = f"about {times:.1f} times as many devices" if times >= 1.5 else "more devices"
+    return (
+        f"no plan fits into {bytes_text(room, 1)} a device: {name} comes nearest{_of(candidate)} and takes at least "
+        f"{bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many; take {more}, or larger ones"
+    )
+
+
+def _of(candidate: Candidate) -> str:
+    return f" ({candidate.plan.mesh}, microbatches of {candidate.micro_batch_size})"

@@ -1,0 +1,165 @@
+"""Reasons for a plan: of each of its choices the nearest alternative, and what that would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlab.errors import UserError
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.space import WORDS
+from shardlab.planner.workers import Answer, Ask, Asked
+from shardlab.program import AXES
+from shardlab.strategies.plan import Plan
+from shardlab.timeline.units import bytes_text
+
+ZERO = ("data parallelism", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+"""How much of the model data-parallel ranks share, least first."""
+
+TELLING = 0.005
+"""A share of the step that differs by less is not named."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that differs in one choice.
+
+    Attributes:
+        choice: which, in words: `tp 4 instead of 8`.
+        candidate: the plan.
+        answer: its forecast, and what its step's time goes to (None: the code that runs plans does not accept it).
+    """
+
+    choice: str
+    candidate: Candidate
+    answer: Answer | None
+
+
+def alternatives(problem: Problem, chosen: Candidate, ask: Ask) -> list[Alternative]:
+    """The nearest alternative of each choice, forecast; those that cannot be run are left out."""
+    near = [(choice, other) for choice, other in neighbours(problem, chosen) if problem.limits.allow(other.plan)]
+    coming = [(choice, other, ask(Asked(other, shares=True))) for choice, other in near]
+    found = [Alternative(choice, other, future.result()) for choice, other, future in coming]
+    return [each for each in found if each.answer is not None]
+
+
+def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Candidates that differ in one choice, in the order in which an expert decides."""
+    plan = chosen.plan
+    for choice, words in (*_meshes(plan), *_sharing(plan), *_words(plan)):
+        try:
+            other = replace(chosen, plan=replace(plan, **words))
+        except UserError:
+            continue
+        if problem.sequences % (other.plan.data_ranks * chosen.micro_batch_size) == 0:
+            yield choice, other
+    each = problem.sequences // plan.data_ranks
+    for size in (chosen.micro_batch_size * 2, chosen.micro_batch_size // 2):
+        if size and each % size == 0 and problem.limits.allows("micro_batch_size", size):
+            yield (
+                f"microbatches of {size} instead of {chosen.micro_batch_size}",
+                replace(chosen, micro_batch_size=size),
+            )
+
+
+def _meshes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Twice or half as many ranks along an axis, and half or twice as many that share the batch."""
+    mesh = plan.mesh
+    for axis in ("tp", "pp", "cp", "ep"):
+        size = getattr(mesh, axis)
+        for other in (size * 2, size // 2):
+            if not other or (mesh.dp_shard * size) % other:
+                continue
+            words: dict[str, Any] = {"mesh": replace(mesh, **{axis: other, "dp_shard": mesh.dp_shard * size // other})}
+            if axis == "tp":
+                words["sequence_parallel"] = other > 1 and (plan.sequence_parallel or size == 1)
+            if axis == "pp" and 1 in (size, other):
+                words |= {"schedule": "1f1b", "stages_per_rank": None}
+                words["reshard_after"] = "layer" if plan.reshard_after == "stage" else plan.reshard_after
+            if axis == "cp" and other == 1:
+                words |= {"context": "ring", "ulysses_degree": None}
+            if plan.recompute not in WORDS:
+                words["recompute"] = "none"
+            yield f"{axis} {other} instead of {size}", words
+
+
+def _sharing(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The next more and the next less of what data-parallel ranks share, and replicas."""
+    mesh = plan.mesh
+    axes = plan.shard_optimizer or (("dp_shard",) if mesh.dp_shard > 1 else ())
+    if not axes:
+        return
+    fields = ("shard_optimizer", "shard_gradients", "shard_parameters")
+    stage = 3 if plan.shard_parameters else sum(bool(getattr(plan, name)) for name in fields)
+    for other in (stage - 1, stage + 1):
+        if 0 <= other <= 3 and not (mesh.dp_replicate > 1 and other == 0):
+            words: dict[str, Any] = {name: axes if place < other else () for place, name in enumerate(fields)}
+            if other < 3:
+                words["reshard_after"] = "layer"
+            yield f"{ZERO[other]} instead of {ZERO[stage]}", words
+    if stage and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0:
+        wider = replace(mesh, dp_replicate=mesh.dp_replicate * 2, dp_shard=mesh.dp_shard // 2)
+        yield f"{wider.dp_replicate} replicas of {wider.dp_shard} shards each", {"mesh": wider}
+    if mesh.dp_replicate > 1:
+        merged = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_shard * mesh.dp_replicate)
+        yield f"shards over all {merged.dp_shard} ranks, no replicas", {"mesh": merged, **dict.fromkeys(fields, axes)}
+
+
+def _words(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The other words of a plan."""
+    if plan.recompute != "none":
+        yield "without recomputation", {"recompute": "none"}
+    if plan.recompute != "full":
+        yield "every block computed again", {"recompute": "full"}
+    if plan.shard_parameters:
+        other = "step" if plan.reshard_after != "step" else "layer"
+        words = {"step": "weights gathered once a step", "layer": "weights gathered for each use"}
+        yield words[other], {"reshard_after": other}
+    if plan.mesh.tp > 1:
+        now = plan.sequence_parallel
+        yield f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}
+    if plan.mesh.pp > 1:
+        for schedule, stages in (("1f1b", None), ("interleaved-1f1b", 2), ("zb-h1", None), ("gpipe", None)):
+            if schedule != plan.schedule:
+                yield f"{schedule} instead of {plan.schedule}", {"schedule": schedule, "stages_per_rank": stages}
+    if plan.mesh.cp > 1:
+        for context in ("ring", "all_gather", "ulysses"):
+            if context != plan.context:
+                yield f"context {context} instead of {plan.context}", {"context": context, "ulysses_degree": None}
+
+
+def sentence(alternative: Alternative, chosen: Answer, room: float) -> str:
+    """What an alternative would cost, in one line: `tp 4 instead of 8: +3.1 GiB, step -6 % (...)`."""
+    answer = alternative.answer
+    assert answer is not None, "it can be run"
+    memory = answer.forecast.memory
+    more = memory.total - chosen.forecast.memory.total
+    step = answer.forecast.seconds / chosen.forecast.seconds - 1
+    if not memory.fits:
+        peak = max(answer.forecast.peaks, key=lambda peak: peak.bytes)
+        most = max(peak.by_category, key=lambda category: peak.by_category[category])
+        over = max(memory.total - room, 0.0)
+        return f"{bytes_text(over, 1)} too many: {most} {bytes_text(peak.by_category[most], 1)}"
+    sign = "+" if more >= 0 else "-"
+    size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= 2**26 else "as much memory"
+    return f"{size}, step {step:+.1%}{_why(answer, chosen)}"
+
+
+def _why(answer: Answer, chosen: Answer) -> str:
+    """The part of the step, in seconds, that differs most."""
+    assert answer.shares is not None
+    assert chosen.shares is not None
+    theirs, ours = answer.shares.parts, chosen.shares.parts
+    times = answer.forecast.seconds / chosen.forecast.seconds
+    apart = {name: theirs.get(name, 0.0) * times - ours.get(name, 0.0) for name in {*theirs, *ours}}
+    if not apart:
+        return ""
+    name = max(sorted(apart), key=lambda name: abs(apart[name]))
+    if abs(apart[name]) < TELLING:
+        return ""
+    what = "compute" if name == "compute" else "bubble" if name == "bubble" else f"exposed {name}"
+    return f" ({what} {ours.get(name, 0.0):.1%} → {theirs.get(name, 0.0) * times:.1%} of today's step)"
+
+
+assert set(AXES) >= {"tp", "pp", "cp", "ep"}

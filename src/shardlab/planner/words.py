@@ -1,0 +1,155 @@
+"""A plan in the words of the field, and where its ranks are."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from shardlab.hardware import Cluster
+from shardlab.planner.families import family
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.program import AXES, Mesh
+from shardlab.program.field_types import as_flags
+from shardlab.rules.pieces import counted
+from shardlab.strategies.plan import Plan
+
+SHOWN_NODES = 4
+"""Nodes of a picture at most: the first ones and the last."""
+
+SHOWN_DEVICES = 16
+"""Devices of a node that a picture shows one by one."""
+
+
+def described(problem: Problem, candidate: Candidate) -> list[str]:
+    """The choices that make a plan, one to a line."""
+    plan, cluster = candidate.plan, problem.cluster
+    mesh = plan.mesh
+    lines = [_data(plan)]
+    if mesh.tp > 1:
+        sequence = ", with sequence parallelism" if plan.sequence_parallel else ""
+        lines.append(f"tensor parallelism over {mesh.tp} ranks{_within(mesh, 'tp', cluster)}{sequence}")
+    if mesh.cp > 1:
+        how = f"{plan.context}" + (f", exchanged among {plan.ulysses_degree}" if plan.ulysses_degree else "")
+        lines.append(f"context parallelism over {mesh.cp} ranks{_within(mesh, 'cp', cluster)}, {how}")
+    if mesh.ep > 1:
+        lines.append(f"experts over {mesh.ep} ranks{_within(mesh, 'ep', cluster)}")
+    if mesh.pp > 1:
+        stages = f", {plan.stages_per_rank} stages on each" if plan.stages_per_rank else ""
+        lines.append(f"pipeline of {mesh.pp} ranks{_within(mesh, 'pp', cluster)}{stages}, {plan.schedule}")
+    each = problem.sequences // plan.data_ranks // candidate.micro_batch_size
+    sequences = counted(candidate.micro_batch_size, "sequence")
+    lines.append(
+        f"{counted(each, 'microbatch')} of {sequences} on each data-parallel rank, in {candidate.precision.name}"
+    )
+    lines.append(_recomputed(plan, problem.model.layers))
+    return lines
+
+
+def _data(plan: Plan) -> str:
+    mesh, shards = plan.mesh, plan.shard_optimizer
+    if plan.data_ranks == 1 and not shards:
+        return "one data-parallel rank"
+    alone = Plan(
+        Mesh(dp_replicate=mesh.dp_replicate, dp_shard=max(2, mesh.dp_shard)),
+        shard_parameters=plan.shard_parameters,
+        shard_gradients=plan.shard_gradients,
+        shard_optimizer=shards,
+    )
+    name = family(alone)
+    how = (
+        f"{name} over {plan.data_ranks} data-parallel ranks"
+        if not name.startswith("data")
+        else (f"data parallelism over {plan.data_ranks} ranks")
+    )
+    if mesh.dp_replicate > 1 and shards:
+        how += f": {mesh.dp_replicate} replicas of {mesh.dp_shard} shards"
+    if "cp" in shards:
+        how += ", shared along cp too"
+    if plan.shard_parameters:
+        kept = {"layer": "for each use", "stage": "for each visit of their stage", "step": "once a step"}
+        how += f", weights gathered {kept[plan.reshard_after]}"
+    if plan.shard_parameters and not plan.shard_gradients:
+        how += ", gradients reduced once a step"
+    return how
+
+
+def _recomputed(plan: Plan, blocks: int) -> str:
+    if isinstance(plan.recompute, tuple):
+        return f"{len(plan.recompute)} of {blocks} blocks computed again in the backward pass"
+    return {
+        "none": "nothing computed again",
+        "selective": "attention's scores computed again",
+        "full": "every block computed again in the backward pass",
+    }[plan.recompute]
+
+
+def _within(mesh: Mesh, axis: str, cluster: Cluster) -> str:
+    """Whether the ranks of an axis share a node."""
+    if cluster.nodes == 1:
+        return ""
+    ranks = mesh.group(0, axis).ranks
+    nodes = len({rank // cluster.per_node for rank in ranks})
+    return " of a node" if nodes == 1 else f" of {nodes} nodes"
+
+
+def picture(mesh: Mesh, cluster: Cluster) -> list[str]:
+    """The mesh on nodes: a line for each node, a number for each device, which is its place along the innermost axis;
+    brackets hold the ranks of one of its groups."""
+    inner = next((axis for axis in reversed(AXES) if getattr(mesh, axis) > 1), None)
+    if inner is None:
+        return []
+    shown = list(range(cluster.nodes))
+    lines: list[str] = []
+    if len(shown) > SHOWN_NODES:
+        shown = [*shown[: SHOWN_NODES - 1], shown[-1]]
+    for node in shown:
+        ranks = range(node * cluster.per_node, min((node + 1) * cluster.per_node, mesh.world))
+        if node == cluster.nodes - 1 and len(shown) < cluster.nodes:
+            lines.append("...")
+        outer = [axis for axis in mesh.used if axis != inner]
+        places = {axis: sorted({mesh.coordinate(rank, axis) for rank in ranks}) for axis in outer}
+        where = ", ".join(f"{axis} {_span(numbers)}" for axis, numbers in places.items())
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(tuple(mesh.coordinate(rank, axis) for axis in outer), []).append(
+                mesh.coordinate(rank, inner)
+            )
+        boxes = " ".join(f"[{inner} {_devices(numbers)}]" for numbers in groups.values())
+        lines.append(f"node {node:<4} {boxes}  {where}".rstrip())
+    return lines
+
+
+def _devices(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers)) if len(numbers) <= SHOWN_DEVICES else _span(numbers)
+
+
+def _span(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def chosen_fields(plan: Plan) -> dict[str, Any]:
+    """The fields of a plan that are not as they would be anyway; its axes by name."""
+    said = {each.name: getattr(plan, each.name) for each in fields(plan)[1:]}
+    defaults = {each.name: each.default for each in fields(plan)[1:]}
+    return {**plan.mesh.used, **{name: value for name, value in said.items() if value != defaults[name]}}
+
+
+def flags_of(problem: Problem, candidate: Candidate, plan: str | None = None) -> str:
+    """The flags that make simulate run a step of this candidate; `plan` is a file that holds the plan."""
+    layout = f"--plan {plan}" if plan else as_flags(chosen_fields(candidate.plan)) or "--dp-shard 1"
+    return (
+        f"{layout} --micro-batch-size {candidate.micro_batch_size} --global-batch {problem.sequences} "
+        f"--precision {candidate.precision.name}"
+    )
+
+
+def short(candidate: Candidate) -> str:
+    """A candidate in a table's cell."""
+    plan = candidate.plan
+    words = [f"{axis.replace('dp_', '')} {size}" for axis, size in plan.mesh.used.items()]
+    if plan.mesh.pp > 1:
+        words.append(f"{plan.schedule}{f' v{plan.stages_per_rank}' if plan.stages_per_rank else ''}")
+    words.append(f"mb {candidate.micro_batch_size}")
+    if plan.recompute != "none":
+        words.append(f"recompute {len(plan.recompute) if isinstance(plan.recompute, tuple) else plan.recompute}")
+    return ", ".join(words)

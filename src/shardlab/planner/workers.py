@@ -1,0 +1,125 @@
+"""Processes that forecast candidates, one for each core."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Literal
+
+from shardlab.errors import Refused, UserError
+from shardlab.hardware import Cluster
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.shares import StepShares, shares_of
+from shardlab.predict.forecast import Forecast, forecast
+
+Change = Literal["", "memory", "links", "batch"]
+"""What is twice as much: each device's memory, the bandwidth between nodes, or the global batch."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question to a worker.
+
+    Attributes:
+        candidate: of which.
+        known: its forecast, if that is known.
+        shares: whether also for what its time goes to.
+        change: in a problem that is changed.
+    """
+
+    candidate: Candidate
+    known: Forecast | None = None
+    shares: bool = False
+    change: Change = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A candidate's forecast, and what its step's time goes to, if that was asked."""
+
+    forecast: Forecast
+    shares: StepShares | None
+
+
+Ask = Callable[[Asked], "Future[Answer | None]"]
+"""An answer that comes: None if the code that runs plans does not accept the candidate."""
+
+
+def answer(problem: Problem, asked: Asked) -> Answer | None:
+    """Forecast a candidate."""
+    try:
+        workload = changed(problem, asked.change).workload(asked.candidate)
+        return Answer(asked.known or forecast(workload), shares_of(workload) if asked.shares else None)
+    except (UserError, Refused):
+        return None
+
+
+def changed(problem: Problem, change: Change) -> Problem:
+    """A problem with twice as much of something."""
+    cluster = problem.cluster
+    if change == "memory":
+        return replace(problem, cluster=with_memory(cluster, 2 * cluster.device.memory))
+    if change == "links":
+        faster = replace(cluster.inter_node, bandwidth=2 * cluster.inter_node.bandwidth)
+        return replace(problem, cluster=replace(cluster, inter_node=faster))
+    return replace(problem, sequences=2 * problem.sequences) if change == "batch" else problem
+
+
+def with_memory(cluster: Cluster, bytes: float) -> Cluster:
+    """A cluster whose devices have so much memory."""
+    return replace(cluster, device=replace(cluster.device, memory=bytes))
+
+
+@contextmanager
+def workers(problem: Problem, count: int | None = None) -> Generator[Ask]:
+    """What forecasts candidates while this context lasts: processes forked from this one; of one, this one itself.
+
+    Args:
+        count: how many (None: one for each core that this process may use).
+    """
+    count = cores() if count is None else count
+    if count < 2:
+
+        def here(asked: Asked) -> Future[Answer | None]:
+            future: Future[Answer | None] = Future()
+            future.set_result(answer(problem, asked))
+            return future
+
+        yield here
+        return
+    started: list[int] = []
+    pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))
+    started += list(pool.map(_pid, range(count)))  # before anything else has threads
+    try:
+        yield lambda asked: pool.submit(_answer_here, asked)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for pid in set(started):
+            os.kill(pid, signal.SIGTERM)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_problems: list[Problem] = []
+"""The problem of a worker's process."""
+
+
+def _begin(problem: Problem) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    _problems[:] = [problem]
+
+
+def _pid(_: int) -> int:
+    return os.getpid()
+
+
+def _answer_here(asked: Asked) -> Answer | None:
+    return answer(_problems[0], asked)
