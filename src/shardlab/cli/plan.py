@@ -102,8 +102,8 @@ class PlanCommand:
     """A new TOML file for the chosen plan, which simulate, verify and train take by --plan."""
 
     grade: Annotated[Path | None, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")] = None
-    """Instead of a search: a file of measured runs, as validate takes it. Of every model and number of devices in it the
-    run that is predicted fastest is chosen, and its measured speed compared with the best one's."""
+    """Instead of a search: a file of measured runs, as validate takes it. Of every model and number of devices in it
+    the run that is predicted fastest is chosen, and its measured speed compared with the best one's."""
 
     force: Flag = False
     """Replace the file of --out, and take a profile from another machine."""

@@ -205,7 +205,7 @@ class Floors:
         prices = self._prices(alone)
         elements = model.sizes(shape.micro_batch_size, shape.precision.bytes(Kind.ACTIVATION))
         sizes = plan.counted(shape.precision.sizes(elements, self.problem.optimizer))
-        kept_sizes = self.problem.recipe.kept_sizes(
+        kept_sizes = self.problem.recipe.memory.kept_sizes(
             model, sizes, shape.micro_batch_size, mesh.tp if shape.sequence_parallel else 1
         )
         layers, cuts = resolve(plan, sizes, mesh.ep, 0).layers, model_layers(sizes).pipeline_cuts
@@ -265,7 +265,7 @@ class Floors:
 
     def _update(self, prices: ClusterPrices, plan: Plan, weights: float) -> float:
         """The optimizer's step."""
-        moved = prices.recipe.update_bytes
+        moved = prices.recipe.kernels.update_bytes
         moved = prices.precision.moved_by_update if moved is None else moved
         elements = weights / _shards(plan, plan.shard_optimizer)
         return prices.cluster.device.seconds(Pointwise("adamw", elements * moved / 4, 0.0), "float32")
@@ -346,14 +346,14 @@ class _LayerPrices:
             forward = size * run.flops() / (self.mesh.tp * self.mesh.cp) / peak
             return forward, 2 * forward
         tokens = self.tokens // (self.mesh.tp if self.shape.sequence_parallel and not run.cut else 1)
-        kernels = recipe.kernels(self.model.kernels(layer, size, tokens, run.slices))
+        kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, run.slices))
         forward, backward = self._sum(kernels), self._sum(_back(kernels))
-        backward += sum(share * self._sum([kernel]) for kernel, share in recipe.recomputed(kernels))
+        backward += sum(share * self._sum([kernel]) for kernel, share in recipe.memory.recomputed(kernels))
         if run.attend is not None:
             there, back = self._attention(layer, run.slices)
             forward, backward = forward + there, backward + back
         if layer == self.model.layers - 1:
-            loss = recipe.kernels(self.model.loss_kernels(size, self.tokens, run.slices))
+            loss = recipe.kernels.run(self.model.loss_kernels(size, self.tokens, run.slices))
             backward += self._sum(loss) + self._sum([back for kernel in loss for back in kernel.backward_input()])
         return forward, backward
 
@@ -362,7 +362,7 @@ class _LayerPrices:
         degree = self.shape.ulysses_degree or (self.mesh.cp if self.shape.context == "ulysses" else 1)
         queries, pieces = self.tokens * degree, self.mesh.cp // degree if self.shape.context == "ring" else 1
         keys, size = self.model.seq_len // pieces, self.shape.micro_batch_size
-        attended = self.prices.recipe.kernels(
+        attended = self.prices.recipe.kernels.run(
             self.model.attend_kernels(layer, size, queries, keys, 0.5, slices * degree)
         )
         forward = self._sum(attended)

@@ -181,7 +181,7 @@ def pipelined(problem: Problem, shape: Shape) -> Iterator[Plan]:
     base = replace(
         shape.candidate.plan,
         layers_per_stage=fixed.get("layers_per_stage", ()),
-        reduce_at=problem.recipe.reduce_at,
+        reduce_at=problem.recipe.defaults.reduce_at,
     )
     for name in [str(fixed["schedule"])] if "schedule" in fixed else (SCHEDULES if pp > 1 else ("1f1b",)):
         known = SCHEDULES.get(name)

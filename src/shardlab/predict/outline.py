@@ -249,6 +249,10 @@ class Outline:
         self.done_with(newer)
         return made
 
+    def accumulate(self, gradient: Value) -> None:
+        layer, sums = gradient.layer, self.grad_weights
+        sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
+
     def norm(self, layer: int, gradient: Value) -> Value:
         made = self.made(Kind.SCALAR, -1)
         self.run(self.figures.compute(OpKind.NORM, gradient.part))
