@@ -92,15 +92,12 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Ask]:
 
         yield here
         return
-    started: list[int] = []
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))
-    started += list(pool.map(_pid, range(count)))  # before anything else has threads
+    pool.submit(os.getpid).result()  # all are forked before anything else has threads
     try:
         yield lambda asked: pool.submit(_answer_here, asked)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for pid in set(started):
-            os.kill(pid, signal.SIGTERM)
+    finally:  # what they are at takes moments; a worker that is killed may hold the lock that another waits for
+        pool.shutdown(cancel_futures=True)
 
 
 def cores() -> int:
@@ -114,11 +111,8 @@ _problems: list[Problem] = []
 
 def _begin(problem: Problem) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _problems[:] = [problem]
-
-
-def _pid(_: int) -> int:
-    return os.getpid()
 
 
 def _answer_here(asked: Asked) -> Answer | None:
