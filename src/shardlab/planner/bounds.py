@@ -8,11 +8,12 @@ last of it, which nothing is left to run beside.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from shardlab.models import Model
+from shardlab.models import CutModel, Model, MoE
 from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
 from shardlab.planner.alike import alike_blocks
 from shardlab.planner.problem import Candidate, Problem
@@ -21,10 +22,11 @@ from shardlab.predict.priced import ClusterPrices
 from shardlab.program import Kind, OpKind, Sizes
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import Plan
-from shardlab.strategies.rank_plan import Completion, Keeps
+from shardlab.strategies.rank_plan import Completion, Keeps, LayerPlan
 from shardlab.strategies.resolve import resolve
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.actions import Work
+from shardlab.strategies.schedules.steps import Steps
 
 SURE = 1 - 1e-9
 """Floors are multiplied by this, since sums of numbers depend on their order."""
@@ -41,12 +43,16 @@ class Passes:
         forward, backward: seconds, with what is waited for; a share of blocks is computed again.
         kept: bytes from the forward pass to the backward pass.
         weights: elements of a rank's parameters, before they are sharded.
+        logits: bytes of logits and their gradient, when the loss is computed.
+        again: bytes that a block keeps which is computed again, once it has been (0: none is).
     """
 
     forward: list[float]
     backward: list[float]
     kept: list[float]
     weights: list[float]
+    logits: float
+    again: float
 
 
 class RankPasses(NamedTuple):
@@ -75,6 +81,7 @@ class Floors:
         self._passes: dict[Any, Passes] = {}
         self._kernels: dict[Any, Any] = {}
         self._states: dict[Any, Any] = {}
+        self._of_one: dict[Any, tuple[Sizes, Mapping[int, LayerPlan]]] = {}
         self._done: dict[Any, list[RankPasses]] = {}
         self._orders: dict[Any, Any] = {}
         self._priced: dict[Any, ClusterPrices] = {}
@@ -96,7 +103,8 @@ class Floors:
         passes, precision = self.passes(shape, "selective" if word == "selective" else "none"), shape.precision
         state = precision.bytes(Kind.WEIGHT) + precision.under(self.problem.optimizer).optimizer
         shards = shape.mesh.dp_shard * shape.mesh.cp * shape.mesh.ep
-        kept = (passes if word in ("none", "selective") else self.passes(shape, "full")).kept[-1]
+        passes = passes if word in ("none", "selective") else self.passes(shape, "full")
+        kept = passes.kept[-1] + (passes.logits if shape.mesh.pp == 1 else 0.0)
         return SURE * (passes.weights[-1] * state / shards + kept) / shape.mesh.pp
 
     def pipeline_seconds(self, shape: Shape, plan: Plan) -> float:
@@ -151,10 +159,13 @@ class Floors:
             weights = {stage: _between(passes.weights, stages[stage]) for stage in own}
             kept = {stage: _between(passes.kept, stages[stage]) for stage in own}
             gradients = {stage: weights[stage] * gradient / among(plan.shard_gradients) for stage in own}
-            most_at_once = max(
+            again = passes.again if plan.recompute == "full" else 0.0
+            most_at_once = again + max(
                 sum(kept[stage] * count for stage, count in flight) + sum(gradients[stage] for stage in summed)
                 for flight, summed in steps
             )
+            if len(stages) - 1 in own:
+                most_at_once = max(most_at_once, sum(kept.values()) + passes.logits)
             least = sum(weights.values()) * gradient / among(plan.shard_optimizer)
             most = max(most, sum(weights.values()) * state + max(most_at_once, least))
         return SURE * most
@@ -181,7 +192,7 @@ class Floors:
             [_between(full_of if layer in again else none_of, (layer, layer + 1)) for layer in range(model.layers)]
             for none_of, full_of in ((none.backward, full.backward), (none.kept, full.kept))
         )
-        return Passes(none.forward, _sums(backward), _sums(kept), none.weights)
+        return Passes(none.forward, _sums(backward), _sums(kept), none.weights, none.logits, full.again)
 
     def _each(self, shape: Shape) -> int:
         return self.problem.sequences // (shape.mesh.dp_shard * shape.mesh.ep * shape.micro_batch_size)
@@ -203,27 +214,50 @@ class Floors:
         alone = replace(shape, mesh=mesh).candidate
         plan = replace(alone.plan, recompute=recompute)
         prices = self._prices(alone)
-        elements = model.sizes(shape.micro_batch_size, shape.precision.bytes(Kind.ACTIVATION))
-        sizes = plan.counted(shape.precision.sizes(elements, self.problem.optimizer))
+        sizes, layers = self._resolved(shape, plan)
         kept_sizes = self.problem.recipe.memory.kept_sizes(
             model, sizes, shape.micro_batch_size, mesh.tp if shape.sequence_parallel else 1
         )
-        layers, cuts = resolve(plan, sizes, mesh.ep, 0).layers, model_layers(sizes).pipeline_cuts
+        cuts = model_layers(sizes).pipeline_cuts
         pricing = _LayerPrices(shape, model, prices, sizes, self._kernels)
         forward = [pricing.forward(layer) for layer in range(model.layers)]
         outputs = [pricing.waits(layers[layer].completions.output, layer + 1) for layer in range(model.layers)]
         backward: list[float] = []
         for layer in range(model.layers):
-            completions, again = layers[layer].completions, layers[layer].recompute
+            completions = layers[layer].completions
             seconds = pricing.backward(layer)
             seconds += pricing.waits(completions.grad_output, layer + 1) + pricing.waits(completions.grad_input, layer)
-            # what a stage hands on is not made again, wherever stages end
-            seconds += sum(forward[each] + (outputs[each] if each + 1 not in cuts else 0.0) for each in again)
+            if layers[layer].keeps != "all":  # what a stage hands on is not made again, wherever stages end
+                seconds += forward[layer] + (outputs[layer] if layer + 1 not in cuts else 0.0)
             backward.append(seconds)
         kept = [pricing.kept(kept_sizes, layer, layers[layer].keeps) for layer in range(model.layers)]
         weights = [sizes.weights[layer] / pricing.slices(layer) for layer in range(model.layers)]
         seconds = [each + waited for each, waited in zip(forward, outputs, strict=True)]
-        return Passes(*(_sums(blocks.all(each)) for each in (seconds, backward, kept, weights)))
+        return Passes(
+            *(_sums(blocks.all(each)) for each in (seconds, backward, kept, weights)),
+            logits=2 * pricing.given(kept_sizes, model.layers),
+            again=self._kept_again(shape) if recompute == "full" else 0.0,
+        )
+
+    def _resolved(self, shape: Shape, plan: Plan) -> tuple[Sizes, Mapping[int, LayerPlan]]:
+        """The sizes of a shape's values, and its layers as a rank runs them, which no microbatch's size changes."""
+        mesh, model, size = shape.mesh, blocks_of(self.problem, shape).short, shape.micro_batch_size
+        key = mesh.tp, mesh.cp, mesh.ep, shape.sequence_parallel, shape.precision.name, plan.recompute
+        if key not in self._of_one:
+            elements = model.sizes(1, shape.precision.bytes(Kind.ACTIVATION))
+            sizes = plan.counted(shape.precision.sizes(elements, self.problem.optimizer))
+            self._of_one[key] = sizes, resolve(plan, sizes, mesh.ep, 0).layers
+        sizes, layers = self._of_one[key]
+        if isinstance(model, CutModel) and not isinstance(model.whole, MoE):
+            activations, saved = (tuple(size * each for each in of) for of in (sizes.activations, sizes.saved))
+        else:
+            whole = model.sizes(size, shape.precision.bytes(Kind.ACTIVATION))
+            activations, saved = whole.activations, whole.saved
+        return replace(sizes, activations=activations, saved=saved), layers
+
+    def _kept_again(self, shape: Shape) -> float:
+        kept, blocks = self.passes(shape).kept, blocks_of(self.problem, shape).recomputable
+        return min(_between(kept, (block.start, block.stop)) for block in blocks)
 
     def _stages(self, shape: Shape, plan: Plan) -> tuple[list[tuple[int, int]], list[list[int]]]:
         """The layers at which each stage begins and ends, and the stages of each pipeline rank."""
@@ -233,9 +267,9 @@ class Floors:
             model = blocks_of(self.problem, shape)
             bounds = plan.bounds(len(model.pipeline_cuts) - 1)
             stages = list(pairwise(model.pipeline_cuts[unit] for unit in bounds))
-            steps = plan.steps(len(model.pipeline_cuts) - 1, self._few(shape, plan) * plan.data_ranks)
             held = [
-                [stage for stage, at in enumerate(steps.ranks_of_stages) if at == rank] for rank in range(plan.mesh.pp)
+                [stage for stage, at in enumerate(_ranks_of(plan, len(stages))) if at == rank]
+                for rank in range(plan.mesh.pp)
             ]
             self._states[key] = stages, held
         return self._states[key]
@@ -323,10 +357,15 @@ class _LayerPrices:
         run, mesh = self.model.run(layer), self.mesh
         if "expert" in run.cut or keeps == "nothing":
             return 0.0
-        shared = mesh.tp if self.shape.sequence_parallel else 1
-        given = sizes.activations[layer] * sizes.element_bytes[Kind.ACTIVATION] / shared if layer else 0.0
-        saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / (mesh.tp if run.cut else shared)
-        return (given + (saved if keeps == "all" else 0.0)) / mesh.cp
+        shared = mesh.tp if run.cut or self.shape.sequence_parallel else 1
+        saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared / mesh.cp
+        return self.given(sizes, layer) + (saved if keeps == "all" else 0.0)
+
+    def given(self, sizes: Sizes, activation: int) -> float:
+        """Bytes of an activation of one microbatch; tokens count as nothing."""
+        sliced = self.shape.sequence_parallel or activation == self.model.layers
+        bytes = sizes.activations[activation] * sizes.element_bytes[Kind.ACTIVATION] if activation else 0.0
+        return bytes / (self.mesh.tp if sliced else 1) / self.mesh.cp
 
     def _times(self, layer: int) -> tuple[float, float]:
         """Forward and backward, with the loss on the last layer."""
@@ -374,6 +413,14 @@ class _LayerPrices:
     def _sum(self, kernels: list[Kernel]) -> float:
         device, compute = self.prices.cluster.device, self.prices.precision.compute
         return sum(device.seconds(kernel, compute) for kernel in kernels)
+
+
+def _ranks_of(plan: Plan, stages: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    order = plan.order
+    if isinstance(order, Steps):
+        return order.ranks_of_stages
+    return tuple(order.placement(stage, plan.mesh.pp) for stage in range(stages))
 
 
 def _back(kernels: list[Kernel]) -> list[Kernel]:

@@ -75,8 +75,8 @@ def choose(
     studied = [(each, study) for each, future in coming if (study := future.result()) is not None]
     answer = next(study for each, study in studied if each.candidate == best.candidate)
     helps: dict[Change, float] = {}
-    for change, future in more.items():
-        if (study := future.result()) is not None:
+    for change in doubled:
+        if (study := more[change].result()) is not None:
             helps[change] = study.forecast.seconds
     helps["memory"] = min([best.seconds, *(each.seconds for each in roomy.fitting)])
     return Choice(problem, found, best, answer, studied, others, helps)

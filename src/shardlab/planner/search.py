@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -12,9 +12,10 @@ from itertools import count
 from shardlab.planner.bounds import Floors
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import Shape, dealt, pipelined, shapes
+from shardlab.planner.space import Shape, dealt, follows, pipelined, shapes
 from shardlab.planner.workers import Answer, Ask, Asked, Change
 from shardlab.predict.forecast import Forecast
+from shardlab.strategies.plan import Plan
 
 SCOUTS = 3
 """Forecasts of each family before all others, and twice as many if none of these fits; the lowest floors come first."""
@@ -141,11 +142,12 @@ class Search:
         self._until = self._began + deadline
         self._ask, self._ahead = ask, ahead
         self._told = told
-        self._heap: list[tuple[float, int, Shape, Candidate | None]] = []
+        self._heap: list[tuple[float, int, Shape, Candidate | Plan | None]] = []
         self._tie = count()
         self._best = best
         self._forecasts: dict[str, int] = {}
         self._fit: set[str] = set()
+        self._scouted = bool(change)
 
     def run(self) -> Found:
         """Search to the end, to the deadline, or until it is interrupted."""
@@ -154,6 +156,7 @@ class Search:
             self._fill()
             if not self._change:
                 self._forecast_all(coming, self._lacks)
+            self._scouted = True
             self._forecast_all(coming, lambda floor, _: floor <= self._best)
             if coming or self._over() or (self._heap and self._heap[0][0] <= self._best):
                 self.found.left = self._heap[0][0] if self._heap else 0.0
@@ -181,7 +184,7 @@ class Search:
             if self._over():
                 break
 
-    def _push(self, floor: float, shape: Shape, candidate: Candidate | None) -> None:
+    def _push(self, floor: float, shape: Shape, candidate: Candidate | Plan | None) -> None:
         heapq.heappush(self._heap, (floor, next(self._tie), shape, candidate))
 
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
@@ -195,11 +198,13 @@ class Search:
         wanted: Callable[[float, str], bool],
     ) -> None:
         """Forecast what is wanted by its floor and the kinds of its family, lowest floor first."""
-        kept: list[tuple[float, int, Shape, Candidate | None]] = []
+        kept: list[tuple[float, int, Shape, Candidate | Plan | None]] = []
         while not self._over():
             while self._heap and len(coming) < self._ahead and not self._over():
                 floor, _, shape, candidate = self._heap[0]
-                if not wanted(floor, model_kinds(shape.mesh) if candidate is None else family(candidate.plan)):
+                if not wanted(
+                    floor, family(candidate.plan) if isinstance(candidate, Candidate) else model_kinds(shape.mesh)
+                ):
                     if wanted == self._lacks:
                         kept.append(heapq.heappop(self._heap))
                         continue
@@ -207,6 +212,8 @@ class Search:
                 heapq.heappop(self._heap)
                 if candidate is None:
                     self._expand(shape)
+                elif isinstance(candidate, Plan):
+                    self._deal(shape, candidate)
                 else:
                     name = family(candidate.plan)
                     self._forecasts[name] = self._forecasts.get(name, 0) + 1
@@ -226,24 +233,25 @@ class Search:
         return not name or done < SCOUTS or (done < 2 * SCOUTS and name not in self._fit)
 
     def _expand(self, shape: Shape) -> None:
-        """Every candidate of a shape that may fit, with its floor."""
-        for candidate in self._dealt(shape):
+        """Every pipeline of a shape, with its floor."""
+        for plan in pipelined(self.problem, shape):
+            if (floor := self._floors.pipeline_seconds(shape, plan)) <= self._best or not self._scouted:
+                self._push(floor, shape, plan)
+
+    def _deal(self, shape: Shape, plan: Plan) -> None:
+        """Every candidate with a pipeline that may fit, with its floor."""
+        if not follows(self.problem, shape, plan):
+            return
+        bare = Candidate(plan, shape.micro_batch_size, shape.precision)
+        if (bytes := self._floors.bytes(shape, bare, sharded=True)) > self._room:
+            self._note_too_large(bare, bytes)
+            return
+        for candidate in dealt(self.problem, shape, plan):
             self.found.space["candidates"] += 1
             if (bytes := self._floors.bytes(shape, candidate)) > self._room:
                 self._note_too_large(candidate, bytes)
             else:
                 self._push(self._floors.seconds(shape, candidate), shape, candidate)
-
-    def _dealt(self, shape: Shape) -> Iterator[Candidate]:
-        """The candidates of those pipelines of a shape that may fit and be as fast as the best."""
-        for plan in pipelined(self.problem, shape):
-            if self._floors.pipeline_seconds(shape, plan) > self._best and shape.mesh.pp > 1:
-                continue
-            bare = Candidate(plan, shape.micro_batch_size, shape.precision)
-            if (bytes := self._floors.bytes(shape, bare, sharded=True)) > self._room:
-                self._note_too_large(bare, bytes)
-                continue
-            yield from dealt(self.problem, shape, plan)
 
     def _note(self, candidate: Candidate, answer: Answer | None) -> None:
         if answer is None:

@@ -164,7 +164,8 @@ def _blocks(problem: Problem, mesh: Mesh, context: str, degree: int | None, reco
 def candidates(problem: Problem, shape: Shape) -> Iterator[Candidate]:
     """Every candidate of a shape."""
     for plan in pipelined(problem, shape):
-        yield from dealt(problem, shape, plan)
+        if follows(problem, shape, plan):
+            yield from dealt(problem, shape, plan)
 
 
 def dealt(problem: Problem, shape: Shape, plan: Plan) -> Iterator[Candidate]:
@@ -175,9 +176,8 @@ def dealt(problem: Problem, shape: Shape, plan: Plan) -> Iterator[Candidate]:
 
 
 def pipelined(problem: Problem, shape: Shape) -> Iterator[Plan]:
-    """The plans of a shape with every schedule and number of stages, that shard nothing."""
+    """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
     model, fixed, pp = blocks_of(problem, shape), problem.limits.fixed, shape.mesh.pp
-    each = problem.sequences // (shape.mesh.dp_shard * shape.mesh.ep * shape.micro_batch_size)
     base = replace(
         shape.candidate.plan,
         layers_per_stage=fixed.get("layers_per_stage", ()),
@@ -190,15 +190,25 @@ def pipelined(problem: Problem, shape: Shape) -> Iterator[Plan]:
             try:
                 plan = replace(base, schedule=name, stages_per_rank=stages)
                 bounds = plan.bounds(len(model.pipeline_cuts) - 1)
-                plan.steps(len(model.pipeline_cuts) - 1, few_of(each, pp) * plan.data_ranks)
                 yield replace(plan, recompute=_recomputed(shape, model, bounds))
             except UserError:
                 continue
 
 
+def follows(problem: Problem, shape: Shape, plan: Plan) -> bool:
+    """Whether a plan's schedule can be followed with as many microbatches as there are."""
+    each = problem.sequences // (plan.data_ranks * shape.micro_batch_size)
+    units = len(blocks_of(problem, shape).pipeline_cuts) - 1
+    try:
+        plan.steps(units, few_of(each, shape.mesh.pp) * plan.data_ranks)
+    except UserError:
+        return False
+    return True
+
+
 def few_of(each: int, pp: int) -> int:
     """Fewer microbatches for each data-parallel rank, with which a schedule is legal if it is with all of them."""
-    return each if each <= 6 * pp else 4 * pp + each % (2 * pp)
+    return each if each <= 4 * pp else 2 * pp + each % (2 * pp)
 
 
 def _stages(layers: int, pp: int) -> list[int]:
