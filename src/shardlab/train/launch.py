@@ -171,11 +171,11 @@ def _gathered(mine: tuple[str, str]) -> list[tuple[str, str]]:
 def _start_local(
     ranks: int, joining: Joining, watching: Watching | None, function: Callable[..., Result], *arguments: Any
 ) -> Result:
-    module = function.module if isinstance(function, Named) else function.__module__
+    module = getattr(function, "module", function.__module__)
     preload = (module, "torch._dynamo")  # the second is what torch's optimizers import at their first use
     with NamedTemporaryFile(prefix="ranks-") as store:  # it outlives every rank
-        arguments = ranks, store.name, joining, function, *arguments
-        return run_processes(ranks, preload, _started, *arguments, watching=watching)
+        meeting = ranks, store.name, joining
+        return run_processes(ranks, preload, _started, *meeting, function, *arguments, watching=watching)
 
 
 def limit_of(timeout: float) -> timedelta:
