@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 
+from shardlab.program.stoppable import Stoppable
 from tests.support.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's, also in processes that tests start: each core has a worker
@@ -23,6 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = list(dict.fromkeys(item.path for item in starting))
     for item in starting:
         item.add_marker(pytest.mark.xdist_group("even" if files.index(item.path) % 2 == 0 else "odd"))
+
+
+@pytest.fixture(autouse=True)
+def _no_program_goes_on() -> Iterator[None]:
+    """What a test's program leaves running would take a core from all tests after it."""
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, Stoppable):
+            thread.join(10)
+            assert not thread.is_alive(), "a program of this test goes on; let a process of its own run it"
 
 
 @pytest.fixture(scope="session")

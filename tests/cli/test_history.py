@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +123,11 @@ def test_a_folder_that_is_none_of_a_run_is_one_sentence(
     ("flags", "ended", "why"),
     [("--steps 2", "finished", ""), ("--steps 9 --learning-rate 1e30", "failed", "is not finite")],
 )
-def test_a_run_leaves_its_end_on_record(flags: str, ended: str, why: str, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m shardlab train --strategy ddp --ranks 2 --hidden-size 16 {flags} --out run"
-    subprocess.run(command.split(), cwd=tmp_path, capture_output=True, timeout=200, check=False)
+def test_a_run_leaves_its_end_on_record(
+    flags: str, ended: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(f"train --strategy ddp --ranks 2 --hidden-size 16 {flags} --out run".split())
     run = past_run(tmp_path / "run")
     assert run.ended == ended
     assert why in run.why
