@@ -50,9 +50,10 @@ def note_end(out: Path, how: End, before: int | None, why: str = "") -> None:
 def has_finished(out: Path) -> bool:
     """Whether a run came to its end, and wrote its weights."""
     try:
-        return json.loads((out / RECORD).read_text())["ended"]["how"] == "finished" and (out / WEIGHTS).exists()
+        how = json.loads((out / RECORD).read_text())["ended"]["how"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    return how == "finished" and weights_at(out / WEIGHTS) is not None
 
 
 @dataclass(frozen=True)

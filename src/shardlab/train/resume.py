@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from shardlab.checkpoint import CONFIG, Checkpoint, Disk, folder_of, steps_in
 from shardlab.errors import UserError
@@ -76,9 +77,11 @@ def _verified(run: Path, folder: Path, together: Together) -> Checkpoint:
         UserError: naming what is wrong.
     """
     found = Checkpoint.open(folder).verify(together.rank, together.world)
+    own: Any = None
     with suppress(OSError, ValueError, KeyError, TypeError):
-        model = json.loads((run / RECORD).read_text())["model"]
-        want_same(model_in(found.state["model"]), model_in(model), folder)
+        own = json.loads((run / RECORD).read_text())["model"]
+    if own is not None:
+        want_same(model_in(found.state["model"]), model_in(own), folder)
     return found
 
 
