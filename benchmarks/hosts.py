@@ -29,6 +29,9 @@ STEPS, TIMEOUT, SPEED, LOSS = 2000, 10, "200mbit", 2
 TRAIN = ["-m", "shardlab", "train", "--steps", str(STEPS), "--hidden-size", "32"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
+SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""The last since a host that joins later would else wait for an address that torchrun tells in its first round."""
+
 SAID = ("where each rank was", "waits in", "shardlab: rank", "shardlab: nothing arrives", "resumed after step")
 """Of what the ranks say, the lines that are shown."""
 
@@ -56,7 +59,7 @@ class Host:
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         """Start a command, whose words go into a log."""
         self._logs += 1
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
+        environment = {**os.environ, **SETTINGS}
         with (self._folder / f"{self.name}-{self._logs}.log").open("wb") as log:
             return subprocess.Popen(
                 self.inside(*words), stdout=log, stderr=log, env=environment, start_new_session=True

@@ -10,7 +10,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.cli.plan_options import plan_flags
-from shardlab.program import AXES, Mesh
+from shardlab.program import AXES, Mesh, UserError
 from shardlab.program.field_types import field_helps, field_types
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.entry import StrategyEntry
@@ -103,3 +103,11 @@ def test_the_report_shows_both_halves_of_a_backward_pass(capsys: Captured) -> No
     out = capsys.readouterr().out
     assert "I backward-input" in out
     assert "W backward-weight" in out
+
+
+def test_a_plan_that_is_resumed_follows_the_ranks_and_any_other_is_refused() -> None:
+    options, base = plan_flags(), Plan(Mesh(pp=2, dp_shard=2))
+    assert plan_of(options.entry("plan", 2, base, follows=True)).mesh == Mesh(pp=2)
+    assert plan_of(plan_flags(pp=2, dp_shard=2).entry(None, 2, follows=True)).mesh == Mesh(pp=2)
+    with pytest.raises(UserError, match=r"there are to be 2 ranks, but the plan's mesh is pp 2 x dp_shard 2"):
+        options.entry("plan", 2, base)

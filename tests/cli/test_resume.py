@@ -13,23 +13,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardlab import checkpoint
 from shardlab.checkpoint.commit import checksum_of
 from shardlab.cli import main
+from shardlab.errors import UserError
 from shardlab.models import GPT
 from shardlab.train.history import note_end
 from shardlab.train.job import Job
+from shardlab.train.launch_environment import LaunchEnvironment
 from shardlab.train.lock import locked
 from shardlab.train.resume import Resumed, find_checkpoint
+from shardlab.train.stores import Together
 from tests.checkpoint.runs import saving_run, trained
 from tests.support.ranks import Ranks
+from tests.train.test_launch import free_port
 
 pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
@@ -160,6 +167,41 @@ def test_a_checkpoint_that_is_passed_over_is_told(run: Path, capsys: Captured) -
     assert found is not None
     assert found.checkpoint.step == 4
     assert capsys.readouterr().err.count("trying the checkpoint before") == 1
+
+
+def looked(rank: int, run: Path, port: int, auto: bool) -> tuple[str, list[str]]:
+    """What a launcher's rank finds to go on from, or says is wrong, and the files that it has read to the end."""
+    read: list[str] = []
+
+    def compare(path: Path, entry: Mapping[str, Any]) -> None:
+        read.append(f"{path.parent.name}/{path.name}")
+        compared(path, entry)
+
+    compared = checkpoint.read._compare  # pyright: ignore[reportPrivateUsage]
+    with patch("shardlab.checkpoint.read._compare", compare):
+        together = Together(LaunchEnvironment(rank, 2, rank, "127.0.0.1", port))
+        try:
+            found = find_checkpoint(run, auto=auto, together=together)
+        except UserError as error:
+            return str(error), read
+    return f"step {found.step if found else 0}", read
+
+
+def test_ranks_of_a_launcher_read_each_file_of_a_checkpoint_once_in_all(ranks: World, run: Path) -> None:
+    (mine, ours), (its, others) = ranks(2).call(partial(looked, run=run, port=free_port(), auto=False))
+    assert mine == its == "step 5"
+    tensors = sorted(name for name in ours + others if name.endswith(".safetensors"))
+    assert tensors == [f"step-000005/rank-000{rank}.safetensors" for rank in range(2)]
+
+
+@pytest.mark.parametrize("harmed", [0, 1])
+def test_what_one_rank_reads_and_finds_harmed_no_rank_goes_on_from(harmed: int, ranks: World, run: Path) -> None:
+    path = run / "checkpoints" / "step-000005" / f"rank-000{harmed}.safetensors"
+    flip(path)
+    assert [said for said, _ in ranks(2).call(partial(looked, run=run, port=free_port(), auto=True))] == ["step 4"] * 2
+    told = [said for said, _ in ranks(2).call(partial(looked, run=run, port=free_port(), auto=False))]
+    assert told[0] == told[1]
+    assert told[0].startswith(f"{path} has changed")
 
 
 def test_auto_says_that_a_run_has_ended(run: Path, capsys: Captured) -> None:

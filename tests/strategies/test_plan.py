@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -120,3 +120,25 @@ def test_a_plan_is_the_same_after_it_was_written_down(plan: Plan) -> None:
 def test_every_field_refuses_what_is_of_no_type_that_it_has(name: str) -> None:
     with pytest.raises(UserError, match=f"^{name} is {{'a': 1}}; give "):
         Plan(**{name: {"a": 1}})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks", "after"),
+    [
+        (Mesh(dp_shard=4), 2, Mesh(dp_shard=2)),
+        (Mesh(dp_shard=4), 1, Mesh()),
+        (Mesh(dp_shard=2), 4, Mesh(dp_shard=4)),
+        (Mesh(dp_replicate=4), 3, Mesh(dp_replicate=3)),
+        (Mesh(dp_replicate=4, dp_shard=2), 4, Mesh(dp_replicate=2, dp_shard=2)),
+        (Mesh(dp_replicate=2, dp_shard=4), 6, Mesh(dp_shard=6)),
+        (Mesh(pp=2, dp_shard=2, tp=2), 4, Mesh(pp=2, tp=2)),
+    ],
+)
+def test_data_parallel_axes_follow_the_number_of_ranks(before: Mesh, ranks: int, after: Mesh) -> None:
+    plan = Plan(before, shard_optimizer=("dp_shard",))
+    assert plan.on(ranks) == replace(plan, mesh=after)
+
+
+def test_ranks_that_the_other_axes_do_not_divide_are_refused() -> None:
+    with pytest.raises(UserError, match=r"pp 2 x dp_shard 2 x tp 2, .*: give a multiple of 4 ranks, not 6$"):
+        Plan(Mesh(pp=2, dp_shard=2, tp=2)).on(6)

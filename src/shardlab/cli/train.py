@@ -97,22 +97,23 @@ class Train:
     layout: Layout = NO_FLAGS
 
     def run(self) -> int:
-        from shardlab.train.heartbeat import Heartbeat
         from shardlab.train.launch_environment import find_launch_environment, may_restart, require_port
-        from shardlab.train.saved import checkpoints_in
 
         require_port(os.environ)
         place = find_launch_environment(os.environ)
-        first = place is None or place.rank == 0
         world = None if place is None or (place.world == 1 and not may_restart(os.environ)) else place
-        launched = world and world.world
-        restart = 0
-        if self.resume is None and may_restart(os.environ):
-            from shardlab.train.stores import restarts_in  # which needs torch
+        if self.resume is not None or not may_restart(os.environ):
+            return self._start(world, 0)
+        from shardlab.train.stores import restarts_in  # which needs torch
 
-            restart = restarts_in(world)
-            if restart and self.out is not None and checkpoints_in(self.out):
-                return replace(self, resume="auto").run()
+        restart = restarts_in(world)
+        return (replace(self, resume="auto") if restart and self.out is not None else self)._start(world, restart)
+
+    def _start(self, world: LaunchEnvironment | None, restart: int) -> int:
+        """Train in a launcher's world, if there is one, which has been started again so many times."""
+        from shardlab.train.heartbeat import Heartbeat
+
+        first, launched = world is None or world.rank == 0, world and world.world
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
         chosen, config = self._resolved(sources, launched)
@@ -221,11 +222,11 @@ class Train:
         from shardlab.train.saved import saved_in
         from shardlab.train.written import free_folder
 
-        if restart:
+        if restart and resumed is None:
             refuse_restart(restart, self.out, config.saving.save_every)
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         out, checkpoint = (out, None) if resumed is None else (resumed.out, resumed.checkpoint)
-        again = (self.resume is not None or restart > 0) and out.exists()
+        again = self.resume is not None and out.exists()
         if out.exists() and not again:
             raise UserError(
                 f"--out {out} exists; name a new folder, so that nothing is overwritten, or go on with its run by "
