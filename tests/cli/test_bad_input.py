@@ -191,7 +191,7 @@ def test_a_request_that_cannot_be_met_is_one_sentence_and_exits_with_2(
 def test_counts_are_whole(option: str, value: str, sentence: str, capsys: Captured) -> None:
     status, err = refused(capsys, "simulate", "pipeline-fsdp", option, value)
     assert status == 2
-    assert f"Error parsing {option}: {sentence}" in err
+    assert err == f"shardlab: {option}: {sentence}\n"
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,14 @@ def test_counts_are_at_least_one_which_one_sentence_says(arguments: str, sentenc
     [
         ("simulate fsdp --rankz 4", "there is no option --rankz; did you mean --ranks?"),
         ("simulate fsdp ddp", "'ddp' is one word too many"),
-        ("simulat fsdp", "simulate"),
-        ("simulate --pp 2 --reshard-after never", "never"),
+        ("simulat fsdp", "there is no command 'simulat'; did you mean simulate?"),
+        ("", "no command is given; there are strategies, simulate, schedule"),
+        ("train --optimizer admw", "--optimizer is 'admw'; did you mean adamw?"),
+        ("train --precision int8", "--precision is 'int8'; there are bf16, bf16-fp32-grads, fp16, fp32, fp64"),
+        ("train --steps", "missing value for argument '--steps'. Expected 1 values"),
+        ("convert", "missing from shardlab convert: FROM, TO; --help tells more"),
+        ("sample run --top-p much", "--top-p: could not convert string to float: 'much'; --help tells more"),
+        ("simulate --pp 2 --reshard-after never", "--reshard-after is 'never'"),
         ("simulate --pp 2 --recompute half", "half"),
         ("simulate --pp two", "'two' is not a whole number; give 1 or more"),
         ("schedule", "SCHEDULE"),
@@ -233,6 +239,8 @@ def test_a_wrong_option_exits_with_2(arguments: str, words: str, capsys: Capture
     status, err = refused(capsys, *arguments.split())
     assert status == 2
     assert words in err
+    assert err.startswith("shardlab: ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

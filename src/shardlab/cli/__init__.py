@@ -25,6 +25,7 @@ from shardlab.cli.doctor import Doctor
 from shardlab.cli.eval import Eval
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch
+from shardlab.cli.mistakes import mistakes_as_sentences
 from shardlab.cli.options import check_counts, option_names
 from shardlab.cli.plan import PlanCommand
 from shardlab.cli.recipes import Recipes
@@ -37,7 +38,7 @@ from shardlab.cli.submit import Submit
 from shardlab.cli.train import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
-from shardlab.errors import closest
+from shardlab.errors import closest, nearest
 from shardlab.program import Refused, UserError
 from shardlab.program.bounds import bounded
 from shardlab.starting import INTERRUPTED, loaded
@@ -101,9 +102,10 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         loaded()
         try:
-            command, left = cast(tuple[Command, list[str]], _parsed(argv))
-        except SystemExit as end:  # tyro has printed its help, or what is wrong with the options
-            return end.code if isinstance(end.code, int) else 0
+            with mistakes_as_sentences():
+                command, left = cast(tuple[Command, list[str]], _parsed(argv))
+        except SystemExit:  # tyro has printed its help
+            return 0
         if left:
             raise _unrecognized(left[0], command)
         check_counts(command)
@@ -129,6 +131,11 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _parsed(argv: Sequence[str] | None) -> Any:
     """The command that a command line makes, and the words of the line that are no option of it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        raise UserError(f"no command is given; {nearest('', COMMANDS)}")
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        raise UserError(f"there is no command {words[0]!r}; {nearest(words[0], COMMANDS)}")
     named = tuple(Annotated[Any, tyro.conf.subcommand(name=name, constructor=kind)] for name, kind in COMMANDS.items())
     return tyro.cli(
         cast(Any, Union[named]),  # noqa: UP007
