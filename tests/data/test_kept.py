@@ -35,6 +35,14 @@ def test_what_was_kept_is_the_tokenizer_again(tmp_path: Path, tokenizer: Tokeniz
     assert found.decode(tokens) == TEXT.encode()
 
 
+@pytest.mark.parametrize("place", ["checkpoints/step-000004", "ema.safetensors"])
+def test_checkpoints_and_files_of_a_run_have_the_run_s_tokenizer(tmp_path: Path, place: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    written(run, TOKENIZERS[1])
+    assert same(want_tokenizer(run / place, TOKENIZERS[1].vocab_size), TOKENIZERS[1])
+
+
 def test_a_run_without_a_record_has_bytes_and_another_folder_only_if_its_vocabulary_is_theirs(tmp_path: Path) -> None:
     assert kept_tokenizer(tmp_path) is None
     assert want_tokenizer(tmp_path, 256).kind == "bytes"

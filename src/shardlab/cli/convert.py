@@ -58,7 +58,7 @@ class Convert:
         source = open_source(self.source, self.model.changed)
         form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
         tokenizer = kept_tokenizer(source.folder) if form == "hf" else None
-        beside = {} if tokenizer is None else exported(tokenizer)
+        beside = {} if tokenizer is None else tokenizer.files() | exported(tokenizer)
         done = converted(source, self.out, form, shard_bytes=self.shard_mb * 10**6, beside=beside, follow=_shown)
         if self.json:
             print_json(asdict(done))

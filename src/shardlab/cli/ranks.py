@@ -42,7 +42,7 @@ def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> C
         op.kind is OpKind.NORM for tape in proof.program.tapes for op in tape
     ):
         lacking = f"the gradient's norm, which {entry.name} does not compute"
-        raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3")
+        raise UserError(f"--clip {clip} limits {lacking}; take a plan, such as zero-3, or --clip none")
     if (why_not := proof.why_not(backend_of(device_type(job.ranks)))) is not None:
         raise why_not
     return proof

@@ -33,9 +33,12 @@ def described(tokenizer: Tokenizer) -> dict[str, Any]:
 def kept_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer in a folder of weights, a run's or one of Hugging Face's form; None where nothing tells of one.
 
+    A run's checkpoints, and its files of weights, have the run's.
+
     Raises:
         UserError: when its files are missing or have changed.
     """
+    folder = _home(folder)
     recorded = _recorded(folder / RECORD)
     if recorded is not None:
         kind, sums = recorded
@@ -60,12 +63,19 @@ def want_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         UserError: when a folder of Hugging Face's form has none, and its vocabulary is not that of bytes.
     """
     found = kept_tokenizer(folder)
-    if found is None and not (folder / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
+    if found is None and not (_home(folder) / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
         raise UserError(
             f"{folder} has no tokenizer (such as a tokenizer.json), and a vocabulary of {vocab_size:,} tokens is not "
             "that of bytes; copy its tokenizer there, or name the prepared folder of its data with --data"
         )
     return found or ByteTokenizer()
+
+
+def _home(folder: Path) -> Path:
+    """Where the files beside weights lie: in the run's folder, if it is a checkpoint or a file in there."""
+    if folder.suffix == ".safetensors":
+        return folder.parent
+    return folder.parents[1] if folder.parent.name == "checkpoints" else folder
 
 
 def _recorded(path: Path) -> tuple[str, dict[str, FileSum]] | None:

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from shardlab.program.files import whole_file, write_whole
+from shardlab.rules.pieces import counted
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.saved import METRICS
 from shardlab.train.written import written
@@ -41,6 +42,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
     job, record = run.job, json.loads((run.out / "run.json").read_text())
     last = records[-1]
     mfu = None if run.peak is None else last["mfu"] * last["dt"] / summary.dt
+    hours = summary.seconds * job.ranks / 3600
     rows = {
         "steps": f"{summary.steps}" + (", interrupted" if summary.interrupted else ""),
         "validation loss": f"{summary.validation_before:.4f} before, {summary.validation_after:.4f} after",
@@ -50,15 +52,15 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
         "tokens per second": f"{summary.tps:,.0f}, {summary.tps / job.ranks:,.0f} a rank",
         "MFU": "the device's peak is not known" if mfu is None else f"{mfu:.1%}",
         "memory of the fullest rank": f"{last['memory_max'] / 2**20:,.0f} MiB",
-        "device-hours": f"{summary.seconds * job.ranks / 3600:.4f} ({summary.seconds:.1f} s on {job.ranks} devices)",
-        "cost": _cost(run.config.logging.price, summary.seconds * job.ranks / 3600),
+        "device-hours": f"{hours:.4f} ({summary.seconds:.1f} s on {counted(job.ranks, 'device')})",
+        "cost": _cost(run.config.logging.price, hours),
     }
     if summary.validation_after_ema is not None:
         rows["validation loss of averages"] = f"{summary.validation_after_ema:.4f} after"
     places = [f"| {each['rank']} | {each['host']} | {each['device']} | {_mesh(each)} |" for each in record["places"]]
     return "\n".join(
         [
-            f"# {job.title} on {job.ranks} ranks",
+            f"# {job.title} on {counted(job.ranks, 'rank')}",
             "",
             f"`{run.command}`, begun {record['began']}.",
             "",
