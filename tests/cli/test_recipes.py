@@ -86,3 +86,16 @@ def test_published_runs_are_predicted_as_any_recipe_runs_them(capsys: Captured, 
     assert unknown["predicted_s"] is None
     first, second = told(capsys, "validate", str(runs), "--recipe", "torchtitan")
     assert first["predicted_s"] == second["predicted_s"] != usual["predicted_s"]
+
+
+def test_a_report_names_the_assumed_figures_that_it_rests_on(capsys: Captured) -> None:
+    """Only of what the step uses: no network where there is one node, no recipe but its own."""
+    assumed = told(capsys, *STEP)["assumed"]
+    assert assumed["shardlab memory.context_bytes"]["value"] == 2**30
+    assert {"nvlink4 efficiency", "h100 attention.flash2"} <= assumed.keys()
+    assert not any("infiniband" in name or "float64" in name for name in assumed)
+    core = told(capsys, *STEP, "--recipe", "megatron-core")["assumed"]
+    assert "megatron-core overlap.share" in core
+    assert not any(name.startswith(("shardlab", "h100")) for name in core), "cudnn's attention was fitted"
+    assert main([*STEP]) == 0
+    assert "assumed         shardlab memory.reserved, " in capsys.readouterr().out

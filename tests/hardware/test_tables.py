@@ -10,6 +10,8 @@ from shardlab.hardware import DEVICES, LINKS, Device, Link, find_cluster, find_d
 from shardlab.hardware.clusters import NODES, NodeType
 from shardlab.hardware.device import bytes_of
 from shardlab.hardware.devices import ALIASES
+from shardlab.hardware.figure import CONSTANTS
+from shardlab.predict.recipe import recipes
 
 ALL_DEVICES = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 ALL_LINKS = pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
@@ -67,6 +69,39 @@ def test_links_inside_a_node_are_no_slower_than_its_share_of_the_network(node: N
     intra_node, inter_node = find_link(node.intra_node), find_link(node.inter_node)
     assert intra_node.bandwidth >= inter_node.bandwidth * node.nics / node.devices
     assert 1 <= node.nics <= node.devices
+
+
+FIGURES = {
+    **{f"{name} {key}": figure for name, each in DEVICES.items() for key, figure in each.efficiency.figures.items()},
+    **{f"{name} {key}": figure for name, each in LINKS.items() for key, figure in each.figures.items()},
+    **CONSTANTS,
+    **{f"{name} {key}": figure for name, each in recipes().items() for key, figure in each.figures.items()},
+}
+"""What no data sheet gives."""
+
+
+def test_every_share_of_a_device_and_every_speed_of_a_link_says_where_it_is_from() -> None:
+    for device in DEVICES.values():
+        told = device.efficiency.figures
+        assert {f"matmul.{dtype}" for dtype in device.flops} <= told.keys(), device.name
+        assert {"memory", "launch", "k_half", "bytes_half", f"attention.{device.attention}"} <= told.keys()
+    assert all(link.figures.keys() == {"latency", "efficiency"} for link in LINKS.values())
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_has_a_source_or_runs_or_is_assumed(name: str) -> None:
+    figure = FIGURES[name]
+    assert bool(figure.source or figure.fitted_to)
+    assert not (figure.assumed and figure.fitted_to)
+    assert bool(figure.runs) <= bool(figure.fitted_to)
+
+
+def test_what_a_row_changes_of_its_base_is_not_told_as_the_bases() -> None:
+    """H100s of 500 W reach shares of their own, of which some are fitted and others assumed."""
+    full, less = (find_device(name).efficiency.figures for name in ("h100", "h100-96gb"))
+    assert full["attention.cudnn"].fitted_to
+    assert less["attention.cudnn"].assumed
+    assert less["attention.flash2"].fitted_to == "torchtitan's runs"
 
 
 @pytest.mark.parametrize("what", SOURCES)

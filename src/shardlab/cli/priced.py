@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardlab.check import Checked
@@ -206,6 +206,8 @@ def _ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
 
 def as_json(result: PricedStep) -> dict[str, Any]:
     """Describe the step for other programs; in seconds, bytes and shares."""
+    from shardlab.predict.assumed_figures import assumed_figures
+
     workload, estimate, entry = result.workload, result.estimate, result.entry
     program, step = estimate.traced.program, estimate.step
     return {
@@ -238,6 +240,7 @@ def as_json(result: PricedStep) -> dict[str, Any]:
         "bubble_share": estimate.bubble_share,
         "peak_memory": estimate.peak.bytes,
         "device_memory": workload.cluster.device.memory,
+        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
         "memory_held": result.held.total,
         "memory_held_by_part": result.held.parts,
         "peak_memory_by_rank": [_peak(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)],

@@ -24,6 +24,7 @@ DRAWN_OPS = 200_000
 
 def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
     """Print all of it; `written` are the files that were made."""
+    from shardlab.predict.assumed_figures import assumed_figures
     from shardlab.predict.recipe import OWN
 
     console = console or stdout_console()
@@ -39,6 +40,8 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
     ops = sum(map(len, estimate.traced.program.tapes))
     print_fact(console, "ops", f"{ops:,}, of {_simulated(result)}")
     print_fact(console, "check", _checked(result))
+    if assumed := assumed_figures(workload):
+        print_fact(console, "assumed", ", ".join(assumed))
     for note in result.notes:
         print_fact(console, "note", note)
     if ops <= DRAWN_OPS:

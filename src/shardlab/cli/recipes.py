@@ -14,8 +14,9 @@ from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_json, stdout_console
 from shardlab.cli.options import Flag
+from shardlab.hardware.figure import Figure
 from shardlab.models.kept import SavedActivations
-from shardlab.predict.recipe import GROUPS, Figure, Recipe, find_recipe, recipes
+from shardlab.predict.recipe import GROUPS, Recipe, find_recipe, recipes
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from math import inf
 from shardlab.errors import UserError, find
 from shardlab.hardware.collectives import COSTS, START, GroupSpan, collective_seconds, nodes_of
 from shardlab.hardware.device import Device
+from shardlab.hardware.figure import CONSTANTS
 from shardlab.hardware.links import Link, find_link
 from shardlab.hardware.measured import device_of_profile, measured_seconds
 from shardlab.hardware.profile import Profile
@@ -18,9 +19,8 @@ from shardlab.rules.place import HOST
 
 DISK_LINK = find_link("nvme")
 
-HOST_MEMORY = 40e9
-"""Bytes/s of the host's memory that each device's share of its processors gets; assumed, of no measured host: eight
-channels of DDR5-4800 have 307 GB/s, and four devices share them."""
+HOST_MEMORY: float = CONSTANTS["host_memory"].value
+"""Bytes/s of the host's memory that each device's share of its processors gets."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
-START = 6.6e-6
-"""Seconds to start a collective (NVIDIA/nccl src/graph/tuning.cc of v2.30, baseLatencies of a ring, LL)."""
+from shardlab.hardware.figure import CONSTANTS
+
+START: float = CONSTANTS["start"].value
+"""Seconds to start a collective."""
 
 
 @dataclass(frozen=True)

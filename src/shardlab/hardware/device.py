@@ -12,24 +12,21 @@ pipeline, and rows that are not whole 16-byte words are read slowly (the same gu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
 
+from shardlab.hardware.figure import CONSTANTS, Figure
 from shardlab.models.kernels import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.program import UserError
 from shardlab.rules.dtype import bytes_of
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.7), (32, 32, 0.35))
-"""Rows and columns of the tiles that a library chooses from, and how fast each is against the largest (CUTLASS's usual
-shapes; the speeds are ours: a smaller tile reads each operand more often)."""
+TILES = tuple((int(rows), int(columns), float(speed)) for rows, columns, speed in CONSTANTS["tiles"].value)
+"""Rows and columns of the tiles that a library chooses from, and how fast each is against the largest."""
 
-MISALIGNED, MISALIGNED_BATCH = 0.5, 0.07
-"""The share of its speed that a product keeps if its rows are not whole 16-byte words, and that of many small ones.
-
-One matrix: a guess; nanoGPT pads its vocabulary of 50,257 to 50,304 for efficiency (its model.py). Many at once: heads
-of 108 or 150 features made the steps of bigscience's chronicles-prequel.md 31 to 40 % longer than heads of 144 or 224.
-"""
+MISALIGNED: float = CONSTANTS["misaligned"].value
+MISALIGNED_BATCH: float = CONSTANTS["misaligned_batch"].value
+"""The share of its speed that a product keeps if its rows are not whole 16-byte words, and that of many small ones."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,7 @@ class Efficiency:
         k_half: the inner dimension at which a product reaches half of its speed.
         bytes_half: bytes at which a pointwise kernel reaches half of its bandwidth.
         source: what they were fitted to, or where they are from.
+        figures: by name, as in "matmul.bfloat16", where each is from.
     """
 
     matmul: Mapping[str, float]
@@ -54,6 +52,7 @@ class Efficiency:
     k_half: float
     bytes_half: float
     source: str
+    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
 
 
 @dataclass(frozen=True, eq=False)

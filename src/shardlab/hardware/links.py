@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardlab.errors import find
+from shardlab.hardware.figure import Figure
 from shardlab.hardware.tables import rows
-from shardlab.program.files import packaged
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Link:
         pair: bytes per second of a message between two devices; less than `bandwidth` where the lanes go to different
             peers and no switch joins them.
         source: where the figures are from.
+        figures: where latency and efficiency are from, which links of a kind share.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Link:
     efficiency: float
     source: str
     pair: float = 0.0
+    figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
 
     @property
     def speed(self) -> float:
@@ -42,7 +45,7 @@ class Link:
         return (self.pair or self.bandwidth) * self.efficiency
 
 
-_KINDS = packaged("hardware/links.toml")["kind"]
+_KINDS = rows("links", "kind")
 
 LINKS = {name: Link(name, **(_KINDS[row.pop("kind")] | row)) for name, row in rows("links", "link").items()}
 """Every link by name."""

@@ -26,31 +26,13 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from shardlab.errors import UserError, nearest, unknown
+from shardlab.hardware.figure import Figure
 from shardlab.predict.recipe_groups import Defaults, Kernels, MemoryUse, Overlap
 from shardlab.predict.recipe_values import read_table, read_value
 from shardlab.program.files import packaged
 from shardlab.program.nesting import read_file
 
 FOLDER = "predict/recipes"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of a recipe.
-
-    Attributes:
-        value: what it is.
-        source: where it is described.
-        fitted_to: the measurements that it was fitted to ("": it was not fitted).
-        runs: ids of these measurements in a file of published runs; `*` stands for any characters.
-        assumed: no source gives it, and fewer runs than would settle it.
-    """
-
-    value: Any
-    source: str
-    fitted_to: str = ""
-    runs: tuple[str, ...] = ()
-    assumed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
