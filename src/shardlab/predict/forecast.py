@@ -45,7 +45,7 @@ def forecast(workload: Workload) -> Forecast:
     with gc_paused():
         each, rest = divmod(workload.microbatches, plan.data_ranks)
         few, more = (each, 0) if rest else enough(plan, each)
-        replayed = _Outlined(workload, few) if outlinable(workload) else partial(_replayed, workload)
+        replayed = Outlined(workload, few) if outlinable(workload) else partial(_replayed, workload)
         seconds, peaks = replayed(few)
         if few < each:
             longer, peaks = replayed(few + more)
@@ -65,15 +65,20 @@ def _replayed(workload: Workload, each: int) -> Replayed:
 
 
 def outlinable(workload: Workload) -> bool:
-    """Whether outlines tell a plan's step exactly (see `outlined`)."""
+    """Whether outlines tell a plan's step exactly.
+
+    The ranks of all stages must lie alike on the nodes. And where communication takes time from compute, none may be
+    hidden within a pass, as a ring of keys and values is.
+    """
     plan, cluster = workload.plan, workload.cluster
     assert isinstance(plan, Plan)
     each = plan.mesh.world // plan.mesh.pp
     alike = plan.mesh.pp == 1 or each % cluster.per_node == 0 or cluster.per_node % each == 0
-    return alike or cluster.profile is not None
+    hides = plan.context == "ring" and plan.mesh.cp > plan.ulysses
+    return (alike or cluster.profile is not None) and not (hides and workload.sample.prices.contention)
 
 
-class _Outlined:
+class Outlined:
     """Steps of a workload, outlined; with any number of microbatches for each data-parallel rank.
 
     Args:

@@ -23,9 +23,9 @@ from shardlab.strategies.planned import PlanRunner
 from shardlab.strategies.rank_plan import Keeps, RankPlan
 from shardlab.strategies.resolve import resolve
 from shardlab.strategies.schedules import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
-from shardlab.timeline.clocks import Clocks, Times
+from shardlab.timeline.clocks import Clocks
 from shardlab.timeline.memory import CATEGORIES, account
-from shardlab.timeline.prices import Bytes
+from shardlab.timeline.prices import Bytes, Prices
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 MAIN = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
@@ -125,7 +125,7 @@ def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> Passes:
         await _MarkedRunner(rank, rank_plan, _MarkedLayers(rank, rank_plan, marks, borders)).run()
 
     traced = fold(plan, sizes, sample.microbatches, strategy)
-    measuring = _Measuring(traced, Clocks(traced, workload.prices).run(), Bytes(workload.kept_sizes))
+    measuring = _Measuring(traced, workload.prices, Bytes(workload.kept_sizes))
     by_key = {key: measuring.between(start, stop, key) for (start, key), (stop, _) in pairwise(marks) if key}
     return Passes(by_key, borders)
 
@@ -248,9 +248,29 @@ class _MarkedLayers(LayerRunner):
 class _Measuring:
     """Seconds and bytes of parts of a sample's tape."""
 
-    def __init__(self, traced: Folded, times: Times, size: Bytes) -> None:
-        self.tape, self.times = traced.program.tapes[0], times
+    def __init__(self, traced: Folded, prices: Prices, size: Bytes) -> None:
+        self.tape, self.times = traced.program.tapes[0], Clocks(traced, prices).run()
         self.memory = account(self.tape, traced.specs[0], size, real=True, counters=True)
+        self.moments = self._moments(prices.blocking_p2p)
+
+    def _moments(self, blocking: float) -> list[float]:
+        """When compute gets to each op."""
+        moments, clock = list[float](), 0.0
+        issued: dict[int, int] = {}
+        idle_until = {idle.op: idle.until for idle in self.times.idle[0]}
+        for at, op in enumerate(self.tape):
+            moments.append(clock)
+            if op.kind is WAIT:
+                clock = idle_until.get(issued[op.handle], clock)
+            elif op.handle >= 0:
+                issued[op.handle] = at
+                clock += blocking * self._seconds(at) if op.kind is OpKind.SEND else 0.0
+            elif op.kind is not FREE:
+                clock = self.times.ends[0][at]
+        return moments
+
+    def _seconds(self, at: int) -> float:
+        return self.times.ends[0][at] - self.times.starts[0][at]
 
     def between(self, start: int, stop: int, key: PassKey) -> Pass:
         """Measure a pass, from one op up to another."""
@@ -261,7 +281,7 @@ class _Measuring:
         meetings, rest = self._meetings(start, stop)
         seconds = rest + sum(meeting.after + meeting.seconds for meeting in meetings)
         if rest < 0:  # communication beside compute, on streams that nobody else uses
-            seconds, meetings = self._clock(stop) - self._clock(start), ()
+            seconds, meetings = self.moments[stop] - self.moments[start], ()
         return Pass(
             seconds,
             meetings,
@@ -286,7 +306,6 @@ class _Measuring:
         after, issued = 0.0, -1
         for at in range(start, stop):
             op = self.tape[at]
-            seconds = self.times.ends[0][at] - self.times.starts[0][at]
             if op.kind is FREE:
                 continue
             if op.kind is WAIT:
@@ -296,19 +315,13 @@ class _Measuring:
             elif issued >= 0:
                 return (), -1.0
             elif op.handle < 0:
-                after += seconds
+                after += self._seconds(at)
             elif op.group is None:
                 return (), -1.0
             else:
-                found.append(Meeting(after, op.group, seconds))
+                found.append(Meeting(after, op.group, self._seconds(at)))
                 after, issued = 0.0, op.handle
         return tuple(found), after
-
-    def _clock(self, at: int) -> float:
-        """When compute gets to an op."""
-        while self.tape[at].kind in (FREE, WAIT):
-            at += 1
-        return self.times.starts[0][at]
 
 
 def _less(held: Held, other: Held) -> Held:

@@ -1,0 +1,122 @@
+"""Outlines of plans: as long, and with as much memory, as when every op is traced and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from shardlab.hardware.clusters import find_cluster
+from shardlab.models import GPT, Blocks, Llama, MoE
+from shardlab.predict.forecast import Outlined, outlinable
+from shardlab.predict.recipe import recipes
+from shardlab.predict.workload import Workload
+from shardlab.program import Mesh, UserError
+from shardlab.program.precision import find_precision
+from shardlab.strategies.plan import Plan
+from shardlab.strategies.schedules import SCHEDULES
+
+MODELS: dict[str, Callable[[int], Blocks]] = {
+    "llama": lambda layers: Llama(
+        layers=layers, hidden_size=512, heads=8, kv_heads=8, ffn_hidden_size=1536, vocab_size=2048, seq_len=512
+    ),
+    "large head": lambda layers: Llama(
+        layers=layers, hidden_size=256, heads=8, kv_heads=8, ffn_hidden_size=512, vocab_size=64000, seq_len=256
+    ),
+    "gpt": lambda layers: GPT(layers=layers, hidden_size=256, heads=8, vocab_size=1024, seq_len=256, dropout=0.1),
+    "tied": lambda layers: GPT(layers=layers, hidden_size=256, heads=8, vocab_size=1024, seq_len=256, tied=True),
+    "mixture": lambda layers: MoE(layers=layers, hidden_size=256, heads=8, vocab_size=1024, seq_len=256, experts=8),
+}
+
+SHARDS = [
+    (),
+    ("shard_optimizer",),
+    ("shard_optimizer", "shard_gradients"),
+    ("shard_optimizer", "shard_gradients", "shard_parameters"),
+    ("shard_optimizer", "shard_parameters"),
+]
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Small models on few ranks, with everything that a plan can say."""
+    model = MODELS[draw(st.sampled_from(sorted(MODELS)))](draw(st.integers(1, 9)))
+    small = st.sampled_from((1, 1, 2))
+    mesh = Mesh(
+        pp=draw(st.sampled_from((1, 2, 3, 4))),
+        dp_replicate=draw(small),
+        dp_shard=draw(small),
+        cp=draw(small),
+        tp=draw(small),
+        ep=draw(small) if isinstance(model, MoE) else 1,
+    )
+    axes = draw(st.sampled_from([("dp_shard",), ("dp_shard", "dp_replicate"), ("dp_shard", "cp"), ("cp",)]))
+    shards = draw(st.sampled_from(SHARDS))
+    recompute = draw(st.sampled_from(["none", "none", "selective", "full", "some"]))
+    some = tuple(sorted(draw(st.sets(st.integers(0, model.layers - 1)))))
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    try:
+        words: dict[str, Any] = {
+            "mesh": mesh.used,
+            "schedule": schedule,
+            "stages_per_rank": draw(st.sampled_from([None, None, 1, 3])) if "-" in schedule else None,
+            "reduce_at": draw(st.sampled_from(["layer", "step"])),
+            "reshard_after": draw(st.sampled_from(["layer", "stage", "step"])),
+            "sequence_parallel": mesh.tp > 1 and draw(st.booleans()),
+            "recompute": some if recompute == "some" else recompute,
+            "context": draw(st.sampled_from(["ring", "all_gather", "ulysses"])),
+        }
+        plan = Plan.from_dict(words | dict.fromkeys(shards, axes))
+        workload = Workload(
+            plan,
+            model,
+            find_cluster("h100x64"),
+            plan.data_ranks * draw(st.integers(1, 9)),
+            draw(st.integers(1, 2)),
+            find_precision("bf16"),
+            recipe=recipes()[draw(st.sampled_from(sorted(recipes())))],
+            optimizer=draw(st.sampled_from(["adamw", "muon"])),
+        )
+        layers = draw(st.lists(st.integers(1, 6), min_size=2, max_size=4))
+        units = sum(layers)
+        if draw(st.booleans()) and len(layers) == mesh.pp and schedule in ("1f1b", "gpipe", "zb-h1"):
+            assume(not workload.sizes.blocks or units % 2)
+            blocks = units // 2 if workload.sizes.blocks else units
+            named = Plan.from_dict(plan.as_dict() | {"layers_per_stage": layers, "recompute": "full"})
+            workload = replace(workload, plan=named, model=replace(model, layers=max(1, blocks)))
+        assume(outlinable(workload))
+        workload.traced  # noqa: B018  # whatever is refused is refused here
+    except UserError:
+        assume(False)
+        raise
+    return workload
+
+
+def compare(workload: Workload) -> None:
+    """The outline of a workload is as long, and its peaks are as high, as those of every op."""
+    plan, whole = workload.plan, workload.estimate()
+    assert isinstance(plan, Plan)
+    each = workload.microbatches // plan.data_ranks
+    seconds, peaks = Outlined(workload, each)(each)
+    assert seconds == pytest.approx(whole.step, rel=1e-9)
+    assert [asdict(replace(peak, microbatches=0)) for peak in whole.peaks] == list(map(asdict, peaks))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(workloads())
+def test_an_outline_is_the_whole_replay(workload: Workload) -> None:
+    compare(workload)
+
+
+def test_layers_of_three_blocks_tell_the_sizes_of_all() -> None:
+    for name, model in MODELS.items():
+        for mesh in (Mesh(), Mesh(tp=2), Mesh(cp=2), Mesh(cp=2, tp=2), Mesh(dp_shard=2)):
+            workload = Workload(Plan(mesh), model(7), find_cluster("h100x64"), 8, 2, find_precision("bf16"))
+            whole = workload.precision.sizes(workload.cut.sizes(2, 2))
+            assert workload.sizes == whole, name
+            layers = range(whole.layers)
+            assert list(map(workload.repeated.place, layers)) == list(map(workload.cut.place, layers))
