@@ -49,6 +49,9 @@ LONGER: dict[str, Recipe] = {
     "single_nic": with_(single_nic=True),
     "contention": with_(contention=0.5),
     "update_bytes": with_(update_bytes=200.0),
+    "host_seconds": with_(host_seconds=1e-3),
+    "step_seconds": with_(step_seconds=0.1),
+    "tp_seconds": with_(tp_seconds=1e-4),
 }
 SHORTER: dict[str, Recipe] = {
     "fused_accumulation": with_(fused_accumulation=True),
@@ -63,7 +66,7 @@ MEMORY: dict[str, Recipe] = {
     "sliced_logit_bytes": with_(logit_bytes=4.0, sliced_logit_bytes=18.0),
     "half_gradients": with_(half_gradients=True),
 }
-ELSEWHERE = {"cp_imbalance", "kept_when_full"}
+ELSEWHERE = {"cp_imbalance", "kept_when_full", "gathers_held_back", "margin_bytes", "logs_first_rank"}
 """What needs another mesh or little room to matter, and has a test of its own."""
 
 
@@ -90,7 +93,17 @@ HELD = {
 """What a GPU holds beyond the peak of a replay."""
 
 DEFAULTS = {
-    *("vocab_size", "pads_vocab", "bias", "dropout", "gradient_bytes", "bf16_gradient_bytes", "reduce_at", "zero_stage")
+    *(
+        "vocab_size",
+        "pads_vocab",
+        "bias",
+        "dropout",
+        "gradient_bytes",
+        "bf16_gradient_bytes",
+        "reduce_at",
+        "zero_stage",
+    ),
+    *("sharded_reduce_at", "stages", "microbatches_short_of_ranks"),
 }
 """What a published run is taken to use where it does not say (`tests/published/test_reading.py`)."""
 
@@ -116,6 +129,12 @@ def test_a_gpu_holds_more_than_the_replay_counts(field: str) -> None:
 def test_what_is_not_kept_lowers_the_peak_and_takes_no_time() -> None:
     changed, own = step(MEMORY["saved"]), step(PLAIN)
     assert changed.peak.bytes < own.peak.bytes
+    assert changed.step == own.step
+
+
+def test_what_is_copied_is_kept_twice_and_takes_no_time() -> None:
+    changed, own = step(with_(saved=SavedActivations(copied=True)), LLAMA), step(PLAIN, LLAMA)
+    assert changed.peak.bytes > own.peak.bytes
     assert changed.step == own.step
 
 
@@ -177,6 +196,8 @@ LLAMA = Llama(layers=4, hidden_size=1024, heads=16, kv_heads=8, ffn_hidden_size=
 FITTED = (
     *("overlap.share", "overlap.contention", "overlap.single_nic", "kernels.cp_imbalance"),
     *("memory.reserved", "memory.context_bytes", "memory.kept_when_full"),
+    *("kernels.host_seconds", "kernels.step_seconds", "overlap.tp_seconds"),
+    *("memory.gathers_held_back", "memory.margin_bytes"),
 )
 """Figures that no framework's code or paper gives."""
 

@@ -27,6 +27,11 @@ def test_a_run_that_says_all_is_taken_at_its_word() -> None:
         ("parallelism", {"dp": None}, "data-parallel ranks: 1, what the other axes leave of the GPUs"),
         ("parallelism", {"zero_stage": None}, "ZeRO stage: 0"),
         ("hardware", {"gpus_per_node": None}, "GPUs of a node: 8"),
+        (
+            "hardware",
+            {"interconnect": "a network of our own", "gpus_per_node": 4},
+            "network: 4 x infiniband-hdr a node",
+        ),
     ],
 )
 def test_what_a_run_leaves_open_is_said(section: str, fields: dict[str, Any], said: str) -> None:

@@ -51,9 +51,9 @@ def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe
     if entry.plan is None or "plan" in given:
         return entry
     plan, changed = entry.plan(ranks), dict[str, object]()
+    sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
     if "reduce_at" not in given and plan.reduce_at == "layer":
-        changed["reduce_at"] = recipe.defaults.reduce_at
-    sharded = plan.shard_optimizer or any(name.startswith("shard_") for name in given)
+        changed["reduce_at"] = recipe.defaults.reduction(sharded=sharded or recipe.defaults.zero_stage > 0)
     if recipe.defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
         changed["shard_optimizer"] = ("dp_shard",)
     return planned_entry(replace(plan, **changed), entry.name) if changed else entry

@@ -182,3 +182,7 @@ class Defaults:
     zero_stage: int = 0
     stages: Literal["even", "cost"] = "even"
     microbatches_short_of_ranks: int | None = None
+
+    def reduction(self, *, sharded: bool) -> Literal["layer", "step"]:
+        """When gradients are reduced, with or without a sharded optimizer's state."""
+        return (sharded and self.sharded_reduce_at) or self.reduce_at

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks
 from shardlab.predict.workload import Workload
+from shardlab.published import words
 from shardlab.published.records import HardwareRecord, ModelRecord, ParallelismRecord, RunRecord
 from shardlab.strategies.plan import Plan
 
@@ -44,7 +45,7 @@ def _of_model(written: ModelRecord, model: Blocks) -> Iterator[str]:
 def _of_hardware(written: HardwareRecord, cluster: Cluster) -> Iterator[str]:
     if written.gpus_per_node is None:
         yield f"GPUs of a node: {cluster.per_node}"
-    if cluster.nodes > 1 and not written.interconnect:
+    if cluster.nodes > 1 and not words.read("network", written.interconnect):
         yield f"network: {cluster.nics} x {cluster.inter_node.name} a node"
 
 

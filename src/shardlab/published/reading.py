@@ -183,7 +183,7 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
         shard_parameters=shard if zero >= 3 else (),
         shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
-        reduce_at=(zero and recipe.defaults.sharded_reduce_at) or recipe.defaults.reduce_at,
+        reduce_at=recipe.defaults.reduction(sharded=zero > 0),
         reshard_after="step" if keeps_weights else "layer",
         sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
         recompute=recompute,
