@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from shardlab.hardware import find_cluster
+from shardlab.models import GPT
 from shardlab.predict.estimate import estimate
 from shardlab.predict.folding import fold
-from shardlab.predict.forecast import enough, extended
+from shardlab.predict.forecast import enough, extended, forecast
+from shardlab.predict.recipe import Recipe
+from shardlab.predict.recipe_groups import Kernels
+from shardlab.predict.workload import Workload
 from shardlab.program import Kind, Mesh, Op, OpKind, Sizes, Spec
+from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 from tests.timeline.fakes import FakePrices
 
@@ -56,3 +62,10 @@ def test_a_few_microbatches_tell_the_time_of_many(
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_all_of_a_few_microbatches_are_replayed(schedule: str) -> None:
     assert enough(Plan(Mesh(pp=4), schedule), 12) == (12, 0)
+
+
+def test_what_a_step_takes_beside_its_ops_is_counted_once() -> None:
+    plan, devices = Plan(Mesh(pp=2, dp_shard=2)), find_cluster("h100x4")
+    step = Workload(plan, GPT(), devices, 64, 1, find_precision("bf16"), recipe=Recipe())
+    slow = replace(step, recipe=Recipe(kernels=Kernels(step_seconds=0.5)))
+    assert forecast(slow).seconds == pytest.approx(forecast(step).seconds + 0.5)

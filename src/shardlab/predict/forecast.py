@@ -92,6 +92,7 @@ class Outlined:
         self._first = range(0, mesh.world, mesh.world // mesh.pp)
         self._plans = [resolve(plan, workload.sizes, each * plan.data_ranks, index) for index in self._first]
         self._figures = Figures(workload, {type(step) for step in self._plans[0].steps})
+        self._beside = workload.recipe.kernels.step_seconds
 
     def __call__(self, each: int) -> Replayed:
         steps = self._plan.steps(self._plans[0].model.pipeline_units, each * self._plan.data_ranks)
@@ -101,7 +102,7 @@ class Outlined:
         ]
         ranks = [outlined(self._figures, plan, index) for plan, index in zip(plans, self._first, strict=True)]
         seconds = step_seconds([rank.entries for rank in ranks], self._figures.prices.contention)
-        return seconds, [rank.peak_memory for rank in ranks]
+        return seconds + self._beside, [rank.peak_memory for rank in ranks]
 
 
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")

@@ -110,7 +110,8 @@ def standing_gathers(workload: Workload, peak: Peak) -> float:
     if not held_back or not isinstance(plan, Plan) or not plan.sequence_parallel:
         return 0.0
     stage = mesh.coordinate(peak.rank, "pp")
-    blocks = model.layers / mesh.pp
+    dealt = plan.layers_per_stage or (1,) * mesh.pp
+    blocks = model.layers * sum(dealt[stage :: mesh.pp]) / sum(dealt)
     each = min(workload.microbatches // plan.data_ranks, mesh.pp - stage)
     gathered = workload.micro_batch_size * model.seq_len / mesh.cp * model.hidden_size * (1 - 1 / mesh.tp)
     return held_back * blocks * each * gathered * workload.precision.bytes(Kind.ACTIVATION)
