@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from shardlab.cli import main
 from shardlab.data.tokenizers import Characters
@@ -52,7 +52,8 @@ def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Cap
     random_run(folder / "chars", GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=9), tokenizer=tokenizer)
     assert main(["convert", "chars", "hf"]) == 0
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (folder / "hf").iterdir()}
-    theirs: Any = AutoTokenizer.from_pretrained(folder / "hf")
+    read: Any = transformers.AutoTokenizer
+    theirs = read.from_pretrained(folder / "hf")
     assert theirs("not to be")["input_ids"] == tokenizer.encode([b"not to be"])[0].tolist()
     assert main(["sample", "hf", "--prompt", "to be", "--tokens", "3"]) == 0
 

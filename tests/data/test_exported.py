@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from shardlab.data.bpe import HuggingFace
 from shardlab.data.exported import exported
@@ -19,6 +19,7 @@ from shardlab.data.tokenizers import ByteTokenizer, Characters, Tokenizer
 
 TEXT = " Zoë's 3 naïve\tcafés,  it 's \r\n\n “quoted” \x00\x7f . 東京 🙂!\n "
 TOKENIZERS = [ByteTokenizer(), Characters.of([TEXT])]
+AutoTokenizer: Any = transformers.AutoTokenizer
 
 
 def written(folder: Path, tokenizer: Tokenizer) -> Path:

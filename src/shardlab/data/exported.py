@@ -14,8 +14,8 @@ def exported(tokenizer: Tokenizer) -> dict[str, bytes]:
         case ByteTokenizer():
             # byte pairs without any pair: every byte stays what it is, under the letter that GPT-2 has for it
             part = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-            model = {"type": "BPE", "vocab": {letter: byte for byte, letter in enumerate(_letters())}, "merges": []}
-            return _files(part, part, model)
+            vocabulary = {letter: byte for byte, letter in enumerate(_letters())}
+            return _files(part, part, {"type": "BPE", "vocab": vocabulary, "merges": []})
         case Characters():
             each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             vocabulary = {character: token for token, character in enumerate(tokenizer.characters)}
@@ -28,8 +28,8 @@ def exported(tokenizer: Tokenizer) -> dict[str, bytes]:
 def _files(pre_tokenizer: dict[str, Any], decoder: dict[str, Any], model: dict[str, Any]) -> dict[str, bytes]:
     absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
     parts = {"pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
-    tokenizer = {"version": "1.0", "added_tokens": [], **absent, **parts}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    tokenizer: dict[str, Any] = {"version": "1.0", "added_tokens": [], **absent, **parts}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     written = {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
     return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in written.items()}
 

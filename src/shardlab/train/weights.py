@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 from pathlib import Path
 
 import torch
@@ -126,7 +124,9 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
         layers.setdefault(file, []).append(layer)
     writers = {file: number % dist.get_world_size() for number, file in enumerate(layers)}
     mine = {
-        file: PartialFile(single.with_name(file), header_of(reduce(or_, (tensors[layer] for layer in own))))
+        file: PartialFile(
+            single.with_name(file), header_of({name: it for layer in own for name, it in tensors[layer].items()})
+        )
         for file, own in layers.items()
         if writers[file] == rank
     }
