@@ -24,7 +24,7 @@ from pathlib import Path
 LIMIT = 300.0
 """Seconds for everything that is waited for."""
 
-STEPS, TIMEOUT, SPEED, LOSS = 2000, 10, "200mbit", 2
+STEPS, TIMEOUT, SPEED, LOSS = 800, 10, "200mbit", 2
 
 TRAIN = ["-m", "shardlab", "train", "--steps", str(STEPS), "--hidden-size", "32"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -187,6 +187,7 @@ def main() -> int:
     if missing or os.geteuid():
         print(f"run this as root, with iproute2, nftables and util-linux installed; missing: {missing}")
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go in any case
     with tempfile.TemporaryDirectory(prefix="hosts-") as name, two_hosts(Path(name)) as hosts:
         second = hosts[1]
         measure(hosts, "free")
