@@ -187,9 +187,9 @@ class Floors:
     def _some(self, shape: Shape, recompute: tuple[int, ...]) -> Passes:
         """As `passes`, where some blocks alone are computed again."""
         model, none, full = blocks_of(self.problem, shape), self.passes(shape), self.passes(shape, "full")
-        again = {layer for block in recompute for layer in model.recomputable[block]}
+        again = {layer for block in recompute for layer in model.layers.recomputable[block]}
         backward, kept = (
-            [_between(full_of if layer in again else none_of, (layer, layer + 1)) for layer in range(model.layers)]
+            [_between(full_of if layer in again else none_of, (layer, layer + 1)) for layer in range(len(model.layers.layers))]
             for none_of, full_of in ((none.backward, full.backward), (none.kept, full.kept))
         )
         return Passes(none.forward, _sums(backward), _sums(kept), none.weights, none.logits, full.again)
@@ -256,7 +256,7 @@ class Floors:
         return replace(sizes, activations=activations, saved=saved), layers
 
     def _kept_again(self, shape: Shape) -> float:
-        kept, blocks = self.passes(shape).kept, blocks_of(self.problem, shape).recomputable
+        kept, blocks = self.passes(shape).kept, blocks_of(self.problem, shape).layers.recomputable
         return min(_between(kept, (block.start, block.stop)) for block in blocks)
 
     def _stages(self, shape: Shape, plan: Plan) -> tuple[list[tuple[int, int]], list[list[int]]]:
@@ -265,8 +265,8 @@ class Floors:
         key = (*key, shape.mesh.ep, shape.recompute == "selective")
         if key not in self._states:
             model = blocks_of(self.problem, shape)
-            bounds = plan.bounds(len(model.pipeline_cuts) - 1)
-            stages = list(pairwise(model.pipeline_cuts[unit] for unit in bounds))
+            bounds = plan.bounds(model.layers.pipeline_units)
+            stages = list(pairwise(model.layers.pipeline_cuts[unit] for unit in bounds))
             held = [
                 [stage for stage, at in enumerate(_ranks_of(plan, len(stages))) if at == rank]
                 for rank in range(plan.mesh.pp)
@@ -286,7 +286,7 @@ class Floors:
         key = (shape.mesh.pp, plan.schedule, plan.stages_per_rank, few)
         if key not in self._orders:
             model = blocks_of(self.problem, shape)
-            steps = plan.steps(len(model.pipeline_cuts) - 1, few * plan.data_ranks)
+            steps = plan.steps(model.layers.pipeline_units, few * plan.data_ranks)
             self._orders[key] = [_moments(order) for order in steps.of_ranks]
         return self._orders[key]
 
@@ -411,8 +411,7 @@ class _LayerPrices:
         return pieces * forward, pieces * backward
 
     def _sum(self, kernels: list[Kernel]) -> float:
-        device, compute = self.prices.cluster.device, self.prices.precision.compute
-        return sum(device.seconds(kernel, compute) for kernel in kernels)
+        return self.prices.seconds_of(kernels)
 
 
 def _ranks_of(plan: Plan, stages: int) -> tuple[int, ...]:

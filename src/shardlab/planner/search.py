@@ -39,7 +39,8 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        return self.forecast.memory.fits
+        """Whether there is room, and as much beside it as the recipe wants of a plan that is chosen."""
+        return self.forecast.memory.fits and self.forecast.memory.safe
 
     @property
     def seconds(self) -> float:
@@ -137,7 +138,8 @@ class Search:
         self._change: Change = change
         self.found = Found()
         self._floors = Floors(problem)
-        self._room = problem.cluster.device.memory
+        memory, on_gpu = problem.recipe.memory, not problem.cluster.on_cpu
+        self._room = problem.cluster.device.memory - on_gpu * memory.context_bytes - memory.margin_bytes
         self._began = time.monotonic()
         self._until = self._began + deadline
         self._ask, self._ahead = ask, ahead

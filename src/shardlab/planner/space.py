@@ -33,8 +33,10 @@ from shardlab.errors import UserError
 from shardlab.models.moe import MoE
 from shardlab.planner.alike import AlikeBlocks, alike_blocks
 from shardlab.planner.problem import Candidate, Problem
+from shardlab.predict.staging import stages_by_cost
 from shardlab.program import Mesh
 from shardlab.program.precision import Precision
+from shardlab.strategies.model_layers import ModelLayers
 from shardlab.strategies.plan import Context, Plan, Recompute
 from shardlab.strategies.schedules import SCHEDULES
 
@@ -177,10 +179,10 @@ def dealt(problem: Problem, shape: Shape, plan: Plan) -> Iterator[Candidate]:
 
 def pipelined(problem: Problem, shape: Shape) -> Iterator[Plan]:
     """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
-    model, fixed, pp = blocks_of(problem, shape), problem.limits.fixed, shape.mesh.pp
+    model, fixed, pp = blocks_of(problem, shape).layers, problem.limits.fixed, shape.mesh.pp
     base = replace(
         shape.candidate.plan,
-        layers_per_stage=fixed.get("layers_per_stage", ()),
+        layers_per_stage=fixed.get("layers_per_stage", _by_cost(problem, model, pp)),
         reduce_at=problem.recipe.defaults.reduce_at,
     )
     for name in [str(fixed["schedule"])] if "schedule" in fixed else (SCHEDULES if pp > 1 else ("1f1b",)):
@@ -189,16 +191,23 @@ def pipelined(problem: Problem, shape: Shape) -> Iterator[Plan]:
         for stages in _stages(problem.model.layers, pp) if looped else (fixed.get("stages_per_rank"),):
             try:
                 plan = replace(base, schedule=name, stages_per_rank=stages)
-                bounds = plan.bounds(len(model.pipeline_cuts) - 1)
+                bounds = plan.bounds(model.pipeline_units)
                 yield replace(plan, recompute=_recomputed(shape, model, bounds))
             except UserError:
                 continue
 
 
+def _by_cost(problem: Problem, model: ModelLayers, pp: int) -> tuple[int, ...]:
+    """The layers of each stage, if the recipe deals them by cost."""
+    if pp == 1 or problem.recipe.defaults.stages == "even":
+        return ()
+    return stages_by_cost(problem.model, pp, halves=bool(model.blocks))
+
+
 def follows(problem: Problem, shape: Shape, plan: Plan) -> bool:
     """Whether a plan's schedule can be followed with as many microbatches as there are."""
     each = problem.sequences // (plan.data_ranks * shape.micro_batch_size)
-    units = len(blocks_of(problem, shape).pipeline_cuts) - 1
+    units = blocks_of(problem, shape).layers.pipeline_units
     try:
         plan.steps(units, few_of(each, shape.mesh.pp) * plan.data_ranks)
     except UserError:
@@ -217,7 +226,7 @@ def _stages(layers: int, pp: int) -> list[int]:
     return [each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8)]
 
 
-def _recomputed(shape: Shape, model: AlikeBlocks, bounds: list[int]) -> Any:
+def _recomputed(shape: Shape, model: ModelLayers, bounds: list[int]) -> Any:
     """The plan's word for a share of the blocks: so many of each stage's first ones."""
     if isinstance(shape.recompute, tuple) or shape.recompute in ("none", "selective", "full"):
         return shape.recompute
@@ -238,9 +247,11 @@ def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
             reshards = ("layer", *(["stage"] if mesh.pp > 1 else []), "step") if parameters else ("layer",)
             for reshard in reshards:
                 try:
+                    late = problem.recipe.defaults.sharded_reduce_at if optimizer else ""
                     yield replace(
                         plan,
                         mesh=mesh,
+                        reduce_at=late or plan.reduce_at,
                         shard_parameters=parameters,
                         shard_gradients=gradients,
                         shard_optimizer=optimizer,

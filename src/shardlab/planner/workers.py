@@ -16,6 +16,7 @@ from shardlab.hardware import Cluster
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.shares import StepShares, shares_of
 from shardlab.predict.forecast import Forecast, forecast
+from shardlab.predict.limits import broken_limit
 
 Change = Literal["", "memory", "links", "batch"]
 """What is twice as much: each device's memory, the bandwidth between nodes, or the global batch."""
@@ -54,6 +55,8 @@ def answer(problem: Problem, asked: Asked) -> Answer | None:
     """Forecast a candidate."""
     try:
         workload = changed(problem, asked.change).workload(asked.candidate)
+        if broken_limit(workload):
+            return None
         return Answer(asked.known or forecast(workload), shares_of(workload) if asked.shares else None)
     except (UserError, Refused):
         return None

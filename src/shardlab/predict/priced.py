@@ -77,30 +77,30 @@ class ClusterPrices(Prices):
         if kind is OpKind.NORM and specs[op.inputs[0]].form.place:
             return self.cluster.host_seconds(sizes.bytes(specs[op.inputs[0]]))
         if kind is OpKind.NORM:
-            return self._sum([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])
+            return self.seconds_of([Pointwise("norm", float(sizes.elements(specs[op.inputs[0]])), 0.0)])
         read = specs[op.inputs[0]]
         sequences, tokens = self._tokens(read)
         if kind is OpKind.ATTEND or kind is OpKind.ATTEND_BACKWARD:
             forward = self._attend(op.layer, read, specs[op.inputs[1]])
             if kind is OpKind.ATTEND:
-                return self._sum(forward)
+                return self.seconds_of(forward)
             fused = any(isinstance(kernel, FusedAttention) for kernel in forward)  # it computes scores again itself
-            return self._sum([*(() if fused else forward), *_backward_input(forward)])
+            return self.seconds_of([*(() if fused else forward), *_backward_input(forward)])
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
             loss = self.recipe.kernels.run(self.model.loss_kernels(sequences, tokens, slices))
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
-            return self._sum([*stats, *(() if kind is OpKind.LOSS_STATS else _backward_input(loss))])
+            return self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else _backward_input(loss))])
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
         if kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
-            return self._sum(kernels)
+            return self.seconds_of(kernels)
         both = kind is OpKind.BACKWARD
         inputs = _backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
         recomputed = 0.0
         if both or kind is OpKind.BACKWARD_INPUT:
-            recomputed = sum(share * self._sum([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels))
-        return recomputed + self._sum([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
+            recomputed = sum(share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels))
+        return recomputed + self.seconds_of([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
 
     def _orthogonal(self, layer: int, holds: Holds) -> float:
         """Seconds to make the matrices orthogonal of which some slices have parts: each of them whole."""
@@ -148,7 +148,7 @@ class ClusterPrices(Prices):
         moved = elements * (made + 2 * self.precision.bytes(Kind.GRAD_WEIGHT))
         return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
 
-    def _sum(self, kernels: Iterable[Kernel]) -> float:
+    def seconds_of(self, kernels: Iterable[Kernel]) -> float:
         """Seconds of some kernels, one after the other, and no sooner than the host has started them."""
         kernels = list(kernels)
         busy = sum(self.cluster.device.seconds(kernel, self.precision.compute) for kernel in kernels)
