@@ -78,10 +78,10 @@ def test_what_is_held_beyond_tensors_is_told_and_counts_for_room(capsys: Capture
 
 
 def test_published_runs_are_predicted_as_any_recipe_runs_them(capsys: Captured, tmp_path: Path) -> None:
-    """Also one of a framework that is unknown here."""
+    """Also one whose framework has no recipe."""
     runs = tmp_path / "runs.json"
     row = ROWS["titan-t1-8B-8gpu-eager"]
-    runs.write_text(json.dumps([row, row | {"id": "ours", "source": "a friend"}]))
+    runs.write_text(json.dumps([row, row | {"id": "ours", "framework": "ours"}]))
     usual, unknown = told(capsys, "validate", str(runs))
     assert unknown["predicted_s"] is None
     first, second = told(capsys, "validate", str(runs), "--recipe", "torchtitan")

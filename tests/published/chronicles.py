@@ -41,6 +41,7 @@ def row_of(
     return {
         "id": f"{layers} layers of {hidden}, tp {tp}, pp {pp}, dp {dp}, micro-batch {micro_batch}",
         "source": "bigscience-workshop/bigscience train/tr11-176B-ml/chronicles-prequel.md",
+        "framework": "megatron-deepspeed-2022",
         "model": {
             "layers": layers,
             "hidden": hidden,
@@ -49,20 +50,21 @@ def row_of(
             "seq_len": 2048,
             "tied_embeddings": True,
         },
-        "hardware": {"gpu": "A100-SXM4-80GB", "gpus": 384, "gpus_per_node": 8, "interconnect": "4x Omni-Path"},
+        "hardware": {"device": "a100-80gb", "gpus": 384, "gpus_per_node": 8, "network": "omni-path-100", "nics": 4},
         "parallelism": {
             "tp": tp,
             "pp": pp,
             "dp": dp,
             "zero_stage": 1,
             "schedule": "1f1b",
-            "pp_partition": "transformer|embedding balanced" if bfloat16 else "transformer layers",
+            "first_last_stage_one_layer_less": bfloat16,
         },
         "batch": {
             "global_sequences": sequences // (dp * micro_batch) * dp * micro_batch,
             "micro_batch": micro_batch,
         },
-        "precision": "bf16, fp32 grad accumulation" if bfloat16 else "fp16",
+        "precision": "bf16" if bfloat16 else "fp16",
+        **({"gradients": "fp32"} if bfloat16 else {}),
         "recompute": "full",
         "measured": {"peak_memory_GB_nvidia_smi": memory},
     }

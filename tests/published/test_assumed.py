@@ -29,7 +29,7 @@ def test_a_run_that_says_all_is_taken_at_its_word() -> None:
         ("hardware", {"gpus_per_node": None}, "GPUs of a node: 8"),
         (
             "hardware",
-            {"interconnect": "a network of our own", "gpus_per_node": 4},
+            {"network": None, "nics": None, "interconnect": "a network of our own", "gpus_per_node": 4},
             "network: 4 x infiniband-hdr a node",
         ),
     ],

@@ -26,7 +26,7 @@ ODD = st.one_of(
 )
 PLACES = sorted(
     {(name, key) for run in SMALL for name in SECTIONS for key in ROWS[run].get(name, {})}
-    | {("", key) for key in ("source", "precision", "recompute", "status", "compile", *SECTIONS)}
+    | {("", key) for key in ("source", "framework", "precision", "recompute", "status", *SECTIONS)}
 )
 
 

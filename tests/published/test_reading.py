@@ -12,6 +12,7 @@ import pytest
 from shardlab.predict.recipe import Recipe, find_recipe
 from shardlab.program import Mesh, UserError
 from shardlab.published import reading
+from shardlab.published.names import named
 from shardlab.published.reading import read_run
 from shardlab.published.records import Incomplete, RunRecord
 from shardlab.published.rows import GIB, measured_of, read_rows
@@ -56,8 +57,11 @@ def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
         ("batch", {"micro_batch": None}, "does not say micro batch"),
         ("batch", {"global_sequences": 5}, "has 5 sequences, which 1 data-parallel ranks cannot take"),
         ("model", {"ffn_type": "tanh"}, "activation function that is unknown here, tanh"),
-        ("hardware", {"gpu": "abacus"}, "GPU that is unknown here, abacus"),
-        ("hardware", {"gpu": "H1000"}, "GPU that is unknown here, H1000"),
+        ("hardware", {"device": "h1000"}, "there is no device 'h1000'; did you mean h100"),
+        ("hardware", {"device": None, "gpu": "H1000"}, "an unknown GPU, H1000"),
+        ("hardware", {"device": None}, "does not say device"),
+        ("hardware", {"network": "infiniband-hd"}, "no link 'infiniband-hd'; did you mean infiniband-hdr"),
+        ("parallelism", {"schedule": "1f2b"}, "schedule that is unknown here, 1f2b; did you mean 1f1b"),
         ("hardware", {"gpus": 16}, "a mesh of 8 ranks on 16 GPUs"),
         ("measured", {"iteration_s": None}, "neither the seconds of a step nor memory"),
     ],
@@ -68,19 +72,17 @@ def test_what_a_run_does_not_say_is_its_reason(section: str, fields: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("said", "dtype"),
-    [
-        ("fp16 mixed (fp32 master)", "float16"),
-        ("bf16, fp32 grad accumulation", "bfloat16"),
-        ("amp_fp8 / FSDP mixed_precision=DEFAULT", "float8"),
-        ("Float8", "float8"),
-        ("fp8-rowwise", "bfloat16"),
-        (None, "float16"),
-    ],
+    ("said", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16"), ("fp8", "float8"), ("fp32", "float32")]
 )
-def test_a_precision_is_read_in_the_words_of_its_source(said: str | None, dtype: str) -> None:
+def test_a_precision_is_a_word(said: str, dtype: str) -> None:
     run = read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": said})
     assert run.workload.precision.compute == dtype
+    assert run.assumed == ()
+
+
+@pytest.mark.parametrize(("said", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_gradients_are_reduced_in_the_dtype_that_a_run_says(said: str, dtype: str) -> None:
+    assert read_run(ROWS["korthikanti-t5-22B-full"] | {"gradients": said}).workload.precision.gradients == dtype
 
 
 def test_an_unknown_precision_is_a_reason() -> None:
@@ -115,9 +117,79 @@ def test_what_a_run_does_not_say_is_as_in_its_recipe(field: str, value: Any, mon
     assert (after.model, after.precision, after.plan) != (before.model, before.precision, before.plan)
 
 
-def test_an_unknown_framework_is_a_reason() -> None:
-    with pytest.raises(Incomplete, match="no framework that is known here"):
-        read_run(ROWS["korthikanti-t5-22B-full"] | {"source": "a friend"})
+def test_an_unknown_framework_is_a_reason_with_the_nearest() -> None:
+    with pytest.raises(Incomplete, match="no recipe 'megatron-cor'; did you mean megatron-core"):
+        read_run(ROWS["korthikanti-t5-22B-full"] | {"framework": "megatron-cor"})
+
+
+def test_an_unknown_recomputation_is_a_reason_with_the_nearest() -> None:
+    with pytest.raises(Incomplete, match="recomputes selectiv, which is unknown here; did you mean selective"):
+        read_run(ROWS["korthikanti-t5-22B-full"] | {"recompute": "selectiv"})
+
+
+OLDER = {
+    "source": "pytorch/torchtitan benchmarks",
+    "hardware": {"gpu": "H100 SXM, 96 GB HBM2e", "gpus": 16, "gpus_per_node": 8, "interconnect": "8x NDR InfiniBand"},
+    "precision": "bf16 (fp32 grad accumulation)",
+    "recompute": "selective (per-op policy)",
+}
+"""How older files write what has fields of its own now."""
+
+
+def test_names_that_stand_in_texts_are_assumed_and_every_one_is_told() -> None:
+    row = {name: value for name, value in ROWS["titan-t1-8B-8gpu-eager"].items() if name != "framework"} | OLDER
+    run = read_run(
+        row | {"parallelism": row["parallelism"] | {"dp": 16}, "batch": {"global_sequences": 32, "micro_batch": 2}}
+    )
+    assert run.workload.recipe.name == "torchtitan"
+    assert {
+        "framework: torchtitan",
+        "device: h100-96gb",
+        "network: 8 x infiniband-ndr a node",
+        "precision: bf16",
+        "recompute: selective-per-op",
+    } <= set(run.assumed)
+
+
+@pytest.mark.parametrize(
+    ("device", "zero_stage", "framework"),
+    [
+        ("a100-80gb", 0, "megatron-2021"),
+        ("h100", 1, "megatron-core"),
+        ("a100-80gb", 3, "deepspeed"),
+        ("h100", 3, "fsdp2"),
+    ],
+)
+def test_a_framework_that_nobody_names_is_the_usual_one_and_said(device: str, zero_stage: int, framework: str) -> None:
+    row = changed("korthikanti-t5-22B-full", "hardware", device=device)
+    row |= {"framework": None, "source": "a friend", "parallelism": row["parallelism"] | {"zero_stage": zero_stage}}
+    assert f"framework: {framework}" in read_run(row).assumed
+    assert not any("framework:" in phrase for phrase in read_run(row, find_recipe("megatron-2022")).assumed)
+
+
+def test_a_network_that_is_called_by_its_family_is_that_of_its_cloud() -> None:
+    """Not InfiniBand: 32 interfaces of EFA on a node of eight."""
+    hardware = {"network": None, "nics": None, "interconnect": "NVLink intra-node; EFA inter-node", "gpus": 16}
+    row = changed("korthikanti-t5-22B-full", "hardware", **hardware)
+    batch = {"global_sequences": 8, "micro_batch": 4}
+    run = read_run(row | {"parallelism": row["parallelism"] | {"dp": 2}, "batch": batch})
+    assert "network: 32 x efa-100 a node" in run.assumed
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "found"),
+    [
+        ("A100_40GB", ["a100", "a100-40gb"], "a100-40gb"),
+        ("A100 (80 GB)", ["a100", "a100-40gb", "a100-80gb"], "a100-80gb"),
+        ("GB200", ["b200", "gb200"], "gb200"),
+        ("H1000", ["h100"], None),
+        ("Megatron-DeepSpeed", ["deepspeed"], None),
+        ("Interleaved-1F1B (flexible)", ["1f1b", "interleaved-1f1b"], "interleaved-1f1b"),
+        (None, ["h100"], None),
+    ],
+)
+def test_a_name_counts_where_it_stands_whole_in_any_case(text: str | None, names: list[str], found: str | None) -> None:
+    assert named(text, names) == found
 
 
 @pytest.mark.parametrize(

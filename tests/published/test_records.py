@@ -68,8 +68,8 @@ def test_what_is_no_zero_stage_is_said(value: Any) -> None:
 
 def test_a_field_that_is_absent_or_null_is_not_made_up() -> None:
     record = made(HardwareRecord, {"gpu": "H100", "gpus": 8.0, "gpus_per_node": None, "colour": "red"})
-    assert (record.gpus, record.gpus_per_node, record.interconnect) == (8, None, None)
-    with pytest.raises(Incomplete, match="does not say gpu, gpus"):
+    assert (record.gpus, record.gpus_per_node, record.network) == (8, None, None)
+    with pytest.raises(Incomplete, match="does not say gpus"):
         made(HardwareRecord, {})
 
 

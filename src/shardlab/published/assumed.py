@@ -7,20 +7,26 @@ from collections.abc import Iterator
 from shardlab.hardware import Cluster
 from shardlab.models import Blocks
 from shardlab.predict.workload import Workload
-from shardlab.published import words
 from shardlab.published.records import HardwareRecord, ModelRecord, ParallelismRecord, RunRecord
 from shardlab.strategies.plan import Plan
 
 
-def assumptions(record: RunRecord, workload: Workload) -> tuple[str, ...]:
-    """Short phrases, one for each thing that the record leaves open and that its prediction rests on."""
+def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) -> tuple[str, ...]:
+    """Short phrases, one for each thing that the record leaves open and that its prediction rests on.
+
+    Args:
+        told: the user has said which framework ran it.
+    """
     assert isinstance(workload.plan, Plan)
+    computes = workload.precision.name
+    recompute = "selective-per-op" if workload.recipe.memory.saved.per_op else workload.plan.recompute
     return (
+        *(() if record.framework or told else (f"framework: {workload.recipe.name}",)),
         *_of_model(record.model, workload.model),
         *_of_hardware(record.hardware, workload.cluster),
         *_of_plan(record.parallelism, workload.recipe.defaults.zero_stage, workload.plan),
-        *(() if record.recompute else ("recompute: none",)),
-        *(() if record.precision else ("precision: fp16",)),
+        *(() if record.recompute == recompute else (f"recompute: {recompute}",)),
+        *(() if record.precision == computes else (f"precision: {computes}",)),
     )
 
 
@@ -45,7 +51,9 @@ def _of_model(written: ModelRecord, model: Blocks) -> Iterator[str]:
 def _of_hardware(written: HardwareRecord, cluster: Cluster) -> Iterator[str]:
     if written.gpus_per_node is None:
         yield f"GPUs of a node: {cluster.per_node}"
-    if cluster.nodes > 1 and not words.read("network", written.interconnect):
+    if written.device is None:
+        yield f"device: {cluster.device.name}"
+    if cluster.nodes > 1 and not (written.network and written.nics):
         yield f"network: {cluster.nics} x {cluster.inter_node.name} a node"
 
 
@@ -61,7 +69,7 @@ def _of_plan(written: ParallelismRecord, least_stage: int, plan: Plan) -> Iterat
     elif written.zero_stage is None:
         yield "ZeRO stage: 0"
     if plan.mesh.pp > 1:
-        if not written.schedule:
+        if written.schedule != plan.schedule:
             yield f"schedule: {plan.schedule}"
         if plan.schedule == "interleaved-1f1b" and (written.interleave_v or 1) < 2:
             yield f"stages of a rank: {plan.stages_per_rank}"

@@ -30,7 +30,8 @@ class Outcome:
     """A run, measured and predicted.
 
     Attributes:
-        id, source: as in the file.
+        id: as in the file.
+        source: where it was published, as the file calls that for tables.
         measured: what the run measured.
         prediction: what the simulator says (None: it was not asked).
         reason: why it was not asked.
@@ -52,7 +53,8 @@ class Outcome:
 
 def outcome_of(row: dict[str, Any], recipe: Recipe | None = None) -> Outcome:
     """Predict one row of a file, as this recipe runs it (None: as the row's framework does)."""
-    name, source, measured = str(row["id"]), str(row.get("source") or ""), measured_of(row)
+    name, source = str(row["id"]), str(row.get("publication") or row.get("source") or "unknown")
+    measured = measured_of(row)
     try:
         if measured.memory == "model state":
             return Outcome(name, source, measured, _state(row))

@@ -6,20 +6,36 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlab.hardware import Cluster, find_device, find_link
+from shardlab.errors import nearest
+from shardlab.hardware import DEVICES, LINKS, Cluster, Device, find_device, find_link
 from shardlab.hardware.clusters import NODES
+from shardlab.hardware.devices import ALIASES
 from shardlab.models import GPT, Blocks, Llama
-from shardlab.predict.recipe import Recipe, find_recipe
+from shardlab.predict.recipe import Recipe, find_recipe, recipes
 from shardlab.predict.staging import stages_by_cost
 from shardlab.predict.workload import Workload
 from shardlab.program import Mesh, UserError
 from shardlab.program.precision import Precision
-from shardlab.published import words
 from shardlab.published.assumed import assumptions
+from shardlab.published.names import named
 from shardlab.published.records import HardwareRecord, Incomplete, RunRecord, record_of
 from shardlab.published.rows import Measurement, measured_of
 from shardlab.published.stages import layers_per_stage
 from shardlab.strategies.plan import Plan
+from shardlab.strategies.schedules import SCHEDULES
+
+RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "selective", "full": "full", "selective-per-op": "none"}
+"""Words for what is recomputed, and the plan's; of `SavedActivations.per_op` only some results of a block are kept."""
+
+DTYPES = {"fp8": "float8", "float8": "float8", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"} | {
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+"""Words for a precision, and the dtype of its products of matrices."""
+
+NETWORKS = {"efa": ("efa-100", 4)}
+"""Networks that are called by a family's name: the link, and how many of them a device has (AWS p5: 32 of 100 Gb/s)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ def read_run(row: dict[str, Any], recipe: Recipe | None = None) -> PublishedRun:
         workload = workload_of(record, recipe or recipe_of(record))
     except UserError as error:
         raise Incomplete(str(error)) from None
-    return PublishedRun(workload, measured, assumptions(record, workload))
+    return PublishedRun(workload, measured, assumptions(record, workload, told=recipe is not None))
 
 
 def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
@@ -71,10 +87,11 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
         Incomplete: it says something that is unknown here, or numbers that do not go together.
         UserError: no plan or model has such sizes.
     """
-    recompute = words.read("recompute", record.recompute or "none")
-    if not recompute:
-        raise Incomplete(f"recomputes {record.recompute}, which is unknown here")
-    saved = replace(recipe.memory.saved, per_op=recompute.get("per_op", False))
+    recompute = named(record.recompute or "none", RECOMPUTE)
+    if recompute is None:
+        near = nearest(str(record.recompute), RECOMPUTE)
+        raise Incomplete(f"recomputes {record.recompute}, which is unknown here; {near}")
+    saved = replace(recipe.memory.saved, per_op=recompute == "selective-per-op")
     recipe = replace(recipe, memory=replace(recipe.memory, saved=saved))
     zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
     cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
@@ -85,16 +102,27 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
             f"microbatches of {rows}"
         )
     model = model_of(record, recipe, zero)
-    plan = plan_of(record, mesh, zero, recipe, model, recompute["plan"])
+    plan = plan_of(record, mesh, zero, recipe, model, RECOMPUTE[recompute])
     return Workload(plan, model, cluster, each * mesh.dp_shard, rows, precision_of(record, recipe, zero), recipe=recipe)
 
 
 def recipe_of(record: RunRecord) -> Recipe:
-    """How the framework runs a step that the run's source names."""
-    name = words.read("source", record.source, record.facts).get("recipe")
-    if name is None:
-        raise Incomplete("comes from no framework that is known here")
-    return find_recipe(name)
+    """How the run's framework runs a step; where it names none, one that its source names, or that is usual.
+
+    Raises:
+        UserError: the framework is unknown here; the nearest is named.
+    """
+    if record.framework is not None:
+        return find_recipe(record.framework)
+    return find_recipe(named(record.source, recipes()) or _usual(record))
+
+
+def _usual(record: RunRecord) -> str:
+    """The recipe that is assumed of devices of that age, for FSDP or for Megatron's kinds of parallelism."""
+    sharded, recent = record.parallelism.zero_stage == 3, "float8" in device_of(record.hardware).flops
+    if sharded:
+        return "fsdp2" if recent else "deepspeed"
+    return "megatron-core" if recent else "megatron-2021"
 
 
 def mesh_of(record: RunRecord) -> Mesh:
@@ -107,20 +135,30 @@ def mesh_of(record: RunRecord) -> Mesh:
     return mesh
 
 
+def device_of(hardware: HardwareRecord) -> Device:
+    """The device that a run used; where no field says, the one whose name stands in what it calls its GPU."""
+    name = hardware.device or named(hardware.gpu, [*DEVICES, *ALIASES])
+    if name is None:
+        raise Incomplete("does not say device" if hardware.gpu is None else f"ran on an unknown GPU, {hardware.gpu}")
+    return find_device(name)
+
+
 def cluster_of(record: RunRecord) -> Cluster:
     """The devices that a run used, on nodes joined by their links."""
-    hardware: HardwareRecord = record.hardware
-    name = words.read("gpu", hardware.gpu).get("device")
-    if name is None:
-        raise Incomplete(f"ran on a GPU that is unknown here, {hardware.gpu}")
-    usual, network = NODES[name], words.read("network", hardware.interconnect)
-    per_node = None if network.get("usual_node") else hardware.gpus_per_node
-    per_node = min(per_node or usual.devices, hardware.gpus)
-    nics = max(1, math.ceil(network.get("nics", 8) * per_node / 8))
-    inter_node = find_link(network.get("link", usual.inter_node))
+    hardware, device = record.hardware, device_of(record.hardware)
+    usual = NODES[device.name]
+    per_node = min(hardware.gpus_per_node or usual.devices, hardware.gpus)
+    network, each = (
+        (hardware.network, 1)
+        if hardware.network
+        else NETWORKS.get(
+            named(hardware.interconnect, NETWORKS) or "", (named(hardware.interconnect, LINKS) or usual.inter_node, 1)
+        )
+    )
+    nics = hardware.nics or per_node * each
     nodes = math.ceil(hardware.gpus / per_node)
     intra_node, host = find_link(usual.intra_node), find_link(usual.host)
-    return Cluster(find_device(name), per_node, nodes, intra_node, inter_node, host, nics)
+    return Cluster(device, per_node, nodes, intra_node, find_link(network), host, nics)
 
 
 def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
@@ -168,13 +206,12 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
     shard = shard if mesh.dp_shard * mesh.cp > 1 else ()
     pipelined = mesh.pp > 1
     halves = mesh.tp > 1 or mesh.cp > 1 or model.borrowed(model.layers - 1) or recompute == "selective"
-    fewer_at_ends = parallelism.first_last_stage_one_layer_less or words.read("partition", parallelism.pp_partition)
     dealt: tuple[int, ...] = ()
     if pipelined and recipe.defaults.stages == "cost":
         dealt = stages_by_cost(model, stages, halves=bool(halves))
     elif pipelined:
-        dealt = layers_per_stage(model.layers, stages, bool(fewer_at_ends), bool(halves))
-    keeps_weights = zero == 3 and (pipelined or words.read("fsdp", parallelism.fsdp).get("reshard_after") == "step")
+        dealt = layers_per_stage(model.layers, stages, parallelism.first_last_stage_one_layer_less, bool(halves))
+    keeps_weights = zero == 3 and (pipelined or parallelism.reshard_after == "step")
     return Plan(
         mesh,
         schedule,
@@ -192,8 +229,17 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
 
 
 def _schedule(record: RunRecord) -> str | None:
-    """Our name of the run's schedule; None: it names none."""
-    return words.read("schedule", record.parallelism.schedule).get("name")
+    """The run's schedule (None: it has none).
+
+    Raises:
+        Incomplete: it is unknown here; the nearest is named.
+    """
+    text = record.parallelism.schedule
+    if text is None or text == "none":
+        return None
+    if (name := named(text, SCHEDULES)) is None:
+        raise Incomplete(f"has a schedule that is unknown here, {text}; {nearest(text, SCHEDULES)}")
+    return name
 
 
 def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
@@ -203,13 +249,14 @@ def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
     Raises:
         Incomplete: for a dtype that is unknown here.
     """
-    text = (record.precision or "").lower()
-    compute = words.read("precision", text or "fp16").get("compute")
-    if compute is None:
-        raise Incomplete(f"computes in {text}, which is unknown here")
+    text = record.precision or "fp16"
+    name = named(text, DTYPES)
+    if name is None:
+        raise Incomplete(f"computes in {text}, which is unknown here; {nearest(text, DTYPES)}")
+    compute = DTYPES[name]
     usual = (compute == "bfloat16" and recipe.defaults.bf16_gradient_bytes) or recipe.defaults.gradient_bytes
-    gradients = words.read("gradients", text, record.facts).get("bytes", usual)
+    gradients = usual if record.gradients is None else 4 if record.gradients == "fp32" else 2
     dtype = "float32" if gradients == 4 else "bfloat16"
     optimizer = 10 if zero == 3 else 12
-    half, name = "bfloat16", text or "unknown"
+    half = "bfloat16"
     return Precision(name, compute, half, dtype, half, "float32", True, optimizer, "the run's own row")

@@ -1,4 +1,4 @@
-"""A published run as its file gives it: typed fields, of which some may be absent, and prose."""
+"""A published run as its file gives it: typed fields, of which some may be absent."""
 
 from __future__ import annotations
 
@@ -36,11 +36,21 @@ class ModelRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareRecord:
-    """GPUs and network, in words."""
+    """Devices and network.
 
-    gpu: str
+    Attributes:
+        device: by its name in `shardlab.hardware.devices`.
+        network: the link between nodes, by its name in `shardlab.hardware.links`.
+        nics: how many of these a node has.
+        gpu, interconnect: texts, which are read for names where these are absent.
+    """
+
+    device: str | None = None
     gpus: int = limited(32768, wanted=True)
     gpus_per_node: int | None = None
+    network: str | None = None
+    nics: int | None = limited(1024)
+    gpu: str | None = None
     interconnect: str | None = None
 
 
@@ -56,9 +66,7 @@ class ParallelismRecord:
     interleave_v: int | None = limited(4096)
     schedule: str | None = None
     sequence_parallel: bool | None = None
-    async_tp: bool = False
-    fsdp: str | None = None
-    pp_partition: str | None = None
+    reshard_after: str | None = None
     first_last_stage_one_layer_less: bool = False
 
 
@@ -84,24 +92,21 @@ class RunRecord:
     """One run of a file, but for what it measured.
 
     Attributes:
-        compile: whether torch.compile was on.
+        framework: the recipe that describes it, by name.
+        precision: dtype of products of matrices: fp32, bf16, fp16 or fp8.
+        gradients: dtype in which gradients are reduced: fp32, or half of that where it says anything else.
     """
 
     id: str
     source: str
+    framework: str | None = None
     model: ModelRecord
     hardware: HardwareRecord
     parallelism: ParallelismRecord
     batch: BatchRecord
     precision: str | None = None
+    gradients: str | None = None
     recompute: str | None = None
-    compile: bool = True
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields on which the meaning of words depends (see `words.toml`)."""
-        parallelism = self.parallelism
-        return {"zero_stage": parallelism.zero_stage, "async_tp": parallelism.async_tp, "compile": self.compile}
 
 
 def record_of(row: dict[str, Any]) -> RunRecord:

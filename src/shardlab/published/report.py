@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from shardlab.published import words
 from shardlab.published.outcomes import Figure, Outcome
 
 
@@ -34,17 +33,12 @@ class ErrorSummary:
         return cls(len(errors), mean(sizes), median(sizes), max(sizes), mean(errors))
 
 
-def title_of(source: str) -> str:
-    """How a table calls a source; itself where no name is known."""
-    return words.read("source", source).get("title", source or "unknown")
-
-
 def by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, ErrorSummary]:
     """The errors of each source that has any, in the order of the file, and then of all together."""
     grouped: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         if (error := outcome.error(figure)) is not None:
-            grouped[title_of(outcome.source)].append(error)
+            grouped[outcome.source].append(error)
     if grouped:
         grouped["all"] = [error for errors in grouped.values() for error in errors]
     return {title: ErrorSummary.of(errors) for title, errors in grouped.items()}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from shardlab.errors import UserError
 from shardlab.program.nesting import read_file
-from shardlab.published import words
 from shardlab.published.records import number, section
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
@@ -25,6 +25,9 @@ MEMORY_FIELDS: tuple[tuple[str, Memory, float], ...] = (
 )
 """A field of `measured`, what it includes, and its unit: the Zero Bubble paper and the ZeRO paper count in 10^9,
 torchtitan and nvidia-smi in 2^30."""
+
+DENIED = {"no", "not", "never", "without", "close", "near", "nearly", "almost"}
+"""Words with which a text that tells of memory does not say that it ended a run."""
 
 STATUS = ("status", "result", "outcome", "error")
 """Fields of a row that may say how a run ended."""
@@ -84,16 +87,20 @@ def measured_of(row: dict[str, Any]) -> Measurement:
 
 
 def ran_out_of_memory(row: dict[str, Any]) -> bool:
-    """Whether a run says that it ended for want of memory, in any of the ways in which tables do.
+    """Whether a run says that it ended for want of memory.
 
-    A field of that name that is true, in the row or in `measured`; the words in place of what should have been
-    measured; or as the row's status.
+    By a field `out_of_memory` or `oom` that is true, in the row or in `measured`; by these words in place of what
+    should have been measured; or as the row's status.
     """
     fields = section(row, "measured")
-    named = [value for key, value in (*row.items(), *fields.items()) if words.read("ended", key)]
+    named = [value for key, value in (*row.items(), *fields.items()) if _says_so(key)]
     texts = (row.get("measured"), *fields.values(), *map(row.get, STATUS))
-    ended = any(isinstance(text, str) and words.read("ended", text) for text in texts)
-    return ended or any(map(_is_true, named))
+    return any(map(_is_true, named)) or any(map(_says_so, texts))
+
+
+def _says_so(text: Any) -> bool:
+    words = re.findall("[a-z0-9]+", text.lower()) if isinstance(text, str) else []
+    return bool({"oom"} & {*words} or "out of memory" in " ".join(words)) and not DENIED & {*words}
 
 
 def _is_true(value: Any) -> bool:
