@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from shardlab.models.blocks import Blocks
@@ -44,7 +44,7 @@ class Repeated:
         return sum(run.steps[-1].block == 1 for run in self.sample.runs)
 
     @cached_property
-    def alike(self) -> Sequence[int]:
+    def alike(self) -> tuple[int, ...]:
         """For each layer the sample's layer that it is like; the loss's place follows the last one's."""
         sampled, each = self.sample.layers, self.each
         first = (sampled - each) // 2
@@ -73,13 +73,19 @@ class Repeated:
             activations=_taken(sizes.activations, self.alike),
             saved=_taken(sizes.saved, layers),
             saved_for_weight=_taken(sizes.saved_for_weight, layers),
-            signatures=tuple([_moved(sizes.signatures[like], layer - like) for layer, like in enumerate(layers)]),
+            signatures=_signatures(sizes.signatures, layers),
             blocks=(*starts, *[start + self.more * self.each for start in sizes.blocks]),
         )
 
 
 def _taken(values: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:
     return tuple([values[layer] for layer in layers]) if values else ()
+
+
+@lru_cache(maxsize=64)
+def _signatures(sampled: tuple[Layer, ...], alike: tuple[int, ...]) -> tuple[Layer, ...]:
+    """Signatures of layers that are like these; the same objects for all models of one shape."""
+    return tuple([_moved(sampled[like], layer - like) for layer, like in enumerate(alike)])
 
 
 def _moved(layer: Layer, by: int) -> Layer:

@@ -65,20 +65,20 @@ class Figures:
 
     def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> Part:
         """So many of so many pieces of a layer's parameters, or of something as large."""
-        key = (kind, layer, pieces, of)
+        like = self.alike[layer]
+        key = (kind, like, pieces, of)
         known = self._parts.get(key)
         if known is None:
-            like = self.alike[layer]
             spec = Spec(form_of(kind, like, 0, NO_SPACE, Holds((1 << pieces) - 1, of)))
             known = self._parts[key] = self.measured(spec)
         return known
 
     def border(self, kind: Kind, layer: int) -> Part:
         """The value of a kind that enters a layer, or its gradient."""
-        key = (kind, layer)
+        key = (kind, self.alike[layer])
         known = self._parts.get(key)
         if known is None:
-            known = self._parts[key] = self.measured(self.passes().borders[kind, self.alike[layer]])
+            known = self._parts[key] = self.measured(self.passes().borders[key])
         return known
 
     def measured(self, spec: Spec) -> Part:

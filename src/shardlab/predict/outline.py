@@ -70,13 +70,6 @@ class Outline:
         if self.total > self.peak:
             self.peak, self.at_peak, self.op, self.layer = self.total, tuple(self.held), op, layer
 
-    def crest(self, crest: Crest | None, start: Held, total: int, layer: int) -> None:
-        """Compare the most that a pass holds with the peak."""
-        if crest is not None and total + crest.bytes > self.peak:
-            self.peak = total + crest.bytes
-            self.at_peak = tuple([a + b for a, b in zip(start, crest.held, strict=True)])
-            self.op, self.layer = crest.op, layer + crest.layer
-
     def forget(self, value: Value) -> None:
         value.keys -= 1
         if not value.keys and value.alive:
@@ -100,6 +93,8 @@ class Outline:
 
     def run(self, seconds: float) -> None:
         """Compute for so long."""
+        if not seconds:
+            return
         last = self.entries[-1] if self.entries else None
         if isinstance(last, Compute):
             last.seconds += seconds
@@ -180,6 +175,7 @@ class Outline:
 
     def _load(self, kind: Kind, op: OpKind, layer: int, of: int) -> Value:
         value = self.made(kind, layer, 1, of)
+        self.run(self.figures.compute(op, value.part))
         self.hold(value)
         self.note(op, layer)
         return value
@@ -290,7 +286,10 @@ class Outline:
 
     def busy(self, done: Pass) -> bool:
         """Whether a pass's collectives may have to wait for others that are in flight."""
-        return any(self.open[group] for group in done.groups)
+        for group in done.groups:
+            if self.open[group]:
+                return True
+        return False
 
     def passed(self, done: Pass, layer: int, weight: Value | None = None, gradient: Value | None = None) -> None:
         """Take a layer's pass.
@@ -306,14 +305,24 @@ class Outline:
                 self.run(after)
                 self.wait(self.meet(group, seconds))
             self.run(done.rest)
-        total, held = self.total, tuple(self.held)
-        self.crest(done.before, held, total, layer)
+        before, main, after = done.crests
+        if before is not None and self.total + before.bytes > self.peak:
+            self._rise(before, layer)
         if gradient is not None:
             self.hold(gradient)
-            total, held = self.total, tuple(self.held)
-        self.crest(done.main, held, total, layer)
-        self.done_with(weight)
-        self.crest(done.after, tuple(self.held), self.total, layer)
-        for slot, change in enumerate(done.held):
-            self.held[slot] += change
-        self.total += sum(done.held)
+        if main is not None and self.total + main.bytes > self.peak:
+            self._rise(main, layer)
+        if weight is not None:
+            self.done_with(weight)
+        if after is not None and self.total + after.bytes > self.peak:
+            self._rise(after, layer)
+        held = self.held
+        for slot, change in done.changes:
+            held[slot] += change
+        self.total += done.bytes
+
+    def _rise(self, crest: Crest, layer: int) -> None:
+        """Note a new peak: the most that a pass holds, beyond what is held now."""
+        self.peak = self.total + crest.bytes
+        self.at_peak = tuple([a + b for a, b in zip(self.held, crest.held, strict=True)])
+        self.op, self.layer = crest.op, layer + crest.layer

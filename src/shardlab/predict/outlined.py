@@ -10,7 +10,7 @@ from typing import Any, cast
 from shardlab.predict.figures import Figures
 from shardlab.predict.outline import Outline
 from shardlab.predict.outline_values import Value
-from shardlab.predict.passes import NOTHING, Crest, Cuts, Meeting, Pass
+from shardlab.predict.passes import NO_CRESTS, NOTHING, Crest, Cuts, Meeting, Pass
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.planned import PlanRunner
 from shardlab.strategies.rank_plan import Keeps, RankPlan
@@ -99,6 +99,7 @@ class _Runner(PlanRunner):
         super().__init__(cast(Any, rank), rank_plan, cast(Any, self.passes))
         self.outline = rank
         self.chains: dict[tuple[str, int], Pass] = {}
+        self.adding = set[int]()  # stages that have gradients of every weight
 
     async def forward(self, stage: int, m: int) -> None:
         chain = None if self.plan.gather_axes else self.chain("forward", stage)
@@ -142,10 +143,13 @@ class _Runner(PlanRunner):
 
     def chain_of_gradients(self, name: str, stage: int) -> Pass | None:
         """A stage's passes, if all that is done with the gradients is that they are added to older ones."""
-        bare = self.plan.bare
-        alone = not self.plan.gather_axes and self.left[stage] != 1
-        if not alone or not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in bare):
+        if self.plan.gather_axes or self.left[stage] == 1:
             return None
+        if stage not in self.adding:
+            bare = self.plan.bare
+            if not all(self.passes.adds(l) for l in self.plan.stages[stage] if l not in bare):
+                return None
+            self.adding.add(stage)  # and so it is until the last one
         chain = self.chain(name, stage)
         return None if self.outline.busy(chain) else chain
 
@@ -174,7 +178,7 @@ class _Runner(PlanRunner):
             yield of(name, l), l - first
             if name != "backward_input" and l not in self.plan.bare and not figures.prices.adds_in_backward:
                 seconds = figures.compute(OpKind.ADD, self.passes.gradient(l).part)
-                yield Pass(seconds, (), seconds, NOTHING, None, None, None), l - first
+                yield Pass(seconds, (), seconds, NOTHING, NO_CRESTS), l - first
 
 
 def chained(parts: Sequence[tuple[Pass, int]]) -> Pass:
@@ -186,9 +190,9 @@ def chained(parts: Sequence[tuple[Pass, int]]) -> Pass:
             meetings.append(meeting._replace(after=after + meeting.after))
             after = 0.0
         after += each.rest
-        for found in (each.before, each.main, each.after):
+        for found in each.crests:
             if found is not None and (crest is None or sum(held) + found.bytes > crest.bytes):
                 most = tuple([a + b for a, b in zip(held, found.held, strict=True)])
                 crest = Crest(sum(most), most, found.op, found.layer + place)
         held = [a + b for a, b in zip(held, each.held, strict=True)]
-    return Pass(sum(each.seconds for each, _ in parts), tuple(meetings), after, tuple(held), crest, None, None)
+    return Pass(sum(each.seconds for each, _ in parts), tuple(meetings), after, tuple(held), (crest, None, None))

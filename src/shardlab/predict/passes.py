@@ -7,8 +7,7 @@ passes of three blocks, on one pipeline rank without data parallelism, tell thos
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,6 +62,9 @@ class Meeting(NamedTuple):
     seconds: float
 
 
+NO_CRESTS = (None, None, None)
+
+
 @dataclass(frozen=True)
 class Pass:
     """A layer's pass, or several one after the other.
@@ -72,20 +74,24 @@ class Pass:
         meetings: its collectives, where all are awaited at once.
         rest: seconds of compute after the last of these.
         held: what it leaves behind, less what was there before.
-        before, main, after: the most that it holds before, at and after the op that computes with the weight.
+        crests: the most that it holds before, at and after the op that computes with the weight.
+        bytes, changes: `held` in all, and by those categories of which it is not 0.
+        groups: those that meet.
     """
 
     seconds: float
     meetings: tuple[Meeting, ...]
     rest: float
     held: Held
-    before: Crest | None
-    main: Crest | None
-    after: Crest | None
+    crests: tuple[Crest | None, Crest | None, Crest | None]
+    bytes: int = field(init=False)
+    changes: tuple[tuple[int, int], ...] = field(init=False)
+    groups: frozenset[Group] = field(init=False)
 
-    @cached_property
-    def groups(self) -> frozenset[Group]:
-        return frozenset(meeting.group for meeting in self.meetings)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes", sum(self.held))
+        object.__setattr__(self, "changes", tuple([(slot, change) for slot, change in enumerate(self.held) if change]))
+        object.__setattr__(self, "groups", frozenset(meeting.group for meeting in self.meetings))
 
 
 PassKey = tuple[object, ...]
@@ -287,9 +293,11 @@ class _Measuring:
             meetings,
             rest if rest >= 0 else seconds,
             _less(self.memory.at_starts[stop], self.memory.at_starts[start]),
-            self._crest(start, range(start, main), layer),
-            self._crest(start, range(main, min(main + 1, stop)), layer),
-            self._crest(start, range(main + 1, stop), layer),
+            (
+                self._crest(start, range(start, main), layer),
+                self._crest(start, range(main, min(main + 1, stop)), layer),
+                self._crest(start, range(main + 1, stop), layer),
+            ),
         )
 
     def _crest(self, start: int, ops: range, layer: int) -> Crest | None:
