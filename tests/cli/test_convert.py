@@ -53,7 +53,7 @@ def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Cap
     assert main(["convert", "chars", "hf"]) == 0
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (folder / "hf").iterdir()}
     read: Any = transformers.AutoTokenizer
-    theirs = read.from_pretrained(folder / "hf")
+    theirs: Any = read.from_pretrained(folder / "hf")
     assert theirs("not to be")["input_ids"] == tokenizer.encode([b"not to be"])[0].tolist()
     assert main(["sample", "hf", "--prompt", "to be", "--tokens", "3"]) == 0
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardlab import checkpoint
+from shardlab.checkpoint import read as reading
 from shardlab.checkpoint.commit import checksum_of
 from shardlab.cli import main
 from shardlab.errors import UserError
@@ -177,7 +177,7 @@ def looked(rank: int, run: Path, port: int, auto: bool) -> tuple[str, list[str]]
         read.append(f"{path.parent.name}/{path.name}")
         compared(path, entry)
 
-    compared = checkpoint.read._compare  # pyright: ignore[reportPrivateUsage]
+    compared = reading._compare  # pyright: ignore[reportPrivateUsage]
     with patch("shardlab.checkpoint.read._compare", compare):
         together = Together(LaunchEnvironment(rank, 2, rank, "127.0.0.1", port))
         try:

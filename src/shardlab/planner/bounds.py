@@ -189,7 +189,10 @@ class Floors:
         model, none, full = blocks_of(self.problem, shape), self.passes(shape), self.passes(shape, "full")
         again = {layer for block in recompute for layer in model.layers.recomputable[block]}
         backward, kept = (
-            [_between(full_of if layer in again else none_of, (layer, layer + 1)) for layer in range(len(model.layers.layers))]
+            [
+                _between(full_of if layer in again else none_of, (layer, layer + 1))
+                for layer in range(len(model.layers.layers))
+            ]
             for none_of, full_of in ((none.backward, full.backward), (none.kept, full.kept))
         )
         return Passes(none.forward, _sums(backward), _sums(kept), none.weights, none.logits, full.again)

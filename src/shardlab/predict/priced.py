@@ -99,7 +99,9 @@ class ClusterPrices(Prices):
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
         recomputed = 0.0
         if both or kind is OpKind.BACKWARD_INPUT:
-            recomputed = sum(share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels))
+            recomputed = sum(
+                share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels)
+            )
         return recomputed + self.seconds_of([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
 
     def _orthogonal(self, layer: int, holds: Holds) -> float:
