@@ -1,4 +1,4 @@
-"""A model cut into a plan's layers, known by three of its blocks: what holds of the second holds of all in the middle."""
+"""A model cut into a plan's layers, known by three of its blocks: the second stands for all in the middle."""
 
 from __future__ import annotations
 
