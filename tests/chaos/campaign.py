@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -200,9 +200,14 @@ def report(found: dict[str, Found]) -> Table:
 
 
 def shared_memory() -> set[str]:
-    """Names of shared memory on this machine."""
+    """Names of shared memory on this machine that no process has mapped."""
     folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    mapped: list[str] = []
+    for process in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped.append(process.read_text())
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    return {name for name in names if not any(f"/dev/shm/{name}" in text for text in mapped)}
 
 
 def main(options: Campaign) -> int:

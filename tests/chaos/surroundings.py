@@ -20,10 +20,11 @@ def disk_full(scene: Scene) -> list[str]:
     """A disk that is full when a checkpoint is written: the ones before stay, and with room the run goes on."""
     with disk(scene.new(), "6m") as small:
         out = Path(shutil.copytree(scene.copy(), small / "run"))
-        filler = small / "filler"
+        filler, training = small / "filler", scene.start(out)
+        until(training, lambda: "resumed after step" in training.said)
         with filler.open("wb") as file:
             file.write(bytes(max(0, shutil.disk_usage(small).free - 40_000)))
-        found = scene.ended(scene.start(out), "cannot be written, and training goes on without it")
+        found = scene.ended(training, "cannot be written, and training goes on without it")
         filler.unlink()
         return found + (scene.goes_on(out) if checkpoints(out) else ["no checkpoint is left"])
 
