@@ -187,7 +187,7 @@ def main() -> int:
     if missing or os.geteuid():
         print(f"run this as root, with iproute2, nftables and util-linux installed; missing: {missing}")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts go in any case
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the hosts go in any case
     with tempfile.TemporaryDirectory(prefix="hosts-") as name, two_hosts(Path(name)) as hosts:
         second = hosts[1]
         measure(hosts, "free")
