@@ -137,9 +137,10 @@ OLDER = {
 
 
 def test_names_that_stand_in_texts_are_assumed_and_every_one_is_told() -> None:
-    row = {name: value for name, value in ROWS["titan-t1-8B-8gpu-eager"].items() if name != "framework"} | OLDER
+    base: dict[str, Any] = ROWS["titan-t1-8B-8gpu-eager"]
+    row = base | {"framework": None} | OLDER
     run = read_run(
-        row | {"parallelism": row["parallelism"] | {"dp": 16}, "batch": {"global_sequences": 32, "micro_batch": 2}}
+        row | {"parallelism": base["parallelism"] | {"dp": 16}, "batch": {"global_sequences": 32, "micro_batch": 2}}
     )
     assert run.workload.recipe.name == "torchtitan"
     assert {
