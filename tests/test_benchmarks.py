@@ -61,3 +61,19 @@ def test_the_clocks_cost_is_a_ratio_for_each_model() -> None:
     rows = json.loads(done.stdout)
     assert [row["model"] for row in rows] == ["small", "tiny"]
     assert all(0 < row["low"] <= row["ratio"] <= row["high"] for row in rows)
+
+
+def test_constants_are_refitted_and_errors_told_of_sources_that_a_fit_has_not_seen(tmp_path: Path) -> None:
+    rows = json.loads((ROOT / "benchmarks" / "published_runs.json").read_text())
+    few = [row for row in rows if row["id"].startswith(("mpt-h100_80gb-7b-s2048", "mpt-a100_40gb-7b-s2048"))]
+    assert len({row["publication"] for row in few}) == 2
+    (tmp_path / "runs.json").write_text(json.dumps(few))
+    done = run(f"fit_devices.py {tmp_path / 'runs.json'}")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(" | ") for line in done.stdout.splitlines()]
+    assert ["| constant", "runs", "now", "refitted |"] in lines
+    assert any(line[0] == "| h100 attention.flash1.0" for line in lines)
+    (all,) = (line for line in lines if line[0] == "| all")
+    now, refitted, left_out = (float(each.strip(" |%")) for each in all[2:])
+    assert refitted < 2 * now + 5
+    assert left_out > refitted, "what only one source tells is not told without it"

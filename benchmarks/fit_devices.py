@@ -1,0 +1,288 @@
+"""Refit the fitted constants of devices, links and recipes, and say how far off runs are that a fit has not seen.
+
+    python benchmarks/fit_devices.py [RUNS.json] [--every N]
+
+Constants are those whose files say `fitted_to` (`hardware/devices.toml`, `links.toml`, `constants.toml` and
+`predict/recipes`). One step of Gauss and Newton from today's values makes squared errors small: of seconds and of
+bytes, in one system. Each constant has a prior, 30 % wide, where errors are taken for 5 %: a device's figure is as
+another device's, a recipe's as that of a recipe that says nothing. So what only one source tells is not told without
+it. Errors are then those of real predictions with the constants of each fit:
+
+A prediction takes most of a second, and there are dozens of constants: --every 4 takes every fourth run of a source.
+
+now       with the constants in the files
+refitted  with those of a fit to all sources
+left out  with those of a fit to all sources but the row's own
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean
+from typing import Any, cast
+
+import numpy as np
+
+from shardlab.hardware import DEVICES, LINKS, device
+from shardlab.hardware.figure import CONSTANTS
+from shardlab.predict.recipe import Recipe, recipes
+from shardlab.predict.workload import Workload
+from shardlab.program import Refused, UserError
+from shardlab.published.predict import predict
+from shardlab.published.reading import read_run
+from shardlab.published.records import Incomplete
+from shardlab.published.rows import read_rows
+
+RUNS = Path(__file__).parent / "published_runs.json"
+STEP, NOISE, WIDTH, LEAST = 0.02, 0.05, 0.30, -0.9
+"""Relative change of a constant for its derivative; relative errors that are usual; width of a prior; least change."""
+
+OTHER = {"a100-40gb": "h100", "h100": "a100-40gb", "h100-96gb": "h100", "b200": "h100"}
+"""The device whose figures another one's are expected to be like."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A fitted number: of a device's efficiency, a link, a recipe, or of all.
+
+    Attributes:
+        owner: the first device, link or recipe that has it ("": it is of all).
+        name: of its figure; "matmul.float16" stands for bfloat16 as well.
+        key: of a figure of several numbers, which.
+        value: today's.
+        prior: what is expected without any run.
+    """
+
+    owner: str
+    name: str
+    key: Any
+    value: float
+    prior: float
+
+    def __str__(self) -> str:
+        return f"{self.owner} {self.name}{'' if self.key is None else f'.{self.key}'}".strip()
+
+    def in_workload(self, workload: Workload) -> bool:
+        """Whether it may matter for a step."""
+        if self.owner in DEVICES:
+            return workload.cluster.device.efficiency is DEVICES[self.owner].efficiency
+        if self.owner in LINKS:
+            return _same_kind(workload.cluster.inter_node.name, self.owner)
+        return not self.owner or _has(workload.recipe, self)
+
+    def matters(self, name: str, workload: Workload) -> bool:
+        """Whether it may matter for a run of that id."""
+        told = self.owner or any(fnmatch(name, pattern) for pattern in CONSTANTS[self.name].runs)
+        return bool(told) and self.in_workload(workload)
+
+
+def _same_kind(link: str, other: str) -> bool:
+    return LINKS[link].figures == LINKS[other].figures
+
+
+def _has(recipe: Recipe, constant: Constant) -> bool:
+    return recipe.figures.get(constant.name) == recipes()[constant.owner].figures[constant.name]
+
+
+def constants() -> list[Constant]:
+    """Every fitted number; switches that were fitted are left out, since nothing lies between on and off."""
+    return [*_of_devices(), *_of_links(), *_of_recipes(), *_of_all()]
+
+
+def _of_devices() -> Iterator[Constant]:
+    seen: set[int] = set()
+    for owner, row in DEVICES.items():
+        if id(row.efficiency) in seen:
+            continue
+        seen.add(id(row.efficiency))
+        other = DEVICES[OTHER.get(owner, "h100")].efficiency.figures
+        for name, figure in row.efficiency.figures.items():
+            if not figure.fitted_to or name == "matmul.bfloat16":
+                continue
+            value: Any = figure.value
+            like = other[name].value if name in other else value
+            if isinstance(value, list):
+                pair = cast(list[float], value)
+                yield from (Constant(owner, name, n, each, like[n]) for n, each in enumerate(pair))
+            else:
+                yield Constant(owner, name, None, value, like)
+
+
+def _of_links() -> Iterator[Constant]:
+    seen: list[Any] = []
+    for owner, link in LINKS.items():
+        figure = link.figures["efficiency"]
+        if figure.fitted_to and link.figures not in seen:
+            seen.append(link.figures)
+            yield Constant(owner, "efficiency", None, figure.value, figure.value)
+
+
+def _of_recipes() -> Iterator[Constant]:
+    seen: list[Any] = []
+    for owner, recipe in recipes().items():
+        for name, figure in recipe.figures.items():
+            if not figure.fitted_to or isinstance(figure.value, bool) or (name, figure) in seen:
+                continue
+            seen.append((name, figure))
+            group, field = name.split(".")
+            neutral, value = getattr(getattr(Recipe(), group), field), figure.value
+            if isinstance(value, Mapping):
+                shares = cast(Mapping[str, float], value)
+                yield from (Constant(owner, name, key, each, 0.0) for key, each in shares.items())
+            else:
+                yield Constant(owner, name, None, value, neutral)
+
+
+def _of_all() -> Iterator[Constant]:
+    for name, figure in CONSTANTS.items():
+        if figure.fitted_to:
+            yield Constant("", name, None, figure.value, figure.value)
+
+
+Change = Mapping[Constant, float]
+"""Constants, and by how much of itself each is changed."""
+
+
+def changed(workload: Workload, changes: Change) -> Workload:
+    """The step with other constants."""
+    cluster, recipe = workload.cluster, workload.recipe
+    for constant, by in changes.items():
+        if not constant.in_workload(workload):
+            continue
+        value = constant.value * (1 + by)
+        if constant.owner in DEVICES:
+            figures = cluster.device.efficiency
+            field, _, inner = constant.name.partition(".")
+            new: Any = value
+            if inner:
+                table = dict(getattr(figures, field))
+                for name in (inner, *(["bfloat16"] if inner == "float16" else [])):
+                    old = table[name]
+                    table[name] = (
+                        value if constant.key is None else [*old[: constant.key], value, *old[constant.key + 1 :]]
+                    )
+                new = table
+            cluster = replace(cluster, device=replace(cluster.device, efficiency=replace(figures, **{field: new})))
+        elif constant.owner in LINKS:
+            cluster = replace(cluster, inter_node=replace(cluster.inter_node, efficiency=value))
+        elif constant.owner:
+            group, field = constant.name.split(".")
+            old = getattr(recipe, group)
+            new = value if constant.key is None else {**getattr(old, field), constant.key: value}
+            recipe = replace(recipe, **{group: replace(old, **{field: new})})
+    return replace(workload, cluster=cluster, recipe=recipe)
+
+
+Errors = tuple[float | None, float | None]
+"""Relative errors of a row's seconds and bytes."""
+
+
+def errors_of(task: tuple[dict[str, Any], Change]) -> Errors | None:
+    """Errors of a row with other constants (None: it cannot be predicted)."""
+    row, changes = task
+    device.MISALIGNED_BATCH = next(
+        (each.value * (1 + by) for each, by in changes.items() if each.name == "misaligned_batch"),
+        CONSTANTS["misaligned_batch"].value,
+    )
+    device.alignment.cache_clear()
+    try:
+        run = read_run(row)
+        made = predict(replace(run, workload=changed(run.workload, changes)))
+    except (Incomplete, UserError, Refused):
+        return None
+    seconds, bytes = run.measured.seconds, run.measured.bytes
+    return (
+        made.seconds / seconds - 1 if seconds and made.seconds else None,
+        made.bytes / bytes - 1 if bytes else None,
+    )
+
+
+def fit(
+    rows: Sequence[int], now: Sequence[Errors], slopes: Sequence[Mapping[int, Errors]], all: Sequence[Constant]
+) -> Change:
+    """Changes that make the squared errors of some rows least, with the priors."""
+    system = [
+        ([(each[n][kind] or 0.0) if n in each else 0.0 for each in slopes], -(now[n][kind] or 0.0))
+        for n in rows
+        for kind in (0, 1)
+        if now[n][kind] is not None
+    ]
+    weight = NOISE / WIDTH
+    prior = [weight * (each.prior / each.value - 1) for each in all]
+    left = np.vstack([np.array([line for line, _ in system]), weight * np.eye(len(all))])
+    found, *_ = np.linalg.lstsq(left, np.array([right for _, right in system] + prior), rcond=None)
+    return {each: max(LEAST, float(by)) for each, by in zip(all, found, strict=True)}
+
+
+def table(rows: Sequence[dict[str, Any]], kind: int, columns: Sequence[Sequence[Errors]]) -> Iterator[str]:
+    """Lines of a Markdown table: the mean error of each source, by column."""
+    known = [n for n, each in enumerate(columns[0]) if each[kind] is not None]
+    if not known:
+        return
+    yield f"| {('step time', 'memory')[kind]} | runs | now | refitted | left out |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for source in [*dict.fromkeys(rows[n]["publication"] for n in known), "all"]:
+        some = [n for n in known if source in ("all", rows[n]["publication"])]
+        means = (mean(abs(column[n][kind] or 0.0) for n in some) for column in columns)
+        yield f"| {source} | {len(some)} | {' | '.join(f'{each:.1%}' for each in means)} |"
+
+
+def main() -> None:
+    words = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    words.add_argument("runs", nargs="?", type=Path, default=RUNS)
+    words.add_argument("--every", type=int, default=1)
+    told = words.parse_args()
+    by_source = defaultdict[str, list[dict[str, Any]]](list)
+    for row in read_rows(told.runs):
+        if row.get("framework"):
+            by_source[row["publication"]].append(row)
+    rows = [row for some in by_source.values() for row in some[:: told.every]]
+    every = constants()
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(errors_of, [(row, {}) for row in rows]))
+        rows = [row for row, each in zip(rows, found, strict=True) if each is not None]
+        now: list[Errors] = [each for each in found if each is not None]
+        workloads = [read_run(row).workload for row in rows]
+        slopes: list[dict[int, Errors]] = []
+        for constant in every:
+            at = [n for n, row in enumerate(rows) if constant.matters(row["id"], workloads[n])]
+            moved = pool.map(errors_of, [(rows[n], {constant: STEP}) for n in at])
+            slopes.append({n: _slope(now[n], after) for n, after in zip(at, moved, strict=True) if after is not None})
+            print(f"{constant}: {len(at)} runs", file=sys.stderr, flush=True)
+        together = fit(range(len(rows)), now, slopes, every)
+        without = {
+            source: fit([n for n, row in enumerate(rows) if row["publication"] != source], now, slopes, every)
+            for source in {row["publication"] for row in rows}
+        }
+        again = pool.map(errors_of, [(row, together) for row in rows])
+        unseen = pool.map(errors_of, [(row, without[row["publication"]]) for row in rows])
+        columns = [now, *([each or (None, None) for each in column] for column in (again, unseen))]
+    print("| constant | runs | now | refitted |\n| --- | ---: | ---: | ---: |")
+    for constant, each in zip(every, slopes, strict=True):
+        if each:
+            print(
+                f"| {constant} | {len(each)} | {constant.value:.4g} | {constant.value * (1 + together[constant]):.4g} |"
+            )
+    for kind in (0, 1):
+        print("", *table(rows, kind, columns), sep="\n")
+
+
+def _slope(before: Errors, after: Errors) -> Errors:
+    (one, other), (first, second) = zip(before, after, strict=True)
+    return _over(one, other), _over(first, second)
+
+
+def _over(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else (after - before) / STEP
+
+
+if __name__ == "__main__":
+    main()
