@@ -11,6 +11,7 @@ from shardlab.predict.workload import Workload
 from shardlab.program import Group, Holds, Kind, OpKind, Spec
 from shardlab.program.tape import compute_op
 from shardlab.rules.spec import Space, form_of
+from shardlab.timeline.memory import PLACE_OF_KIND
 from shardlab.timeline.prices import Bytes
 
 NO_SPACE = Space(0)
@@ -22,11 +23,13 @@ class Part(NamedTuple):
 
     Attributes:
         wire, room: its bytes where it is communicated, and where it is held.
+        slot: the category that these count in, by its place.
     """
 
     spec: Spec
     wire: int
     room: int
+    slot: int
 
 
 class Figures:
@@ -82,7 +85,7 @@ class Figures:
         return known
 
     def measured(self, spec: Spec) -> Part:
-        return Part(spec, self._wire(spec), self._room(spec))
+        return Part(spec, self._wire(spec), self._room(spec), PLACE_OF_KIND[spec.kind])
 
     def compute(self, kind: OpKind, part: Part) -> float:
         """Seconds of an op on parameters, their gradient or a scalar."""
@@ -104,7 +107,7 @@ class Figures:
 
     def message(self, part: Part, source: int, target: int) -> float:
         """Seconds of a message."""
-        key = (part.spec.kind, part.wire, source, target)
+        key = (part.spec.form, part.wire, source, target)
         known = self._seconds.get(key)
         if known is None:
             known = self._seconds[key] = self.prices.message_times(part.spec.kind, part.wire, source, target)[0]

@@ -17,7 +17,7 @@ from shardlab.predict.outline_values import Borders, Handle, Store, Value
 from shardlab.predict.passes import Crest, Held, Pass
 from shardlab.program import Group, Kind, Mesh, OpKind
 from shardlab.program.mesh import group_among
-from shardlab.timeline.memory import CATEGORIES, PLACE_OF_KIND, Category
+from shardlab.timeline.memory import CATEGORIES, Category
 
 GATHERED, COMMUNICATION = CATEGORIES.index(Category.GATHERED), CATEGORIES.index(Category.COMMUNICATION)
 
@@ -44,13 +44,14 @@ class Outline:
         self.at_peak: Held = tuple(self.held)
         self.op, self.layer = OpKind.LOAD_WEIGHT, 0
         self.weights, self.opt_states, self.grad_weights, self.scalars = Store(), Store(), Store(), Store()
-        self.activations = Borders(self, Kind.ACTIVATION)
-        self.grad_activations = Borders(self, Kind.GRAD_ACTIVATION)
+        self._borders = {kind.value: Borders(self, kind) for kind in Kind}
+        self.activations = self.store(Kind.ACTIVATION)
+        self.grad_activations = self.store(Kind.GRAD_ACTIVATION)
         self._apart = mesh.world // mesh.pp
         self._groups: dict[str, Group] = {}
 
     def store(self, kind: Kind) -> Borders:
-        return Borders(self, kind)
+        return self._borders[kind.value]
 
     def group(self, axis: str) -> Group:
         """The ranks met along an axis: beside the pipeline's, those of the first row, which all rows are like."""
@@ -61,9 +62,13 @@ class Outline:
 
     # What is held
 
-    def hold(self, value: Value, sign: int = 1) -> None:
-        self.held[value.slot] += sign * value.room
-        self.total += sign * value.room
+    def hold(self, value: Value) -> None:
+        self.held[value.slot] += value.room
+        self.total += value.room
+
+    def drop(self, value: Value) -> None:
+        self.held[value.slot] -= value.room
+        self.total -= value.room
 
     def note(self, op: OpKind, layer: int) -> None:
         """Compare what is held during an op with the peak."""
@@ -83,7 +88,7 @@ class Outline:
         value.alive = False
         for handle in value.reading:
             self.wait(handle)
-        self.hold(value, -1)
+        self.drop(value)
 
     def made(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> Value:
         """Make a value that is so many of so many pieces of a layer's weight."""
@@ -144,11 +149,11 @@ class Outline:
             self.entries.append(Await(handle.number))
         result, read = handle.result, handle.read
         if result is not None and result.slot == COMMUNICATION:  # it has arrived
-            self.hold(result, -1)
-            result.slot = PLACE_OF_KIND[result.kind]
-            self.hold(result)
+            self.held[COMMUNICATION] -= result.room
+            result.slot = result.part.slot
+            self.held[result.slot] += result.room
         if read is not None:
-            read.reading = tuple([other for other in read.reading if other is not handle])
+            read.reading = () if len(read.reading) == 1 else tuple([h for h in read.reading if h is not handle])
             if not read.keys:
                 self.done_with(read)
 
@@ -199,7 +204,7 @@ class Outline:
         return self._collective(OpKind.ALL_REDUCE, value, self._alike(value), group)
 
     def _collective(self, kind: OpKind, value: Value, result: Value, group: Group) -> Handle:
-        gathers = kind is OpKind.ALL_GATHER and value.kind is Kind.WEIGHT and not value.updated
+        gathers = kind is OpKind.ALL_GATHER and value.part.spec.form.kind is Kind.WEIGHT and not value.updated
         result.slot = GATHERED if gathers else COMMUNICATION
         self.hold(result)
         if kind is OpKind.ALL_REDUCE:  # in place
@@ -210,7 +215,7 @@ class Outline:
 
     def _take_over(self, value: Value) -> None:
         """What was made lies where this value does."""
-        self.hold(value, -1)
+        self.drop(value)
         value.room = 0
 
     def _alike(self, value: Value) -> Value:
@@ -220,18 +225,17 @@ class Outline:
         seconds = self.figures.message(value.part, self.index, to)
         handle = self.issue((self.index, to), None, value)
         self._join(handle, frozenset((self.index, to)), 2, seconds, self.figures.prices.blocking_p2p * seconds)
-        self.note(OpKind.SEND, -1)
         return handle
 
     def recv(self, *, source: int, expect: tuple[str, int, int]) -> Handle:
-        kind, layer, _ = expect
-        part = self.figures.border(Kind(kind), layer)
-        result = Value(self, part)
+        name, layer, _ = expect
+        result = self._borders[name].coming(layer)
         result.slot = COMMUNICATION
         self.hold(result)
         self.note(OpKind.RECV, layer)
         handle = self.issue((source, self.index), result, None)
-        self._join(handle, frozenset((source, self.index)), 2, self.figures.message(part, source, self.index))
+        seconds = self.figures.message(result.part, source, self.index)
+        self._join(handle, frozenset((source, self.index)), 2, seconds)
         return handle
 
     def add(self, older: Value, newer: Value) -> Value:
@@ -270,7 +274,7 @@ class Outline:
             value.alive = False
             for handle in value.reading:
                 self.wait(handle)
-            self.hold(value, -1)
+            self.drop(value)
         made = self.made(Kind.WEIGHT, layer, opt_state.pieces, opt_state.of)
         state = self.made(Kind.OPT_STATE, layer, opt_state.pieces, opt_state.of)
         made.updated = True

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.predict.figures import Part
 from shardlab.program import Kind
-from shardlab.timeline.memory import PLACE_OF_KIND
 
 if TYPE_CHECKING:
     from shardlab.predict.outline import Outline
@@ -33,7 +32,7 @@ class Value:
     def __init__(self, rank: Outline, part: Part, layer: int = -1, pieces: int = 1, of: int = 1) -> None:
         self.rank, self.part, self.layer, self.pieces, self.of = rank, part, layer, pieces, of
         self.room = part.room
-        self.slot = PLACE_OF_KIND[part.spec.form.kind]
+        self.slot = part.slot
         self.keys = 0
         self.alive, self.updated = True, False
         self.reading: tuple[Handle, ...] = ()
@@ -96,6 +95,7 @@ class Borders:
         self.rank = rank
         self.kind = kind
         self.name = kind.value
+        self._parts: dict[int, Part] = {}
 
     def __setitem__(self, key: Hashable, value: object) -> None:
         """Nothing is left to count."""
@@ -103,7 +103,14 @@ class Borders:
     def __delitem__(self, key: tuple[int, int]) -> None:
         """Nothing, but for the gradient of the tokens, which no pass reads."""
         if self.kind is Kind.GRAD_ACTIVATION and key[0] == 0:
-            self.rank.hold(self.pop(key), -1)
+            self.rank.drop(self.pop(key))
 
     def pop(self, key: tuple[int, int]) -> Value:
-        return Value(self.rank, self.rank.figures.border(self.kind, key[0]))
+        return self.coming(key[0])
+
+    def coming(self, layer: int) -> Value:
+        """Make the value that enters a layer, or its gradient."""
+        part = self._parts.get(layer)
+        if part is None:
+            part = self._parts[layer] = self.rank.figures.border(self.kind, layer)
+        return Value(self.rank, part)

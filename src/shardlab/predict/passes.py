@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shardlab.predict.folding import Folded, fold
 from shardlab.predict.workload import Workload
-from shardlab.program import Group, Kind, OpKind, Rank, Spec, Value
+from shardlab.program import Group, Kind, OpKind, Rank, Sizes, Spec, Value
 from shardlab.rules.layer import GRADIENT_OF
 from shardlab.strategies.computing import LayerRunner
 from shardlab.strategies.model_layers import model_layers
@@ -121,6 +121,43 @@ def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> Passes:
         cuts: layers of a block that is computed again at which stages begin (None: measure others).
     """
     sample = _on_one_rank(workload, done, cuts)
+    key = _Key(sample, workload.mesh.world > 1)
+    known = _KNOWN.get(key)
+    if known is None:
+        if len(_KNOWN) == MOST_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[key] = _measured(sample, workload.prices, workload.kept_sizes)
+    return known
+
+
+MOST_KNOWN = 256
+"""Samples whose passes are remembered: in a search many plans differ in their pipeline and their data parallelism."""
+
+
+class _Key:
+    """What a sample's passes depend on; a cluster and a recipe are told by identity.
+
+    Args:
+        several: whether other devices of the cluster are at work too.
+    """
+
+    def __init__(self, sample: Workload, several: bool) -> None:
+        self.sample = sample  # so that its cluster and recipe live as long
+        numbers = sample.precision, sample.optimizer, sample.ema, sample.micro_batch_size, sample.microbatches
+        self.parts = (sample.plan, sample.model, numbers, id(sample.cluster), id(sample.recipe), several)
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.parts == other.parts
+
+
+_KNOWN: dict[_Key, Passes] = {}
+
+
+def _measured(sample: Workload, prices: Prices, kept: Sizes) -> Passes:
+    """Trace and replay a sample, and measure its passes."""
     plan, sizes = sample.plan, sample.sizes
     assert isinstance(plan, Plan)
     marks: list[tuple[int, PassKey]] = []
@@ -131,7 +168,7 @@ def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> Passes:
         await _MarkedRunner(rank, rank_plan, _MarkedLayers(rank, rank_plan, marks, borders)).run()
 
     traced = fold(plan, sizes, sample.microbatches, strategy)
-    measuring = _Measuring(traced, workload.prices, Bytes(workload.kept_sizes))
+    measuring = _Measuring(traced, prices, Bytes(kept))
     by_key = {key: measuring.between(start, stop, key) for (start, key), (stop, _) in pairwise(marks) if key}
     return Passes(by_key, borders)
 
