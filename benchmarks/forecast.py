@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -24,14 +25,14 @@ from shardlab.hardware import find_cluster
 from shardlab.models import Blocks, Llama, find_model
 from shardlab.predict.forecast import forecast
 from shardlab.predict.workload import Workload
-from shardlab.program import Mesh, UserError
+from shardlab.program import UserError
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 
-SMALL = {"ffn_hidden_size": 8192, "vocab_size": 131072, "seq_len": 4096, "tied": True}
+SMALL: dict[str, Any] = {"vocab_size": 131072, "seq_len": 4096, "tied": True}
 MODELS: dict[str, Blocks] = {
-    "1.34B": Llama(layers=16, hidden_size=2048, heads=32, kv_heads=32, **SMALL),
-    "8.86B": Llama(layers=32, hidden_size=4096, heads=32, kv_heads=32, **SMALL | {"ffn_hidden_size": 16384}),
+    "1.34B": Llama(layers=16, hidden_size=2048, heads=32, kv_heads=32, ffn_hidden_size=8192, **SMALL),
+    "8.86B": Llama(layers=32, hidden_size=4096, heads=32, kv_heads=32, ffn_hidden_size=16384, **SMALL),
     "70B": find_model("llama3-70b"),
     "405B": find_model("llama3-405b"),
 }
@@ -91,11 +92,9 @@ def main(options: Options) -> None:
         seconds.sort()
         at = [seconds[min(len(seconds) - 1, int(share * len(seconds)))] for share in (0.5, 0.9, 0.99)]
         figures = [sum(seconds) / len(seconds), *at, seconds[-1]]
-        rows.append(
-            {"model": name, "cluster": cluster, "plans": len(seconds)}
-            | {name: 1e3 * value for name, value in zip(SHOWN, figures, strict=True)}
-            | ({"apart": apart} if options.whole else {})
-        )
+        row: dict[str, object] = {"model": name, "cluster": cluster, "plans": len(seconds)}
+        row |= {name: 1e3 * value for name, value in zip(SHOWN, figures, strict=True)}
+        rows.append(row | ({"apart": apart} if options.whole else {}))
     if options.json:
         print(json.dumps({"lists": rows}, indent=2))
         return

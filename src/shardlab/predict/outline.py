@@ -290,10 +290,7 @@ class Outline:
 
     def busy(self, done: Pass) -> bool:
         """Whether a pass's collectives may have to wait for others that are in flight."""
-        for group in done.groups:  # noqa: SIM110 (a generator takes twice as long)
-            if self.open[group]:
-                return True
-        return False
+        return any(self.open[group] for group in done.groups)
 
     def passed(self, done: Pass, layer: int, weight: Value | None = None, gradient: Value | None = None) -> None:
         """Take a layer's pass.
