@@ -10,12 +10,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from shardlab.hardware import Cluster
 from shardlab.hardware.clusters import find_cluster
+from shardlab.hardware.profile import AlphaBeta, Machine, Profile, Rate
 from shardlab.models import GPT, Blocks, Llama, MoE
 from shardlab.predict.forecast import Outlined, outlinable
 from shardlab.predict.recipe import recipes
 from shardlab.predict.workload import Workload
-from shardlab.program import Mesh, UserError
+from shardlab.program import Mesh, OpKind, UserError
 from shardlab.program.precision import find_precision
 from shardlab.strategies.plan import Plan
 from shardlab.strategies.schedules import SCHEDULES
@@ -41,6 +43,25 @@ SHARDS = [
 ]
 
 
+def measured(contention: float) -> Cluster:
+    """A machine on which every op takes some time beside its kernels, each another."""
+    machine = Machine("a CPU", 64, "2.0", "gloo")
+    verbs = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    collectives = {(verb, ranks): AlphaBeta(ranks * 1e-5, 1e-10) for verb in verbs for ranks in range(2, 9)}
+    families = ("matmul", "attention", "pointwise", "update")
+    kernels = {(family, "float32"): Rate(1e-5, 1e12, 1e10) for family in families}
+    beside = {(f"op:{kind.value}", "float32"): Rate(n * 1e-6, 0.0, 0.0) for n, kind in enumerate(OpKind)}
+    message, rates = AlphaBeta(2e-5, 1e-10), kernels | beside
+    return Cluster.of_profile(Profile(machine, collectives, message, rates, 1e12, contention=contention))
+
+
+CLUSTERS = {
+    "data sheets": (find_cluster("h100x64"), "bf16"),
+    "measured": (measured(0.0), "fp32"),
+    "contending": (measured(0.5), "fp32"),
+}
+
+
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     """Small models on few ranks, with everything that a plan can say."""
@@ -59,6 +80,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     recompute = draw(st.sampled_from(["none", "none", "selective", "full", "some"]))
     some = tuple(sorted(draw(st.sets(st.integers(0, model.layers - 1)))))
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    cluster, precision = CLUSTERS[draw(st.sampled_from(sorted(CLUSTERS)))]
     try:
         words: dict[str, Any] = {
             "mesh": mesh.used,
@@ -74,10 +96,10 @@ def workloads(draw: st.DrawFn) -> Workload:
         workload = Workload(
             plan,
             model,
-            find_cluster("h100x64"),
+            cluster,
             plan.data_ranks * draw(st.integers(1, 9)),
             draw(st.integers(1, 2)),
-            find_precision("bf16"),
+            find_precision(precision),
             recipe=recipes()[draw(st.sampled_from(sorted(recipes())))],
             optimizer=draw(st.sampled_from(["adamw", "muon"])),
         )
