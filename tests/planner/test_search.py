@@ -15,6 +15,7 @@ from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.search import Search
 from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Answer, Asked, answer, with_memory
+from shardlab.predict.recipe import OWN
 from shardlab.program.precision import find_precision
 
 GIB = 2**30
@@ -51,14 +52,16 @@ def search(asked: Problem) -> Search:
     "asked",
     [
         problem(limits=Limits(fixed={"recompute": "none"}, most={"tp": 2, "micro_batch_size": 2})),
-        problem(memory=0.7 * GIB, limits=Limits(most={"pp": 1}), hidden_size=1024),
+        problem(memory=0.7 * GIB + OWN.memory.context_bytes, limits=Limits(most={"pp": 1}), hidden_size=1024),
         problem(devices=8, limits=Limits(fixed={"tp": 2, "pp": 2, "recompute": "full"}, micro_batch_size=1)),
     ],
     ids=["all kinds", "little memory", "3d"],
 )
 def test_the_search_finds_what_simulating_everything_finds(asked: Problem) -> None:
     fitting = [
-        (each.forecast.seconds, repr(candidate)) for candidate, each in every(asked) if each.forecast.memory.fits
+        (each.forecast.seconds, repr(candidate))
+        for candidate, each in every(asked)
+        if each.forecast.memory.fits and each.forecast.memory.safe
     ]
     found = search(asked).run()
     assert found.left is None

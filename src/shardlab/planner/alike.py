@@ -1,4 +1,4 @@
-"""A model cut into a plan's layers, known by three of its blocks: the second stands for all in the middle."""
+"""A model cut into a plan's layers, known by three of its blocks: all in the middle are alike."""
 
 from __future__ import annotations
 
