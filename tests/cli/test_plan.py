@@ -1,65 +1,115 @@
-"""`shardlab plan --grade`: a table and JSON of a small file of runs."""
+"""`shardlab plan`: the plan that it writes runs as it says, and what cannot be planned is one sentence."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardlab.cli import main
-from tests.planner.nanotron_rows import row
+
+MODEL = """
+model = "gpt"
+layers = 4
+heads = 8
+hidden_size = 512
+vocab_size = 1024
+seq_len = 512
+"""
+SMALL = ["--model", "small.toml", "--cluster", "h100x2", "--global-batch", "4"]
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four runs on 8 devices: the second is predicted fastest, the third crashed, and the fourth breaks a limit."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setenv("COLUMNS", "120")
-    rows = [
-        row(dp=4, tp=2, micro_batch=8, speed=20000.0) | {"id": "tensor-parallel"},
-        row(dp=8, micro_batch=2, speed=10000.0) | {"id": "data-parallel"},
-        row(dp=8, micro_batch=4, speed=None) | {"id": "crashed"},
-        row(pp=8, micro_batch=64, speed=None) | {"id": "pipeline"},
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.toml").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardlab.planner.workers.cores", lambda: 1)
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("shardlab: ")
+
+
+def test_the_plan_that_is_written_takes_as_long_as_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--out", "plan.toml", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    chosen = said["chosen"]
+    size = ["--micro-batch-size", str(chosen["micro_batch_size"])]
+    assert main(["simulate", "--plan", "plan.toml", *SMALL, *size, "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["step_seconds"] == pytest.approx(chosen["step_seconds"])
+    assert simulated["plan"] == chosen["plan"]
+    assert sum(chosen["shares"].values()) == pytest.approx(1)
+    assert sum(said["critical_path"].values()) == pytest.approx(chosen["step_seconds"])
+    assert said["searched"]["complete"]
+    families = {row["family"]: row["step_seconds"] for row in said["families"]}
+    assert {"data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "TP", "PP"} <= set(families)
+    assert min(families.values()) == chosen["step_seconds"]
+
+
+def test_all_of_it_is_on_one_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", *SMALL, "--pp", "1", "--recompute", "none"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "step time",
+        "MFU",
+        "node 0",
+        "best of each family",
+        "why, choice by choice",
+        "simulate it",
+        "searched",
+    ):
+        assert part in shown
+    assert "pp 2" not in shown
+    long = [
+        line for line in shown.splitlines() if len(line) > 80 and "simulate it" not in line and "  step " not in line
     ]
-    path = tmp_path / "runs.json"
-    path.write_text(json.dumps(rows))
-    return path
+    assert all(line.startswith("  ") for line in long)
 
 
-def graded(runs: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["plan", "--grade", str(runs), "--recipe", "nanotron", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give --model" in refused(capsys, "--cluster", "h100x8")
+    assert "give --cluster" in refused(capsys, "--model", "gpt2")
+    assert "did you mean megatron-core?" in refused(capsys, *SMALL, "--recipe", "megatron-cor")
 
 
-def test_rows_say_what_is_predicted_and_cells_what_is_chosen(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = graded(runs, capsys)
-    tensor, data, crashed, pipeline = found["rows"]
-    assert tensor["measured_tokens_per_s_per_device"] == 20000.0
-    assert data["predicted_tokens_per_s_per_device"] > tensor["predicted_tokens_per_s_per_device"]
-    assert crashed["measured_tokens_per_s_per_device"] is None
-    assert pipeline["legal"] is False
-    assert pipeline["predicted_gib"] is None
-    assert "at least pp - 1 microbatches" in pipeline["reason"]
-    (cell,) = found["cells"]
-    assert (cell["model"], cell["devices"]) == ("small", 8)
-    assert (cell["chosen"], cell["best"], cell["regret"]) == ("data-parallel", "tensor-parallel", 0.5)
-    assert cell["rank_correlation"] == -1.0
-    assert found["figures"]["all"]["regret"] == 0.5
+def test_limits_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *SMALL, "--tp", "2", "--max-tp", "1") == ("--tp 2 is more than --max-tp 1; give one of them")
+    assert "--plan names a plan" in refused(capsys, *SMALL, "--plan", "small.toml")
+    assert "more than h100 has" in refused(capsys, *SMALL, "--memory", "90GiB")
+    assert "give bytes above 0" in refused(capsys, *SMALL, "--memory", "much")
 
 
-def test_the_table_has_a_line_for_each_cell_and_each_figure(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--grade", str(runs), "--recipe", "nanotron"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["small", "8", "4", "2", "50.0%", "0.0%", "-1.00", "data-parallel"] in lines
-    assert ["mean", "regret", "50.0%"] in lines
-    assert ["first", "choice", "runs", "1", "of", "1"] in lines
-    assert ["1", "of", "4", "runs", "break", "a", "limit,", "such", "as:"] in lines
+def test_a_batch_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ("--max-tp", "1", "--max-pp", "1")
+    told = refused(capsys, *SMALL[:4], "--global-batch", "3", *limits)
+    assert told == (
+        "no plan divides 2 devices and 3 sequences under the limits --max-tp 1 --max-pp 1; give others, or a "
+        "--global-batch that is a multiple of 2"
+    )
+    told = refused(capsys, *SMALL[:4], "--tokens-per-step", "1000")
+    assert told == ("1,000 tokens are no whole sequences of 512 tokens; give --global-batch 1 or 2 (512 tokens)")
 
 
-def test_a_file_in_which_nothing_ran_cannot_be_graded(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs.write_text(json.dumps([row(speed=None)]))
-    assert main(["plan", "--grade", str(runs)]) == 2
-    assert "none of its 1 runs measured a step's time; there is nothing to grade" in capsys.readouterr().err
+def test_where_nothing_fits_it_is_said_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, *SMALL, "--memory", "0.2GiB")
+    assert told.startswith("no plan fits into 204.8 MiB a device: ")
+    assert "too many; take" in told
+
+
+def test_a_search_without_time_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give more --seconds" in refused(capsys, *SMALL, "--seconds", "1e-9")
+    assert "give a number above 0" in refused(capsys, *SMALL, "--seconds", "0")
+
+
+def test_the_critical_path_of_a_simulation_is_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "gpipe", "--path", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert sum(said["critical_path"].values()) == pytest.approx(said["end"])
+    assert main(["simulate", "zero-3", *SMALL, "--path"]) == 0
+    assert "critical path" in capsys.readouterr().out

@@ -28,6 +28,7 @@ def as_json(choice: Choice, model: str, cluster: str, top: int) -> dict[str, Any
         "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
         "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
         "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1:top]],
+        "critical_path": choice.path,
         "alternatives": [
             {
                 "choice": each.choice,

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_figures, print_path, table_of
-from shardlab.planner.reasons import sentence
+from shardlab.planner.chosen import EQUAL
+from shardlab.planner.reasons import TELLING, sentence
 from shardlab.planner.words import described, flags_of, picture, short
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
@@ -62,6 +63,8 @@ def print_choice(
         console.print(Text(line), soft_wrap=True)
     _print_families(choice, console)
     _print_runners_up(choice, console, top)
+    console.print()
+    print_fact(console, "critical path", path_text(choice.path))
     _print_reasons(choice, console)
     _print_misses(choice, console)
     console.print()
@@ -156,6 +159,14 @@ def _print_misses(choice: Choice, console: Console) -> None:
         console.print(f"  {name}: at least {over} too many", highlight=False, soft_wrap=True)
 
 
+def path_text(path: dict[str, float]) -> str:
+    """The parts of a step's critical path, each with its share."""
+    step = sum(path.values())
+    shown = [f"{name} {seconds / step:.1%}" for name, seconds in path.items() if seconds >= TELLING * step]
+    rest = 1 - sum(seconds for seconds in path.values() if seconds >= TELLING * step) / step
+    return ", ".join([*shown, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
+
+
 def _print_helps(choice: Choice, console: Console) -> None:
     words: list[str] = []
     for change, step in choice.helps.items():
@@ -170,7 +181,7 @@ def searched(choice: Choice) -> str:
     seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"
     done = f"{seen}, of which {len(found.outcomes):,} were simulated in {found.seconds:.0f} s"
     if found.left is None:
-        return f"{done}; floors say that no other is faster"
+        return f"{done}; floors say that no other is faster by {EQUAL:.1%} or more"
     if not found.left:
         return f"{done}; time was up before all were generated, so faster ones may be left"
     gain = max(0.0, 1 - found.left / choice.best.seconds)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from shardlab.check import ChannelModel, Checked
-from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
+from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console, table_of
 from shardlab.cli.timeline_rows import print_timeline
 from shardlab.rules.pieces import counted, listed
 from shardlab.timeline import Timeline, bubble
@@ -39,6 +40,19 @@ def print_report(
     if picture is not None:
         console.print()
         print_path(console, "drawn in", picture)
+
+
+def print_path_parts(path: dict[str, float], text: Callable[[float], str], console: Console | None = None) -> None:
+    """Print what a critical path is made of, if there is one; all of it is the step."""
+    if not path:
+        return
+    console, step = console or stdout_console(), sum(path.values())
+    table = table_of("critical path", "", "of the step")
+    for name, seconds in path.items():
+        table.add_row(name, text(seconds), f"{seconds / step:.1%}")
+    table.add_row("step", text(step), "100.0%", style="bold")
+    console.print()
+    console.print(table)
 
 
 def sizes_text(checked: Checked) -> str:

@@ -14,14 +14,17 @@ from shardlab.cli.options import Flag, Layers, MaxOps, MaxSeconds, Name, Optiona
 from shardlab.cli.picture import NO_PICTURES, PictureFlags
 from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.recipe_option import RecipeName
-from shardlab.cli.report import print_report
+from shardlab.cli.report import print_path_parts, print_report
 from shardlab.cli.strategy import checked
 from shardlab.program import UserError, trace
 from shardlab.program.precision import Optimizer
 from shardlab.strategies.entry import StrategyEntry
 from shardlab.strategies.planned import planned
 from shardlab.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
+from shardlab.timeline.clocks import Clocks
 from shardlab.timeline.memory import peak_elsewhere
+from shardlab.timeline.path import critical_path, path_parts
+from shardlab.timeline.units import seconds_text
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,9 @@ class Simulate:
     max_seconds_per_op: MaxSeconds = None
     """CPU time until a program's or a schedule's next op: more is refused, as that of a loop that never ends."""
 
+    path: Flag = False
+    """Print the critical path of the step: the passes, messages and waits whose times add up to it."""
+
     json: Flag = False
     """Print JSON alone."""
 
@@ -100,10 +106,12 @@ class Simulate:
         timeline = simulate(proof, costs)
         self.pictures.save(timeline, entry.title(ranks))
         without = _without_recompute(entry, proof, costs)
+        path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
         if self.json:
-            print_json(as_json(entry, proof, timeline, without))
+            print_json({**as_json(entry, proof, timeline, without), **({"critical_path": path} if path else {})})
         else:
             print_report(entry.name, proof, timeline, self.pictures.svg, without)
+            print_path_parts(path, "{:,.4g}".format)
         return 0
 
     def _is_priced(self) -> bool:
@@ -156,10 +164,15 @@ class Simulate:
             estimate = result.estimate
             name = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
             self.pictures.save(estimate.timeline(), name, memory_counters(estimate.traced, estimate.times))
+        path: dict[str, float] = {}
+        if self.path:
+            estimate = result.estimate
+            path = path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
         if self.json:
-            print_json(priced_json(result))
+            print_json({**priced_json(result), **({"critical_path": path} if path else {})})
         else:
             print_priced(result, self.pictures.files)
+            print_path_parts(path, seconds_text)
         return 0
 
 

@@ -9,11 +9,18 @@ from shardlab.planner.families import by_order
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.reasons import Alternative, alternatives
 from shardlab.planner.search import Found, Outcome, Search, Told
+from shardlab.planner.shares import path_of
 from shardlab.planner.space import meshes
 from shardlab.planner.workers import Answer, Ask, Asked, Change, changed
 from shardlab.program.toml import toml_value
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text
+
+EQUAL = 0.005
+"""Share of a step by which what is left may be faster when the search ends: predictions are not so exact."""
+
+NOTABLE = 0.02
+"""Share of a step that more memory must save to be looked for."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class Choice:
         best: the chosen plan.
         answer: its forecast, and what its step's time goes to.
         families: the best of each family that was seen, and what its step's time goes to.
+        path: seconds of the step by what its critical path is made of.
         alternatives: the nearest alternative of each choice.
         helps: seconds of a step with twice as much of something: of this plan, or with more memory of the best one.
     """
@@ -35,6 +43,7 @@ class Choice:
     best: Outcome
     answer: Answer
     families: list[tuple[Outcome, Answer]]
+    path: dict[str, float]
     alternatives: list[Alternative]
     helps: dict[Change, float]
 
@@ -60,7 +69,7 @@ def choose(
     """
     if not any(meshes(problem)):
         raise UserError(_undivided(problem))
-    found = Search(problem, ask, deadline=seconds, ahead=ahead, told=told).run()
+    found = Search(problem, ask, deadline=seconds, ahead=ahead, told=told, within=EQUAL).run()
     best = found.best
     if best is None:
         raise UserError(_nothing(problem, found))
@@ -69,7 +78,13 @@ def choose(
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
     more = {change: ask(Asked(best.candidate, change=change)) for change in doubled}
     roomy = Search(
-        changed(problem, "memory"), ask, deadline=seconds / 4, ahead=ahead, change="memory", best=best.seconds
+        changed(problem, "memory"),
+        ask,
+        deadline=seconds / 4,
+        ahead=ahead,
+        change="memory",
+        best=best.seconds,
+        within=NOTABLE,
     ).run()
     others = alternatives(problem, best.candidate, ask)
     studied = [(each, study) for each, future in coming if (study := future.result()) is not None]
@@ -79,14 +94,14 @@ def choose(
         if (study := more[change].result()) is not None:
             helps[change] = study.forecast.seconds
     helps["memory"] = min([best.seconds, *(each.seconds for each in roomy.fitting)])
-    return Choice(problem, found, best, answer, studied, others, helps)
+    return Choice(problem, found, best, answer, studied, path_of(problem.workload(best.candidate)), others, helps)
 
 
 def _undivided(problem: Problem) -> str:
     devices, limits = problem.cluster.size, str(problem.limits)
     what = f"no plan divides {counted(devices, 'device')} and {counted(problem.sequences, 'sequence')}"
     if limits:
-        return f"{what} under the limits {limits}; give others"
+        return f"{what} under the limits {limits}; give others, or a --global-batch that is a multiple of {devices}"
     return f"{what}; give a --global-batch that is a multiple of {devices}"
 
 

@@ -121,6 +121,7 @@ class Search:
         told: is called again and again.
         change: what the problem that is asked about has more of.
         best: seconds of a plan that is known; only faster ones are looked for.
+        within: the search ends when nothing is left that could be faster by more than this share.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Search:
         told: Told | None = None,
         change: Change = "",
         best: float = float("inf"),
+        within: float = 0.0,
     ) -> None:
         self.problem = problem
         self._change: Change = change
@@ -146,7 +148,7 @@ class Search:
         self._told = told
         self._heap: list[tuple[float, int, Shape, Candidate | Plan | None]] = []
         self._tie = count()
-        self._best = best
+        self._best, self._within = best, within
         self._forecasts: dict[str, int] = {}
         self._fit: set[str] = set()
         self._scouted = bool(change)
@@ -159,14 +161,18 @@ class Search:
             if not self._change:
                 self._forecast_all(coming, self._lacks)
             self._scouted = True
-            self._forecast_all(coming, lambda floor, _: floor <= self._best)
-            if coming or self._over() or (self._heap and self._heap[0][0] <= self._best):
+            self._forecast_all(coming, lambda floor, _: floor <= self._enough())
+            if coming or self._over() or (self._heap and self._heap[0][0] <= self._enough()):
                 self.found.left = self._heap[0][0] if self._heap else 0.0
         except KeyboardInterrupt:
             self.found.left = self._heap[0][0] if self._heap else 0.0
         self.found.open = {model_kinds(shape.mesh) for _, _, shape, _ in self._heap}
         self.found.seconds = time.monotonic() - self._began
         return self.found
+
+    def _enough(self) -> float:
+        """The floor above which nothing is worth a forecast."""
+        return self._best * (1.0 - self._within)
 
     def _over(self) -> bool:
         return time.monotonic() > self._until

@@ -9,6 +9,7 @@ from shardlab.predict.estimate import Estimate
 from shardlab.predict.forecast import enough, extended
 from shardlab.predict.workload import Workload
 from shardlab.strategies.plan import Plan
+from shardlab.timeline.path import critical_path, path_parts
 
 COMPUTE, BUBBLE = "compute", "bubble"
 
@@ -52,6 +53,25 @@ def shares_of(workload: Workload) -> StepShares:
         seconds = {name: extended(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
     step = sum(seconds.values())
     return StepShares({name: part / step for name, part in sorted(seconds.items(), key=lambda each: -each[1])})
+
+
+def path_of(workload: Workload) -> dict[str, float]:
+    """Seconds of a step by what its critical path is made of, as replayed and extended as `shares_of` does."""
+    plan = workload.plan
+    assert isinstance(plan, Plan), "programs of their own are not planned"
+    each = workload.microbatches // plan.data_ranks
+    few, more = enough(plan, each)
+
+    def parts(count: int) -> dict[str, float]:
+        estimate = replace(workload, microbatches=count * plan.data_ranks).estimate()
+        return path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
+
+    seconds = parts(few)
+    if few < each:
+        longer, times = parts(few + more), (each - few) / more
+        names = {*seconds, *longer}
+        seconds = {name: extended(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
+    return dict(sorted(seconds.items(), key=lambda part: -part[1]))
 
 
 def _seconds(estimate: Estimate) -> dict[str, float]:
