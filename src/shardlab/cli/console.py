@@ -52,9 +52,11 @@ def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
     return table
 
 
-def print_fact(console: Console, label: str, text: str, style: str = "", figure: str = "") -> None:
+def print_fact(
+    console: Console, label: str, text: str, style: str = "", figure: str = "", *, indent: int = INDENT
+) -> None:
     """A label, perhaps a figure, and a text that goes on below itself where the terminal ends."""
-    head = Text.assemble((label.ljust(INDENT), "dim"), (figure, "bold"), "  " if figure else "")
+    head = Text.assemble((label.ljust(indent), "dim"), (figure, "bold"), "  " if figure else "")
     style = style or ("dim" if figure else "")
     for line in Text(text, style).wrap(console, max(NARROWEST, console.width - len(head))) or [Text()]:
         console.print(head + line, soft_wrap=True)

@@ -98,6 +98,9 @@ class PlanCommand:
     top: Count = 5
     """How many plans are listed beside the best of each family."""
 
+    explain: Flag = False
+    """Walk through the decisions in the order in which an expert takes them, with the numbers of each."""
+
     out: NewFile = None
     """A new TOML file for the chosen plan, which simulate, verify and train take by --plan."""
 
@@ -134,10 +137,14 @@ class PlanCommand:
             from shardlab.cli.plan_json import as_json
 
             print_json(as_json(choice, self.model, self.cluster, self.top))
-        else:
-            from shardlab.cli.plan_report import print_choice
+            return 0
+        from shardlab.cli.plan_report import print_choice, print_explained
 
-            print_choice(choice, self.model, self.cluster, self._rerun(), self.out, self.top, stdout_console())
+        shown = choice, self.model, self.cluster, self._rerun(), self.out
+        if self.explain:
+            print_explained(*shown, stdout_console())
+        else:
+            print_choice(*shown, self.top, stdout_console())
         return 0
 
     def _want_no_search(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardlab.planner.explain import decisions
 from shardlab.planner.families import family
 from shardlab.planner.reasons import sentence
 
@@ -27,6 +28,7 @@ def as_json(choice: Choice, model: str, cluster: str, top: int) -> dict[str, Any
         "device_memory": room,
         "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
         "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
+        "decisions": [vars(decision) for decision in decisions(choice)],
         "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1:top]],
         "critical_path": choice.path,
         "alternatives": [

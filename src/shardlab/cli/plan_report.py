@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_figures, print_path, table_of
 from shardlab.planner.chosen import EQUAL
+from shardlab.planner.explain import decisions
 from shardlab.planner.reasons import TELLING, sentence
 from shardlab.planner.words import described, flags_of, picture, short
 from shardlab.rules.pieces import counted
@@ -69,13 +70,7 @@ def print_choice(
     _print_misses(choice, console)
     console.print()
     _print_helps(choice, console)
-    layers = flags_of(problem, best.candidate, str(out) if out else None)
-    console.print(
-        Text.assemble(("simulate it".ljust(16), "dim"), f"shardlab simulate {words} {layers}"), soft_wrap=True
-    )
-    print_fact(console, "searched", searched(choice))
-    if out is not None:
-        print_path(console, "written to", out)
+    _print_end(choice, words, out, console)
 
 
 def _figures(choice: Choice) -> list[tuple[str, str, str]]:
@@ -165,6 +160,30 @@ def path_text(path: dict[str, float]) -> str:
     shown = [f"{name} {seconds / step:.1%}" for name, seconds in path.items() if seconds >= TELLING * step]
     rest = 1 - sum(seconds for seconds in path.values() if seconds >= TELLING * step) / step
     return ", ".join([*shown, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
+
+
+def print_explained(choice: Choice, model: str, cluster: str, words: str, out: Path | None, console: Console) -> None:
+    """Print the decisions one after the other; arguments as of `print_choice`."""
+    console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}, decision by decision"))
+    for decision in decisions(choice):
+        console.print(f"\n{decision.question}", style="bold")
+        for line in decision.lines:
+            print_fact(console, "  -", line, indent=4)
+    console.print("\nchosen", style="bold")
+    for line in described(choice.problem, choice.best.candidate):
+        print_fact(console, "  -", line, indent=4)
+    _print_end(choice, words, out, console)
+
+
+def _print_end(choice: Choice, words: str, out: Path | None, console: Console) -> None:
+    """The command that simulates the plan, what was searched, and the file that was written."""
+    flags = flags_of(choice.problem, choice.best.candidate, str(out) if out else None)
+    console.print()
+    command = f"shardlab simulate {words} {flags}"
+    console.print(Text.assemble(("simulate it".ljust(16), "dim"), command), soft_wrap=True)
+    print_fact(console, "searched", searched(choice))
+    if out is not None:
+        print_path(console, "written to", out)
 
 
 def _print_helps(choice: Choice, console: Console) -> None:

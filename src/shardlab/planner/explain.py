@@ -1,0 +1,111 @@
+"""The decisions in the order in which an expert takes them: does it fit, what batch, how fast; with their numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardlab.planner.bounds import Floors
+from shardlab.planner.chosen import Choice
+from shardlab.planner.reasons import Alternative, sentence
+from shardlab.planner.space import Shape
+from shardlab.program import Kind, Mesh
+from shardlab.rules.pieces import counted
+from shardlab.timeline.units import bytes_text, seconds_text
+
+FITTING = ("ZeRO", "data parallelism", "replicas", "shards over", "recomputation", "computed again", "gathered")
+"""Words of the choices that are made so that a model fits."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision: a question, and what answers it, a line each."""
+
+    question: str
+    lines: list[str]
+
+
+def decisions(choice: Choice) -> list[Decision]:
+    """Explain a choice."""
+    groups: dict[str, list[Alternative]] = {"fit": [], "batch": [], "speed": []}
+    for each in choice.alternatives:
+        fitting = any(word in each.choice for word in FITTING)
+        groups["batch" if each.choice.startswith("microbatches") else "fit" if fitting else "speed"].append(each)
+    return [
+        Decision("1. Does it fit?", [*_state(choice), *_instead(choice, groups["fit"])]),
+        Decision("2. What batch?", [*_batch(choice), *_instead(choice, groups["batch"])]),
+        Decision("3. How fast?", [*_speed(choice), *_instead(choice, groups["speed"])]),
+    ]
+
+
+def _state(choice: Choice) -> list[str]:
+    """What the model takes on one device, and what each way of sharing it leaves."""
+    problem, precision = choice.problem, choice.best.candidate.precision
+    room, devices, count = problem.cluster.device.memory, problem.cluster.size, problem.model.parameter_count
+    weights, gradients = count * precision.bytes(Kind.WEIGHT), count * precision.bytes(Kind.GRAD_WEIGHT)
+    optimizer = count * precision.under(problem.optimizer).optimizer
+    whole = weights + gradients + optimizer
+    than = "more than" if whole > room else "of"
+    lines = [
+        f"{count / 1e9:,.2f} billion parameters in {precision.name}: weights {bytes_text(weights, 1)}, gradients "
+        f"{bytes_text(gradients, 1)}, {problem.optimizer}'s state {bytes_text(optimizer, 1)}; together "
+        f"{bytes_text(whole, 1)}, {than} the {bytes_text(room, 0)} of a device"
+    ]
+    if devices > 1:
+        ways = {
+            "ZeRO-1": weights + gradients + optimizer / devices,
+            "ZeRO-2": weights + (gradients + optimizer) / devices,
+            "ZeRO-3": whole / devices,
+        }
+        shown = ", ".join(f"{name} {bytes_text(bytes, 1)}" for name, bytes in ways.items())
+        lines.append(f"shared over {devices:,} devices: {shown} on each")
+    floors, shape = Floors(problem), Shape(Mesh(), 1, precision)
+    none, full = floors.passes(shape), floors.passes(shape, "full")
+    lines.append(
+        f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.kept[-1], 1)} of activations, and "
+        f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.kept[-1] + full.again, 1)} if every block is "
+        "computed again"
+    )
+    memory, misses = choice.best.forecast.memory, choice.found.misses()
+    lines.append(f"the chosen plan holds {bytes_text(memory.total, 1)} on the fullest device")
+    lines += [f"{name} needs {bytes_text(bytes, 1)} or more" for name, (bytes, _) in misses.items() if bytes > room]
+    return lines
+
+
+def _batch(choice: Choice) -> list[str]:
+    problem, candidate = choice.problem, choice.best.candidate
+    ranks, size = candidate.plan.data_ranks, candidate.micro_batch_size
+    each = problem.sequences // ranks
+    lines = [
+        f"{counted(problem.sequences, 'sequence')} a step are {problem.tokens:,} tokens; at most so many ranks can "
+        "share them, and the others must cut the model or the sequences",
+        f"{counted(ranks, 'data-parallel rank')} get {counted(each, 'sequence')} each, in "
+        f"{counted(each // size, 'microbatch')} of {size}",
+    ]
+    if "batch" in choice.helps:
+        gain = 2 * choice.best.seconds / choice.helps["batch"] - 1
+        lines.append(f"twice the batch would give {gain:+.1%} tokens/s")
+    return lines
+
+
+def _speed(choice: Choice) -> list[str]:
+    problem, best, shares = choice.problem, choice.best, choice.answer.shares
+    assert shares is not None
+    workload = problem.workload(best.candidate)
+    least = workload.mfu(1.0)  # of a step of a second: the seconds that it would take at the peak
+    parts = ", ".join(f"{name} {share:.1%}" for name, share in shares.parts.items() if share >= 0.0005)
+    lines = [
+        f"at the peak of {problem.cluster.size:,} {problem.cluster.device.name} the model's products would take "
+        f"{seconds_text(least)}; the step takes {seconds_text(best.seconds)}, an MFU of {least / best.seconds:.1%}",
+        f"its time goes to {parts}",
+    ]
+    for outcome, answer in choice.families:
+        if outcome.candidate != best.candidate and answer.shares is not None:
+            name, share = answer.shares.limit
+            slower = outcome.seconds / best.seconds - 1
+            lines.append(f"{outcome.family} at best: step {slower:+.1%}, {name} {share:.1%} of it")
+    return lines
+
+
+def _instead(choice: Choice, alternatives: list[Alternative]) -> list[str]:
+    room = choice.problem.cluster.device.memory
+    return [f"{each.choice}: {sentence(each, choice.answer, room)}" for each in alternatives]
