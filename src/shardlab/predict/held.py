@@ -74,8 +74,9 @@ def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
     taken = allocated = max(each)
     if recipe.stream_memory and on_gpu:
         taken = max(peak.bytes + standing_streams(workload, peak) for peak in peaks)
-    gathers = [bytes + standing_gathers(workload, peak) for bytes, peak in zip(each, peaks, strict=True)]
-    held_back, context = on_gpu * (recipe.reserved - 1) * taken, on_gpu * recipe.context_bytes
+    share = recipe.reserved if on_gpu else 1.0
+    gathers = [share * bytes + standing_gathers(workload, peak) for bytes, peak in zip(each, peaks, strict=True)]
+    held_back, context = (share - 1) * taken, on_gpu * recipe.context_bytes
     needed = taken + recipe.kept_when_full * held_back + context
     wanted = max(taken + held_back, *gathers)
     most = room - context if needed <= room else math.inf
