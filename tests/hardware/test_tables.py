@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from fnmatch import fnmatch
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from shardlab.hardware.devices import ALIASES
 from shardlab.hardware.figure import CONSTANTS
 from shardlab.predict.recipe import recipes
 
+ROOT = Path(__file__).parents[2]
 ALL_DEVICES = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 ALL_LINKS = pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 SOURCES = (
@@ -94,6 +98,20 @@ def test_a_figure_has_a_source_or_runs_or_is_assumed(name: str) -> None:
     assert bool(figure.source or figure.fitted_to)
     assert not (figure.assumed and figure.fitted_to)
     assert bool(figure.runs) <= bool(figure.fitted_to)
+
+
+def test_no_figure_rests_on_fewer_runs_than_were_fitted_together() -> None:
+    """Of figures whose runs are in the file of published runs; the playbook's are in a file of their own."""
+    ids = [row["id"] for row in json.loads((ROOT / "benchmarks" / "published_runs.json").read_text())]
+    together: dict[tuple[str, ...], dict[str, int]] = {}
+    for name, figure in FIGURES.items():
+        if figure.runs and not figure.runs[0].startswith("playbook"):
+            owner, _, field = name.rpartition(" ")
+            together.setdefault((owner, figure.fitted_to, *figure.runs), {})[field] = figure.count
+    assert len(together) > 10
+    for (owner, _, *runs), counts in together.items():
+        found = sum(any(fnmatch(each, pattern) for pattern in runs) for each in ids)
+        assert found >= sum(counts.values()), (owner, counts)
 
 
 def test_what_a_row_changes_of_its_base_is_not_told_as_the_bases() -> None:
