@@ -18,7 +18,7 @@ NO_SPACE = Space(0)
 """Of parameters, which have no tokens."""
 
 
-class Part(NamedTuple):
+class SizedPart(NamedTuple):
     """A part of a weight, of its gradient or of its optimizer's state, of a layer of the sample.
 
     Attributes:
@@ -51,7 +51,7 @@ class Figures:
         self.chains: dict[Hashable, Pass] = {}
         self._wire, self._room = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
         self._passes: dict[Cuts, Passes] = {}
-        self._parts: dict[Hashable, Part] = {}
+        self._parts: dict[Hashable, SizedPart] = {}
         self._seconds: dict[Hashable, float] = {}
 
     @cached_property
@@ -66,7 +66,7 @@ class Figures:
             known = self._passes[cuts] = passes_of(self._sample, self._done, cuts)
         return known
 
-    def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> Part:
+    def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedPart:
         """So many of so many pieces of a layer's parameters, or of something as large."""
         like = self.alike[layer]
         key = (kind, like, pieces, of)
@@ -76,7 +76,7 @@ class Figures:
             known = self._parts[key] = self.measured(spec)
         return known
 
-    def border(self, kind: Kind, layer: int) -> Part:
+    def border(self, kind: Kind, layer: int) -> SizedPart:
         """The value of a kind that enters a layer, or its gradient."""
         key = (kind, self.alike[layer])
         known = self._parts.get(key)
@@ -84,10 +84,10 @@ class Figures:
             known = self._parts[key] = self.measured(self.passes().borders[key])
         return known
 
-    def measured(self, spec: Spec) -> Part:
-        return Part(spec, self._wire(spec), self._room(spec), PLACE_OF_KIND[spec.kind])
+    def measured(self, spec: Spec) -> SizedPart:
+        return SizedPart(spec, self._wire(spec), self._room(spec), PLACE_OF_KIND[spec.kind])
 
-    def compute(self, kind: OpKind, part: Part) -> float:
+    def compute(self, kind: OpKind, part: SizedPart) -> float:
         """Seconds of an op on parameters, their gradient or a scalar."""
         form = part.spec.form
         key = (kind, form)
@@ -105,7 +105,7 @@ class Figures:
             known = self._seconds[key] = self.prices.collective_time(kind, bytes, group)
         return known
 
-    def message(self, part: Part, source: int, target: int) -> float:
+    def message(self, part: SizedPart, source: int, target: int) -> float:
         """Seconds of a message."""
         key = (part.spec.form, part.wire, source, target)
         known = self._seconds.get(key)

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from shardlab.predict.estimate import Peak
 from shardlab.predict.figures import Figures
 from shardlab.predict.outline_entries import Await, Compute, Entry, Issue, Join
-from shardlab.predict.outline_values import Borders, Handle, Store, Value
+from shardlab.predict.outline_values import Borders, OutlineHandle, OutlineStore, OutlineValue
 from shardlab.predict.passes import Crest, Held, Pass
 from shardlab.program import Group, Kind, Mesh, OpKind
 from shardlab.program.mesh import group_among
@@ -36,14 +36,15 @@ class Outline:
         self.layers = range(len(figures.alike) - 1)
         self.entries: list[Entry] = []
         self._handles = 0
-        self._outstanding: dict[int, Handle] = {}
+        self._outstanding: dict[int, OutlineHandle] = {}
         self.open = Counter[Hashable]()
         self._joined = Counter[Hashable]()
         self.held = [0] * len(CATEGORIES)
         self.total = self.peak = 0
         self.at_peak: Held = tuple(self.held)
         self.op, self.layer = OpKind.LOAD_WEIGHT, 0
-        self.weights, self.opt_states, self.grad_weights, self.scalars = Store(), Store(), Store(), Store()
+        self.weights, self.opt_states = OutlineStore(), OutlineStore()
+        self.grad_weights, self.scalars = OutlineStore(), OutlineStore()
         self._borders = {kind.value: Borders(self, kind) for kind in Kind}
         self.activations = self.store(Kind.ACTIVATION)
         self.grad_activations = self.store(Kind.GRAD_ACTIVATION)
@@ -62,11 +63,11 @@ class Outline:
 
     # What is held
 
-    def hold(self, value: Value) -> None:
+    def hold(self, value: OutlineValue) -> None:
         self.held[value.slot] += value.room
         self.total += value.room
 
-    def drop(self, value: Value) -> None:
+    def drop(self, value: OutlineValue) -> None:
         self.held[value.slot] -= value.room
         self.total -= value.room
 
@@ -75,24 +76,24 @@ class Outline:
         if self.total > self.peak:
             self.peak, self.at_peak, self.op, self.layer = self.total, tuple(self.held), op, layer
 
-    def forget(self, value: Value) -> None:
+    def forget(self, value: OutlineValue) -> None:
         value.keys -= 1
         if not value.keys and value.alive:
             self.free(value)
 
-    def done_with(self, value: Value | None) -> None:
+    def done_with(self, value: OutlineValue | None) -> None:
         if value is not None and not value.keys and value.alive and not value.reading:
             self.free(value)
 
-    def free(self, value: Value) -> None:
+    def free(self, value: OutlineValue) -> None:
         value.alive = False
         for handle in value.reading:
             self.wait(handle)
         self.drop(value)
 
-    def made(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> Value:
+    def made(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> OutlineValue:
         """Make a value that is so many of so many pieces of a layer's weight."""
-        return Value(self, self.figures.part(kind, layer, pieces, of), layer, pieces, of)
+        return OutlineValue(self, self.figures.part(kind, layer, pieces, of), layer, pieces, of)
 
     # What takes time
 
@@ -106,16 +107,18 @@ class Outline:
         else:
             self.entries.append(Compute(seconds))
 
-    def issue(self, channel: Hashable, result: Value | None, read: Value | None) -> Handle:
+    def issue(self, channel: Hashable, result: OutlineValue | None, read: OutlineValue | None) -> OutlineHandle:
         """Note that a communication has begun; an entry follows."""
-        handle = self._outstanding[self._handles] = Handle(self, self._handles, channel, result, read)
+        handle = self._outstanding[self._handles] = OutlineHandle(self, self._handles, channel, result, read)
         self._handles += 1
         self.open[channel] += 1
         if read is not None:
             read.reading += (handle,)
         return handle
 
-    def meet(self, group: Group, seconds: float, result: Value | None = None, read: Value | None = None) -> Handle:
+    def meet(
+        self, group: Group, seconds: float, result: OutlineValue | None = None, read: OutlineValue | None = None
+    ) -> OutlineHandle:
         """Begin a collective: alone, or with the other rows that are members."""
         handle = self.issue(group, result, read)
         if self._meets_rows(group):
@@ -127,12 +130,12 @@ class Outline:
     def _meets_rows(self, group: Group) -> bool:
         return group.axis == "pp" or (self.mesh.pp > 1 and group.ranks[-1] - group.ranks[0] >= self._apart)
 
-    def _join(self, handle: Handle, stream: Hashable, members: int, seconds: float, blocks: float = 0.0) -> None:
+    def _join(self, handle: OutlineHandle, stream: Hashable, members: int, seconds: float, blocks: float = 0.0) -> None:
         channel = handle.channel
         self._joined[channel] += 1
         self.entries.append(Join(handle.number, channel, self._joined[channel], stream, members, seconds, blocks))
 
-    def wait(self, handle: Handle) -> None:
+    def wait(self, handle: OutlineHandle) -> None:
         handle.waited = True
         del self._outstanding[handle.number]
         self.open[handle.channel] -= 1
@@ -172,13 +175,13 @@ class Outline:
 
     # Verbs of a program
 
-    def load_weight(self, layer: int, index: int = 0, of: int = 1) -> Value:
+    def load_weight(self, layer: int, index: int = 0, of: int = 1) -> OutlineValue:
         return self._load(Kind.WEIGHT, OpKind.LOAD_WEIGHT, layer, of)
 
-    def load_opt_state(self, layer: int, index: int = 0, of: int = 1) -> Value:
+    def load_opt_state(self, layer: int, index: int = 0, of: int = 1) -> OutlineValue:
         return self._load(Kind.OPT_STATE, OpKind.LOAD_OPT_STATE, layer, of)
 
-    def _load(self, kind: Kind, op: OpKind, layer: int, of: int) -> Value:
+    def _load(self, kind: Kind, op: OpKind, layer: int, of: int) -> OutlineValue:
         value = self.made(kind, layer, 1, of)
         self.run(self.figures.compute(op, value.part))
         self.hold(value)
@@ -188,22 +191,22 @@ class Outline:
     def load_batch(self, microbatches: Sequence[int], slices: Sequence[int] | None) -> None:
         self.passed(self.figures.passes().by_key["load",], 0)
 
-    def all_gather(self, value: Value, *, axis: str) -> Handle:
+    def all_gather(self, value: OutlineValue, *, axis: str) -> OutlineHandle:
         group = self.group(axis)
         result = self.made(value.kind, value.layer, value.pieces * len(group.ranks), value.of)
         result.updated = value.updated
         return self._collective(OpKind.ALL_GATHER, value, result, group)
 
-    def reduce_scatter(self, value: Value, *, axis: str) -> Handle:
+    def reduce_scatter(self, value: OutlineValue, *, axis: str) -> OutlineHandle:
         group = self.group(axis)
         result = self.made(value.kind, value.layer, value.pieces, value.of * len(group.ranks))
         return self._collective(OpKind.REDUCE_SCATTER, value, result, group)
 
-    def all_reduce(self, value: Value, *, axis: str = "", among: Sequence[int] = ()) -> Handle:
+    def all_reduce(self, value: OutlineValue, *, axis: str = "", among: Sequence[int] = ()) -> OutlineHandle:
         group = group_among(tuple(among)) if among else self.group(axis)
         return self._collective(OpKind.ALL_REDUCE, value, self._alike(value), group)
 
-    def _collective(self, kind: OpKind, value: Value, result: Value, group: Group) -> Handle:
+    def _collective(self, kind: OpKind, value: OutlineValue, result: OutlineValue, group: Group) -> OutlineHandle:
         gathers = kind is OpKind.ALL_GATHER and value.part.spec.form.kind is Kind.WEIGHT and not value.updated
         result.slot = GATHERED if gathers else COMMUNICATION
         self.hold(result)
@@ -213,21 +216,21 @@ class Outline:
         seconds = self.figures.collective(kind, max(value.part.wire, result.part.wire), group)
         return self.meet(group, seconds, result, value)
 
-    def _take_over(self, value: Value) -> None:
+    def _take_over(self, value: OutlineValue) -> None:
         """What was made lies where this value does."""
         self.drop(value)
         value.room = 0
 
-    def _alike(self, value: Value) -> Value:
-        return Value(self, value.part, value.layer, value.pieces, value.of)
+    def _alike(self, value: OutlineValue) -> OutlineValue:
+        return OutlineValue(self, value.part, value.layer, value.pieces, value.of)
 
-    def send(self, value: Value, *, to: int) -> Handle:
+    def send(self, value: OutlineValue, *, to: int) -> OutlineHandle:
         seconds = self.figures.message(value.part, self.index, to)
         handle = self.issue((self.index, to), None, value)
         self._join(handle, frozenset((self.index, to)), 2, seconds, self.figures.prices.blocking_p2p * seconds)
         return handle
 
-    def recv(self, *, source: int, expect: tuple[str, int, int]) -> Handle:
+    def recv(self, *, source: int, expect: tuple[str, int, int]) -> OutlineHandle:
         name, layer, _ = expect
         result = self._borders[name].coming(layer)
         result.slot = COMMUNICATION
@@ -238,7 +241,7 @@ class Outline:
         self._join(handle, frozenset((source, self.index)), 2, seconds)
         return handle
 
-    def add(self, older: Value, newer: Value) -> Value:
+    def add(self, older: OutlineValue, newer: OutlineValue) -> OutlineValue:
         made = self._alike(older)
         fused = newer.kind is Kind.GRAD_WEIGHT and not newer.room  # the backward pass has added it
         if not (fused and self.figures.prices.adds_in_backward):
@@ -249,18 +252,20 @@ class Outline:
         self.done_with(newer)
         return made
 
-    def accumulate(self, gradient: Value) -> None:
+    def accumulate(self, gradient: OutlineValue) -> None:
         layer, sums = gradient.layer, self.grad_weights
         sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
 
-    def norm(self, layer: int, gradient: Value) -> Value:
+    def norm(self, layer: int, gradient: OutlineValue) -> OutlineValue:
         made = self.made(Kind.SCALAR, -1)
         self.run(self.figures.compute(OpKind.NORM, gradient.part))
         self.hold(made)
         self.note(OpKind.NORM, layer)
         return made
 
-    def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value) -> Value:
+    def direction(
+        self, layer: int, gradient: OutlineValue, opt_state: OutlineValue, norm: OutlineValue
+    ) -> OutlineValue:
         made = self.made(Kind.DIRECTION, layer, opt_state.pieces, opt_state.of)
         self.run(self.figures.compute(OpKind.DIRECTION, made.part))
         self.hold(made)
@@ -268,8 +273,14 @@ class Outline:
         return made
 
     def update(
-        self, layer: int, gradient: Value, weight: Value, opt_state: Value, norm: Value, direction: Value | None
-    ) -> tuple[Value, Value]:
+        self,
+        layer: int,
+        gradient: OutlineValue,
+        weight: OutlineValue,
+        opt_state: OutlineValue,
+        norm: OutlineValue,
+        direction: OutlineValue | None,
+    ) -> tuple[OutlineValue, OutlineValue]:
         for value in (weight, opt_state):
             value.alive = False
             for handle in value.reading:
@@ -290,9 +301,14 @@ class Outline:
 
     def busy(self, done: Pass) -> bool:
         """Whether a pass's collectives may have to wait for others that are in flight."""
-        return any(self.open[group] for group in done.groups)
+        for group in done.groups:  # noqa: SIM110 (a generator takes twice as long)
+            if self.open[group]:
+                return True
+        return False
 
-    def passed(self, done: Pass, layer: int, weight: Value | None = None, gradient: Value | None = None) -> None:
+    def passed(
+        self, done: Pass, layer: int, weight: OutlineValue | None = None, gradient: OutlineValue | None = None
+    ) -> None:
         """Take a layer's pass.
 
         Args:

@@ -23,10 +23,10 @@ def step_seconds(rows: Sequence[Sequence[Entry]], contention: float = 0.0) -> fl
     Args:
         contention: see `Prices.contention`.
     """
-    return _Clocks(rows, contention).run()
+    return _OutlineClocks(rows, contention).run()
 
 
-class _Row:
+class _OutlinedRow:
     """Where a row has got to.
 
     Attributes:
@@ -46,9 +46,9 @@ class _Row:
         self.idle: list[Idle] = []
 
 
-class _Clocks:
+class _OutlineClocks:
     def __init__(self, rows: Sequence[Sequence[Entry]], contention: float) -> None:
-        self._rows = [_Row(entries) for entries in rows]
+        self._rows = [_OutlinedRow(entries) for entries in rows]
         self._contention = contention
         self._free: dict[Hashable, float] = defaultdict(float)  # streams across rows
         self._joined: dict[Meeting, list[tuple[int, Join]]] = defaultdict(list)  # rows, and their parts

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Generator, Hashable
 from typing import TYPE_CHECKING, Any
 
-from shardlab.predict.figures import Part
+from shardlab.predict.figures import SizedPart
 from shardlab.program import Kind
 
 if TYPE_CHECKING:
     from shardlab.predict.outline import Outline
 
 
-class Value:
+class OutlineValue:
     """A value of an outlined rank.
 
     Attributes:
@@ -29,23 +29,23 @@ class Value:
 
     __slots__ = ("alive", "keys", "layer", "of", "part", "pieces", "rank", "reading", "room", "slot", "updated")
 
-    def __init__(self, rank: Outline, part: Part, layer: int = -1, pieces: int = 1, of: int = 1) -> None:
+    def __init__(self, rank: Outline, part: SizedPart, layer: int = -1, pieces: int = 1, of: int = 1) -> None:
         self.rank, self.part, self.layer, self.pieces, self.of = rank, part, layer, pieces, of
         self.room = part.room
         self.slot = part.slot
         self.keys = 0
         self.alive, self.updated = True, False
-        self.reading: tuple[Handle, ...] = ()
+        self.reading: tuple[OutlineHandle, ...] = ()
 
     @property
     def kind(self) -> Kind:
         return self.part.spec.form.kind
 
-    def __add__(self, other: Value) -> Value:
+    def __add__(self, other: OutlineValue) -> OutlineValue:
         return self.rank.add(self, other)
 
 
-class Handle:
+class OutlineHandle:
     """A communication that an outlined rank has issued.
 
     Attributes:
@@ -56,21 +56,23 @@ class Handle:
 
     __slots__ = ("channel", "number", "rank", "read", "result", "waited")
 
-    def __init__(self, rank: Outline, number: int, channel: Hashable, result: Value | None, read: Value | None) -> None:
+    def __init__(
+        self, rank: Outline, number: int, channel: Hashable, result: OutlineValue | None, read: OutlineValue | None
+    ) -> None:
         self.rank, self.number, self.channel, self.result, self.read = rank, number, channel, result, read
         self.waited = False
 
-    def __await__(self) -> Generator[Handle, None, Any]:
+    def __await__(self) -> Generator[OutlineHandle, None, Any]:
         if not self.waited:
             self.rank.wait(self)
         return self.result
         yield self
 
 
-class Store(dict[Hashable, Value]):
+class OutlineStore(dict[Hashable, OutlineValue]):
     """An outlined rank's values of a kind; the last key that goes frees its value."""
 
-    def __setitem__(self, key: Hashable, value: Value) -> None:
+    def __setitem__(self, key: Hashable, value: OutlineValue) -> None:
         value.keys += 1
         old = self.get(key)
         if old is not None:
@@ -82,7 +84,7 @@ class Store(dict[Hashable, Value]):
         super().__delitem__(key)
         value.rank.forget(value)
 
-    def pop(self, key: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
+    def pop(self, key: Hashable) -> OutlineValue:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
         value = super().pop(key)
         value.keys -= 1
         return value
@@ -95,7 +97,7 @@ class Borders:
         self.rank = rank
         self.kind = kind
         self.name = kind.value
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, SizedPart] = {}
 
     def __setitem__(self, key: Hashable, value: object) -> None:
         """Nothing is left to count."""
@@ -105,12 +107,12 @@ class Borders:
         if self.kind is Kind.GRAD_ACTIVATION and key[0] == 0:
             self.rank.drop(self.pop(key))
 
-    def pop(self, key: tuple[int, int]) -> Value:
+    def pop(self, key: tuple[int, int]) -> OutlineValue:
         return self.coming(key[0])
 
-    def coming(self, layer: int) -> Value:
+    def coming(self, layer: int) -> OutlineValue:
         """Make the value that enters a layer, or its gradient."""
         part = self._parts.get(layer)
         if part is None:
             part = self._parts[layer] = self.rank.figures.border(self.kind, layer)
-        return Value(self.rank, part)
+        return OutlineValue(self.rank, part)

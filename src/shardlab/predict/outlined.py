@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from shardlab.predict.figures import Figures
 from shardlab.predict.outline import Outline
-from shardlab.predict.outline_values import Value
+from shardlab.predict.outline_values import OutlineValue
 from shardlab.predict.passes import NO_CRESTS, NOTHING, Crest, Cuts, Meeting, Pass
 from shardlab.program import Kind, OpKind
 from shardlab.strategies.planned import PlanRunner
@@ -57,23 +57,23 @@ class _Layers:
         cuts, like = self.key(layer)
         return self.figures.passes(cuts).by_key[name, like, *rest]
 
-    async def forward(self, layer: int, m: int, weight: Value, keeps: Keeps, *, hands_on: bool = True) -> None:
+    async def forward(self, layer: int, m: int, weight: OutlineValue, keeps: Keeps, *, hands_on: bool = True) -> None:
         self.rank.passed(self.of("forward", layer, keeps, hands_on), layer, weight)
 
     async def loss(self, m: int) -> None:
         last = len(self.rank.layers)
         self.rank.passed(self.figures.passes().by_key["loss", self.figures.alike[last]], last)
 
-    async def backward(self, layer: int, m: int, weight: Value) -> Value:
+    async def backward(self, layer: int, m: int, weight: OutlineValue) -> OutlineValue:
         return self.with_gradient(self.of("backward", layer), layer, weight)
 
-    async def backward_input(self, layer: int, m: int, weight: Value) -> None:
+    async def backward_input(self, layer: int, m: int, weight: OutlineValue) -> None:
         self.rank.passed(self.of("backward_input", layer), layer, weight)
 
-    def backward_weight(self, layer: int, m: int) -> Value:
+    def backward_weight(self, layer: int, m: int) -> OutlineValue:
         return self.with_gradient(self.of("backward_weight", layer), layer, None)
 
-    def gradient(self, layer: int) -> Value:
+    def gradient(self, layer: int) -> OutlineValue:
         """The gradient that a layer's backward pass makes of its weight."""
         owner = self.plan.weight_of(layer)
         return self.rank.made(Kind.GRAD_WEIGHT, owner, of=self.slices.get(owner, 1))
@@ -83,7 +83,7 @@ class _Layers:
         weight = self.plan.weights.get(owner := self.plan.weight_of(layer))
         return weight is not None and not weight.reduce_every_microbatch and owner in self.rank.grad_weights
 
-    def with_gradient(self, done: Pass, layer: int, weight: Value | None) -> Value:
+    def with_gradient(self, done: Pass, layer: int, weight: OutlineValue | None) -> OutlineValue:
         gradient = self.gradient(layer)
         if self.adds(layer):
             gradient.room = 0
