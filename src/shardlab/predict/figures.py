@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable
 from functools import cached_property
 from typing import NamedTuple
 
-from shardlab.predict.passes import Cuts, Pass, Passes, passes_of
+from shardlab.predict.passes import Cuts, Pass, PassTable, passes_of
 from shardlab.predict.workload import Workload
 from shardlab.program import Group, Holds, Kind, OpKind, Spec
 from shardlab.program.tape import compute_op
@@ -50,7 +50,7 @@ class Figures:
         self.sizes, self.prices = self._sample.sizes, self._sample.prices
         self.chains: dict[Hashable, Pass] = {}
         self._wire, self._room = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
-        self._passes: dict[Cuts, Passes] = {}
+        self._passes: dict[Cuts, PassTable] = {}
         self._parts: dict[Hashable, SizedPart] = {}
         self._seconds: dict[Hashable, float] = {}
 
@@ -59,7 +59,7 @@ class Figures:
         """Whether communication that is awaited at once takes as long as compute does."""
         return not self.prices.contention
 
-    def passes(self, cuts: Cuts = None) -> Passes:
+    def passes(self, cuts: Cuts = None) -> PassTable:
         """Passes of blocks that are computed again and are cut so by stages (None: of others)."""
         known = self._passes.get(cuts)
         if known is None:

@@ -100,7 +100,7 @@ Cuts = tuple[int, ...] | None
 """Layers of a block, from its first one, at which stages begin, where it is computed again; None where it is not."""
 
 
-class Passes(NamedTuple):
+class PassTable(NamedTuple):
     """Passes of a sample's layers.
 
     Attributes:
@@ -112,7 +112,7 @@ class Passes(NamedTuple):
     borders: Mapping[tuple[Kind, int], Spec]
 
 
-def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> Passes:
+def passes_of(workload: Workload, done: Collection[type], cuts: Cuts) -> PassTable:
     """Measure the passes of a workload's layers.
 
     Args:
@@ -153,10 +153,10 @@ class _Key:
         return isinstance(other, _Key) and self.parts == other.parts
 
 
-_KNOWN: dict[_Key, Passes] = {}
+_KNOWN: dict[_Key, PassTable] = {}
 
 
-def _measured(sample: Workload, prices: Prices, kept: Sizes) -> Passes:
+def _measured(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
     """Trace and replay a sample, and measure its passes."""
     plan, sizes = sample.plan, sample.sizes
     assert isinstance(plan, Plan)
@@ -170,7 +170,7 @@ def _measured(sample: Workload, prices: Prices, kept: Sizes) -> Passes:
     traced = fold(plan, sizes, sample.microbatches, strategy)
     measuring = _Measuring(traced, prices, Bytes(kept))
     by_key = {key: measuring.between(start, stop, key) for (start, key), (stop, _) in pairwise(marks) if key}
-    return Passes(by_key, borders)
+    return PassTable(by_key, borders)
 
 
 def _on_one_rank(workload: Workload, done: Collection[type], cuts: Cuts) -> Workload:
