@@ -28,7 +28,7 @@ class PlanOptions:
     """
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan."""
+    """A plan in a TOML file: the fields of shardlab.strategies.plan.Plan; for train, auto plans for this machine."""
 
     def given(self) -> dict[str, Any]:
         """The flags that are given, by field.

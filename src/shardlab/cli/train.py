@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.text import Text
 
+from shardlab.cli.auto_plan import AUTO, planned_here
 from shardlab.cli.config_table import print_config, print_counts
 from shardlab.cli.console import print_fact, print_json, stdout_console
 from shardlab.cli.expected import peak_flops, predicted_seconds
@@ -116,7 +117,7 @@ class Train:
         first, launched = world is None or world.rank == 0, world and world.world
         resumed = self._resumed(world)
         sources = self._sources() if resumed is None else self._sources_again(resumed, launched)
-        chosen, config = self._resolved(sources, launched)
+        chosen, config = self._resolved(sources, launched, tell=first and not self.json)
         if resumed is not None:
             config = resumed.config(config)
             if resumed.has_ended(config.train.steps):
@@ -182,8 +183,12 @@ class Train:
             sources.append(data)
         return sources if self.depth is None else [*sources, of_depth(self.depth, sources, flags.sections)]
 
-    def _resolved(self, sources: list[ConfigSource], launched: int | None) -> tuple[StrategyEntry, TrainingConfig]:
+    def _resolved(
+        self, sources: list[ConfigSource], launched: int | None, *, tell: bool
+    ) -> tuple[StrategyEntry, TrainingConfig]:
         """The strategy and the configuration that sources make together; `launched` ranks are there, if any."""
+        if self.layout.plan == AUTO:
+            return planned_here(self.layout, sources, self.ranks or launched, tell=tell)
         name, ranks, base = self.strategy, self.ranks, None
         if name is None and self.layout.plan is None:
             below = [source for source in sources if source.name != "flags"]

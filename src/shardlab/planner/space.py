@@ -18,7 +18,8 @@ Left out are plans that cannot be better than one that is there:
 - Striped sequences: without stripes, ranks of `cp` have exactly as much work.
 - Sequences cut so finely that a rank has less than 1,024 tokens of them, unless a limit names `cp`.
 - Stages of other sizes than the even ones, unless a limit names them.
-- Of blocks that are computed again, any but each stage's first ones: blocks are alike. Shares of them are quarters.
+- Of blocks that are computed again, any but each stage's first ones: blocks are alike. Shares of them are quarters
+  and the outermost eighths.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from shardlab.strategies.model_layers import ModelLayers
 from shardlab.strategies.plan import Context, Plan, Recompute
 from shardlab.strategies.schedules import SCHEDULES
 
-SHARES = {"none": 0.0, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "full": 1.0}
+SHARES = {"none": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "7/8": 0.875, "full": 1.0}
 """Shares of a stage's blocks that are computed again."""
 
 WORDS: dict[str | tuple[int, ...], Recompute] = {"selective": "selective", "full": "full"}
