@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from shardlab.cli.cluster import cluster_called
 from shardlab.cli.expected import cluster_here
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.program import AXES, Mesh, UserError
@@ -42,11 +43,7 @@ def planned_here(
     from shardlab.planner.words import described
     from shardlab.planner.workers import workers
 
-    cluster = cluster_here(ranks or max(1, gpu_count()))
-    if cluster is None:
-        raise UserError(
-            "--plan auto plans for this machine as it was measured, and it was not; run shardlab bench, or give a plan"
-        )
+    cluster = cluster_here(ranks or max(1, gpu_count())) or cluster_called("local", force=False)
     ranks = ranks or cluster.size
     cluster.require(ranks)
     if cluster.nodes == 1:
