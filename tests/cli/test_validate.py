@@ -84,3 +84,11 @@ def test_runs_whose_room_was_misjudged_are_named(few: Path, capsys: pytest.Captu
     assert "1 of 2 runs that ran out of memory are predicted not to fit." in said
     assert "Said to fit but ran out of memory:\n  said to have ended" in said
     assert "Said not to fit but ran:\n  said to have run" in said
+
+
+def test_a_long_source_leaves_room_for_the_figures(few: Path, capsys: Captured) -> None:
+    (titan,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
+    few.write_text(json.dumps([titan | {"publication": None, "source": "a repository of many words, its README " * 4}]))
+    assert main(["validate", str(few)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("a repository of many words ") and line.count("%") == 4 for line in lines)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +25,10 @@ T = TypeVar("T")
 
 Figure = Literal["seconds", "bytes"]
 """Figures in which predictions are compared: the time of a step, and memory."""
+
+
+LONGEST = 40
+"""Characters of a source in a table, where a row does not say how tables call it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Outcome:
 
 def outcome_of(row: dict[str, Any], recipe: Recipe | None = None) -> Outcome:
     """Predict one row of a file, as this recipe runs it (None: as the row's framework does)."""
-    name, source = str(row["id"]), str(row.get("publication") or row.get("source") or "unknown")
+    name, source = str(row["id"]), str(row.get("publication") or _short(str(row.get("source") or "unknown")))
     measured = measured_of(row)
     try:
         if measured.memory == "model state":
@@ -62,6 +68,11 @@ def outcome_of(row: dict[str, Any], recipe: Recipe | None = None) -> Outcome:
         return Outcome(name, source, measured, predict(run), assumed=run.assumed)
     except (Incomplete, UserError, Refused) as error:
         return Outcome(name, source, measured, None, str(error))
+
+
+def _short(source: str) -> str:
+    """A source as a table has room for it: up to its first comma or parenthesis, and no longer than a line bears."""
+    return textwrap.shorten(re.split("[,;(]", source)[0], LONGEST, placeholder=" ...") or source[:LONGEST]
 
 
 def _state(row: dict[str, Any]) -> Prediction:
