@@ -9,13 +9,13 @@ from shardlab.planner.families import family
 from shardlab.planner.reasons import sentence
 
 if TYPE_CHECKING:
-    from shardlab.planner.chosen import Choice
+    from shardlab.planner.chosen import PlanChoice
     from shardlab.planner.problem import Candidate, Problem
-    from shardlab.planner.search import Outcome
+    from shardlab.planner.search import PlanOutcome
     from shardlab.planner.workers import Answer
 
 
-def as_json(choice: Choice, model: str, cluster: str, top: int) -> dict[str, Any]:
+def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str, Any]:
     """Describe all of it."""
     problem, found, room = choice.problem, choice.found, choice.problem.cluster.device.memory
     tokens = problem.tokens
@@ -30,6 +30,7 @@ def as_json(choice: Choice, model: str, cluster: str, top: int) -> dict[str, Any
         "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
         "decisions": [vars(decision) for decision in decisions(choice)],
         "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1:top]],
+        "error_on_published_runs": choice.sure and vars(choice.sure),
         "critical_path": choice.path,
         "alternatives": [
             {
@@ -60,7 +61,7 @@ def as_json(choice: Choice, model: str, cluster: str, top: int) -> dict[str, Any
     }
 
 
-def _outcome(problem: Problem, outcome: Outcome) -> dict[str, Any]:
+def _outcome(problem: Problem, outcome: PlanOutcome) -> dict[str, Any]:
     forecast, seconds = outcome.forecast, outcome.seconds
     peak = max(forecast.peaks, key=lambda peak: peak.bytes)
     return {

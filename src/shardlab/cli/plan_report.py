@@ -17,7 +17,7 @@ from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text, share_text, unit_of
 
 if TYPE_CHECKING:
-    from shardlab.planner.chosen import Choice
+    from shardlab.planner.chosen import PlanChoice
     from shardlab.planner.workers import Change
 
 BAR = 40
@@ -41,7 +41,7 @@ HELPS: dict[Change, str] = {
 
 
 def print_choice(
-    choice: Choice, model: str, cluster: str, words: str, out: Path | None, top: int, console: Console
+    choice: PlanChoice, model: str, cluster: str, words: str, out: Path | None, top: int, console: Console
 ) -> None:
     """Print all of it.
 
@@ -59,6 +59,8 @@ def print_choice(
     console.print()
     print_figures(console, _figures(choice))
     print_fact(console, "", _bar(choice))
+    if (sure := choice.sure) is not None:
+        print_fact(console, "how sure", f"{sure}; plans that are closer are as good as equal")
     console.print()
     for line in picture(best.candidate.plan.mesh, problem.cluster):
         console.print(Text(line), soft_wrap=True)
@@ -73,7 +75,7 @@ def print_choice(
     _print_end(choice, words, out, console)
 
 
-def _figures(choice: Choice) -> list[tuple[str, str, str]]:
+def _figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     problem, best = choice.problem, choice.best
     workload, memory = problem.workload(best.candidate), best.forecast.memory
     room, shares = problem.cluster.device.memory, choice.answer.shares
@@ -88,7 +90,7 @@ def _figures(choice: Choice) -> list[tuple[str, str, str]]:
     ]
 
 
-def _bar(choice: Choice) -> str:
+def _bar(choice: PlanChoice) -> str:
     """The fullest device's memory by category, and the amounts."""
     memory, room = choice.best.forecast.memory, choice.problem.cluster.device.memory
     peak = max(choice.best.forecast.peaks, key=lambda peak: peak.bytes)
@@ -100,7 +102,7 @@ def _bar(choice: Choice) -> str:
     return f"[{bar:·<{BAR}}] {', '.join(words)}"
 
 
-def _print_families(choice: Choice, console: Console) -> None:
+def _print_families(choice: PlanChoice, console: Console) -> None:
     table = table_of("", "best of each family", "step", "memory", "what limits it", words=2)
     table.columns[1].no_wrap = False
     table.columns[4].justify = "left"
@@ -121,7 +123,7 @@ def _print_families(choice: Choice, console: Console) -> None:
     console.print(table)
 
 
-def _print_runners_up(choice: Choice, console: Console, top: int) -> None:
+def _print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
     shown = choice.found.fitting[1:top]
     if not shown:
         return
@@ -129,13 +131,16 @@ def _print_runners_up(choice: Choice, console: Console, top: int) -> None:
     table.columns[1].no_wrap = False
     for outcome in shown:
         slower = outcome.seconds / choice.best.seconds - 1
+        equal = " (equal)" if choice.sure is not None and slower < choice.sure.mean else ""
         memory = bytes_text(outcome.forecast.memory.total, 1)
-        table.add_row(outcome.family, short(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}", memory)
+        table.add_row(
+            outcome.family, short(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}{equal}", memory
+        )
     console.print()
     console.print(table)
 
 
-def _print_reasons(choice: Choice, console: Console) -> None:
+def _print_reasons(choice: PlanChoice, console: Console) -> None:
     room = choice.problem.cluster.device.memory
     console.print("\nwhy, choice by choice: what the nearest alternative would cost", style="dim")
     width = max((len(each.choice) for each in choice.alternatives), default=0)
@@ -144,7 +149,7 @@ def _print_reasons(choice: Choice, console: Console) -> None:
         console.print(Text(text), soft_wrap=True)
 
 
-def _print_misses(choice: Choice, console: Console) -> None:
+def _print_misses(choice: PlanChoice, console: Console) -> None:
     room = choice.problem.cluster.device.memory
     misses = {name: miss for name, miss in choice.found.misses().items() if miss[0] > room}
     if misses:
@@ -162,7 +167,9 @@ def path_text(path: dict[str, float]) -> str:
     return ", ".join([*shown, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
 
 
-def print_explained(choice: Choice, model: str, cluster: str, words: str, out: Path | None, console: Console) -> None:
+def print_explained(
+    choice: PlanChoice, model: str, cluster: str, words: str, out: Path | None, console: Console
+) -> None:
     """Print the decisions one after the other; arguments as of `print_choice`."""
     console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}, decision by decision"))
     for decision in decisions(choice):
@@ -175,7 +182,7 @@ def print_explained(choice: Choice, model: str, cluster: str, words: str, out: P
     _print_end(choice, words, out, console)
 
 
-def _print_end(choice: Choice, words: str, out: Path | None, console: Console) -> None:
+def _print_end(choice: PlanChoice, words: str, out: Path | None, console: Console) -> None:
     """The command that simulates the plan, what was searched, and the file that was written."""
     flags = flags_of(choice.problem, choice.best.candidate, str(out) if out else None)
     console.print()
@@ -186,7 +193,7 @@ def _print_end(choice: Choice, words: str, out: Path | None, console: Console) -
         print_path(console, "written to", out)
 
 
-def _print_helps(choice: Choice, console: Console) -> None:
+def _print_helps(choice: PlanChoice, console: Console) -> None:
     words: list[str] = []
     for change, step in choice.helps.items():
         gain = (2 if change == "batch" else 1) * choice.best.seconds / step - 1
@@ -194,7 +201,7 @@ def _print_helps(choice: Choice, console: Console) -> None:
     print_fact(console, "would help", ", ".join(words))
 
 
-def searched(choice: Choice) -> str:
+def searched(choice: PlanChoice) -> str:
     """What was searched, and whether anything is left that could be better."""
     found = choice.found
     seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"

@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from shardlab.models import CutModel, Model, MoE
-from shardlab.models.kernels import FusedAttention, Kernel, Pointwise
+from shardlab.models import CutModel, MoE
+from shardlab.models.kernels import Pointwise
 from shardlab.planner.alike import alike_blocks
+from shardlab.planner.layer_prices import LayerPrices
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import Shape, blocks_of, few_of
+from shardlab.planner.space import PlanShape, blocks_of, few_of
 from shardlab.predict.priced import ClusterPrices
 from shardlab.program import Kind, OpKind, Sizes
 from shardlab.strategies.model_layers import model_layers
 from shardlab.strategies.plan import Plan
-from shardlab.strategies.rank_plan import Completion, Keeps, LayerPlan
+from shardlab.strategies.rank_plan import LayerPlan
 from shardlab.strategies.resolve import resolve
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.actions import Work
@@ -86,7 +87,7 @@ class Floors:
         self._orders: dict[Any, Any] = {}
         self._priced: dict[Any, ClusterPrices] = {}
 
-    def shape_seconds(self, shape: Shape) -> float:
+    def shape_seconds(self, shape: PlanShape) -> float:
         """Seconds below which no candidate of a shape is: the mean over pipeline ranks of their passes."""
         word = shape.recompute
         passes = self.passes(shape, word if word == "selective" else "none")
@@ -96,7 +97,7 @@ class Floors:
             seconds += shape.share * (again.backward[-1] - passes.backward[-1])
         return SURE * self._each(shape) * seconds / shape.mesh.pp
 
-    def shape_bytes(self, shape: Shape) -> float:
+    def shape_bytes(self, shape: PlanShape) -> float:
         """Bytes below which no candidate's fullest rank is: everything sharded over all ranks, and one microbatch, of
         which each rank keeps its stages' part when its forward pass has ended; on the mean rank."""
         word = shape.recompute
@@ -107,11 +108,11 @@ class Floors:
         kept = passes.kept[-1] + (passes.logits if shape.mesh.pp == 1 else 0.0)
         return SURE * (passes.weights[-1] * state / shards + kept) / shape.mesh.pp
 
-    def pipeline_seconds(self, shape: Shape, plan: Plan) -> float:
+    def pipeline_seconds(self, shape: PlanShape, plan: Plan) -> float:
         """Seconds below which no candidate with this pipeline is, whatever is sharded."""
         return SURE * max(rank.until + rank.after for rank in self._ranks(shape, plan))
 
-    def seconds(self, shape: Shape, candidate: Candidate) -> float:
+    def seconds(self, shape: PlanShape, candidate: Candidate) -> float:
         """Seconds below which a candidate is not."""
         plan, each, prices = candidate.plan, self._each(shape), self._prices(candidate)
         floor = 0.0
@@ -122,7 +123,7 @@ class Floors:
                 floor = max(floor, rank.until - rank.backward + self._reducing(prices, plan, rank.weights))
         return SURE * floor
 
-    def _ranks(self, shape: Shape, plan: Plan) -> list[RankPasses]:
+    def _ranks(self, shape: PlanShape, plan: Plan) -> list[RankPasses]:
         """What every pipeline rank has to do."""
         key = shape, plan.schedule, plan.stages_per_rank, plan.recompute
         if key not in self._done:
@@ -141,7 +142,7 @@ class Floors:
                 self._done[key].append(RankPasses(until, after, backward, weights, len(own)))
         return self._done[key]
 
-    def bytes(self, shape: Shape, candidate: Candidate, *, sharded: bool = False) -> float:
+    def bytes(self, shape: PlanShape, candidate: Candidate, *, sharded: bool = False) -> float:
         """Bytes below which a candidate's fullest rank is not; `sharded`: nor any that shares more of the model."""
         plan, precision = candidate.plan, shape.precision
         passes = self.passes(shape, plan.recompute)
@@ -170,7 +171,7 @@ class Floors:
             most = max(most, sum(weights.values()) * state + max(most_at_once, least))
         return SURE * most
 
-    def passes(self, shape: Shape, recompute: str | tuple[int, ...] = "none") -> Passes:
+    def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> Passes:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
         mesh = shape.mesh
         key = (
@@ -184,7 +185,7 @@ class Floors:
                 self._passes[key] = self._of_layers(shape, recompute)
         return self._passes[key]
 
-    def _some(self, shape: Shape, recompute: tuple[int, ...]) -> Passes:
+    def _some(self, shape: PlanShape, recompute: tuple[int, ...]) -> Passes:
         """As `passes`, where some blocks alone are computed again."""
         model, none, full = blocks_of(self.problem, shape), self.passes(shape), self.passes(shape, "full")
         again = {layer for block in recompute for layer in model.layers.recomputable[block]}
@@ -197,7 +198,7 @@ class Floors:
         )
         return Passes(none.forward, _sums(backward), _sums(kept), none.weights, none.logits, full.again)
 
-    def _each(self, shape: Shape) -> int:
+    def _each(self, shape: PlanShape) -> int:
         return self.problem.sequences // (shape.mesh.dp_shard * shape.mesh.ep * shape.micro_batch_size)
 
     def _prices(self, candidate: Candidate) -> ClusterPrices:
@@ -210,7 +211,7 @@ class Floors:
             self._priced[key] = short.workload(candidate).prices
         return self._priced[key]
 
-    def _of_layers(self, shape: Shape, recompute: str | tuple[int, ...]) -> Passes:
+    def _of_layers(self, shape: PlanShape, recompute: str | tuple[int, ...]) -> Passes:
         """What resolving a plan of one pipeline stage says of each layer, priced."""
         mesh, blocks = replace(shape.mesh, pp=1, dp_shard=1), blocks_of(self.problem, shape)
         model = blocks.short
@@ -222,7 +223,7 @@ class Floors:
             model, sizes, shape.micro_batch_size, mesh.tp if shape.sequence_parallel else 1
         )
         cuts = model_layers(sizes).pipeline_cuts
-        pricing = _LayerPrices(shape, model, prices, sizes, self._kernels)
+        pricing = LayerPrices(shape, model, prices, sizes, self._kernels)
         forward = [pricing.forward(layer) for layer in range(model.layers)]
         outputs = [pricing.waits(layers[layer].completions.output, layer + 1) for layer in range(model.layers)]
         backward: list[float] = []
@@ -242,7 +243,7 @@ class Floors:
             again=self._kept_again(shape) if recompute == "full" else 0.0,
         )
 
-    def _resolved(self, shape: Shape, plan: Plan) -> tuple[Sizes, Mapping[int, LayerPlan]]:
+    def _resolved(self, shape: PlanShape, plan: Plan) -> tuple[Sizes, Mapping[int, LayerPlan]]:
         """The sizes of a shape's values, and its layers as a rank runs them, which no microbatch's size changes."""
         mesh, model, size = shape.mesh, blocks_of(self.problem, shape).short, shape.micro_batch_size
         key = mesh.tp, mesh.cp, mesh.ep, shape.sequence_parallel, shape.precision.name, plan.recompute
@@ -258,11 +259,11 @@ class Floors:
             activations, saved = whole.activations, whole.saved
         return replace(sizes, activations=activations, saved=saved), layers
 
-    def _kept_again(self, shape: Shape) -> float:
+    def _kept_again(self, shape: PlanShape) -> float:
         kept, blocks = self.passes(shape).kept, blocks_of(self.problem, shape).layers.recomputable
         return min(_between(kept, (block.start, block.stop)) for block in blocks)
 
-    def _stages(self, shape: Shape, plan: Plan) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    def _stages(self, shape: PlanShape, plan: Plan) -> tuple[list[tuple[int, int]], list[list[int]]]:
         """The layers at which each stage begins and ends, and the stages of each pipeline rank."""
         key = (shape.mesh.pp, plan.schedule, plan.stages_per_rank, plan.layers_per_stage, shape.mesh.tp, shape.mesh.cp)
         key = (*key, shape.mesh.ep, shape.recompute == "selective")
@@ -277,10 +278,10 @@ class Floors:
             self._states[key] = stages, held
         return self._states[key]
 
-    def _few(self, shape: Shape, plan: Plan) -> int:
+    def _few(self, shape: PlanShape, plan: Plan) -> int:
         return few_of(self._each(shape), plan.mesh.pp)
 
-    def _in_flight(self, shape: Shape, plan: Plan) -> list[list[Any]]:
+    def _in_flight(self, shape: PlanShape, plan: Plan) -> list[list[Any]]:
         """Of each pipeline rank, the moments when most is kept: microbatches of each stage, and stages with gradients.
 
         Only moments after a forward pass are told, and of those at which as much is kept the last.
@@ -320,113 +321,12 @@ class Floors:
         return max(times)
 
 
-class _LayerPrices:
-    """Seconds of a shape's layers, from their kernels."""
-
-    def __init__(self, shape: Shape, model: Model, prices: ClusterPrices, sizes: Sizes, known: dict[Any, Any]) -> None:
-        self.shape, self.model, self.prices, self.sizes, self.known = shape, model, prices, sizes, known
-        self.mesh = shape.mesh
-        self.tokens = model.seq_len // self.mesh.cp
-        self.group = self.mesh.group(0, "tp")
-
-    def slices(self, layer: int) -> int:
-        """Into how many pieces a layer's parameters are cut over ranks."""
-        return self.model.run(layer).slices
-
-    def forward(self, layer: int) -> float:
-        return self._times(layer)[0]
-
-    def backward(self, layer: int) -> float:
-        return self._times(layer)[1]
-
-    def waits(self, completions: tuple[Completion, ...], activation: int) -> float:
-        """Collectives over tp that complete an activation, which are waited for."""
-        if activation > self.model.layers or self.mesh.tp == 1:
-            return 0.0
-        elements = self.sizes.activations[activation] / self.mesh.cp
-        bytes = elements * self.sizes.element_bytes[Kind.ACTIVATION]
-        kinds = [OpKind(verb) for verb, axis in completions if axis == "tp" and verb != "slice"]
-        return sum(self._collective(kind, bytes) for kind in kinds)
-
-    def _collective(self, kind: OpKind, bytes: float) -> float:
-        key = kind, bytes, self.group
-        if key not in self.known:
-            self.known[key] = self.prices.collective_time(kind, bytes, self.group)
-        return self.known[key]
-
-    def kept(self, sizes: Sizes, layer: int, keeps: Keeps) -> float:
-        """Bytes of one microbatch that stay from a layer's forward pass to its backward pass; of experts, none is sure:
-        its input, if that is no tokens, and what autograd keeps."""
-        run, mesh = self.model.run(layer), self.mesh
-        if "expert" in run.cut or keeps == "nothing":
-            return 0.0
-        shared = mesh.tp if run.cut or self.shape.sequence_parallel else 1
-        saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared / mesh.cp
-        return self.given(sizes, layer) + (saved if keeps == "all" else 0.0)
-
-    def given(self, sizes: Sizes, activation: int) -> float:
-        """Bytes of an activation of one microbatch; tokens count as nothing."""
-        sliced = self.shape.sequence_parallel or activation == self.model.layers
-        bytes = sizes.activations[activation] * sizes.element_bytes[Kind.ACTIVATION] if activation else 0.0
-        return bytes / (self.mesh.tp if sliced else 1) / self.mesh.cp
-
-    def _times(self, layer: int) -> tuple[float, float]:
-        """Forward and backward, with the loss on the last layer."""
-        run, last = self.model.run(layer), layer == self.model.layers - 1
-        mesh, shape = self.mesh, self.shape
-        key = (run.name, run.cut, run.layout.numel, run.attend is None, last, mesh.tp, mesh.cp, mesh.ep)
-        key = (*key, shape.micro_batch_size, shape.sequence_parallel, shape.precision.name, layer == 0)
-        key = (*key, shape.context, shape.ulysses_degree) if run.attend is not None else key
-        if key not in self.known:
-            self.known[key] = self._priced(layer)
-        return self.known[key]
-
-    def _priced(self, layer: int) -> tuple[float, float]:
-        run, size, recipe = self.model.run(layer), self.shape.micro_batch_size, self.prices.recipe
-        if "expert" in run.cut:  # whose tokens depend on the routing: its products alone, at the peak
-            peak = self.prices.cluster.device.peak(self.prices.precision.compute)
-            forward = size * run.flops() / (self.mesh.tp * self.mesh.cp) / peak
-            return forward, 2 * forward
-        tokens = self.tokens // (self.mesh.tp if self.shape.sequence_parallel and not run.cut else 1)
-        kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, run.slices))
-        forward, backward = self._sum(kernels), self._sum(_back(kernels))
-        backward += sum(share * self._sum([kernel]) for kernel, share in recipe.memory.recomputed(kernels))
-        if run.attend is not None:
-            there, back = self._attention(layer, run.slices)
-            forward, backward = forward + there, backward + back
-        if layer == self.model.layers - 1:
-            loss = recipe.kernels.run(self.model.loss_kernels(size, self.tokens, run.slices))
-            backward += self._sum(loss) + self._sum([back for kernel in loss for back in kernel.backward_input()])
-        return forward, backward
-
-    def _attention(self, layer: int, slices: int) -> tuple[float, float]:
-        """Forward and backward, of as many pieces as keys and values come in."""
-        degree = self.shape.ulysses_degree or (self.mesh.cp if self.shape.context == "ulysses" else 1)
-        queries, pieces = self.tokens * degree, self.mesh.cp // degree if self.shape.context == "ring" else 1
-        keys, size = self.model.seq_len // pieces, self.shape.micro_batch_size
-        attended = self.prices.recipe.kernels.run(
-            self.model.attend_kernels(layer, size, queries, keys, 0.5, slices * degree)
-        )
-        forward = self._sum(attended)
-        backward = self._sum([back for kernel in attended for back in kernel.backward_input()])
-        if not any(isinstance(kernel, FusedAttention) for kernel in attended):
-            backward += forward
-        return pieces * forward, pieces * backward
-
-    def _sum(self, kernels: list[Kernel]) -> float:
-        return self.prices.seconds_of(kernels)
-
-
 def _ranks_of(plan: Plan, stages: int) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
     order = plan.order
     if isinstance(order, Steps):
         return order.ranks_of_stages
     return tuple(order.placement(stage, plan.mesh.pp) for stage in range(stages))
-
-
-def _back(kernels: list[Kernel]) -> list[Kernel]:
-    return [back for kernel in kernels for back in (*kernel.backward_input(), *kernel.backward_weight())]
 
 
 def _moments(order: Any) -> list[tuple[tuple[tuple[int, int], ...], frozenset[int]]]:

@@ -8,9 +8,10 @@ from shardlab.errors import UserError
 from shardlab.planner.families import by_order
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.reasons import Alternative, alternatives
-from shardlab.planner.search import Found, Outcome, Search, Told
+from shardlab.planner.search import Found, PlanOutcome, Search, Told
 from shardlab.planner.shares import path_of
 from shardlab.planner.space import meshes
+from shardlab.planner.sure import RunErrors, errors_of
 from shardlab.planner.workers import Answer, Ask, Asked, Change, changed
 from shardlab.program.toml import toml_value
 from shardlab.rules.pieces import counted
@@ -24,7 +25,7 @@ NOTABLE = 0.02
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """A plan that was chosen, and why.
 
     Attributes:
@@ -40,12 +41,18 @@ class Choice:
 
     problem: Problem
     found: Found
-    best: Outcome
+    best: PlanOutcome
     answer: Answer
-    families: list[tuple[Outcome, Answer]]
+    families: list[tuple[PlanOutcome, Answer]]
     path: dict[str, float]
     alternatives: list[Alternative]
     helps: dict[Change, float]
+
+    @property
+    def sure(self) -> RunErrors | None:
+        """How far such predictions were off; of a measured machine nothing is published."""
+        cluster = self.problem.cluster
+        return None if cluster.profile is not None else errors_of(self.problem.recipe.name, cluster.device.name)
 
     def as_toml(self) -> str:
         """The chosen plan, as a file that --plan takes."""
@@ -56,7 +63,7 @@ class Choice:
 
 def choose(
     problem: Problem, ask: Ask, *, seconds: float = float("inf"), ahead: int = 1, told: Told | None = None
-) -> Choice:
+) -> PlanChoice:
     """Search, and derive the reasons.
 
     Args:
@@ -94,7 +101,7 @@ def choose(
         if (study := more[change].result()) is not None:
             helps[change] = study.forecast.seconds
     helps["memory"] = min([best.seconds, *(each.seconds for each in roomy.fitting)])
-    return Choice(problem, found, best, answer, studied, path_of(problem.workload(best.candidate)), others, helps)
+    return PlanChoice(problem, found, best, answer, studied, path_of(problem.workload(best.candidate)), others, helps)
 
 
 def _undivided(problem: Problem) -> str:

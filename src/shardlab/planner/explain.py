@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab.planner.bounds import Floors
-from shardlab.planner.chosen import Choice
+from shardlab.planner.chosen import PlanChoice
 from shardlab.planner.reasons import Alternative, sentence
-from shardlab.planner.space import Shape
+from shardlab.planner.space import PlanShape
 from shardlab.program import Kind, Mesh
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text, seconds_text
@@ -24,7 +24,7 @@ class Decision:
     lines: list[str]
 
 
-def decisions(choice: Choice) -> list[Decision]:
+def decisions(choice: PlanChoice) -> list[Decision]:
     """Explain a choice."""
     groups: dict[str, list[Alternative]] = {"fit": [], "batch": [], "speed": []}
     for each in choice.alternatives:
@@ -37,7 +37,7 @@ def decisions(choice: Choice) -> list[Decision]:
     ]
 
 
-def _state(choice: Choice) -> list[str]:
+def _state(choice: PlanChoice) -> list[str]:
     """What the model takes on one device, and what each way of sharing it leaves."""
     problem, precision = choice.problem, choice.best.candidate.precision
     room, devices, count = problem.cluster.device.memory, problem.cluster.size, problem.model.parameter_count
@@ -58,7 +58,7 @@ def _state(choice: Choice) -> list[str]:
         }
         shown = ", ".join(f"{name} {bytes_text(bytes, 1)}" for name, bytes in ways.items())
         lines.append(f"shared over {devices:,} devices: {shown} on each")
-    floors, shape = Floors(problem), Shape(Mesh(), 1, precision)
+    floors, shape = Floors(problem), PlanShape(Mesh(), 1, precision)
     none, full = floors.passes(shape), floors.passes(shape, "full")
     lines.append(
         f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.kept[-1], 1)} of activations, and "
@@ -71,7 +71,7 @@ def _state(choice: Choice) -> list[str]:
     return lines
 
 
-def _batch(choice: Choice) -> list[str]:
+def _batch(choice: PlanChoice) -> list[str]:
     problem, candidate = choice.problem, choice.best.candidate
     ranks, size = candidate.plan.data_ranks, candidate.micro_batch_size
     each = problem.sequences // ranks
@@ -87,7 +87,7 @@ def _batch(choice: Choice) -> list[str]:
     return lines
 
 
-def _speed(choice: Choice) -> list[str]:
+def _speed(choice: PlanChoice) -> list[str]:
     problem, best, shares = choice.problem, choice.best, choice.answer.shares
     assert shares is not None
     workload = problem.workload(best.candidate)
@@ -106,6 +106,6 @@ def _speed(choice: Choice) -> list[str]:
     return lines
 
 
-def _instead(choice: Choice, alternatives: list[Alternative]) -> list[str]:
+def _instead(choice: PlanChoice, alternatives: list[Alternative]) -> list[str]:
     room = choice.problem.cluster.device.memory
     return [f"{each.choice}: {sentence(each, choice.answer, room)}" for each in alternatives]

@@ -12,7 +12,7 @@ from itertools import count
 from shardlab.planner.bounds import Floors
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import Shape, dealt, follows, pipelined, shapes
+from shardlab.planner.space import PlanShape, dealt, follows, pipelined, shapes
 from shardlab.planner.workers import Answer, Ask, Asked, Change
 from shardlab.predict.forecast import Forecast
 from shardlab.strategies.plan import Plan
@@ -22,7 +22,7 @@ SCOUTS = 3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanOutcome:
     """A candidate and what was found of it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Found:
         seconds: how long it took.
     """
 
-    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    outcomes: list[PlanOutcome] = field(default_factory=list[PlanOutcome])
     space: dict[str, int] = field(default_factory=lambda: {"shapes": 0, "candidates": 0})
     too_large: dict[str, tuple[float, Candidate]] = field(default_factory=dict[str, tuple[float, Candidate]])
     refused: int = 0
@@ -75,18 +75,18 @@ class Found:
     seconds: float = 0.0
 
     @property
-    def fitting(self) -> list[Outcome]:
+    def fitting(self) -> list[PlanOutcome]:
         """Those that fit, fastest first."""
         return sorted((each for each in self.outcomes if each.fits), key=lambda each: each.rank)
 
     @property
-    def best(self) -> Outcome | None:
+    def best(self) -> PlanOutcome | None:
         fitting = self.fitting
         return fitting[0] if fitting else None
 
-    def families(self) -> dict[str, Outcome]:
+    def families(self) -> dict[str, PlanOutcome]:
         """The best of each family that fits."""
-        best: dict[str, Outcome] = {}
+        best: dict[str, PlanOutcome] = {}
         for each in self.fitting:
             best.setdefault(each.family, each)
         return best
@@ -146,7 +146,7 @@ class Search:
         self._until = self._began + deadline
         self._ask, self._ahead = ask, ahead
         self._told = told
-        self._heap: list[tuple[float, int, Shape, Candidate | Plan | None]] = []
+        self._heap: list[tuple[float, int, PlanShape, Candidate | Plan | None]] = []
         self._tie = count()
         self._best, self._within = best, within
         self._forecasts: dict[str, int] = {}
@@ -179,7 +179,7 @@ class Search:
 
     def _fill(self) -> None:
         """Every shape whose state may fit, with its floor."""
-        full: set[Shape] = set()  # of which a larger microbatch does not fit either
+        full: set[PlanShape] = set()  # of which a larger microbatch does not fit either
         for shape in shapes(self.problem):
             self.found.space["shapes"] += 1
             if (smallest := replace(shape, micro_batch_size=1)) in full:
@@ -192,7 +192,7 @@ class Search:
             if self._over():
                 break
 
-    def _push(self, floor: float, shape: Shape, candidate: Candidate | Plan | None) -> None:
+    def _push(self, floor: float, shape: PlanShape, candidate: Candidate | Plan | None) -> None:
         heapq.heappush(self._heap, (floor, next(self._tie), shape, candidate))
 
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
@@ -206,7 +206,7 @@ class Search:
         wanted: Callable[[float, str], bool],
     ) -> None:
         """Forecast what is wanted by its floor and the kinds of its family, lowest floor first."""
-        kept: list[tuple[float, int, Shape, Candidate | Plan | None]] = []
+        kept: list[tuple[float, int, PlanShape, Candidate | Plan | None]] = []
         while not self._over():
             while self._heap and len(coming) < self._ahead and not self._over():
                 floor, _, shape, candidate = self._heap[0]
@@ -240,13 +240,13 @@ class Search:
         done = self._forecasts.get(name, 0)
         return not name or done < SCOUTS or (done < 2 * SCOUTS and name not in self._fit)
 
-    def _expand(self, shape: Shape) -> None:
+    def _expand(self, shape: PlanShape) -> None:
         """Every pipeline of a shape, with its floor."""
         for plan in pipelined(self.problem, shape):
             if (floor := self._floors.pipeline_seconds(shape, plan)) <= self._best or not self._scouted:
                 self._push(floor, shape, plan)
 
-    def _deal(self, shape: Shape, plan: Plan) -> None:
+    def _deal(self, shape: PlanShape, plan: Plan) -> None:
         """Every candidate with a pipeline that may fit, with its floor."""
         if not follows(self.problem, shape, plan):
             return
@@ -265,7 +265,7 @@ class Search:
         if answer is None:
             self.found.refused += 1
             return
-        outcome = Outcome(candidate, answer.forecast)
+        outcome = PlanOutcome(candidate, answer.forecast)
         self.found.outcomes.append(outcome)
         if outcome.fits:
             self._fit.add(outcome.family)

@@ -1,6 +1,6 @@
 """The space of plans: all that a plan can say of a model on so many devices, and that divides.
 
-It is generated in two stages. A `Shape` is what a microbatch's own time depends on: the mesh but for how its
+It is generated in two stages. A `PlanShape` is what a microbatch's own time depends on: the mesh but for how its
 data-parallel ranks share the model, the microbatch, and what is computed again. Its candidates add the pipeline's
 schedule and who keeps what. Whether a candidate is legal is for the code that runs plans to say: `Plan` itself,
 `cut_for`, the schedule's steps, and in the end the trace.
@@ -54,7 +54,7 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Shape:
+class PlanShape:
     """What the time of a microbatch's own passes depends on.
 
     Attributes:
@@ -91,7 +91,7 @@ class Shape:
         return Candidate(plan, self.micro_batch_size, self.precision)
 
 
-def shapes(problem: Problem) -> Iterator[Shape]:
+def shapes(problem: Problem) -> Iterator[PlanShape]:
     """Every shape whose mesh divides the devices, the batch and the model."""
     for mesh in meshes(problem):
         cuttings = [options for options in _options(problem, mesh) if _cuts(problem, mesh, *options)]
@@ -101,7 +101,7 @@ def shapes(problem: Problem) -> Iterator[Shape]:
                 continue
             for precision in problem.precisions:
                 for sequence_parallel, context, degree, recompute in cuttings:
-                    yield Shape(mesh, size, precision, sequence_parallel, context, degree, recompute)
+                    yield PlanShape(mesh, size, precision, sequence_parallel, context, degree, recompute)
 
 
 def meshes(problem: Problem) -> Iterator[Mesh]:
@@ -152,7 +152,7 @@ def _cuts(
     return _blocks(problem, mesh, context, degree, recompute) is not None
 
 
-def blocks_of(problem: Problem, shape: Shape) -> AlikeBlocks:
+def blocks_of(problem: Problem, shape: PlanShape) -> AlikeBlocks:
     """The model in the layers of a shape's plans."""
     found = _blocks(problem, shape.mesh, shape.context, shape.ulysses_degree, shape.recompute)
     assert found is not None, "shapes are of models that divide"
@@ -164,21 +164,21 @@ def _blocks(problem: Problem, mesh: Mesh, context: str, degree: int | None, reco
     return alike_blocks(problem.model, mesh, apart=recompute == "selective", ulysses=ulysses)
 
 
-def candidates(problem: Problem, shape: Shape) -> Iterator[Candidate]:
+def candidates(problem: Problem, shape: PlanShape) -> Iterator[Candidate]:
     """Every candidate of a shape."""
     for plan in pipelined(problem, shape):
         if follows(problem, shape, plan):
             yield from dealt(problem, shape, plan)
 
 
-def dealt(problem: Problem, shape: Shape, plan: Plan) -> Iterator[Candidate]:
+def dealt(problem: Problem, shape: PlanShape, plan: Plan) -> Iterator[Candidate]:
     """Every candidate of a shape's plan that shards nothing yet."""
     for each in sharded(problem, plan):
         if problem.limits.allow(each):
             yield Candidate(each, shape.micro_batch_size, shape.precision)
 
 
-def pipelined(problem: Problem, shape: Shape) -> Iterator[Plan]:
+def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
     """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
     model, fixed, pp = blocks_of(problem, shape).layers, problem.limits.fixed, shape.mesh.pp
     base = replace(
@@ -205,7 +205,7 @@ def _by_cost(problem: Problem, model: ModelLayers, pp: int) -> tuple[int, ...]:
     return stages_by_cost(problem.model, pp, halves=bool(model.blocks))
 
 
-def follows(problem: Problem, shape: Shape, plan: Plan) -> bool:
+def follows(problem: Problem, shape: PlanShape, plan: Plan) -> bool:
     """Whether a plan's schedule can be followed with as many microbatches as there are."""
     each = problem.sequences // (plan.data_ranks * shape.micro_batch_size)
     units = blocks_of(problem, shape).layers.pipeline_units
@@ -227,7 +227,7 @@ def _stages(layers: int, pp: int) -> list[int]:
     return [each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8)]
 
 
-def _recomputed(shape: Shape, model: ModelLayers, bounds: list[int]) -> Any:
+def _recomputed(shape: PlanShape, model: ModelLayers, bounds: list[int]) -> Any:
     """The plan's word for a share of the blocks: so many of each stage's first ones."""
     if isinstance(shape.recompute, tuple) or shape.recompute in ("none", "selective", "full"):
         return shape.recompute

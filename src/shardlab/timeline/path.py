@@ -20,7 +20,7 @@ from shardlab.timeline.traced import Traced, rank_of
 WAIT, SEND = OpKind.WAIT, OpKind.SEND
 
 
-class Link(NamedTuple):
+class PathLink(NamedTuple):
     """One link of the path.
 
     Attributes:
@@ -36,7 +36,7 @@ class Link(NamedTuple):
     held_up: bool = False
 
 
-class Item(NamedTuple):
+class ClockMove(NamedTuple):
     """What moves a rank's clock: an op that computes, or a WAIT in which it stands still.
 
     Attributes:
@@ -51,12 +51,12 @@ class Item(NamedTuple):
     end: float
 
 
-def critical_path(traced: Traced, times: Times) -> list[Link]:
+def critical_path(traced: Traced, times: Times) -> list[PathLink]:
     """The links of the path, from the step's beginning to its end, each beginning where the one before ends."""
-    return _Walk(traced, times).run()
+    return _PathWalk(traced, times).run()
 
 
-class _Walk:
+class _PathWalk:
     def __init__(self, traced: Traced, times: Times) -> None:
         self.traced, self.times = traced, times
         self.tapes = traced.program.tapes
@@ -65,9 +65,9 @@ class _Walk:
             {times.ends[row][at]: at for at, op in enumerate(tape) if op[4] >= 0 and op[0] is not WAIT}
             for row, tape in enumerate(self.tapes)
         ]
-        self.links: list[Link] = []
+        self.links: list[PathLink] = []
 
-    def run(self) -> list[Link]:
+    def run(self) -> list[PathLink]:
         end = self.times.end
         row = max(range(len(self.tapes)), key=lambda row: max(self.times.ends[row], default=0.0))
         last = self.items[row][-1].end if self.items[row] else 0.0
@@ -78,10 +78,10 @@ class _Walk:
             state = self._before(*state)
         return self.links[::-1]
 
-    def _items(self, row: int) -> list[Item]:
+    def _items(self, row: int) -> list[ClockMove]:
         starts, ends, idle = self.times.starts[row], self.times.ends[row], self.times.idle[row]
         issued: dict[int, int] = {}
-        items: list[Item] = []
+        items: list[ClockMove] = []
         stood = 0
         for at, op in enumerate(self.tapes[row]):
             handle = op[4]
@@ -90,11 +90,11 @@ class _Walk:
                     cause, since, until = idle[stood]
                     stood += 1
                     if since < self.times.end:  # a step ends with its last op
-                        items.append(Item(at, cause, since, min(until, self.times.end)))
+                        items.append(ClockMove(at, cause, since, min(until, self.times.end)))
             elif handle >= 0:
                 issued[handle] = at
             elif ends[at] > starts[at]:
-                items.append(Item(at, at, starts[at], ends[at]))
+                items.append(ClockMove(at, at, starts[at], ends[at]))
         return items
 
     def _before(self, row: int, at: int, time: float) -> tuple[int, int, float] | None:
@@ -161,10 +161,10 @@ class _Walk:
 
     def _link(self, row: int, op: int, start: float, end: float, *, held_up: bool = False) -> None:
         if end > start:
-            self.links.append(Link(row, op, start, end, held_up))
+            self.links.append(PathLink(row, op, start, end, held_up))
 
 
-def path_parts(traced: Traced, links: list[Link], place: Callable[[int], str] | None = None) -> dict[str, float]:
+def path_parts(traced: Traced, links: list[PathLink], place: Callable[[int], str] | None = None) -> dict[str, float]:
     """Seconds of a path by what they go to, largest first: `backward of feed-forward`, `all-gather on tp`.
 
     Args:
@@ -176,7 +176,7 @@ def path_parts(traced: Traced, links: list[Link], place: Callable[[int], str] | 
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
-def _part(traced: Traced, link: Link, place: Callable[[int], str] | None) -> str:
+def _part(traced: Traced, link: PathLink, place: Callable[[int], str] | None) -> str:
     op = traced.program.tapes[link.row][link.op]
     name = op.kind.value.replace("_", "-")
     if op.group is not None or op.peer >= 0:

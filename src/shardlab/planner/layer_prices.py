@@ -1,0 +1,117 @@
+"""Seconds and bytes of a shape's layers on one microbatch, from their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardlab.models import Model
+from shardlab.models.kernels import FusedAttention, Kernel
+from shardlab.planner.space import PlanShape
+from shardlab.predict.priced import ClusterPrices
+from shardlab.program import Kind, OpKind, Sizes
+from shardlab.strategies.rank_plan import Completion, Keeps
+
+
+class LayerPrices:
+    """Seconds of a shape's layers, from their kernels."""
+
+    def __init__(
+        self, shape: PlanShape, model: Model, prices: ClusterPrices, sizes: Sizes, known: dict[Any, Any]
+    ) -> None:
+        self.shape, self.model, self.prices, self.sizes, self.known = shape, model, prices, sizes, known
+        self.mesh = shape.mesh
+        self.tokens = model.seq_len // self.mesh.cp
+        self.group = self.mesh.group(0, "tp")
+
+    def slices(self, layer: int) -> int:
+        """Into how many pieces a layer's parameters are cut over ranks."""
+        return self.model.run(layer).slices
+
+    def forward(self, layer: int) -> float:
+        """Seconds of a layer's forward pass."""
+        return self._times(layer)[0]
+
+    def backward(self, layer: int) -> float:
+        """Seconds of its backward pass; of the last layer's, with the loss."""
+        return self._times(layer)[1]
+
+    def waits(self, completions: tuple[Completion, ...], activation: int) -> float:
+        """Collectives over tp that complete an activation, which are waited for."""
+        if activation > self.model.layers or self.mesh.tp == 1:
+            return 0.0
+        elements = self.sizes.activations[activation] / self.mesh.cp
+        bytes = elements * self.sizes.element_bytes[Kind.ACTIVATION]
+        kinds = [OpKind(verb) for verb, axis in completions if axis == "tp" and verb != "slice"]
+        return sum(self._collective(kind, bytes) for kind in kinds)
+
+    def _collective(self, kind: OpKind, bytes: float) -> float:
+        key = kind, bytes, self.group
+        if key not in self.known:
+            self.known[key] = self.prices.collective_time(kind, bytes, self.group)
+        return self.known[key]
+
+    def kept(self, sizes: Sizes, layer: int, keeps: Keeps) -> float:
+        """Bytes of one microbatch that stay from a layer's forward pass to its backward pass; of experts, none is sure:
+        its input, if that is no tokens, and what autograd keeps."""
+        run, mesh = self.model.run(layer), self.mesh
+        if "expert" in run.cut or keeps == "nothing":
+            return 0.0
+        shared = mesh.tp if run.cut or self.shape.sequence_parallel else 1
+        saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared / mesh.cp
+        return self.given(sizes, layer) + (saved if keeps == "all" else 0.0)
+
+    def given(self, sizes: Sizes, activation: int) -> float:
+        """Bytes of an activation of one microbatch; tokens count as nothing."""
+        sliced = self.shape.sequence_parallel or activation == self.model.layers
+        bytes = sizes.activations[activation] * sizes.element_bytes[Kind.ACTIVATION] if activation else 0.0
+        return bytes / (self.mesh.tp if sliced else 1) / self.mesh.cp
+
+    def _times(self, layer: int) -> tuple[float, float]:
+        """Forward and backward, with the loss on the last layer."""
+        run, last = self.model.run(layer), layer == self.model.layers - 1
+        mesh, shape = self.mesh, self.shape
+        key = (run.name, run.cut, run.layout.numel, run.attend is None, last, mesh.tp, mesh.cp, mesh.ep)
+        key = (*key, shape.micro_batch_size, shape.sequence_parallel, shape.precision.name, layer == 0)
+        key = (*key, shape.context, shape.ulysses_degree) if run.attend is not None else key
+        if key not in self.known:
+            self.known[key] = self._priced(layer)
+        return self.known[key]
+
+    def _priced(self, layer: int) -> tuple[float, float]:
+        run, size, recipe = self.model.run(layer), self.shape.micro_batch_size, self.prices.recipe
+        if "expert" in run.cut:  # whose tokens depend on the routing: its products alone, at the peak
+            peak = self.prices.cluster.device.peak(self.prices.precision.compute)
+            forward = size * run.flops() / (self.mesh.tp * self.mesh.cp) / peak
+            return forward, 2 * forward
+        tokens = self.tokens // (self.mesh.tp if self.shape.sequence_parallel and not run.cut else 1)
+        kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, run.slices))
+        forward, backward = self._sum(kernels), self._sum(_back(kernels))
+        backward += sum(share * self._sum([kernel]) for kernel, share in recipe.memory.recomputed(kernels))
+        if run.attend is not None:
+            there, back = self._attention(layer, run.slices)
+            forward, backward = forward + there, backward + back
+        if layer == self.model.layers - 1:
+            loss = recipe.kernels.run(self.model.loss_kernels(size, self.tokens, run.slices))
+            backward += self._sum(loss) + self._sum([back for kernel in loss for back in kernel.backward_input()])
+        return forward, backward
+
+    def _attention(self, layer: int, slices: int) -> tuple[float, float]:
+        """Forward and backward, of as many pieces as keys and values come in."""
+        degree = self.shape.ulysses_degree or (self.mesh.cp if self.shape.context == "ulysses" else 1)
+        queries, pieces = self.tokens * degree, self.mesh.cp // degree if self.shape.context == "ring" else 1
+        keys, size = self.model.seq_len // pieces, self.shape.micro_batch_size
+        attended = self.prices.recipe.kernels.run(
+            self.model.attend_kernels(layer, size, queries, keys, 0.5, slices * degree)
+        )
+        forward = self._sum(attended)
+        backward = self._sum([back for kernel in attended for back in kernel.backward_input()])
+        if not any(isinstance(kernel, FusedAttention) for kernel in attended):
+            backward += forward
+        return pieces * forward, pieces * backward
+
+    def _sum(self, kernels: list[Kernel]) -> float:
+        return self.prices.seconds_of(kernels)
+
+
+def _back(kernels: list[Kernel]) -> list[Kernel]:
+    return [back for kernel in kernels for back in (*kernel.backward_input(), *kernel.backward_weight())]
