@@ -37,7 +37,7 @@ UNSPLIT = ("gpipe", "1f1b", "interleaved-1f1b", "breadth-first")
 
 
 @dataclass(frozen=True)
-class Passes:
+class LayerFloors:
     """Seconds of a shape's layers on one microbatch, and bytes that they keep of it; lists are sums up to each layer.
 
     Attributes:
@@ -79,7 +79,7 @@ class Floors:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._passes: dict[Any, Passes] = {}
+        self._passes: dict[Any, LayerFloors] = {}
         self._kernels: dict[Any, Any] = {}
         self._states: dict[Any, Any] = {}
         self._of_one: dict[Any, tuple[Sizes, Mapping[int, LayerPlan]]] = {}
@@ -171,7 +171,7 @@ class Floors:
             most = max(most, sum(weights.values()) * state + max(most_at_once, least))
         return SURE * most
 
-    def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> Passes:
+    def passes(self, shape: PlanShape, recompute: str | tuple[int, ...] = "none") -> LayerFloors:
         """Seconds and bytes of the shape's layers, if so much is computed again."""
         mesh = shape.mesh
         key = (
@@ -185,7 +185,7 @@ class Floors:
                 self._passes[key] = self._of_layers(shape, recompute)
         return self._passes[key]
 
-    def _some(self, shape: PlanShape, recompute: tuple[int, ...]) -> Passes:
+    def _some(self, shape: PlanShape, recompute: tuple[int, ...]) -> LayerFloors:
         """As `passes`, where some blocks alone are computed again."""
         model, none, full = blocks_of(self.problem, shape), self.passes(shape), self.passes(shape, "full")
         again = {layer for block in recompute for layer in model.layers.recomputable[block]}
@@ -196,7 +196,7 @@ class Floors:
             ]
             for none_of, full_of in ((none.backward, full.backward), (none.kept, full.kept))
         )
-        return Passes(none.forward, _sums(backward), _sums(kept), none.weights, none.logits, full.again)
+        return LayerFloors(none.forward, _sums(backward), _sums(kept), none.weights, none.logits, full.again)
 
     def _each(self, shape: PlanShape) -> int:
         return self.problem.sequences // (shape.mesh.dp_shard * shape.mesh.ep * shape.micro_batch_size)
@@ -211,7 +211,7 @@ class Floors:
             self._priced[key] = short.workload(candidate).prices
         return self._priced[key]
 
-    def _of_layers(self, shape: PlanShape, recompute: str | tuple[int, ...]) -> Passes:
+    def _of_layers(self, shape: PlanShape, recompute: str | tuple[int, ...]) -> LayerFloors:
         """What resolving a plan of one pipeline stage says of each layer, priced."""
         mesh, blocks = replace(shape.mesh, pp=1, dp_shard=1), blocks_of(self.problem, shape)
         model = blocks.short
@@ -237,7 +237,7 @@ class Floors:
         kept = [pricing.kept(kept_sizes, layer, layers[layer].keeps) for layer in range(model.layers)]
         weights = [sizes.weights[layer] / pricing.slices(layer) for layer in range(model.layers)]
         seconds = [each + waited for each, waited in zip(forward, outputs, strict=True)]
-        return Passes(
+        return LayerFloors(
             *(_sums(blocks.all(each)) for each in (seconds, backward, kept, weights)),
             logits=2 * pricing.given(kept_sizes, model.layers),
             again=self._kept_again(shape) if recompute == "full" else 0.0,
