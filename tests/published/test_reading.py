@@ -38,6 +38,12 @@ def test_a_pipeline_is_read_with_its_stages_and_its_batch() -> None:
     assert run.measured.memory == "allocated"
 
 
+def test_a_schedule_that_a_search_found_is_taken_for_the_one_by_hand_that_holds_as_much() -> None:
+    run = read_run(changed("zb-t12-6.2B-p8-m8-1f1b", "parallelism", schedule="zb-2p"))
+    assert run.plan.schedule == "zb-h2"
+    assert "schedule: zb-h2" in run.assumed
+
+
 def test_sequence_parallel_selective_recomputation_is_read() -> None:
     run = read_run(ROWS["korthikanti-t5-22B-selective"])
     assert run.plan.sequence_parallel

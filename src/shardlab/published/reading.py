@@ -228,6 +228,11 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
     )
 
 
+BY_HAND = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
+"""Schedules that a search finds within a limit of memory (Qi et al. 2023, arXiv 2401.10241, sections 3 and 5), and
+those made by hand that hold as much. A prediction says that it assumes them."""
+
+
 def _schedule(record: RunRecord) -> str | None:
     """The run's schedule (None: it has none).
 
@@ -237,6 +242,7 @@ def _schedule(record: RunRecord) -> str | None:
     text = record.parallelism.schedule
     if text is None or text == "none":
         return None
+    text = BY_HAND.get(text, text)
     if (name := named(text, SCHEDULES)) is None:
         raise Incomplete(f"has a schedule that is unknown here, {text}; {nearest(text, SCHEDULES)}")
     return name
