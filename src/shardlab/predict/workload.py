@@ -82,6 +82,7 @@ class Workload:
         if isinstance(self.plan, Mesh):
             assert self.trace is not None, "a program of its own says how it is traced"
             return self.trace(self.plan, self.sizes, self.microbatches)
+        self.plan.require_ops(self.model.layers, self.microbatches, folded=True)  # before sizes are made of each layer
         return fold(self.plan, self.sizes, self.microbatches)
 
     @cached_property
