@@ -17,8 +17,8 @@ from shardlab.planner.workers import Answer, Ask, Asked, Change
 from shardlab.predict.forecast import Forecast
 from shardlab.strategies.plan import Plan
 
-SCOUTS = 3
-"""Forecasts of each family before all others, and twice as many if none of these fits; the lowest floors come first."""
+SCOUTS = 6
+"""Forecasts of each family before all others; the lowest floors come first."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Search:
         self._tie = count()
         self._best, self._within = best, within
         self._forecasts: dict[str, int] = {}
-        self._fit: set[str] = set()
+        self._floor_of: dict[Candidate, float] = {}
         self._scouted = bool(change)
 
     def run(self) -> Found:
@@ -166,6 +166,13 @@ class Search:
                 self.found.left = self._heap[0][0] if self._heap else 0.0
         except KeyboardInterrupt:
             self.found.left = self._heap[0][0] if self._heap else 0.0
+        else:  # what was begun before the best was found is left out: what is told depends on no clock
+            least = self._enough()
+            self.found.outcomes = [
+                each
+                for each in self.found.outcomes
+                if each.seconds == self._best or self._floor_of.get(each.candidate, 0.0) <= least
+            ]
         self.found.open = {model_kinds(shape.mesh) for _, _, shape, _ in self._heap}
         self.found.seconds = time.monotonic() - self._began
         return self.found
@@ -225,6 +232,8 @@ class Search:
                 else:
                     name = family(candidate.plan)
                     self._forecasts[name] = self._forecasts.get(name, 0) + 1
+                    if self._scouted:
+                        self._floor_of[candidate] = floor
                     coming[self._ask(Asked(candidate, change=self._change))] = candidate
             if not coming:
                 break
@@ -237,8 +246,7 @@ class Search:
 
     def _lacks(self, floor: float, name: str) -> bool:
         """Whether more is to be known of a family, or of some family of these kinds of parallelism."""
-        done = self._forecasts.get(name, 0)
-        return not name or done < SCOUTS or (done < 2 * SCOUTS and name not in self._fit)
+        return not name or self._forecasts.get(name, 0) < SCOUTS
 
     def _expand(self, shape: PlanShape) -> None:
         """Every pipeline of a shape, with its floor."""
@@ -268,5 +276,4 @@ class Search:
         outcome = PlanOutcome(candidate, answer.forecast)
         self.found.outcomes.append(outcome)
         if outcome.fits:
-            self._fit.add(outcome.family)
             self._best = min(self._best, outcome.seconds)
