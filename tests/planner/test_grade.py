@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardlab.planner.grade import GradedCell, Grades, TriedPlan, candidate_of, cells_of
+from shardlab.planner.grade import GradedCell, Grades, cells_of
+from shardlab.planner.tried import TriedPlan, candidate_of
 from shardlab.predict.recipe import find_recipe
 from shardlab.program import UserError
 from tests.planner.nanotron_rows import row

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import track
 
 from shardlab.cli.console import print_json, stdout_console, table_of
-from shardlab.planner.grade import FIRST, GradedCell, Grades, TriedPlan, candidate_of, cells_of
+from shardlab.planner.grade import FIRST, GradedCell, Grades, cells_of
+from shardlab.planner.tried import TriedPlan, candidate_of
 from shardlab.predict.recipe import Recipe
 from shardlab.program import UserError
 from shardlab.published.outcomes import on_every_core

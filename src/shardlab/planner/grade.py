@@ -6,62 +6,17 @@ not run: they can be chosen, but have no speed.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
-from typing import Any
 
-from shardlab.predict.forecast import forecast
-from shardlab.predict.limits import broken_limit
-from shardlab.predict.recipe import Recipe
-from shardlab.program import Refused, UserError
-from shardlab.published.predict import measured_as
-from shardlab.published.reading import recipe_of, workload_of
-from shardlab.published.records import Incomplete, record_of
-from shardlab.published.rows import measured_of
+from shardlab.planner.tried import TriedPlan
 
 GOOD = 0.5
 """A configuration is good that reaches this share of the best speed of its cell."""
 
 FIRST = 3
 """How many of the configurations that are predicted fastest are tried."""
-
-
-@dataclass(frozen=True)
-class TriedPlan:
-    """A configuration that was tried.
-
-    Attributes:
-        id, model, devices, nodes: which, of what, and on how many.
-        measured: tokens/s of each device (None: it did not run).
-        measured_bytes: of the fullest device (None: not given).
-        predicted: tokens/s of each device (None: there is no prediction).
-        bytes: predicted, of the fullest device, as they were measured.
-        fits: whether they find room.
-        safe: whether they leave free what the recipe wants free of a plan that is chosen.
-        reason: why there is no prediction, such as a limit of the framework.
-        seconds: that the prediction took.
-    """
-
-    id: str
-    model: str
-    devices: int
-    nodes: int
-    measured: float | None
-    measured_bytes: float | None = None
-    predicted: float | None = None
-    bytes: float | None = None
-    fits: bool = False
-    safe: bool = False
-    reason: str = ""
-    seconds: float = 0.0
-
-    @property
-    def legal(self) -> bool:
-        """Whether the framework runs such a plan at all."""
-        return not self.reason
 
 
 @dataclass(frozen=True)
@@ -128,40 +83,6 @@ class GradedCell:
 
     def _lost(self, some: Iterable[TriedPlan]) -> float:
         return 1 - max((each.measured or 0.0 for each in some), default=0.0) / (self.best.measured or 1.0)
-
-
-def candidate_of(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan:
-    """Predict one row of a file of runs, as this recipe runs it (None: as the row's framework does).
-
-    Raises:
-        UserError: it says too little to be graded.
-    """
-    try:
-        record = record_of(row)
-    except Incomplete as error:
-        raise UserError(f"run {row['id']} {error}; every run that is graded needs it") from None
-    measured, written = measured_of(row), row["model"]
-    devices, tokens = record.hardware.gpus, record.batch.global_sequences * record.model.seq_len
-    name = str(written.get("name") or f"{written['layers']} layers of {written['hidden']}")
-    nodes = math.ceil(devices / (record.hardware.gpus_per_node or 8))
-    speed = tokens / measured.seconds / devices if measured.seconds else None
-    found = TriedPlan(record.id, name, devices, nodes, speed, measured.bytes)
-    began = time.process_time()
-    try:
-        workload = workload_of(record, recipe or recipe_of(record))
-        if reason := broken_limit(workload):
-            return replace(found, reason=reason)
-        made = forecast(workload)
-    except (Incomplete, UserError, Refused) as error:
-        return replace(found, reason=str(error))
-    return replace(
-        found,
-        predicted=tokens / made.seconds / devices,
-        bytes=measured_as(measured.memory if measured.bytes else "reserved", made.memory),
-        fits=made.memory.fits,
-        safe=made.memory.safe,
-        seconds=time.process_time() - began,
-    )
 
 
 def cells_of(candidates: Iterable[TriedPlan]) -> list[GradedCell]:
