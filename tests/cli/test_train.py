@@ -113,7 +113,7 @@ def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.
         ("train --strategy fsdp --microbatches 3", "3 microbatches do not divide among 4 ranks"),
         ("train --strategy gpipe --layers 3", "3 layers do not reach 4 pipeline stages"),
         ("train --hidden-size 30 --heads 4", "hidden_size 30 does not divide by 4 heads"),
-        ("train --tied", "run it by a plan"),
+        ("train --strategy pipeline --tied", "run it by a plan"),
         ("train --dropout 1.5", "dropout is 1.5"),
         ("train --learning-rate -1", "learning_rate is -1.0; give 0 or more"),
         ("train --data nowhere.txt", "nowhere.txt does not exist"),
