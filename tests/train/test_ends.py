@@ -148,7 +148,7 @@ def test_a_rank_that_is_killed_ends_all_and_nothing_is_said_to_be_saved(start: S
 
 def test_what_a_killed_rank_was_writing_does_not_stay(start: Start) -> None:
     training = start()
-    for name in ("loss.svg.shardlab.part", ".tmpAbCdEf"):  # the second is safetensors' own
+    for name in ("loss.svg.shardlab.part", "weights.safetensors.shardlab.part"):
         (training.out / name).write_text("half")
     training.kill(0, signal.SIGKILL)
     training.said()

@@ -44,15 +44,13 @@ def test_weights_from_before_the_run_was_resumed_are_not_passed_off_as_new_ones(
 def test_only_what_shardlab_was_writing_is_swept_away(tmp_path: Path) -> None:
     mine = [
         "loss.svg.shardlab.part",
-        ".tmpAbC123",
+        "weights-00001-of-00002.safetensors.shardlab.part",
         "checkpoints/step-000002.part/x",
         "checkpoints/step-000001.old.part/x",
     ]
     others = [
         "film.part",
-        ".tmp",
-        ".tmp-notes",
-        "notes.tmpAbC123",
+        ".tmpAbC123",
         "checkpoints/mine.part/x",
         "checkpoints/step-000002/x",
     ]

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from shardlab.execute.tracked_memory import TrackedStorages
 from shardlab.models import GPT, Blocks, MoE
 from shardlab.models.tensors import Choice, initial_weights, named_views
 from shardlab.models.tensors.tensor_files import TensorFiles, files_of
+from shardlab.models.weight_files import weights_at
 from shardlab.optimizers import OptimizerConfig
 from shardlab.program import Mesh
 from shardlab.strategies.plan import Plan
@@ -190,4 +194,74 @@ def with_a_weight_that_is_no_number(rank: int, job: Job, out: Path) -> list[str]
 
 def test_weights_that_are_not_finite_on_some_rank_are_not_written(ranks: World, tmp_path: Path) -> None:
     assert ranks(2).call(with_a_weight_that_is_no_number, Job("fsdp", 2, 2, MODEL, 2), tmp_path) == [[], []]
+    assert not list(tmp_path.iterdir())
+
+
+def new_weights(rank: int, job: Job, out: Path, shard_bytes: int, killed_at: str) -> str:
+    """Save other weights than the first, and end as if killed before some file gets its name."""
+    state, replace = executor_of(rank, job).state, Path.replace
+    for kept in state.kept.values():
+        kept.add_(1)
+
+    def until_killed(path: Path, target: Path) -> Path:
+        if target.name == killed_at:
+            raise SystemExit("killed")
+        return replace(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", until_killed)
+        patch.setattr("torch.distributed.barrier", lambda: None)
+        try:
+            return " ".join(save_weights(state, out, shard_bytes=shard_bytes))
+        except SystemExit as end:
+            return str(end)
+
+
+SEVERAL = 15_000
+
+
+@pytest.mark.parametrize(("before", "after"), [(SEVERAL, 10**9), (10**9, SEVERAL), (SEVERAL, 8_000)])
+def test_weights_that_are_saved_again_leave_nothing_of_the_old_ones(
+    ranks: World, tmp_path: Path, before: int, after: int
+) -> None:
+    job = Job("fsdp", 2, 2, MODEL, 2)
+    ranks(2).call(saved, job, tmp_path, before)
+    ranks(2).call(new_weights, job, tmp_path, after, "")
+    found = read(tmp_path / "weights.safetensors")
+    assert found_equal(found, {name: tensor + 1 for name, tensor in first_weights(MODEL).items()})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(path.name for path in files_of(tmp_path / "weights.safetensors")),
+        *(["weights.safetensors.index.json"] if after < 10**9 else []),
+    }
+
+
+def test_old_files_of_weights_and_new_ones_are_never_taken_for_one_model(ranks: World, tmp_path: Path) -> None:
+    job = Job("fsdp", 1, 2, MODEL, 2)
+    ranks(1).call(saved, job, tmp_path, SEVERAL)
+    last = files_of(tmp_path / "weights.safetensors")[-1].name
+    assert ranks(1).call(new_weights, job, tmp_path, SEVERAL, last) == ["killed"]
+    assert weights_at(tmp_path / "weights.safetensors") is None
+
+
+def saved_on_a_failing_disk(rank: int, job: Job, out: Path, fails: str) -> list[str]:
+    """Save where the disk becomes read-only on rank 1 before files get their names; or at once, everywhere."""
+
+    def refused(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    state = executor_of(rank, job).state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "mkdtemp", refused)
+        if fails == "at once":
+            patch.setattr(Path, "open", refused)
+            patch.setattr(Path, "unlink", refused)
+        elif rank:
+            patch.setattr(Path, "replace", refused)
+        return save_weights(state, out, shard_bytes=SEVERAL)
+
+
+@pytest.mark.parametrize("fails", ["at once", "on one rank, at the last"])
+def test_a_disk_that_cannot_be_written_ends_no_rank_in_an_error(ranks: World, tmp_path: Path, fails: str) -> None:
+    found = ranks(2).call(saved_on_a_failing_disk, Job("fsdp", 2, 2, MODEL, 2), tmp_path, fails)
+    assert found == [["weights.safetensors"]] * 2
     assert not list(tmp_path.iterdir())

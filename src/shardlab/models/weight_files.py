@@ -42,5 +42,8 @@ def index_text(files: Mapping[str, str], total: int) -> str:
 
 
 def weights_at(single: Path) -> Path | None:
-    """A file of weights, or the index of several in its place; None where there is neither."""
+    """A file of weights, or the index of several in its place; None where there is neither.
+
+    Where there are both, the file is read, as transformers does.
+    """
     return next((path for path in (single, index_of(single)) if path.is_file()), None)

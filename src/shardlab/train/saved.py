@@ -23,15 +23,13 @@ METRICS, RECORD = "metrics.jsonl", "run.json"
 TAIL = 1 << 16
 """Bytes at the end of the metrics in which the last line is."""
 
-_OF_SAFETENSORS = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 _UNFINISHED = re.compile(r"step-\d{6,}(\.old)?\.part")
 
 
 def sweep(out: Path) -> None:
     """Remove what a run's processes were writing when they were killed, and nothing that others have put there."""
-    for part in out.glob("*"):
-        if part.name.endswith(PART) or _OF_SAFETENSORS.fullmatch(part.name):
-            part.unlink(missing_ok=True)
+    for part in out.glob(f"*{PART}"):
+        part.unlink(missing_ok=True)
     for part in (out / CHECKPOINTS).glob("*"):
         if _UNFINISHED.fullmatch(part.name):
             shutil.rmtree(part, ignore_errors=True)

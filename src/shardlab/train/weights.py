@@ -5,23 +5,30 @@
 
 from __future__ import annotations
 
+import glob
 import math
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shardlab.checkpoint import bytes_of, header_of
+from shardlab.checkpoint import Disk, bytes_of, header_of
+from shardlab.errors import UserError
 from shardlab.execute.average import averaged
 from shardlab.execute.collect import collect
 from shardlab.execute.state import State, torch_dtype
 from shardlab.models.tensors import whole_parameters
-from shardlab.models.weight_files import SHARD_BYTES, index_of, index_text, shards_of
+from shardlab.models.weight_files import ENDING, SHARD_BYTES, index_of, index_text, shards_of
+from shardlab.program.files import PART
 from shardlab.train.heartbeat import say
 from shardlab.train.saved import AVERAGED, WEIGHTS
-from shardlab.train.written import unwritable
+from shardlab.train.written import written
 
 
 class PartialFile:
@@ -29,37 +36,55 @@ class PartialFile:
 
     Args:
         path: its name once it is whole.
-
-    Attributes:
-        error: what has gone wrong, if anything has.
     """
 
     def __init__(self, path: Path, beginning: bytes) -> None:
-        self.path, self._part = path, path.with_name(path.name + ".part")
-        self.error: OSError | None = None
+        self.path, self._at = path, path.with_name(path.name + PART)
+        self._error: OSError | None = None
+        self._file: FileIO | None = None
         try:
-            self._file = self._part.open("wb", buffering=0)
+            self._file = self._at.open("wb", buffering=0)
         except OSError as error:
-            self.error = error
+            self._error = error
         self.write(beginning)
 
     def write(self, chunk: bytes | memoryview) -> None:
         """Append some bytes."""
         left = memoryview(chunk)
         try:
-            while left and self.error is None:  # a disk that is nearly full takes a part
+            while left and self._file and not self._error:  # a disk that is nearly full takes a part
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self._file.close()
-            self.error = error
+            self._error = error
 
-    def end(self, *, whole: bool) -> None:
-        """Give it its name, if all ranks have written the whole of theirs, or else remove it."""
-        if self.error is None:
+    def end(self) -> None:
+        """Wait until all its bytes are on the disk itself.
+
+        Raises:
+            UserError: when they could not be written.
+        """
+        with written(self.path):
+            if self._error:
+                raise self._error
+            Disk().sync(self._at)
+
+    def rename(self) -> None:
+        """Give it its name.
+
+        Raises:
+            UserError: when that cannot be.
+        """
+        with written(self.path):
+            self._at = self._at.replace(self.path)
+            Disk().sync_folder(self.path.parent)
+
+    def close(self, *, drop: bool) -> None:
+        """Close it, and remove it if it is to be dropped."""
+        if self._file:
             self._file.close()
-        if whole:
-            self._part.replace(self.path)
-        self._part.unlink(missing_ok=True)
+        if drop:
+            with suppress(OSError):  # there may be none, or no disk any more
+                self._at.unlink()
 
 
 def save_weights(state: State, out: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
@@ -90,17 +115,25 @@ def _written(state: State, single: Path, shard_bytes: int) -> list[str]:
     why = _write(state, single, shard_bytes)
     if not why:
         return []
-    elsewhere = [tempfile.mkdtemp(prefix="shardlab-") if state.rank == 0 else ""]
+    elsewhere = [_temporary_folder() if state.rank == 0 else ""]
     dist.broadcast_object_list(elsewhere, 0)
     folder = Path(elsewhere[0])
-    failed = _write(state, folder / single.name, shard_bytes)
+    failed = not elsewhere[0] or _write(state, folder / single.name, shard_bytes)
     if state.rank == 0:
         say(f"shardlab: {why}")
-        if failed:
-            folder.rmdir()
-        else:
+        if not failed:
             say(f"shardlab: the weights are in {folder / single.name} instead")
+        elif elsewhere[0]:
+            shutil.rmtree(folder, ignore_errors=True)
     return [single.name]
+
+
+def _temporary_folder() -> str:
+    """A new folder for temporary files; nothing where none can be made."""
+    try:
+        return tempfile.mkdtemp(prefix="shardlab-")
+    except OSError:
+        return ""
 
 
 def _write(state: State, single: Path, shard_bytes: int) -> str:
@@ -136,12 +169,16 @@ def _write(state: State, single: Path, shard_bytes: int) -> str:
     if len(layers) > 1 and rank == 0:
         names = {name: file for its, file in zip(tensors, files, strict=True) for name in its}
         index.append(PartialFile(index_of(single), index_text(names, sum(sizes)).encode()))
-    why = _agreed([*mine.values(), *index])
-    for file in mine.values():
-        file.end(whole=not why)
+    shards, old = list(mine.values()), [partial(_remove_old, single)] if rank == 0 else []
+    why = (
+        _agreed([file.end for file in (*shards, *index)])
+        or _agreed(old)  # or else a run that is killed now would leave an index of old files and new ones
+        or _agreed([file.rename for file in shards])
+        or _agreed([file.rename for file in index])
+    )
+    for file in (*shards, *index):
+        file.close(drop=bool(why))
     dist.barrier()
-    for file in index:
-        file.end(whole=not why)
     return why
 
 
@@ -153,9 +190,28 @@ def _give(state: State, layer: int, writer: int, file: PartialFile | None) -> No
             file.write(bytes_of(tensor))
 
 
-def _agreed(files: Sequence[PartialFile]) -> str:
-    """What went wrong with the first file of any rank that could not be written; nothing if all could."""
-    mine = next((str(unwritable(file.path, file.error)) for file in files if file.error), "")
+def _remove_old(single: Path) -> None:
+    """Remove weights that are to be replaced, first what names the others.
+
+    Raises:
+        UserError: when that cannot be.
+    """
+    folder = single.parent
+    shards = folder.glob(f"{glob.escape(single.stem)}-{'[0-9]' * 5}-of-{'[0-9]' * 5}{ENDING}")
+    with written(single):
+        for path in (index_of(single), single, *shards):
+            path.unlink(missing_ok=True)
+        Disk().sync_folder(folder)
+
+
+def _agreed(acts: Iterable[Callable[[], None]]) -> str:
+    """Act on every rank; what went wrong on the first on which something did, for all to know, or nothing."""
+    mine = ""
+    try:
+        for act in acts:
+            act()
+    except UserError as error:
+        mine = str(error)
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return next(filter(None, everyone), "")

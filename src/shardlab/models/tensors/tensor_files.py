@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardlab.errors import UserError
-from shardlab.models.weight_files import index_of
+from shardlab.models.weight_files import index_of, weights_at
 from shardlab.program.nesting import read_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -76,8 +76,10 @@ def files_of(single: Path) -> list[Path]:
     Raises:
         UserError: when there are none, or those of the index are missing.
     """
-    folder, path = single.parent, index_of(single)
-    if path.is_file():
+    folder, path = single.parent, weights_at(single)
+    if path == single:
+        return [single]
+    if path is not None:
         index = read_file(path, "JSON")
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
@@ -86,14 +88,14 @@ def files_of(single: Path) -> list[Path]:
         if missing := [path.name for path in paths if not path.is_file()]:
             raise UserError(f"{folder} lacks {', '.join(missing)}, which {path.name} names; copy the whole folder")
         return paths
-    if single.is_file():
-        return [single]
     if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
         raise UserError(
             f"{folder} has its weights in {pickles[0]}, a pickle, which could run any code and is not read; convert it "
             "to safetensors first, with save_pretrained of transformers"
         )
-    raise UserError(f"{folder} has no {single.name} or {path.name}; name a folder with weights in safetensors")
+    raise UserError(
+        f"{folder} has no {single.name} or {index_of(single).name}; name a folder with weights in safetensors"
+    )
 
 
 def reason(error: OSError | SafetensorError) -> str:
