@@ -71,12 +71,16 @@ def run(script: str, folder: Path, **variables: str) -> subprocess.CompletedProc
     )
 
 
-def starts(script: str, folder: Path, *statuses: int) -> list[int]:
-    """How often a job has been requeued after each start, when srun ends with these exit codes."""
+def starts(script: str, folder: Path, *statuses: int, leaves: str = "") -> list[int]:
+    """How often a job has been requeued after each start, when srun ends with these exit codes.
+
+    Args:
+        leaves: what a shell does to leave the run's record, when srun ends with 0.
+    """
     program(folder, "scontrol", 'echo "$@" >> requeued')
     found: list[int] = []
     for status in statuses:
-        program(folder, "srun", f'echo "$MASTER_PORT" > port; exit {status}')
+        program(folder, "srun", f'echo "$MASTER_PORT" > port; {leaves if not status else ""}\nexit {status}')
         done = run(script, folder, SLURM_JOB_ID="10042")
         assert done.returncode == status, done.stderr
         assert (folder / "port").read_text() == "30042\n"
@@ -90,10 +94,10 @@ def test_a_slurm_job_that_fails_is_requeued_three_times(bin: Path, capsys: Captu
     assert starts(script, bin, 1, 1, 1, 1, 1) == [1, 2, 3, 3, 3]
 
 
-def ended(folder: Path, how: str, why: str = "") -> None:
-    """Leave the folder of a run that has ended somehow."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps({"ended": {"how": how, "why": why}}))
+def ended(folder: Path, how: str, why: str = "") -> str:
+    """What a shell does to leave the folder of a run that has ended somehow."""
+    record = json.dumps({"began": "now", "ended": {"how": how, "why": why}})
+    return f"mkdir -p {folder}; echo '{record}' > {folder}/run.json"
 
 
 @pytest.mark.parametrize(
@@ -105,30 +109,37 @@ def test_a_slurm_job_that_saved_when_its_time_was_nearly_over_is_requeued(
     how: str, why: str, requeued: int, bin: Path, capsys: Captured
 ) -> None:
     script = printed(f"--scheduler slurm {TRAIN}", capsys)
-    ended(bin / "runs" / "shardlab", how, why)
-    assert starts(script, bin, 0) == [requeued]
+    leaves = ended(bin / "runs" / "shardlab", how, why)
+    assert starts(script, bin, 0, leaves=leaves) == [requeued]
+    assert starts(script, bin, 0) == [requeued], "the record is of the job before"
 
 
 def test_failures_count_since_the_job_last_saved_in_time(bin: Path, capsys: Captured) -> None:
     script = printed(f"--scheduler slurm {TRAIN}", capsys)
-    ended(bin / "runs" / "shardlab", "interrupted", WARNED)
-    assert starts(script, bin, 1, 1, 1, 0, 1) == [1, 2, 3, 4, 5]
+    leaves = ended(bin / "runs" / "shardlab", "interrupted", WARNED)
+    assert starts(script, bin, 1, 1, 1, 0, 1, leaves=leaves) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("why", "status", "again"), [("", 124, False), (WARNED, 0, True)])
+@pytest.mark.parametrize(
+    ("why", "code", "now", "again"),
+    [("", 124, True, False), (WARNED, 124, True, True), (WARNED, 124, False, False), (WARNED, 1, True, False)],
+    ids=["not saved", "saved", "by the job before", "failed"],
+)
 def test_a_pbs_job_that_saved_when_its_time_was_nearly_over_submits_itself_again(
-    why: str, status: int, again: bool, bin: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    why: str, code: int, now: bool, again: bool, bin: Path
 ) -> None:
     program(bin, "qsub", f'cat "$@" > "{bin}/script"')
     assert main(["submit", "--scheduler", "pbs", *TRAIN.split()]) == 0
     script = (bin / "script").read_text()
     (bin / "script").unlink()
     out = Path("runs", "shardlab").absolute()
-    ended(out, "interrupted", why)
-    program(bin, "mpiexec", "exit 124")
+    leaves = ended(out, "interrupted", why)
+    program(bin, "mpiexec", f"{leaves if now else ''}\nexit {code}")
+    if not now:
+        subprocess.run(leaves, shell=True, check=True)
     (bin / "nodes").write_text("first\n")
     done = run(script, bin, PBS_JOBID="7.server", PBS_O_WORKDIR=str(out.parents[1]), PBS_NODEFILE=str(bin / "nodes"))
-    assert done.returncode == status, done.stderr
+    assert done.returncode == (0 if again else code), done.stderr
     assert (bin / "script").exists() is again
     assert not again or (bin / "script").read_text() == script == (out / "job.sh").read_text()
 
@@ -154,6 +165,16 @@ def test_a_job_that_is_refused_leaves_no_folder(bin: Path, capsys: Captured) -> 
     program(bin, "sbatch", "exit 1")
     assert main(["submit", "--scheduler", "slurm", *TRAIN.split()]) == 2
     assert not Path("runs", "shardlab").exists()
+
+
+def test_a_job_that_is_refused_leaves_the_script_of_the_job_before(bin: Path, capsys: Captured) -> None:
+    program(bin, "qsub", "cat > /dev/null")
+    assert main(["submit", "--scheduler", "pbs", *TRAIN.split()]) == 0
+    script = Path("runs", "shardlab", "job.sh").read_text()
+    program(bin, "qsub", "exit 1")
+    assert main(["submit", "--scheduler", "pbs", "--", "train", "--resume", "runs/shardlab"]) == 2
+    assert [path.name for path in Path("runs", "shardlab").iterdir()] == ["job.sh"]
+    assert Path("runs", "shardlab", "job.sh").read_text() == script
 
 
 def test_time_is_said_as_everywhere(capsys: Captured) -> None:

@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from shardlab.program import UserError
+from shardlab.program.files import whole_file
 from shardlab.train.history import WARNED
+from shardlab.train.saved import RECORD
+from shardlab.train.written import written
 
 Scheduler = Literal["slurm", "pbs"]
 
@@ -83,11 +86,19 @@ class SubmittedJob:
         return f"{self.seconds // 3600}:{self.seconds // 60 % 60:02}:{self.seconds % 60:02}"
 
     @property
+    def before(self) -> list[str]:
+        """Lines by which a shell keeps the run's record: a job that fails early leaves that of the one before."""
+        if self.run is None:
+            return []
+        return [f"record={shlex.quote(str(self.run / RECORD))}", 'before="$(cat "$record" 2> /dev/null)"']
+
+    @property
     def warned(self) -> str:
-        """What a shell asks: whether the run has saved since its time was nearly over."""
+        """What a shell asks: whether the run has saved in this job since its time was nearly over."""
         if self.run is None:
             return "false"
-        return f"{shlex.join([*SHARDLAB, 'show', str(self.run), '--json'])} | grep -q {shlex.quote(WARNED)}"
+        new = '[ "$(cat "$record" 2> /dev/null)" != "$before" ]'
+        return f"{new} && {shlex.join([*SHARDLAB, 'show', str(self.run), '--json'])} | grep -q {shlex.quote(WARNED)}"
 
 
 def _slurm(job: SubmittedJob) -> str:
@@ -114,6 +125,7 @@ def _slurm(job: SubmittedJob) -> str:
             "#SBATCH --requeue",
             "",
             _port("SLURM_JOB_ID"),
+            *job.before,
             f"srun --kill-on-bad-exit=1 {cpus}{shlex.join(job.command)}",
             "status=$?",
             f'failures="{job.name}-$SLURM_JOB_ID.failures"',
@@ -155,6 +167,7 @@ def _pbs(job: SubmittedJob) -> str:
             'cd "$PBS_O_WORKDIR" || exit 1',
             _port("PBS_JOBID"),
             'export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")"',
+            *job.before,
             f"for attempt in {' '.join(map(str, range(RESTARTS + 1)))}; do",
             f"    # PBS warns nobody: {WARNING} s before the end the ranks are told to save, and timeout gives 124.",
             f"    timeout --signal=USR1 $(({limit} - SECONDS)) {started}",
@@ -177,7 +190,7 @@ def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
         return []
     script = shlex.quote(str(job.run / SCRIPT))
     return [
-        f"if {job.warned}; then",
+        f'if {{ [ "$status" -eq 0 ] || [ "$status" -eq 124 ]; }} && {job.warned}; then',
         "    # Its time is nearly over, and it is not.",
         f"    qsub {script} && status=0",
         "fi",
@@ -210,23 +223,22 @@ def submit(script: str, scheduler: Scheduler) -> str:
 
 @contextmanager
 def kept(script: str, run: Path) -> Generator[None]:
-    """Keep a job's script in its run's folder, which is the run's from then on; not if the block raises.
+    """Keep a job's script in its run's folder, which is the run's from then on.
+
+    If the block raises, the script of an earlier job stays, and a folder that was made for this one goes.
 
     Raises:
         UserError: when it cannot be written.
     """
     made = not run.exists()
     try:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / SCRIPT).write_text(script)
-    except OSError as error:
-        raise UserError(
-            f"{run / SCRIPT} cannot be written ({error.strerror}); name another folder with --out"
-        ) from None
-    try:
-        yield
+        with written(run / SCRIPT):
+            run.mkdir(parents=True, exist_ok=True)
+            with whole_file(run / SCRIPT) as part:
+                part.write_text(script)
+                yield
     except BaseException:
-        (run / SCRIPT).unlink()
         if made:
-            run.rmdir()
+            with suppress(OSError):
+                run.rmdir()
         raise
