@@ -161,6 +161,26 @@ def test_a_checkpoint_of_another_model_is_named_and_passed_over(run: Path, capsy
     assert whole.step == 5
 
 
+@pytest.mark.parametrize("auto", [True, False])
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (["gpt"], "{run}/run.json does not say of which model the weights are; its field model has none"),
+        ({"layers": 2}, "{run}/run.json does not say of which model the weights are; its field model has none"),
+        ({"kind": "gone.py:Mine"}, "gone.py is not a file"),
+        ({"kind": "gpt", "depth": 2}, "{run}/run.json: a model of this kind (GPT) has no depth; "),
+    ],
+)
+def test_a_record_of_no_model_is_one_sentence_and_harms_no_checkpoint(
+    model: object, why: str, auto: bool, run: Path, capsys: Captured
+) -> None:
+    (run / "run.json").write_text(json.dumps({"model": model}))
+    with pytest.raises(UserError) as said:
+        find_checkpoint(run, auto=auto)
+    assert str(said.value).startswith(f"the model of {run} cannot be made again: {why.format(run=run)}")
+    assert not capsys.readouterr().err, "no checkpoint is passed over"
+
+
 def test_a_checkpoint_that_is_passed_over_is_told(run: Path, capsys: Captured) -> None:
     cut_off(run / "checkpoints" / "step-000005" / "state.json")
     found = Resumed.find(run, auto=True)

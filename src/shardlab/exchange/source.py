@@ -161,11 +161,11 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     changed = change or _unchanged
     if (folder / STATE).is_file():
         checkpoint = Checkpoint.open(folder).verify()
-        model = changed(_recorded(dict(checkpoint.state), folder / STATE), str(folder / STATE))
+        model = changed(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
         return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
     if weights_at(weights):
         record = _record(folder / RUN)
-        model = changed(_recorded(record, folder / RUN), str(folder / RUN))
+        model = changed(recorded_model(record, folder / RUN), str(folder / RUN))
         tensors = TensorFiles(files_of(weights))
         return WeightSource(
             folder, "shardlab", model, tensors, own_parts, config=record.get("huggingface") or {}
@@ -201,9 +201,13 @@ def _record(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def _recorded(record: dict[str, Any], path: Path) -> Blocks:
-    """The model of a run's record."""
-    written = record.get("model")
+def recorded_model(record: Any, path: Path) -> Blocks:
+    """The model of a run's record, or of what another file says.
+
+    Raises:
+        UserError: when the record names none, or none that can be made; it names the path.
+    """
+    written = cast(dict[str, Any], record).get("model") if isinstance(record, dict) else None
     written = dict(cast(dict[str, Any], written)) if isinstance(written, dict) else {}
     kind = written.pop("kind", None)
     if not isinstance(kind, str):

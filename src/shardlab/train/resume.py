@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from shardlab.checkpoint import CONFIG, Checkpoint, Disk, folder_of, steps_in
 from shardlab.errors import UserError
 from shardlab.exchange.initial import want_same
+from shardlab.exchange.source import recorded_model
+from shardlab.models import Blocks
 from shardlab.models.weight_files import weights_at
+from shardlab.program.nesting import read_file
 from shardlab.rules.pieces import listed
 from shardlab.train.config import TrainingConfig
 from shardlab.train.config_sources import ConfigSource, config_file, merged, model_of, preset
@@ -46,10 +47,10 @@ def find_checkpoint(
     if step is not None and step not in steps:
         there = f"those after steps {listed(steps)}" if steps else "none"
         raise UserError(f"{run} has no checkpoint after step {step}; it has {there}")
-    broken: UserError | None = None
+    own, broken = together.all(partial(_own_model, run)) if steps else None, None
     for each in [step] if step is not None else reversed(steps):
         try:
-            found = together.all(partial(_verified, run, folder_of(checkpoints, each), together))
+            found = together.all(partial(_verified, own, folder_of(checkpoints, each), together))
         except UserError as error:
             broken = broken or error
             if auto and together.rank == 0:
@@ -70,18 +71,31 @@ def find_checkpoint(
     raise UserError(f"{run} {what}; name the folder of a run that was interrupted, or that had --save-every")
 
 
-def _verified(run: Path, folder: Path, together: Together) -> Checkpoint:
-    """A checkpoint that is whole, and of the run's own model, unless the run's record is torn.
+def _own_model(run: Path) -> Blocks | None:
+    """The model that a run's record says it has; None where that is gone or torn.
+
+    Raises:
+        UserError: when the record says of no model, or of one that is no longer there.
+    """
+    try:
+        record = read_file(run / RECORD, "JSON")
+    except UserError:
+        return None
+    try:
+        return recorded_model(record, run / RECORD)
+    except UserError as error:
+        raise UserError(f"the model of {run} cannot be made again: {error}") from None
+
+
+def _verified(own: Blocks | None, folder: Path, together: Together) -> Checkpoint:
+    """A checkpoint that is whole, and of the run's own model, if that is known.
 
     Raises:
         UserError: naming what is wrong.
     """
     found = Checkpoint.open(folder).verify(together.rank, together.world)
-    own: Any = None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        own = json.loads((run / RECORD).read_text())["model"]
     if own is not None:
-        want_same(model_in(found.state["model"]), model_in(own), folder)
+        want_same(model_in(found.state["model"]), own, folder)
     return found
 
 
