@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -107,7 +108,7 @@ class Train:
             return self._start(world, 0)
         from shardlab.train.stores import restarts_in  # which needs torch
 
-        restart = restarts_in(world)
+        restart = restarts_in(world, self._limit)
         return (replace(self, resume="auto") if restart and self.out is not None else self)._start(world, restart)
 
     def _start(self, world: LaunchEnvironment | None, restart: int) -> int:
@@ -151,12 +152,20 @@ class Train:
         if self.resume == "auto":
             if self.out is None:
                 raise UserError("--resume auto goes on with the run in --out, or begins it; give --out FOLDER")
-            return Resumed.find(self.out, self.from_step, auto=True, together=Together(world))
+            return Resumed.find(self.out, self.from_step, auto=True, together=Together(world, self._limit))
         others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
         others["--init"] = self.settings.given()["train"].get("init")
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(f"--resume and {given[0]} were given, and a run goes on with its own; give one of them")
-        return Resumed.find(Path(self.resume), self.from_step, together=Together(world))
+        return Resumed.find(Path(self.resume), self.from_step, together=Together(world, self._limit))
+
+    @property
+    def _limit(self) -> timedelta:
+        """Time in which the ranks of a launcher's world meet before the run's settings are known."""
+        from shardlab.train.launch import JOINING, limit_of
+
+        timeout = self.settings.given()["train"].get("timeout")
+        return JOINING.timeout if timeout is None else limit_of(timeout)
 
     def _sources_again(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
         """Where the settings of a run that is resumed come from: its checkpoint, and flags."""

@@ -57,19 +57,42 @@ class Together:
 
     Args:
         environment: the world; None: this process is alone.
+        timeout: after which a rank gives the others up.
     """
 
-    def __init__(self, environment: LaunchEnvironment | None = None) -> None:
+    def __init__(
+        self, environment: LaunchEnvironment | None = None, timeout: timedelta = dist.default_pg_timeout
+    ) -> None:
         self.rank, self.world = (0, 1) if environment is None else (environment.rank, environment.world)
-        self._store: dist.Store = dist.HashStore() if environment is None else store_of(environment)
-        self._store.set_timeout(dist.default_pg_timeout)
+        self._store: dist.Store = dist.HashStore() if environment is None else store_of(environment, timeout)
+        self._store.set_timeout(timeout)
         self._round = 0
 
     def exchange(self, word: str) -> list[str]:
-        """Tell this rank's word; every rank's, once all have told theirs."""
+        """Tell this rank's word; every rank's, once all have told theirs.
+
+        Raises:
+            UserError: when others do not come in time, or have ended.
+        """
         self._round += 1
-        self._store.set(f"{self._round}/{self.rank}", word)
-        return [self._store.get(f"{self._round}/{rank}").decode() for rank in range(self.world)]
+        store = dist.PrefixStore(str(self._round), self._store)
+        try:
+            if self.rank:
+                store.set(str(self.rank), word)
+                words: list[str] = json.loads(store.get("words"))
+                if store.add("heard", 1) == self.world - 1:
+                    store.set("all have heard", "")
+                return words
+            words = [word, *(store.get(str(other)).decode() for other in range(1, self.world))]
+            store.set("words", json.dumps(words))
+            if self.world > 1:
+                store.get("all have heard")  # rank 0's own store ends with it
+            return words
+        except dist.DistError as error:
+            raise UserError(
+                f"rank {self.rank} of {self.world} has lost the others at the start ({str(error).splitlines()[0]}); "
+                "look at what they have said"
+            ) from None
 
     def all(self, act: Callable[[], Result]) -> Result:
         """What a function gives here, as soon as it has given something on every rank.
@@ -89,12 +112,12 @@ class Together:
         return found[0]
 
 
-def restarts_in(environment: LaunchEnvironment | None) -> int:
+def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist.default_pg_timeout) -> int:
     """How often torchrun has started the ranks again, by the host that counts most: one that has joined begins at 0."""
     here = restarts(os.environ)
     if environment is None or not may_restart(os.environ):
         return here
-    return max(map(int, Together(environment).exchange(str(here))))
+    return max(map(int, Together(environment, timeout).exchange(str(here))))
 
 
 def _of_this_start(environment: LaunchEnvironment, limit: float) -> dist.Store:
