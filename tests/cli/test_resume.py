@@ -244,6 +244,17 @@ def test_a_run_that_was_killed_after_its_last_step_writes_its_weights(name: str,
     assert capsys.readouterr().err == f"shardlab: {run} has taken all of its 5 steps\n"
 
 
+@pytest.mark.parametrize("words", ["", "--resume auto"])
+def test_what_is_started_again_and_does_not_save_is_refused(
+    words: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    small = "--ranks 1 --steps 1 --hidden-size 16"
+    assert main(["train", *small.split(), *words.split(), "--out", str(tmp_path / "run")]) == 2
+    assert "(restart 1), and it does not begin again at step 0 by itself" in capsys.readouterr().err
+
+
 def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 

@@ -104,7 +104,7 @@ class Train:
         require_port(os.environ)
         place = find_launch_environment(os.environ)
         world = None if place is None or (place.world == 1 and not may_restart(os.environ)) else place
-        if self.resume is not None or not may_restart(os.environ):
+        if self.resume not in (None, "auto") or not may_restart(os.environ):
             return self._start(world, 0)
         from shardlab.train.stores import restarts_in  # which needs torch
 
@@ -165,7 +165,7 @@ class Train:
         from shardlab.train.launch import JOINING, limit_of
 
         timeout = self.settings.given()["train"].get("timeout")
-        return JOINING.timeout if timeout is None else limit_of(timeout)
+        return limit_of(timeout) if isinstance(timeout, float) else JOINING.timeout  # other words are refused later
 
     def _sources_again(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
         """Where the settings of a run that is resumed come from: its checkpoint, and flags."""
