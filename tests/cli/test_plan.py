@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,25 @@ def test_the_critical_path_of_a_simulation_is_its_step(capsys: pytest.CaptureFix
     assert sum(said["critical_path"].values()) == pytest.approx(said["end"])
     assert main(["simulate", "zero-3", *SMALL, "--path"]) == 0
     assert "critical path" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--sequence", "256", "--recipe", "fsdp2", "--optimizer", "sgd", "--memory", "40GiB"],
+        ["--recipe", "nanotron", "--layers", "2"],
+    ],
+)
+def test_the_command_that_simulates_the_plan_prices_the_same_step(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ["--pp", "1", "--recompute", "none", "--max-micro-batch-size", "1"]
+    assert main(["plan", *SMALL, *limits, *words, "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert main(["plan", *SMALL, *limits, *words]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("simulate it"))
+    command = shlex.split(line.removeprefix("simulate it"))
+    assert main([*command[1:], "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["step_seconds"] == pytest.approx(chosen["step_seconds"])
+    assert simulated["plan"] == chosen["plan"]

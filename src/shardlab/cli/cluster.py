@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
+import tyro
+
+from shardlab.cli.amounts import read_bytes
 from shardlab.program import UserError
 
 if TYPE_CHECKING:
     from shardlab.hardware import Cluster
 
 
-def cluster_called(name: str, *, force: bool) -> Cluster:
+DeviceMemory = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")]
+"""Memory of each device that a step may take, such as 72GiB."""
+
+
+def cluster_called(name: str, *, force: bool, memory: str | None = None) -> Cluster:
     """The cluster of that name; "local" or a profile's file is this machine as measured, or another one by force.
 
     torch, which knows what this machine is, is imported for that alone.
 
+    Args:
+        name: as `find_cluster` takes it.
+        force: take a profile from another machine.
+        memory: so much of each device's alone, as a user writes it (None: all of it).
+
     Raises:
-        UserError: as of `find_cluster`; or when nothing is there that could be forced.
+        UserError: as of `find_cluster`; when nothing is there that could be forced, or there is less memory.
     """
+    cluster = _named(name, force=force)
+    if memory is None:
+        return cluster
+    room, device = read_bytes(memory, "--memory"), cluster.device
+    if room > device.memory:
+        raise UserError(
+            f"--memory {memory} is more than {device.name} has, {device.memory / 2**30:.0f} GiB; give less, or another "
+            "cluster"
+        )
+    return replace(cluster, device=replace(device, memory=room))
+
+
+def _named(name: str, *, force: bool) -> Cluster:
     from shardlab.hardware import find_cluster
     from shardlab.hardware.clusters import is_measured
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +11,8 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from shardlab.cli.amounts import read_bytes, read_tokens
-from shardlab.cli.cluster import cluster_called
+from shardlab.cli.amounts import read_tokens
+from shardlab.cli.cluster import DeviceMemory, cluster_called
 from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.grade_report import print_grades
 from shardlab.cli.new_file import check_new_file, writing
@@ -71,7 +72,7 @@ class PlanCommand:
 
     recipe: RecipeName = None
 
-    memory: Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")] = None
+    memory: DeviceMemory = None
     """Memory of each device that the step may take, such as 72GiB."""
 
     max_tp: OptionalCount = None
@@ -166,7 +167,6 @@ class PlanCommand:
         from shardlab.models import find_model
         from shardlab.models.named import with_fields
         from shardlab.planner.problem import Problem
-        from shardlab.planner.workers import with_memory
         from shardlab.program.precision import find_precision
 
         if self.model is None or self.cluster is None:
@@ -174,15 +174,7 @@ class PlanCommand:
             raise UserError(f"a plan is for a model on a cluster; give {missing}")
         if self.seconds <= 0:
             raise UserError(f"--seconds {self.seconds:g} is no time; give a number above 0")
-        cluster = cluster_called(self.cluster, force=self.force and self.out is None)
-        if self.memory is not None:
-            room = read_bytes(self.memory, "--memory")
-            if room > cluster.device.memory:
-                raise UserError(
-                    f"--memory {self.memory} is more than {cluster.device.name} has, "
-                    f"{cluster.device.memory / 2**30:.0f} GiB; give less, or another cluster"
-                )
-            cluster = with_memory(cluster, room)
+        cluster = cluster_called(self.cluster, force=self.force and self.out is None, memory=self.memory)
         changes = {"seq_len": self.sequence, "layers": self.layers}
         given = {name: value for name, value in changes.items() if value is not None}
         model = with_fields(find_model(self.model), given, self.model)
@@ -227,9 +219,14 @@ class PlanCommand:
         return sequences
 
     def _rerun(self) -> str:
-        """The words of the command that tell the model and the cluster."""
-        layers = f" --layers {self.layers}" if self.layers else ""
-        return f"--model {self.model}{layers} --cluster {self.cluster}"
+        """The words of the command that tell the model, the cluster and how a step is run, but for the plan's."""
+        same = ("model", "layers", "sequence", "cluster", "memory", "recipe")
+        given = {name: value for name in same if (value := getattr(self, name)) is not None}
+        if self.optimizer != "adamw":
+            given["optimizer"] = self.optimizer
+        forced = ["--force"] if self.force and self.out is None else []
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        return shlex.join([*words, *forced])
 
     def _progress(self) -> Any:
         """A line on the terminal that tells how far the search is."""

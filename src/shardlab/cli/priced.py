@@ -71,6 +71,8 @@ def price(
     ema: bool = False,
     ranks: int | None = None,
     layers: int | None = None,
+    sequence: int | None = None,
+    memory: str | None = None,
     batch: BatchRequest = AS_USUAL,
     force: bool = False,
 ) -> PricedStep:
@@ -83,6 +85,8 @@ def price(
         recipe: how the step is run, by name; without one, as Shardlab runs it.
         optimizer: what makes a step of a gradient.
         ema: whether an average of the weights is kept.
+        sequence: tokens of a sequence.
+        memory: of each device that may be taken.
         batch: how large the global batch is, and how it is cut.
         force: take a profile from another machine.
 
@@ -91,14 +95,15 @@ def price(
         Refused: for a program that is wrong.
     """
     from shardlab.models import GPT, find_model
+    from shardlab.models.named import with_fields
     from shardlab.predict.memory_advice import require_memory
     from shardlab.predict.workload import Workload
     from shardlab.program.precision import find_precision
 
-    cluster = cluster_called(cluster_name, force=force)
-    model = find_model(model_name)
-    if layers is not None:
-        model = replace(model, layers=layers)
+    cluster = cluster_called(cluster_name, force=force, memory=memory)
+    changes = {"seq_len": sequence, "layers": layers}
+    given = {name: value for name, value in changes.items() if value is not None}
+    model = with_fields(find_model(model_name), given, model_name)
     entry, ranks = layout.entry(strategy, ranks or _ranks(strategy, layout, cluster.size))
     cluster.require(ranks)
     way = recipe_called(recipe)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardlab.check import ChannelModel, Checked, check
+from shardlab.cli.cluster import DeviceMemory
 from shardlab.cli.console import print_json
 from shardlab.cli.costs import CostsText, costs_of
 from shardlab.cli.options import Flag, Layers, MaxOps, MaxSeconds, Name, OptionalCount, Ranks, StrategyName
@@ -45,6 +46,9 @@ class Simulate:
     layers: Layers = None
     """How many layers the model has."""
 
+    sequence: OptionalCount = None
+    """Tokens of a sequence (default: the model's; with --model)."""
+
     microbatches: OptionalCount = None
     """How many microbatches the global batch has (default: 4; priced, one for each device of the cluster, or as many as
     --global-batch and --micro-batch-size make)."""
@@ -55,6 +59,9 @@ class Simulate:
     cluster: Name = None
     """Devices and how many, such as h100x16, or path/to/cluster.toml; or, as bench measured it, local or
     path/to/profile.json. With --model."""
+
+    memory: DeviceMemory = None
+    """Memory of each device that the step may take, such as 72GiB; with --cluster."""
 
     global_batch: OptionalCount = None
     """Sequences of a step (default: --micro-batch-size for each device of the cluster, whatever the plan;
@@ -124,6 +131,8 @@ class Simulate:
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step is timed in seconds for a model on a cluster; give {missing}, as well")
         flags = {
+            "sequence": self.sequence,
+            "memory": self.memory,
             "global-batch": self.global_batch,
             "micro-batch-size": self.micro_batch_size,
             "precision": self.precision,
@@ -157,6 +166,8 @@ class Simulate:
             ema=self.ema,
             ranks=self.ranks,
             layers=self.layers,
+            sequence=self.sequence,
+            memory=self.memory,
             batch=BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),
             force=self.pictures.forces(self.cluster),
         )

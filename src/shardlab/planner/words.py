@@ -136,11 +136,19 @@ def chosen_fields(plan: Plan) -> dict[str, Any]:
 
 def flags_of(problem: Problem, candidate: Candidate, plan: str | None = None) -> str:
     """The flags that make simulate run a step of this candidate; `plan` is a file that holds the plan."""
-    layout = f"--plan {plan}" if plan else as_flags(chosen_fields(candidate.plan)) or "--dp-shard 1"
+    layout = f"--plan {plan}" if plan else _layout(problem, candidate.plan)
     return (
         f"{layout} --micro-batch-size {candidate.micro_batch_size} --global-batch {problem.sequences} "
         f"--precision {candidate.precision.name}"
     )
+
+
+def _layout(problem: Problem, plan: Plan) -> str:
+    """A plan's flags; those that the recipe would choose otherwise are said."""
+    fields, defaults = chosen_fields(plan), problem.recipe.defaults
+    if plan.reduce_at != defaults.reduction(sharded=bool(plan.shard_optimizer)):
+        fields["reduce_at"] = plan.reduce_at
+    return as_flags(fields) or "--dp-shard 1"
 
 
 def short(candidate: Candidate) -> str:

@@ -65,15 +65,22 @@ def recipes() -> Mapping[str, Recipe]:
     return dict(sorted(found.items(), key=lambda item: item[0] != "shardlab"))
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str, inside: tuple[Path, ...] = ()) -> Recipe:
     """The built-in recipe of that name, in any case of letters, or the one in a TOML file.
+
+    Args:
+        inside: files that are being read, each of which is the base of the one before; a file that the last of them
+            names lies beside it, unless its path begins at the root.
 
     Raises:
         UserError: there is none, and the nearest name is suggested; or the file says what a recipe cannot.
     """
     if name.endswith(".toml"):
-        path = Path(name)
-        return _made(path.stem, str(path), read_file(path, "TOML"))
+        path = inside[-1].parent / name if inside else Path(name)
+        files = (*inside, path)
+        if path.resolve() in {each.resolve() for each in inside}:
+            raise UserError(f"{' builds on '.join(map(str, files))}, itself; give another base")
+        return _made(path.stem, str(path), read_file(path, "TOML"), files)
     return _packaged(name.strip().lower())
 
 
@@ -89,7 +96,7 @@ def _packaged(name: str) -> Recipe:
     return _made(name, name, packaged(f"{FOLDER}/{name}.toml"))
 
 
-def _made(name: str, where: str, written: Any) -> Recipe:
+def _made(name: str, where: str, written: Any, files: tuple[Path, ...] = ()) -> Recipe:
     """The recipe of a file, with all that its base says and it does not."""
     known = {"base", "source", *GROUPS}
     table = read_table(written, where)
@@ -98,7 +105,7 @@ def _made(name: str, where: str, written: Any) -> Recipe:
     source = table.get("source")
     if not isinstance(source, str) or not source:
         raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
-    base = find_recipe(str(table["base"])) if "base" in table else Recipe()
+    base = find_recipe(str(table["base"]), files) if "base" in table else Recipe()
     figures = dict(base.figures)
     for group, kind in GROUPS.items():
         hints = get_type_hints(kind)

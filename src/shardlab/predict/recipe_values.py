@@ -71,7 +71,11 @@ def read_table(written: Any, where: str) -> dict[str, Any]:
 def _ratios(where: str, written: Any) -> tuple[float, float]:
     """`[1, "3.5/4"]`: bytes moved over those of one fused kernel, forward and backward."""
     try:
-        forward, backward = (_ratio(each) for each in written)
+        if not isinstance(written, list):
+            raise TypeError
+        forward, backward = (_ratio(each) for each in cast(list[str | float], written))
+        if not all(0 <= ratio < math.inf for ratio in (forward, backward)):
+            raise ValueError
     except (TypeError, ValueError, ZeroDivisionError):
         raise UserError(f'{where} is {written!r}; give two numbers or ratios, such as [1, "3.5/4"]') from None
     return forward, backward
