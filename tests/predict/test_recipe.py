@@ -262,6 +262,15 @@ def test_a_recipe_of_ones_own_is_a_file(tmp_path: Path) -> None:
     assert recipe.figures["memory.reserved"].runs == ("ours-*",)
 
 
+def test_a_base_lies_beside_its_recipe_and_is_no_recipe_that_builds_on_it(tmp_path: Path) -> None:
+    (tmp_path / "ours.toml").write_text('base = "common.toml"\nsource = "our branch"\n')
+    (tmp_path / "common.toml").write_text('source = "our code"\n[kernels]\nupdate_bytes = 40\n')
+    assert find_recipe(str(tmp_path / "ours.toml")).kernels.update_bytes == 40
+    (tmp_path / "common.toml").write_text('base = "ours.toml"\nsource = "our code"\n')
+    with pytest.raises(UserError, match=r"ours.toml builds on .*common.toml builds on .*, which is being read"):
+        find_recipe(str(tmp_path / "ours.toml"))
+
+
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
@@ -277,6 +286,10 @@ def test_a_recipe_of_ones_own_is_a_file(tmp_path: Path) -> None:
         ('source = "s"\nmemory.saved = {brunch = true}', "memory.saved has no 'brunch'; did you mean branch?"),
         ('source = "s"\noverlap.share.tp = -1', "overlap.share.tp is -1; give a number, 0 or more"),
         ('source = "s"\nkernels.memory_traffic.bias = [1]', "memory_traffic.bias is [1]; give two numbers or ratios"),
+        ('source = "s"\nkernels.memory_traffic.norm = "12"', "norm is '12'; give two numbers or ratios"),
+        ('source = "s"\nkernels.memory_traffic.norm = [-3, 1]', "norm is [-3, 1]; give two numbers or ratios"),
+        ('source = "s"\nkernels.memory_traffic.norm = [1, "nan"]', "norm is [1, 'nan']; give two numbers or ratios"),
+        ('source = "s"\nkernels.attention = "falsh2"', "attention is 'falsh2'; give one of flash1, flash2, cudnn"),
         ('source = "s"\ndefaults.reduce_at = "never"', "defaults.reduce_at is 'never'; give one of layer, step"),
     ],
 )

@@ -79,7 +79,7 @@ def find_recipe(name: str, inside: tuple[Path, ...] = ()) -> Recipe:
         path = inside[-1].parent / name if inside else Path(name)
         files = (*inside, path)
         if path.resolve() in {each.resolve() for each in inside}:
-            raise UserError(f"{' builds on '.join(map(str, files))}, itself; give another base")
+            raise UserError(f"{' builds on '.join(map(str, files))}, which is being read; give another base")
         return _made(path.stem, str(path), read_file(path, "TOML"), files)
     return _packaged(name.strip().lower())
 

@@ -29,7 +29,7 @@ class Kernels:
         step_seconds: of each step, whatever its size: data, logs, and what an optimizer does for each parameter.
     """
 
-    attention: str = "flash2"
+    attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
     memory_traffic: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     fused_accumulation: bool = False
     update_bytes: float | None = None
