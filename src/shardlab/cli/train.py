@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -165,7 +166,9 @@ class Train:
         from shardlab.train.launch import JOINING, limit_of
 
         timeout = self.settings.given()["train"].get("timeout")
-        return limit_of(timeout) if isinstance(timeout, float) else JOINING.timeout  # other words are refused later
+        if not isinstance(timeout, float) or not 0 < timeout < math.inf:  # which is refused later
+            return JOINING.timeout
+        return limit_of(timeout)
 
     def _sources_again(self, resumed: Resumed, launched: int | None) -> list[ConfigSource]:
         """Where the settings of a run that is resumed come from: its checkpoint, and flags."""
