@@ -104,11 +104,18 @@ class Odd(Disk):
         return b"{"
 
 
-def words(rank: int, out: Path) -> list[str]:
+class Wordless(Disk):
+    """A disk whose error has no words of the system's."""
+
+    def read(self, path: Path) -> bytes:
+        raise OSError("it hums")
+
+
+def words(rank: int, out: Path, disk: type[Disk] = Odd) -> list[str]:
     """What a rank says while it trains on an odd disk."""
     said: list[str] = []
     with patch("shardlab.train.saving.say", said.append):
-        saved(rank, out, disk=Odd())
+        saved(rank, out, disk=disk())
     return said
 
 
@@ -119,6 +126,11 @@ def test_whatever_goes_wrong_while_a_checkpoint_is_completed_is_told(ranks: Worl
     assert "the checkpoint after step 2 cannot be written, and training goes on without it (rank 0: JSON" in first[0]
     assert other == []
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_an_error_without_the_system_s_words_is_told_in_its_own(ranks: World, tmp_path: Path) -> None:
+    first, _ = ranks(2).call(partial(words, out=tmp_path / "run", disk=Wordless))
+    assert all(each.endswith("training goes on without it (rank 0: it hums)") for each in first)
 
 
 def test_a_folder_that_cannot_be_made_ends_no_training(ranks: World, tmp_path: Path) -> None:

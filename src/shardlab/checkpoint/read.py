@@ -243,7 +243,7 @@ def _compare(path: Path, entry: Mapping[str, Any]) -> None:
             while chunk := file.read(HASHED):
                 hashed.update(chunk)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
     if hashed.hexdigest() != entry["sha256"]:
         raise UserError(f"{path} has changed: its SHA-256 is not that in {MANIFEST}")
 

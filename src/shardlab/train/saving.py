@@ -179,7 +179,7 @@ class Saver:
 
     def _say_lost(self, step: int, error: BaseException) -> None:
         if isinstance(error, OSError):
-            trace, what = "", (f"{error.filename}: " if error.filename else "") + str(error.strerror)
+            trace, what = "", (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error))
         else:
             trace, what = "".join(traceback.format_exception(error)), repr(error)
         say(
