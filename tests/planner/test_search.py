@@ -13,9 +13,10 @@ from shardlab.models import GPT, Llama
 from shardlab.planner.bounds import Floors
 from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.search import Search
-from shardlab.planner.space import candidates, shapes
+from shardlab.planner.space import blocks_of, candidates, shapes
 from shardlab.planner.workers import Answer, Asked, answer, with_memory
 from shardlab.predict.recipe import OWN
+from shardlab.program import OpKind
 from shardlab.program.precision import find_precision
 
 GIB = 2**30
@@ -68,6 +69,23 @@ def test_the_search_finds_what_simulating_everything_finds(asked: Problem) -> No
     assert found.best is not None
     assert found.best.seconds == min(fitting)[0]
     assert len(found.outcomes) < len(fitting)
+
+
+def test_attention_that_is_not_fused_waits_for_its_host_once_in_a_backward_pass() -> None:
+    """It computes its scores again there; more than it waits would be no floor."""
+    waiting = replace(OWN, kernels=replace(OWN.kernels, host_seconds=1.5e-5))
+    plain = problem(devices=1, sequences=1, limits=Limits(fixed={"recompute": "selective"}))
+    asked = replace(plain, recipe=waiting, model=replace(SMALL, dropout=0.1))
+    (shape,) = shapes(asked)
+    (candidate,) = candidates(asked, shape)
+    model, prices = blocks_of(asked, shape).short, asked.workload(candidate).prices
+    layer = next(layer for layer in range(model.layers) if model.run(layer).attend is not None)
+    kernels = model.attend_kernels(layer, 1, SMALL.seq_len, SMALL.seq_len, 0.5, 1)
+    sums = Floors(asked).passes(shape).backward
+    together = prices.seconds_of([*kernels, *(back for kernel in kernels for back in kernel.backward_input())])
+    assert prices.layer_seconds(OpKind.ATTEND_BACKWARD, kernels) == together
+    projected = prices.layer_seconds(OpKind.BACKWARD, model.kernels(layer, 1, SMALL.seq_len, 1))
+    assert sums[layer + 1] - sums[layer] == pytest.approx(together + projected)
 
 
 def test_a_floor_never_exceeds_the_forecast() -> None:

@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from shardlab.models import CutModel, MoE
-from shardlab.models.kernels import Pointwise
 from shardlab.planner.alike import alike_blocks
 from shardlab.planner.layer_prices import LayerPrices
 from shardlab.planner.problem import Candidate, Problem
@@ -303,10 +302,7 @@ class Floors:
 
     def _update(self, prices: ClusterPrices, plan: Plan, weights: float) -> float:
         """The optimizer's step."""
-        moved = prices.recipe.kernels.update_bytes
-        moved = prices.precision.moved_by_update if moved is None else moved
-        elements = weights / _shards(plan, plan.shard_optimizer)
-        return prices.cluster.device.seconds(Pointwise("adamw", elements * moved / 4, 0.0), "float32")
+        return prices.update_seconds(weights / _shards(plan, plan.shard_optimizer))
 
     def _reducing(self, prices: ClusterPrices, plan: Plan, weights: float) -> float:
         """Reducing a stage's gradients once a step along the axis where that takes longest."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardlab.models import Model
-from shardlab.models.kernels import FusedAttention, Kernel
 from shardlab.planner.space import PlanShape
-from shardlab.predict.priced import ClusterPrices
+from shardlab.predict.priced import ClusterPrices, backward_input
 from shardlab.program import Kind, OpKind, Sizes
 from shardlab.strategies.rank_plan import Completion, Keeps
 
@@ -85,14 +84,13 @@ class LayerPrices:
             return forward, 2 * forward
         tokens = self.tokens // (self.mesh.tp if self.shape.sequence_parallel and not run.cut else 1)
         kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, run.slices))
-        forward, backward = self._sum(kernels), self._sum(_back(kernels))
-        backward += sum(share * self._sum([kernel]) for kernel, share in recipe.memory.recomputed(kernels))
+        forward, backward = (self.prices.layer_seconds(kind, kernels) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
         if run.attend is not None:
             there, back = self._attention(layer, run.slices)
             forward, backward = forward + there, backward + back
         if layer == self.model.layers - 1:
             loss = recipe.kernels.run(self.model.loss_kernels(size, self.tokens, run.slices))
-            backward += self._sum(loss) + self._sum([back for kernel in loss for back in kernel.backward_input()])
+            backward += self.prices.seconds_of([*loss, *backward_input(loss)])
         return forward, backward
 
     def _attention(self, layer: int, slices: int) -> tuple[float, float]:
@@ -103,15 +101,6 @@ class LayerPrices:
         attended = self.prices.recipe.kernels.run(
             self.model.attend_kernels(layer, size, queries, keys, 0.5, slices * degree)
         )
-        forward = self._sum(attended)
-        backward = self._sum([back for kernel in attended for back in kernel.backward_input()])
-        if not any(isinstance(kernel, FusedAttention) for kernel in attended):
-            backward += forward
-        return pieces * forward, pieces * backward
-
-    def _sum(self, kernels: list[Kernel]) -> float:
-        return self.prices.seconds_of(kernels)
-
-
-def _back(kernels: list[Kernel]) -> list[Kernel]:
-    return [back for kernel in kernels for back in (*kernel.backward_input(), *kernel.backward_weight())]
+        kinds = OpKind.ATTEND, OpKind.ATTEND_BACKWARD
+        forward, backward = (pieces * self.prices.layer_seconds(kind, attended) for kind in kinds)
+        return forward, backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlab.hardware import Cluster
@@ -61,12 +61,9 @@ class ClusterPrices(Prices):
         kind = op.kind
         made = specs[op.outputs[0]]
         if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
-            moved = self.recipe.kernels.update_bytes
-            moved = self.precision.moved_by_update if moved is None else moved
-            bytes = sizes.elements(made) * moved
             if made.form.place:  # whose processor's products of matrices, for Muon, are not counted
-                return self.cluster.host_seconds(bytes)
-            step = self.cluster.device.seconds(Pointwise("adamw", bytes / 4, 0.0), "float32")
+                return self.cluster.host_seconds(self._moved_by_update(sizes.elements(made)))
+            step = self.update_seconds(sizes.elements(made))
             return step + (self._orthogonal(op.layer, made.holds) if op.layer in sizes.directed else 0.0)
         if made.form.place:  # the sum of gradients, or pieces side by side, in the host's memory
             return self.cluster.host_seconds(3 * sizes.bytes(made))
@@ -82,20 +79,24 @@ class ClusterPrices(Prices):
         sequences, tokens = self._tokens(read)
         if kind is OpKind.ATTEND or kind is OpKind.ATTEND_BACKWARD:
             forward = self._attend(op.layer, read, specs[op.inputs[1]])
-            if kind is OpKind.ATTEND:
-                return self.seconds_of(forward)
-            fused = any(isinstance(kernel, FusedAttention) for kernel in forward)  # it computes scores again itself
-            return self.seconds_of([*(() if fused else forward), *_backward_input(forward)])
+            return self.layer_seconds(kind, forward)
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
             loss = self.recipe.kernels.run(self.model.loss_kernels(sequences, tokens, slices))
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
-            return self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else _backward_input(loss))])
+            return self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
-        if kind is OpKind.FORWARD or kind is OpKind.RECOMPUTE:
+        return self.layer_seconds(kind, kernels)
+
+    def layer_seconds(self, kind: OpKind, kernels: Sequence[Kernel]) -> float:
+        """A pass of such a kind through a layer, or its attention, whose forward pass runs these kernels."""
+        if kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND):
             return self.seconds_of(kernels)
+        if kind is OpKind.ATTEND_BACKWARD:
+            fused = any(isinstance(kernel, FusedAttention) for kernel in kernels)  # it computes scores again itself
+            return self.seconds_of([*(() if fused else kernels), *backward_input(kernels)])
         both = kind is OpKind.BACKWARD
-        inputs = _backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
+        inputs = backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
         recomputed = 0.0
         if both or kind is OpKind.BACKWARD_INPUT:
@@ -103,6 +104,15 @@ class ClusterPrices(Prices):
                 share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels)
             )
         return recomputed + self.seconds_of([*inputs, *(weights if both or kind is OpKind.BACKWARD_WEIGHT else [])])
+
+    def update_seconds(self, elements: float) -> float:
+        """The optimizer's step on so many elements on a device, but for Muon's products."""
+        return self.cluster.device.seconds(Pointwise("adamw", self._moved_by_update(elements) / 4, 0.0), "float32")
+
+    def _moved_by_update(self, elements: float) -> float:
+        """Bytes."""
+        moved = self.recipe.kernels.update_bytes
+        return elements * (self.precision.moved_by_update if moved is None else moved)
 
     def _orthogonal(self, layer: int, holds: Holds) -> float:
         """Seconds to make the matrices orthogonal of which some slices have parts: each of them whole."""
@@ -192,7 +202,8 @@ def _of_width(spec: Spec) -> int:
     return share.denominator // share.numerator
 
 
-def _backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
+def backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Kernels that make the gradients of what some kernels were given."""
     return [back for kernel in kernels for back in kernel.backward_input()]
 
 
