@@ -40,13 +40,13 @@ def every(asked: Problem) -> list[tuple[Candidate, Answer]]:
     return [(candidate, each) for candidate, each in found if each is not None]
 
 
-def search(asked: Problem) -> Search:
+def search(asked: Problem, deadline: float = float("inf")) -> Search:
     def ask(question: Asked) -> Future[Answer | None]:
         future: Future[Answer | None] = Future()
         future.set_result(answer(asked, question))
         return future
 
-    return Search(asked, ask)
+    return Search(asked, ask, deadline=deadline)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,36 @@ def test_the_search_finds_what_simulating_everything_finds(asked: Problem) -> No
     assert found.best is not None
     assert found.best.seconds == min(fitting)[0]
     assert len(found.outcomes) < len(fitting)
+
+
+def test_what_a_search_leaves_when_it_is_interrupted_is_no_faster_than_it_says() -> None:
+    asked = problem(limits=Limits(fixed={"recompute": "none", "cp": 1, "pp": 1}, micro_batch_size=1))
+    seconds = {repr(candidate): each.forecast.seconds for candidate, each in every(asked)}
+    cut = 0
+    for most in range(1, 16, 3):
+        questions: list[Asked] = []
+
+        def ask(question: Asked, most: int = most, questions: list[Asked] = questions) -> Future[Answer | None]:
+            if len(questions) == most:
+                raise KeyboardInterrupt
+            questions.append(question)
+            future: Future[Answer | None] = Future()
+            future.set_result(answer(asked, question))
+            return future
+
+        found = Search(asked, ask, ahead=2).run()
+        known = {repr(question.candidate) for question in questions}
+        if found.left is not None:
+            cut += 1
+            assert found.left <= min(each for name, each in seconds.items() if name not in known)
+    assert cut > 2
+
+
+def test_a_search_whose_time_is_up_at_once_finds_a_plan_that_fits() -> None:
+    asked = problem()
+    found = search(asked, deadline=0).run()
+    assert found.best is not None
+    assert found.left == 0
 
 
 def test_attention_that_is_not_fused_waits_for_its_host_once_in_a_backward_pass() -> None:

@@ -20,6 +20,12 @@ from shardlab.strategies.plan import Plan
 SCOUTS = 6
 """Forecasts of each family before all others; the lowest floors come first."""
 
+LATE = 24
+"""Forecasts after the deadline at most, as long as none is of a plan that fits."""
+
+Waiting = tuple[float, int, PlanShape, Candidate | Plan | None]
+"""What waits, first by its floor: a shape, a shape's pipeline, or a candidate."""
+
 
 @dataclass(frozen=True)
 class PlanOutcome:
@@ -62,7 +68,8 @@ class Found:
         too_large: of each family, the candidate with the lowest floor of bytes that does not fit, and that floor.
         refused: candidates that the code which runs plans does not accept.
         open: kinds of parallelism beside the data's of plans that were not forecast.
-        left: the lowest floor of what was not forecast (None: nothing is left that could be faster).
+        left: the lowest floor of what was not forecast, 0 if not all was generated (None: nothing is left that could be
+            faster).
         seconds: how long it took.
     """
 
@@ -115,7 +122,7 @@ class Search:
 
     Args:
         problem: what is planned.
-        deadline: seconds that it may take.
+        deadline: seconds that it may take; then it goes on until a plan is found that fits, for `LATE` forecasts.
         ask: what forecasts candidates.
         ahead: how many it is asked for at a time.
         told: is called again and again.
@@ -146,7 +153,11 @@ class Search:
         self._until = self._began + deadline
         self._ask, self._ahead = ask, ahead
         self._told = told
-        self._heap: list[tuple[float, int, PlanShape, Candidate | Plan | None]] = []
+        self._heap: list[Waiting] = []
+        self._kept: list[Waiting] = []  # out of the heap while families are scouted
+        self._coming: dict[Future[Answer | None], tuple[Candidate, float]] = {}
+        self._in_hand: float | None = None
+        self._generated = False
         self._tie = count()
         self._best, self._within = best, within
         self._forecasts: dict[str, int] = {}
@@ -155,17 +166,15 @@ class Search:
 
     def run(self) -> Found:
         """Search to the end, to the deadline, or until it is interrupted."""
-        coming: dict[Future[Answer | None], Candidate] = {}
         try:
             self._fill()
             if not self._change:
-                self._forecast_all(coming, self._lacks)
+                self._forecast_all(self._lacks)
             self._scouted = True
-            self._forecast_all(coming, lambda floor, _: floor <= self._enough())
-            if coming or self._over() or (self._heap and self._heap[0][0] <= self._enough()):
-                self.found.left = self._heap[0][0] if self._heap else 0.0
+            self._forecast_all(lambda floor, _: floor <= self._enough())
+            self.found.left = self._left()
         except KeyboardInterrupt:
-            self.found.left = self._heap[0][0] if self._heap else 0.0
+            self.found.left = self._left()
         else:  # what was begun before the best was found is left out: what is told depends on no clock
             least = self._enough()
             self.found.outcomes = [
@@ -173,7 +182,7 @@ class Search:
                 for each in self.found.outcomes
                 if each.seconds == self._best or self._floor_of.get(each.candidate, 0.0) <= least
             ]
-        self.found.open = {model_kinds(shape.mesh) for _, _, shape, _ in self._heap}
+        self.found.open = {model_kinds(shape.mesh) for _, _, shape, _ in (*self._heap, *self._kept)}
         self.found.seconds = time.monotonic() - self._began
         return self.found
 
@@ -181,8 +190,22 @@ class Search:
         """The floor above which nothing is worth a forecast."""
         return self._best * (1.0 - self._within)
 
-    def _over(self) -> bool:
+    def _left(self) -> float | None:
+        """The lowest floor of what waits, was asked for or is in hand, if that could be worth a forecast."""
+        if not self._generated:
+            return 0.0
+        floors = [floor for floor, *_ in (*self._heap[:1], *self._kept)]
+        floors += [floor for _, floor in self._coming.values()]
+        least = min([*floors, *([] if self._in_hand is None else [self._in_hand])], default=None)
+        return None if least is None or least > self._enough() else least
+
+    def _late(self) -> bool:
         return time.monotonic() > self._until
+
+    def _over(self) -> bool:
+        """Whether it is late, and something is found or was looked for."""
+        asked = len(self.found.outcomes) + self.found.refused
+        return self._late() and (self._best < float("inf") or asked >= LATE)
 
     def _fill(self) -> None:
         """Every shape whose state may fit, with its floor."""
@@ -196,8 +219,9 @@ class Search:
                 full.add(smallest)
             else:
                 self._push(self._floors.shape_seconds(shape), shape, None)
-            if self._over():
-                break
+            if self._late() and self._heap:
+                return
+        self._generated = True
 
     def _push(self, floor: float, shape: PlanShape, candidate: Candidate | Plan | None) -> None:
         heapq.heappush(self._heap, (floor, next(self._tie), shape, candidate))
@@ -207,13 +231,9 @@ class Search:
         if name not in self.found.too_large or bytes < self.found.too_large[name][0]:
             self.found.too_large[name] = bytes, candidate
 
-    def _forecast_all(
-        self,
-        coming: dict[Future[Answer | None], Candidate],
-        wanted: Callable[[float, str], bool],
-    ) -> None:
+    def _forecast_all(self, wanted: Callable[[float, str], bool]) -> None:
         """Forecast what is wanted by its floor and the kinds of its family, lowest floor first."""
-        kept: list[tuple[float, int, PlanShape, Candidate | Plan | None]] = []
+        coming = self._coming
         while not self._over():
             while self._heap and len(coming) < self._ahead and not self._over():
                 floor, _, shape, candidate = self._heap[0]
@@ -221,9 +241,12 @@ class Search:
                     floor, family(candidate.plan) if isinstance(candidate, Candidate) else model_kinds(shape.mesh)
                 ):
                     if wanted == self._lacks:
-                        kept.append(heapq.heappop(self._heap))
+                        self._in_hand = floor
+                        self._kept.append(heapq.heappop(self._heap))
+                        self._in_hand = None
                         continue
                     break
+                self._in_hand = floor
                 heapq.heappop(self._heap)
                 if candidate is None:
                     self._expand(shape)
@@ -234,14 +257,19 @@ class Search:
                     self._forecasts[name] = self._forecasts.get(name, 0) + 1
                     if self._scouted:
                         self._floor_of[candidate] = floor
-                    coming[self._ask(Asked(candidate, change=self._change))] = candidate
+                    coming[self._ask(Asked(candidate, change=self._change))] = candidate, floor
+                self._in_hand = None
             if not coming:
                 break
             for done in wait(coming, 0.2, FIRST_COMPLETED).done:
-                self._note(coming.pop(done), done.result())
+                candidate, self._in_hand = coming[done]
+                del coming[done]
+                self._note(candidate, done.result())
+                self._in_hand = None
             if self._told is not None:
                 self._told(self.found, len(self._heap))
-        self._heap += kept
+        self._heap += self._kept
+        self._kept = []
         heapq.heapify(self._heap)
 
     def _lacks(self, floor: float, name: str) -> bool:
