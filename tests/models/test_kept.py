@@ -103,5 +103,11 @@ def test_a_product_that_nobody_reads_is_the_feed_forwards_last() -> None:
         assert more == 3 * ROWS * S * H
 
 
+@pytest.mark.parametrize("model", [GPT3, LLAMA, halves_of(LLAMA)], ids=["gpt", "whole", "halves"])
+def test_keys_and_values_that_are_copied_stay_twice(model: Model) -> None:
+    assert sum(saved(model, Kept(copied=True))) - sum(saved(model, AUTOGRAD)) == 3 * ROWS * S * 2 * H
+
+
 def test_every_choice_is_tried() -> None:
-    assert {field.name for field in fields(Kept)} == {"mask", "branch", "gathered", "activated", "per_op", "unread"}
+    tried = {"mask", "branch", "gathered", "activated", "per_op", "unread", "copied"}
+    assert {field.name for field in fields(Kept)} == tried
