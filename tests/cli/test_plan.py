@@ -137,3 +137,23 @@ def test_the_command_that_simulates_the_plan_prices_the_same_step(
     simulated = json.loads(capsys.readouterr().out)
     assert simulated["step_seconds"] == pytest.approx(chosen["step_seconds"])
     assert simulated["plan"] == chosen["plan"]
+
+
+def test_where_a_margin_is_missing_it_is_said_how_much_and_which_limit_could_go(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--recipe", "nanotron", "--memory", "12.02GiB", "--recompute", "none", "--pp", "1", "--tp", "1"]
+    sharding = [f"--shard-{what}" for what in ("parameters", "gradients", "optimizer")]
+    told = refused(capsys, *SMALL, *words, *(word for flag in sharding for word in (flag, "dp_shard")))
+    assert "ZeRO-3 comes nearest (shard 2, mb 1)" in told
+    assert "leaves nanotron's margin of 10.0 GiB" in told
+    assert " -" not in told.split("takes at least")[1].split("too many")[0]
+    assert told.endswith("or leave out --recompute none")
+
+
+def test_as_many_runners_up_are_listed_as_were_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--pp", "1", "--recompute", "none", "--top", "3", "--out", "p.toml", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["runners_up"]) == 3
+    size = said["chosen"]["micro_batch_size"]
+    assert f"4 sequences a step in microbatches of {size}, in bf16" in Path("p.toml").read_text().splitlines()[0]

@@ -81,7 +81,7 @@ def test_on_cpus_nothing_is_added_to_what_was_counted() -> None:
     peaks = step.estimate().peaks
     cpu = held_memory(replace(step, cluster=Cluster.of_profile(CPU)), peaks)
     tensors = max(peak.bytes for peak in peaks)
-    assert cpu == HeldMemory(tensors, tensors, tensors, tensors, cpu.room, safe=True, logged=tensors)
+    assert cpu == HeldMemory(tensors, tensors, tensors, tensors, tensors, cpu.room, safe=True, logged=tensors)
     assert held_memory(step, peaks).total > tensors
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str, Any]:
     """Describe all of it."""
-    problem, found, room = choice.problem, choice.found, choice.problem.cluster.device.memory
+    problem, found = choice.problem, choice.found
     tokens = problem.tokens
     return {
         "model": model,
@@ -25,11 +25,11 @@ def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str,
         "recipe": problem.recipe.name,
         "global_batch": problem.sequences,
         "tokens": tokens,
-        "device_memory": room,
+        "device_memory": problem.cluster.device.memory,
         "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
         "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
         "decisions": [vars(decision) for decision in decisions(choice)],
-        "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1:top]],
+        "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
         "error_on_published_runs": choice.sure and vars(choice.sure),
         "critical_path": choice.path,
         "alternatives": [
@@ -37,13 +37,18 @@ def as_json(choice: PlanChoice, model: str, cluster: str, top: int) -> dict[str,
                 "choice": each.choice,
                 **_candidate(problem, each.candidate),
                 **_forecast(problem, each.answer),
-                "text": sentence(each, choice.answer, room),
+                "text": sentence(each, choice.answer, problem),
             }
             for each in choice.alternatives
             if each.answer is not None
         ],
         "does_not_fit": [
-            {"family": name, "bytes_at_least": bytes, "bytes_too_many": bytes - room, **_candidate(problem, candidate)}
+            {
+                "family": name,
+                "bytes_at_least": bytes,
+                "bytes_too_many": bytes - problem.room,
+                **_candidate(problem, candidate),
+            }
             for name, (bytes, candidate) in found.misses().items()
         ],
         "would_help": {

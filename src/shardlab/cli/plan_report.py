@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import print_fact, print_figures, print_path, table_of
-from shardlab.planner.chosen import EQUAL
+from shardlab.planner.chosen import EQUAL, NOTABLE
 from shardlab.planner.explain import decisions
 from shardlab.planner.reasons import TELLING, sentence
 from shardlab.planner.words import described, flags_of, picture, short
@@ -124,7 +124,7 @@ def _print_families(choice: PlanChoice, console: Console) -> None:
 
 
 def _print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
-    shown = choice.found.fitting[1:top]
+    shown = choice.found.fitting[1 : top + 1]
     if not shown:
         return
     table = table_of("", "runners-up", "step", "slower by", "memory", words=2)
@@ -141,21 +141,18 @@ def _print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
 
 
 def _print_reasons(choice: PlanChoice, console: Console) -> None:
-    room = choice.problem.cluster.device.memory
     console.print("\nwhy, choice by choice: what the nearest alternative would cost", style="dim")
     width = max((len(each.choice) for each in choice.alternatives), default=0)
     for each in choice.alternatives:
-        text = f"  {each.choice:<{width}}  {sentence(each, choice.answer, room)}"
+        text = f"  {each.choice:<{width}}  {sentence(each, choice.answer, choice.problem)}"
         console.print(Text(text), soft_wrap=True)
 
 
 def _print_misses(choice: PlanChoice, console: Console) -> None:
-    room = choice.problem.cluster.device.memory
-    misses = {name: miss for name, miss in choice.found.misses().items() if miss[0] > room}
-    if misses:
+    if misses := choice.found.misses():
         console.print("\nwhat does not fit", style="dim")
     for name, (bytes, _) in misses.items():
-        over = bytes_text(bytes - room, 1)
+        over = bytes_text(bytes - choice.problem.room, 1)
         console.print(f"  {name}: at least {over} too many", highlight=False, soft_wrap=True)
 
 
@@ -197,7 +194,10 @@ def _print_helps(choice: PlanChoice, console: Console) -> None:
     words: list[str] = []
     for change, step in choice.helps.items():
         gain = (2 if change == "batch" else 1) * choice.best.seconds / step - 1
-        words.append(f"{HELPS[change]} {gain:+.1%} tokens/s")
+        told = f"less than +{NOTABLE:.0%}" if change == "memory" and gain < NOTABLE else f"{gain:+.1%}"
+        words.append(f"{HELPS[change]} {told} tokens/s")
+    if "memory" not in choice.helps:
+        words.append(f"{HELPS['memory']} was not searched to the end")
     print_fact(console, "would help", ", ".join(words))
 
 

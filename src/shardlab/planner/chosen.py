@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from shardlab.errors import UserError
 from shardlab.planner.families import by_order
-from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.reasons import Alternative, alternatives
 from shardlab.planner.search import Found, PlanOutcome, Search, Told
 from shardlab.planner.shares import path_of
 from shardlab.planner.space import meshes
 from shardlab.planner.sure import RunErrors, errors_of
+from shardlab.planner.words import short
 from shardlab.planner.workers import Answer, Ask, Asked, Change, changed
+from shardlab.program import AXES
+from shardlab.program.field_types import as_flags
 from shardlab.program.toml import toml_value
 from shardlab.rules.pieces import counted
 from shardlab.timeline.units import bytes_text
@@ -36,7 +39,8 @@ class PlanChoice:
         families: the best of each family that was seen, and what its step's time goes to.
         path: seconds of the step by what its critical path is made of.
         alternatives: the nearest alternative of each choice.
-        helps: seconds of a step with twice as much of something: of this plan, or with more memory of the best one.
+        helps: seconds of a step with twice as much of something: of this plan, or with more memory of the best one, if
+            that was searched to the end or is faster.
     """
 
     problem: Problem
@@ -58,7 +62,10 @@ class PlanChoice:
         """The chosen plan, as a file that --plan takes."""
         plan, model = self.best.candidate.plan, type(self.problem.model).__name__
         lines = [f"{name} = {toml_value(value)}\n" for name, value in plan.as_dict().items()]
-        return f"# a plan for {model} on {self.problem.cluster}\n{''.join(lines)}"
+        candidate, sequences = self.best.candidate, self.problem.sequences
+        batch = f"{counted(sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
+        told = f"# a plan for {model} on {self.problem.cluster}: {batch}, in {candidate.precision.name}"
+        return f"{told}\n{''.join(lines)}"
 
 
 def choose(
@@ -100,7 +107,8 @@ def choose(
     for change in doubled:
         if (study := more[change].result()) is not None:
             helps[change] = study.forecast.seconds
-    helps["memory"] = min([best.seconds, *(each.seconds for each in roomy.fitting)])
+    if roomy.fitting or roomy.left is None:
+        helps["memory"] = min([best.seconds, *(each.seconds for each in roomy.fitting)])
     return PlanChoice(problem, found, best, answer, studied, path_of(problem.workload(best.candidate)), others, helps)
 
 
@@ -114,20 +122,44 @@ def _undivided(problem: Problem) -> str:
 
 def _nothing(problem: Problem, found: Found) -> str:
     """What comes nearest, and what is missing."""
-    room, misses = problem.cluster.device.memory, found.misses()
+    room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
     if not misses:
         if found.left is not None:
             return "nothing was simulated in the time that was given; give more --seconds, or limits such as --max-tp 8"
         under = f" under the limits {problem.limits}" if str(problem.limits) else ""
         return f"no plan{under} is accepted by the code that runs plans; give other limits or another --global-batch"
     name, (bytes, candidate) = min(misses.items(), key=lambda miss: miss[1][0])
-    times = bytes / room
+    if found.left is not None:
+        return (
+            "no plan that fits was found in the time that was given; give more --seconds, or limits such as --max-tp 8"
+        )
+    times, limits = (bytes / room if room > 0 else 1.0), str(problem.limits)
     more = f"about {times:.1f} times as many devices" if times >= 1.5 else "more devices"
+    under = f" under the limits {limits}" if limits else ""
+    free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
+    lifted = _lifted(problem.limits, candidate)
     return (
-        f"no plan fits into {bytes_text(room, 1)} a device: {name} comes nearest{_of(candidate)} and takes at least "
-        f"{bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many; take {more}, or larger ones"
+        f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
+        f"({short(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many; take "
+        f"{more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
     )
 
 
-def _of(candidate: Candidate) -> str:
-    return f" ({candidate.plan.mesh}, microbatches of {candidate.micro_batch_size})"
+SAVING = ("recompute", "micro_batch_size", "shard_parameters", "shard_gradients", "shard_optimizer")
+"""Choices that save memory, those that cost least first."""
+
+
+def _lifted(limits: Limits, candidate: Candidate) -> str:
+    """The limit without which a step could take less memory ("": there is none)."""
+    fixed = {**limits.fixed, **({"micro_batch_size": size} if (size := limits.micro_batch_size) else {})}
+    least = {"recompute": "full", "micro_batch_size": 1}
+    for name in SAVING:
+        if name in fixed and fixed[name] != least.get(name) and not (name.startswith("shard") and fixed[name]):
+            return as_flags({name: fixed[name]})
+    sizes = candidate.plan.mesh.sizes()
+    for axis in AXES:
+        if axis in limits.fixed:
+            return as_flags({axis: sizes[axis]})
+        if axis in limits.most:
+            return as_flags({f"max_{axis}": limits.most[axis]})
+    return ""

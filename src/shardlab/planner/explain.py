@@ -67,7 +67,7 @@ def _state(choice: PlanChoice) -> list[str]:
     )
     memory, misses = choice.best.forecast.memory, choice.found.misses()
     lines.append(f"the chosen plan holds {bytes_text(memory.total, 1)} on the fullest device")
-    lines += [f"{name} needs {bytes_text(bytes, 1)} or more" for name, (bytes, _) in misses.items() if bytes > room]
+    lines += [f"{name} needs {bytes_text(bytes, 1)} or more" for name, (bytes, _) in misses.items()]
     return lines
 
 
@@ -107,5 +107,4 @@ def _speed(choice: PlanChoice) -> list[str]:
 
 
 def _instead(choice: PlanChoice, alternatives: list[Alternative]) -> list[str]:
-    room = choice.problem.cluster.device.memory
-    return [f"{each.choice}: {sentence(each, choice.answer, room)}" for each in alternatives]
+    return [f"{each.choice}: {sentence(each, choice.answer, choice.problem)}" for each in alternatives]

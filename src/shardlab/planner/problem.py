@@ -12,7 +12,7 @@ from shardlab.models import Blocks
 from shardlab.predict.recipe import OWN, Recipe
 from shardlab.predict.workload import Workload
 from shardlab.program import AXES
-from shardlab.program.field_types import as_text
+from shardlab.program.field_types import as_flags
 from shardlab.program.precision import Optimizer, Precision
 from shardlab.strategies.plan import Plan
 
@@ -68,8 +68,7 @@ class Limits:
     def __str__(self) -> str:
         """The limits, as flags."""
         fixed = {**self.fixed, **({"micro_batch_size": self.micro_batch_size} if self.micro_batch_size else {})}
-        words = [f"--{name} {as_text(value)}" for name, value in fixed.items()]
-        return " ".join([*words, *(f"--max-{name} {most}" for name, most in self.most.items())]).replace("_", "-")
+        return as_flags({**fixed, **{f"max_{name}": most for name, most in self.most.items()}})
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,11 @@ class Problem:
             recipe=self.recipe,
             optimizer=self.optimizer,
         )
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a plan which is chosen may take: all but the recipe's margin."""
+        return self.cluster.device.memory - self.recipe.memory.margin_bytes
 
     @property
     def tokens(self) -> int:

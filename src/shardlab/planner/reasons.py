@@ -129,8 +129,9 @@ def _words(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"context {context} instead of {plan.context}", {"context": context, "ulysses_degree": None}
 
 
-def sentence(alternative: Alternative, chosen: Answer, room: float) -> str:
+def sentence(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
     """What an alternative would cost, in one line: `tp 4 instead of 8: +3.1 GiB, step -6 % (...)`."""
+    room, margin = problem.cluster.device.memory, problem.recipe.memory.margin_bytes
     answer = alternative.answer
     assert answer is not None, "it can be run"
     memory = answer.forecast.memory
@@ -143,7 +144,8 @@ def sentence(alternative: Alternative, chosen: Answer, room: float) -> str:
         return f"{bytes_text(over, 1)} too many: {most} {bytes_text(peak.by_category[most], 1)}"
     sign = "+" if more >= 0 else "-"
     size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= 2**26 else "as much memory"
-    return f"{size}, step {step:+.1%}{_why(answer, chosen)}"
+    full = "" if memory.safe else f"leaves less than the margin of {bytes_text(margin, 0)}: "
+    return f"{full}{size}, step {step:+.1%}{_why(answer, chosen)}"
 
 
 def _why(answer: Answer, chosen: Answer) -> str:

@@ -12,7 +12,7 @@ from itertools import count
 from shardlab.planner.bounds import Floors
 from shardlab.planner.families import family, model_kinds
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.planner.space import PlanShape, dealt, follows, pipelined, shapes
+from shardlab.planner.space import PlanShape, as_fixed, dealt, follows, pipelined, shapes
 from shardlab.planner.workers import Answer, Ask, Asked, Change
 from shardlab.predict.forecast import Forecast
 from shardlab.strategies.plan import Plan
@@ -103,8 +103,8 @@ class Found:
         nearest = dict(self.too_large)
         for each in self.outcomes:
             known = nearest.get(each.family)
-            if not each.fits and (known is None or each.forecast.memory.total < known[0]):
-                nearest[each.family] = each.forecast.memory.total, each.candidate
+            if not each.fits and (known is None or each.forecast.memory.wanted < known[0]):
+                nearest[each.family] = each.forecast.memory.wanted, each.candidate
         fitting, shown = self.families(), {name: miss for name, miss in nearest.items() if name not in self.open}
         return {
             name: miss
@@ -147,8 +147,8 @@ class Search:
         self._change: Change = change
         self.found = Found()
         self._floors = Floors(problem)
-        memory, on_gpu = problem.recipe.memory, not problem.cluster.on_cpu
-        self._room = problem.cluster.device.memory - on_gpu * memory.context_bytes - memory.margin_bytes
+        self._context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
+        self._room = problem.room - self._context
         self._began = time.monotonic()
         self._until = self._began + deadline
         self._ask, self._ahead = ask, ahead
@@ -196,8 +196,8 @@ class Search:
             return 0.0
         floors = [floor for floor, *_ in (*self._heap[:1], *self._kept)]
         floors += [floor for _, floor in self._coming.values()]
-        least = min([*floors, *([] if self._in_hand is None else [self._in_hand])], default=None)
-        return None if least is None or least > self._enough() else least
+        floors += [] if self._in_hand is None else [self._in_hand]
+        return min((floor for floor in floors if floor <= self._enough()), default=None)
 
     def _late(self) -> bool:
         return time.monotonic() > self._until
@@ -227,6 +227,7 @@ class Search:
         heapq.heappush(self._heap, (floor, next(self._tie), shape, candidate))
 
     def _note_too_large(self, candidate: Candidate, bytes: float) -> None:
+        candidate, bytes = as_fixed(self.problem, candidate), bytes + self._context
         name = family(candidate.plan)
         if name not in self.found.too_large or bytes < self.found.too_large[name][0]:
             self.found.too_large[name] = bytes, candidate

@@ -35,7 +35,7 @@ from shardlab.models.moe import MoE
 from shardlab.planner.alike import AlikeBlocks, alike_blocks
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.predict.staging import stages_by_cost
-from shardlab.program import Mesh
+from shardlab.program import AXES, Mesh
 from shardlab.program.precision import Precision
 from shardlab.strategies.model_layers import ModelLayers
 from shardlab.strategies.plan import Context, Plan, Recompute
@@ -176,6 +176,15 @@ def dealt(problem: Problem, shape: PlanShape, plan: Plan) -> Iterator[Candidate]
     for each in sharded(problem, plan):
         if problem.limits.allow(each):
             yield Candidate(each, shape.micro_batch_size, shape.precision)
+
+
+def as_fixed(problem: Problem, candidate: Candidate) -> Candidate:
+    """A candidate with the values of a plan's fields that are not left open, if they go together."""
+    fixed = {name: value for name, value in problem.limits.fixed.items() if name not in AXES}
+    try:
+        return replace(candidate, plan=replace(candidate.plan, **fixed))
+    except UserError:
+        return candidate
 
 
 def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:

@@ -35,6 +35,7 @@ class HeldMemory:
         allocated: tensors at their peak, and buffers that stand.
         reserved: what the allocator has reserved for them.
         total: what nvidia-smi shows: with CUDA's context and NCCL's buffers.
+        wanted: as `total`, were there room for all that the allocator would reserve.
         needed: what must find room: all but the blocks that the allocator frees before it fails.
         room: of the device.
         safe: whether beside it so much of the device stays free as the recipe wants of a plan that is chosen.
@@ -44,6 +45,7 @@ class HeldMemory:
     allocated: float
     reserved: float
     total: float
+    wanted: float
     needed: float
     room: float
     safe: bool
@@ -81,9 +83,10 @@ def held_memory(workload: Workload, peaks: Sequence[Peak]) -> HeldMemory:
     wanted = max(taken + held_back, *gathers)
     most = room - context if needed <= room else math.inf
     reserved, first = min(wanted, most), min(gathers[0], most)
-    safe = wanted + context + recipe.margin_bytes <= room
+    all = wanted + context
+    safe = all + recipe.margin_bytes <= room
     logged = first if recipe.logs_first_rank else reserved
-    return HeldMemory(allocated, reserved, reserved + context, needed, room, safe, logged)
+    return HeldMemory(allocated, reserved, reserved + context, all, needed, room, safe, logged)
 
 
 def held_by(workload: Workload) -> HeldMemory:
