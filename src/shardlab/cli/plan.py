@@ -96,8 +96,8 @@ class PlanCommand:
     seconds: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 120.0
     """Time for the search; then the best so far is given. Ctrl-C ends it as well."""
 
-    top: Count = 5
-    """How many plans are listed beside the best of each family."""
+    top: Count = 4
+    """How many runners-up are listed beside the best of each family."""
 
     explain: Flag = False
     """Walk through the decisions in the order in which an expert takes them, with the numbers of each."""
