@@ -83,7 +83,24 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     while True:
         function, arguments = pipe.recv()
+        _forget_groups()
         try:
             pipe.send((True, function(rank, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _forget_groups() -> None:
+    """End the process groups that earlier calls have made, once all ranks have done with them.
+
+    gloo has a thread for each, which looks for messages a hundred times a second for as long as the group lives. torch
+    names a group by its members and by how many there are; so that no name comes again, under which the store has dead
+    addresses, those that are gone go on to be counted.
+    """
+    import torch.distributed as dist
+
+    world: Any = dist.distributed_c10d._world  # pyright: ignore[reportPrivateUsage]
+    for group in list(world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+            world.pg_names[object()] = "gone"

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from shardlab.execute import Executor
-from shardlab.execute.communicator import Groups
 from shardlab.execute.optimizer import Slice
 from shardlab.models import GPT, MLP, Llama, Mixtral, MoE
 from shardlab.program import Mesh, UserError
@@ -34,15 +33,12 @@ World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 on_ranks = pytest.mark.xdist_group("ranks")
 
-GROUPS: Groups = {}
-"""Of a rank's process, which are made once for all cases."""
-
 
 def on_a_rank(rank: int, case: Verified) -> Verdict | None:
     with pytest.MonkeyPatch.context() as patch:
         if case.uneven:
             patch.setattr(verify, "Batches", Uneven)
-        return verify_rank(rank, CPU, case.job(), case.steps, GROUPS, case.clip)
+        return verify_rank(rank, CPU, case.job(), case.steps, {}, case.clip)
 
 
 class Uneven(Batches):
