@@ -57,6 +57,18 @@ def steps_of(rank: int, poisoned: int, poison: float) -> list[StepResult]:
     return list(TrainingSteps(executor, ComputeClock(executor), run, StopRequest(None), saver, 1.0))
 
 
+def steps_while_the_clock_stands_still(rank: int) -> list[StepResult]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardlab.train.steps.time.perf_counter", lambda: 7.0)
+        return steps_of(rank, -1, 0.0)
+
+
+def test_a_clock_that_stands_still_ends_no_run(ranks: World) -> None:
+    for found in ranks(2).call(steps_while_the_clock_stands_still):
+        assert len(found) == 6
+        assert all(step.metrics["dt"] > 0 for step in found)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_every_rank_stops_at_the_same_step_and_knows_whose_loss_it_was(ranks: World, poison: float) -> None:
     for found in ranks(2).call(steps_of, 3, poison):

@@ -27,6 +27,9 @@ from shardlab.train.run import TrainingRun
 from shardlab.train.saved import saved_in
 from shardlab.train.saving import Saver
 
+TICK = 1e-9
+"""Seconds that a step takes at least: the clock of a virtual machine that is being moved can stand still."""
+
 
 class Stepping(Protocol):
     """An executor, or what stands around one."""
@@ -151,7 +154,7 @@ class TrainingSteps:
         began, self._ended = self._ended, time.perf_counter()
         flags = torch.zeros(3 + len(SPREAD), self._run.config.plan.ranks, dtype=loss.dtype)
         told = [_flag(loss, state), self._saver.told, state.squared_norm]
-        flags[:, rank] = torch.tensor([*told, self._ended - began, *own])
+        flags[:, rank] = torch.tensor([*told, max(self._ended - began, TICK), *own])
         wishes = torch.tensor([self._stop.asked, self._stop.warned, self._saver.wish], dtype=loss.dtype)
         sums = torch.cat([loss, *(sent_to(device, each) for each in (wishes, flags.flatten()))])
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
