@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
+from tests.chaos.comparing import checkpoints
 from tests.chaos.training import POLL, Training
 
 Moment = Callable[[Training, random.Random], None]
@@ -39,9 +40,9 @@ def load(training: Training, chance: random.Random) -> None:
 
 
 def step(training: Training, chance: random.Random) -> None:
-    """In one of the next steps."""
+    """In one of the next steps of a run that has a checkpoint."""
     wanted = training.steps() + chance.randrange(1, 4)
-    until(training, lambda: training.steps() >= wanted)
+    until(training, lambda: training.steps() >= wanted and checkpoints(training.out))
     time.sleep(chance.uniform(0, STEP))
 
 
